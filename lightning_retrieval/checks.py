@@ -1,0 +1,71 @@
+"""Checks that every room shares: each refuses bad input in one sentence.
+
+A sentence says who speaks, which argument is meant, the rule, what came and, where it is known, the cure.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def check_positive(who: str, name: str, value: float) -> float:
+    """Return `value` as it came, refused unless it is a finite number > 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{who}: `{name}` must be a number > 0, got {value!r} ({type(value).__name__}).")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{who}: `{name}` must be a finite number > 0, got {value!r}.")
+    return value
+
+
+def check_integer(who: str, name: str, value: int, least: int) -> int:
+    """Return `value` as it came, refused unless it is an integer >= `least`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{who}: `{name}` must be an integer >= {least}, got {value!r} ({type(value).__name__}).")
+    if value < least:
+        raise ValueError(f"{who}: `{name}` must be an integer >= {least}, got {value}.")
+    return value
+
+
+def check_choice(who: str, name: str, value: Any, choices: Sequence[Any]) -> Any:
+    """Return `value` as it came, refused unless it is one of `choices`."""
+    if value not in choices:
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ValueError(f"{who}: `{name}` must be one of {listed}, got {value!r}.")
+    return value
+
+
+def check_embeddings(who: str, name: str, embeddings: Tensor) -> None:
+    """Refuse anything but a floating-point matrix (rows, D) with D > 0 and only finite numbers in it."""
+    if not isinstance(embeddings, Tensor):
+        raise TypeError(f"{who}: `{name}` must be a tensor, got {type(embeddings).__name__}.")
+    if embeddings.ndim != 2 or embeddings.shape[1] == 0:
+        raise ValueError(f"{who}: `{name}` must have shape (rows, D) with D > 0, got {tuple(embeddings.shape)}.")
+    if not embeddings.is_floating_point():
+        raise TypeError(f"{who}: `{name}` must be floating point, got {embeddings.dtype}.")
+    check_finite(who, name, embeddings)
+
+
+def check_finite(who: str, name: str, values: Tensor) -> None:
+    """Refuse NaN and infinities, naming the first rows that hold one."""
+    finite = torch.isfinite(values)
+    if not bool(finite.all()):
+        rows = (~finite).reshape(len(values), -1).any(1).nonzero()[:, 0].tolist()
+        shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
+        raise ValueError(
+            f"{who}: `{name}` must hold finite numbers only, got NaN or inf in {len(rows)} of {len(values)} rows ({shown})."
+        )
+
+
+def check_integers(who: str, name: str, values: Tensor, rows: int, of: str) -> None:
+    """Refuse anything but one integer for each of the `rows` rows of `of`."""
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{who}: `{name}` must be a tensor, got {type(values).__name__}.")
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise TypeError(f"{who}: `{name}` must be integers, got {values.dtype}.")
+    if values.shape != (rows,):
+        raise ValueError(
+            f"{who}: `{name}` must have shape ({rows},), one for each row of `{of}`, got {tuple(values.shape)}."
+        )
