@@ -1,0 +1,26 @@
+"""Train image retrieval directly for Average Precision, with PyTorch Lightning.
+
+`RetrievalModule` is imported when it is first asked for: losses, metrics, models and chunked backprop need no
+Lightning.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_retrieval.backprop import chunked_backward
+from lightning_retrieval.losses import SmoothAPLoss
+from lightning_retrieval.metrics import RetrievalMetrics
+from lightning_retrieval.models import Embedder
+
+if TYPE_CHECKING:
+    from lightning_retrieval.module import RetrievalModule
+
+__all__ = ["Embedder", "RetrievalMetrics", "RetrievalModule", "SmoothAPLoss", "chunked_backward"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RetrievalModule":
+        from lightning_retrieval.module import RetrievalModule
+
+        return RetrievalModule
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -55,7 +55,8 @@ def check_finite(who: str, name: str, values: Tensor) -> None:
         rows = (~finite).reshape(len(values), -1).any(1).nonzero()[:, 0].tolist()
         shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
         raise ValueError(
-            f"{who}: `{name}` must hold finite numbers only, got NaN or inf in {len(rows)} of {len(values)} rows ({shown})."
+            f"{who}: `{name}` must hold finite numbers only, got NaN or inf in {len(rows)} of {len(values)} rows "
+            f"({shown})."
         )
 
 

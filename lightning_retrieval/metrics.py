@@ -158,23 +158,23 @@ class RetrievalMetrics(Metric):
         values = torch.zeros(len(queries), len(_VALUES) + 1, dtype=torch.float64, device=embeddings.device)
         if len(queries) == 0 or len(gallery) == 0:
             return torch.full_like(values, torch.nan)
-        share = (dist.get_rank(self.process_group), dist.get_world_size(self.process_group)) if self._is_synced else (0, 1)
-        blocks = positive_ranks(
-            queries, labels[is_query], gallery, labels[in_gallery], own, part=share[0], parts=share[1]
-        )
+        part, parts = 0, 1
+        if self._is_synced:  # every rank has all rows: share the queries out
+            part, parts = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+        blocks = positive_ranks(queries, labels[is_query], gallery, labels[in_gallery], own, part=part, parts=parts)
         for ranks in blocks:
             values[ranks.queries] = _query_values(ranks)
-        if share[1] > 1:
+        if parts > 1:
             dist.all_reduce(values, group=self.process_group)  # each row is another rank's zero: the sum is exact
         return values
 
     def _images(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """All rows in the order of their ids, each id once, with the roles of all its rows."""
         who = type(self).__name__
-        if not isinstance(self.embeddings, Tensor) and len(self.embeddings) == 0:
+        if len(self.embeddings) == 0:
             raise ValueError(f"{who}: there is nothing to compute; call update with at least one row first.")
         embeddings, labels, ids, roles = map(dim_zero_cat, (self.embeddings, self.labels, self.ids, self.roles))
-        unique, inverse = ids.unique(return_inverse=True)
+        unique, inverse = torch.unique(ids, return_inverse=True)
         first = torch.full_like(unique, len(ids)).scatter_reduce(
             0, inverse, torch.arange(len(ids), device=ids.device), "amin"
         )
@@ -190,7 +190,7 @@ class RetrievalMetrics(Metric):
         """Gather the rows; a rank without any brings empty tensors of the others' dimension and type."""
         who = type(self).__name__
         own = (self.embeddings[0].shape[1], str(self.embeddings[0].dtype), self.has_ids) if self.embeddings else None
-        shapes: list[tuple[int, str, bool] | None] = [None] * dist.get_world_size(self.process_group)
+        shapes: list[Any] = [None] * dist.get_world_size(self.process_group)
         dist.all_gather_object(shapes, own, group=self.process_group)
         kinds = {shape for shape in shapes if shape is not None}
         if not kinds:

@@ -25,4 +25,5 @@ def normalize(embeddings: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch di
     largest = x.detach().abs().amax(dim=1, keepdim=True)
     x = x / largest.masked_fill(largest < finfo(x.dtype).tiny, 1.0)
     norm = vector_norm(x, dim=1, keepdim=True)
-    return x / norm.masked_fill(norm == 0, 1.0)
+    unit: Tensor = x / norm.masked_fill(norm == 0, 1.0)
+    return unit

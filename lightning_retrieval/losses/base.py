@@ -150,9 +150,9 @@ class RetrievalLoss(nn.Module, ABC):
             parameters = [p for p in self.parameters() if p.requires_grad]
             arguments = (self, lists, positives, weights, *lists.tensors, *parameters)
             if self.reduction == "none":
-                values: Tensor = _EachQuery.apply(*arguments)  # type: ignore[no-untyped-call]
+                values: Tensor = _EachQuery.apply(*arguments)
                 return values
-            total: Tensor = _WeightedSum.apply(*arguments)  # type: ignore[no-untyped-call]
+            total: Tensor = _WeightedSum.apply(*arguments)
             return total
 
     def _warn_of_no_positive(self) -> None:
@@ -168,7 +168,7 @@ class RetrievalLoss(nn.Module, ABC):
         """Rows of the queries that have a positive, cut so that each block's tensors stay near `BLOCK_ELEMENTS`."""
         rows = positives.nonzero()[:, 0]
         block = self.elements(positives[rows], gallery).cumsum(0) // BLOCK_ELEMENTS
-        yield from rows.split(torch.unique_consecutive(block, return_counts=True)[1].tolist())
+        yield from torch.split(rows, torch.unique_consecutive(block, return_counts=True)[1].tolist())
 
 
 class _WeightedSum(torch.autograd.Function):

@@ -35,9 +35,7 @@ class RankedLists(ABC):
         """A fresh tensor with the scores of these queries, without a graph."""
 
     @abstractmethod
-    def masks(
-        self, rows: Int[Tensor, " query"]
-    ) -> tuple[Bool[Tensor, "query gallery"], Bool[Tensor, "query gallery"]]:
+    def masks(self, rows: Int[Tensor, " query"]) -> tuple[Bool[Tensor, "query gallery"], Bool[Tensor, "query gallery"]]:
         """The relevant candidates, and the candidates."""
 
     @abstractmethod

@@ -1,0 +1,211 @@
+"""Retrieval metrics of whole evaluation sets, logged under names that checkpoints and early stopping can monitor."""
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+
+from lightning_retrieval.metrics import RetrievalMetrics
+
+
+class RetrievalEvaluation(pl.Callback):
+    """Computes `RetrievalMetrics` over each validation and test set, and logs `val/mAP`, `test/R@1` and so on.
+
+    It takes up what the module's `validation_step` and `test_step` return: a dict with `embeddings`, `labels` and,
+    where the batches have them, `ids`. Every process ends with the same numbers and logs them, so that
+    `ModelCheckpoint(monitor="val/mAP", mode="max")` and early stopping work. Several evaluation sets are logged as
+    `val/0/mAP`, `val/1/mAP`. The sanity check is skipped: it sees a piece of the set only.
+
+    Args:
+        ks: the k of R@k, each >= 1.
+        before_fit: evaluate the test set with the untrained model before training, logged as `test/...` at step 0;
+            skipped where a run is resumed.
+
+    Raises:
+        ValueError: if a k is below 1, or `before_fit` is asked for without a test set.
+        TypeError: if the module's step does not return `embeddings` and `labels`.
+
+    Example:
+        >>> import pytorch_lightning as pl
+        >>> from lightning_retrieval.callbacks import RetrievalEvaluation
+        >>> trainer = pl.Trainer(callbacks=[RetrievalEvaluation(ks=(1, 10))], logger=False, enable_checkpointing=False)
+
+    Relations:
+        `RetrievalGallery` draws what this callback collects.
+    """
+
+    def __init__(self, ks: Sequence[int] = (1, 10, 100), before_fit: bool = False) -> None:
+        self.ks = tuple(ks)
+        self.before_fit = before_fit
+        self.metrics: dict[int, RetrievalMetrics] = {}
+        self.table: dict[str, dict[str, float]] = {}
+        self._positions: dict[int, Iterator[list[int]]] = {}
+        RetrievalMetrics(self.ks)  # refuses now what it would refuse after the first epoch
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self.before_fit or trainer.global_step > 0:
+            return
+        results = {}
+        loaders = _test_loaders(trainer, pl_module)
+        for index, loader in enumerate(loaders):
+            metrics = self._evaluate(trainer, pl_module, loader, index)
+            results.update(_named("test", index, len(loaders), metrics.compute()))
+        self.table["untrained"] = {name: float(value) for name, value in results.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(self.table["untrained"], step=0)
+
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start(trainer.val_dataloaders)
+
+    def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._start(trainer.test_dataloaders)
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._collect(pl_module, outputs, dataloader_idx)
+
+    on_test_batch_end = on_validation_batch_end
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            self._log(trainer, "val", trainer.num_val_batches, trainer.val_dataloaders)
+
+    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._log(trainer, "test", trainer.num_test_batches, trainer.test_dataloaders)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.metrics = {}  # the embeddings go, now that all callbacks have seen them
+        if trainer.state.fn == "validate":
+            self._print(trainer, "val")
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.metrics = {}
+        self._print(trainer, "test")
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._print(trainer, "val")
+
+    def _start(self, loaders: Any) -> None:
+        self.metrics = {}
+        self._positions = {}
+        for index, loader in enumerate(_listed(loaders)):
+            positions = _positions(loader)
+            if positions is not None:
+                self._positions[index] = positions
+
+    def _collect(self, pl_module: pl.LightningModule, outputs: Any, index: int) -> None:
+        if not isinstance(outputs, Mapping) or not {"embeddings", "labels"} <= set(outputs):
+            came = f"the keys {sorted(outputs)}" if isinstance(outputs, Mapping) else type(outputs).__name__
+            raise TypeError(
+                f"RetrievalEvaluation: {type(pl_module).__name__}'s validation and test steps must return a dict with "
+                f"embeddings, labels and maybe ids, got {came}; RetrievalModule's do."
+            )
+        embeddings: Tensor = outputs["embeddings"]
+        ids = outputs.get("ids")
+        if index in self._positions:
+            positions = next(self._positions[index])
+            ids = torch.tensor(positions, device=embeddings.device) if ids is None else ids
+        if index not in self.metrics:
+            self.metrics[index] = RetrievalMetrics(self.ks).to(embeddings.device)
+        self.metrics[index].update(embeddings, outputs["labels"], ids)
+
+    def _log(self, trainer: pl.Trainer, stage: str, batches: Sequence[float], loaders: Any) -> None:
+        for index, loader in enumerate(_listed(loaders)):
+            if batches[index] < len(loader):
+                warnings.warn(
+                    f"RetrievalEvaluation: {stage} metrics are those of {batches[index]} of {len(loader)} batches "
+                    f"(limit_{stage}_batches): the gallery is a part of the set only, so they are too high.",
+                    stacklevel=2,
+                )
+        results: dict[str, Tensor] = {}
+        for index in range(len(_listed(loaders))):
+            # A rank without any batch of this set still takes part in its computation.
+            metrics = self.metrics.setdefault(index, RetrievalMetrics(self.ks).to(trainer.strategy.root_device))
+            results.update(_named(stage, index, len(_listed(loaders)), metrics.compute()))
+        self.table[stage] = {name: float(value) for name, value in results.items()}
+        for name in results:  # every rank has the same value: reducing it again would change its last digits
+            warnings.filterwarnings("ignore", rf".*self\.log\('{re.escape(name)}', \.\.\., sync_dist=True")
+        self.log_dict(results, rank_zero_only=False, sync_dist=False)
+
+    def _evaluate(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any, index: int
+    ) -> RetrievalMetrics:
+        """The test set outside of the Trainer's test loop, with the module as it is."""
+        shared = isinstance(loader.sampler, DistributedSampler)  # else each process goes through the whole set
+        self._start([None] * index + [loader])
+        self.metrics[index] = RetrievalMetrics(self.ks, sync_on_compute=shared).to(pl_module.device)
+        modes = {module: module.training for module in pl_module.modules()}
+        pl_module.eval()
+        silent = trainer.progress_bar_callback is None or not trainer.is_global_zero
+        with torch.no_grad(), trainer.precision_plugin.test_step_context():
+            for batch_idx, batch in enumerate(Tqdm(loader, desc="Untrained test", disable=silent, leave=False)):
+                batch = trainer.precision_plugin.convert_input(batch)
+                batch = trainer.strategy.batch_to_device(batch)
+                outputs = pl_module.test_step(batch, batch_idx)
+                self._collect(pl_module, outputs, index)
+        for module, training in modes.items():
+            module.training = training
+        return self.metrics.pop(index)
+
+    def _print(self, trainer: pl.Trainer, stage: str) -> None:
+        if not trainer.is_global_zero or stage not in self.table:
+            return
+        columns = {"": self.table[stage]}
+        if stage == "test" and "untrained" in self.table:
+            columns = {"untrained": self.table["untrained"], "trained": self.table[stage]}
+        width = max(map(len, self.table[stage]))
+        lines = [" " * width + "".join(f"{title:>12}" for title in columns)] if len(columns) > 1 else []
+        for name in self.table[stage]:
+            digits = 0 if name.endswith("left_out") else 4
+            values = (column.get(name, float("nan")) for column in columns.values())
+            lines.append(f"{name:<{width}}" + "".join(f"{value:>12.{digits}f}" for value in values))
+        print("\n" + "\n".join(lines), flush=True)
+
+
+def _named(stage: str, index: int, sets: int, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    prefix = stage if sets == 1 else f"{stage}/{index}"
+    return {f"{prefix}/{name}": value for name, value in results.items()}
+
+
+def _listed(loaders: Any) -> list[Any]:
+    return list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]
+
+
+def _positions(loader: Any) -> Iterator[list[int]] | None:
+    """The dataset indices of each batch that this process gets, where they can be known beforehand."""
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+        return None
+    sampler = loader.sampler
+    in_order = isinstance(sampler, SequentialSampler)
+    if in_order or (isinstance(sampler, DistributedSampler) and not sampler.shuffle):
+        return iter(loader.batch_sampler)
+    return None
+
+
+def _test_loaders(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[Any]:
+    datamodule = getattr(trainer, "datamodule", None)
+    if datamodule is not None:
+        datamodule.setup("test")
+    source = pl_module if datamodule is None else datamodule
+    if getattr(type(source), "test_dataloader", None) in (
+        pl.LightningModule.test_dataloader,
+        pl.LightningDataModule.test_dataloader,
+    ):
+        raise ValueError(
+            f"RetrievalEvaluation: `before_fit` needs a test set, which {type(source).__name__} does not have; define "
+            "test_dataloader there, or set before_fit=False."
+        )
+    return _listed(source.test_dataloader())

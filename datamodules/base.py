@@ -1,0 +1,112 @@
+"""What every data module shares: a PK loader for training, plain loaders for evaluation."""
+
+import os
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+import pytorch_lightning as pl
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_retrieval.checks import check_integer
+from lightning_retrieval.datamodules.loader import RetrievalDataLoader, resume_position
+from lightning_retrieval.datamodules.samplers import PKSampler
+
+
+class LabelledImages(Protocol):
+    """A map-style dataset whose items are dicts with `images`, `labels` and `ids`, the id being the item's index."""
+
+    labels: Int[Tensor, " item"]
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+
+class RetrievalDataModule(pl.LightningDataModule, ABC):
+    """Base of the data modules: training batches of P classes with K images each, evaluation sets as they are.
+
+    A subclass says what the three sets are, in `train_set`, `val_set` and `test_set`.
+
+    Args:
+        classes_per_batch: P, the classes of a global batch.
+        samples_per_class: K, the images of each, >= 2.
+        eval_batch_size: images embedded at a time in evaluation, >= 1.
+        num_workers: processes that load images, >= 0; with 0 the training process does.
+        seed: what the batches and the augmentation follow from, together with the epoch; that of `seed_everything`
+            where None, and 0 without one.
+
+    Raises:
+        ValueError: if a number is out of its range; P and K against the data when training begins.
+        TypeError: if a number is not an integer.
+
+    Relations:
+        A run does not depend on the number of workers or processes, and goes on in the middle of an epoch with the next
+        batch.
+    """
+
+    def __init__(
+        self,
+        classes_per_batch: int = 32,
+        samples_per_class: int = 4,
+        eval_batch_size: int = 256,
+        num_workers: int = 0,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        who = type(self).__name__
+        self.classes_per_batch = check_integer(who, "classes_per_batch", classes_per_batch, least=1)
+        self.samples_per_class = check_integer(who, "samples_per_class", samples_per_class, least=2)
+        self.eval_batch_size = check_integer(who, "eval_batch_size", eval_batch_size, least=1)
+        self.num_workers = check_integer(who, "num_workers", num_workers, least=0)
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
+
+    @property
+    @abstractmethod
+    def train_set(self) -> LabelledImages:
+        """What is trained on, augmented."""
+
+    @property
+    @abstractmethod
+    def val_set(self) -> LabelledImages:
+        """What checkpoints are chosen by."""
+
+    @property
+    @abstractmethod
+    def test_set(self) -> LabelledImages:
+        """What is reported."""
+
+    def train_dataloader(self) -> RetrievalDataLoader:
+        """Batches of P classes, K images each, from the position a resumed run goes on at."""
+        sampler = PKSampler(
+            self.train_set.labels,
+            classes_per_batch=self.classes_per_batch,
+            samples_per_class=self.samples_per_class,
+            seed=self.seed,
+        )
+        position = {} if self.trainer is None else resume_position(self.trainer)
+        return RetrievalDataLoader(self.train_set, sampler, **position, **self._loading())
+
+    def val_dataloader(self) -> Any:
+        """The validation set, in order."""
+        return self._evaluation(self.val_set)
+
+    def test_dataloader(self) -> Any:
+        """The test set, in order."""
+        return self._evaluation(self.test_set)
+
+    def predict_dataloader(self) -> Any:
+        """The test set, in order."""
+        return self._evaluation(self.test_set)
+
+    def _evaluation(self, dataset: Any) -> DataLoader[Any]:
+        return DataLoader(dataset, batch_size=self.eval_batch_size, **self._loading())
+
+    def _loading(self) -> dict[str, Any]:
+        return {
+            "num_workers": self.num_workers,
+            "persistent_workers": self.num_workers > 0,
+            "pin_memory": torch.cuda.is_available(),
+        }

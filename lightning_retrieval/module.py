@@ -1,0 +1,355 @@
+"""The LightningModule that trains any embedding network with any loss over the whole batch's ranked lists."""
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+import torch
+from jaxtyping import Float, Int
+from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, ParallelStrategy, SingleDeviceStrategy
+from pytorch_lightning.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lightning_retrieval.backprop import chunked_backward
+from lightning_retrieval.checks import check_choice, check_integer, check_positive
+from lightning_retrieval.distributed import gather_rows, rank, sum_gradients, world_size
+from lightning_retrieval.losses import RetrievalLoss
+from lightning_retrieval.recipe import describe, rebuild, rebuild_factory
+
+Unpacked = tuple[Tensor, Tensor, Tensor | None]
+
+
+class RetrievalModule(pl.LightningModule):
+    """Trains an embedder so that each batch's images rank their own class first.
+
+    One batch is one optimizer step and, with several processes, one sum of gradients, whatever `chunk_size` is. The
+    lists are those of the global batch: each process embeds its share, the embeddings are gathered in rank order.
+
+    Subclass it freely: `forward`, `unpack_batch` and `configure_optimizers` are the places meant for it. A subclass's
+    own constructor arguments reach the checkpoint like these.
+
+    Args:
+        embedder: maps images to embeddings (batch, D); `lightning_retrieval.Embedder` or any module.
+        loss: called as `loss(embeddings, labels)`, and with `ids=` where it is one of this library's; the losses of
+            pytorch-metric-learning that take no references work as they are.
+        chunk_size: images embedded at a time, >= 1; the whole share of the batch at once where None.
+        optimizer: called with the parameter groups; a class, or `functools.partial(torch.optim.SGD, lr=0.1)`.
+        lr_scheduler: called with the optimizer, or None.
+        lr_scheduler_interval: what the scheduler is stepped after, `"step"` or `"epoch"`.
+        lr_scheduler_frequency: after how many of them, >= 1.
+        lr_scheduler_monitor: the logged metric that `ReduceLROnPlateau` looks at.
+        gradient_clip_val: largest gradient, > 0; not clipped where None. Unscaled first in half precision.
+        gradient_clip_algorithm: `"norm"` of all gradients together, or each `"value"`.
+        head_lr_factor: learning rate of `embedder.head` over that of the rest, > 0 (FastAP, CVPR 2019: 10).
+        seed: the random state of a step (dropout) is a function of (seed, step, rank); that of `seed_everything`
+            where None, and 0 without one.
+
+    Raises:
+        ValueError: if a number is out of its range.
+        TypeError: if `embedder` or `loss` is no module.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval import RetrievalModule, SmoothAPLoss
+        >>> module = RetrievalModule(torch.nn.Linear(8, 4), SmoothAPLoss(tau=0.01), chunk_size=16)
+        >>> module(torch.randn(3, 8)).shape
+        torch.Size([3, 4])
+
+    Relations:
+        Metrics are logged by `lightning_retrieval.callbacks.RetrievalEvaluation`, batches with several images of each
+        class are drawn by `lightning_retrieval.datamodules.PKSampler`.
+    """
+
+    def __init__(
+        self,
+        embedder: nn.Module,
+        loss: nn.Module,
+        chunk_size: int | None = None,
+        optimizer: Callable[[Iterable[Any]], Optimizer] = torch.optim.AdamW,
+        lr_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None = None,
+        lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
+        lr_scheduler_frequency: int = 1,
+        lr_scheduler_monitor: str = "val/mAP",
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: Literal["norm", "value"] = "norm",
+        head_lr_factor: float = 1.0,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        who = type(self).__name__
+        self.save_hyperparameters(ignore=["embedder", "loss", "optimizer", "lr_scheduler"])
+        if "_instantiator" not in self.hparams:  # under LightningCLI they are the configuration, plain already
+            given = {"embedder": embedder, "loss": loss, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+            self.save_hyperparameters({**self.hparams, **given})
+            self._set_hparams(describe({**self.hparams}))
+        self.automatic_optimization = False
+        self.embedder = rebuild(who, "embedder", embedder, nn.Module)
+        self.loss = rebuild(who, "loss", loss, nn.Module)
+        self.optimizer = rebuild_factory(who, "optimizer", optimizer, Optimizer)
+        self.lr_scheduler = lr_scheduler and rebuild_factory(
+            who, "lr_scheduler", lr_scheduler, (LRScheduler, ReduceLROnPlateau)
+        )
+        self.chunk_size = chunk_size if chunk_size is None else check_integer(who, "chunk_size", chunk_size, least=1)
+        self.lr_scheduler_interval = check_choice(
+            who, "lr_scheduler_interval", lr_scheduler_interval, ("epoch", "step")
+        )
+        self.lr_scheduler_frequency = check_integer(who, "lr_scheduler_frequency", lr_scheduler_frequency, least=1)
+        self.lr_scheduler_monitor = lr_scheduler_monitor
+        if gradient_clip_val is not None:
+            check_positive(who, "gradient_clip_val", gradient_clip_val)
+        self.gradient_clip_val = gradient_clip_val
+        self.gradient_clip_algorithm = check_choice(
+            who, "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")
+        )
+        self.head_lr_factor = check_positive(who, "head_lr_factor", head_lr_factor)
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
+
+    # What a subclass may want to change.
+
+    def forward(self, images: Tensor) -> Float[Tensor, "batch dim"]:
+        """Embed images, each by itself.
+
+        Override it where embedding is more than one call of `embedder`. Losses and metrics normalise what it returns.
+        """
+        embeddings: Tensor = self.embedder(images)
+        return embeddings
+
+    def unpack_batch(self, batch: Any) -> Unpacked:
+        """What a batch of the DataLoader holds: images, labels (batch,), and the images' dataset indices or None.
+
+        Here `(images, labels)`, `(images, labels, ids)` or a dict with these keys. Override it for any other form.
+
+        Raises:
+            TypeError: if the batch has another form.
+        """
+        if isinstance(batch, dict):
+            if "images" in batch and "labels" in batch:
+                return batch["images"], batch["labels"], batch.get("ids")
+            came = f"a dict with the keys {sorted(map(str, batch))}"
+        elif isinstance(batch, (tuple, list)):
+            if len(batch) in (2, 3):
+                return batch[0], batch[1], batch[2] if len(batch) == 3 else None
+            came = f"{len(batch)} items"
+        else:
+            came = type(batch).__name__
+        raise TypeError(
+            f"{type(self).__name__}: a batch must be (images, labels), (images, labels, ids) or a dict with the keys "
+            f"images, labels and maybe ids, got {came}; override unpack_batch for another form."
+        )
+
+    def configure_optimizers(self) -> Any:
+        """One optimizer over the embedder's and the loss's parameters, and its scheduler.
+
+        Override it for anything else; whatever Lightning accepts here works. Schedulers are stepped as their
+        configuration (`interval`, `frequency`, `monitor`) says.
+        """
+        head = [p for p in _parameters(getattr(self.embedder, "head", None)) if p.requires_grad]
+        in_head = set(map(id, head))
+        rest = [p for p in self.parameters() if p.requires_grad and id(p) not in in_head]
+        if not (head or rest):
+            raise ValueError(f"{type(self).__name__}: `embedder` and `loss` have no parameter with a gradient.")
+        if self.head_lr_factor != 1 and not head:
+            raise ValueError(
+                f"{type(self).__name__}: `head_lr_factor` is {self.head_lr_factor}, but the embedder has no `head` "
+                "with parameters; name its last layers `head`, or leave the factor at 1."
+            )
+        optimizer = self.optimizer([{"params": group} for group in (rest, head) if group])
+        if head:
+            optimizer.param_groups[-1]["lr"] *= self.head_lr_factor
+        if self.lr_scheduler is None:
+            return optimizer
+        configuration = {
+            "scheduler": self.lr_scheduler(optimizer),
+            "interval": self.lr_scheduler_interval,
+            "frequency": self.lr_scheduler_frequency,
+            "monitor": self.lr_scheduler_monitor,
+        }
+        return {"optimizer": optimizer, "lr_scheduler": configuration}
+
+    # Training.
+
+    def configure_callbacks(self) -> Any:
+        """Refuses Trainer flags that a listwise loss cannot honour, at the first moment the Trainer is known."""
+        who, trainer = type(self).__name__, self.trainer
+        if trainer.gradient_clip_val:
+            raise ValueError(
+                f"{who}: Trainer(gradient_clip_val={trainer.gradient_clip_val}) does not work with manual optimization"
+                f"; give it to the module: {who}(..., gradient_clip_val={trainer.gradient_clip_val})."
+            )
+        if trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"{who}: Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) would cut the ranked lists "
+                "apart; take larger batches and embed them piece by piece with chunk_size."
+            )
+        overfit = getattr(trainer, "overfit_batches", 0)
+        if overfit:
+            raise ValueError(
+                f"{who}: Trainer(overfit_batches={overfit}) replaces the sampler, so that batches lose "
+                "their classes; use limit_train_batches instead."
+            )
+        strategy = trainer.strategy
+        if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) or isinstance(strategy, DeepSpeedStrategy):
+            raise ValueError(
+                f"{who}: gradients are summed over whole parameters, which {type(strategy).__name__} does not keep; "
+                "use Trainer(strategy='auto') or 'ddp'."
+            )
+        return super().configure_callbacks()
+
+    def on_fit_start(self) -> None:
+        """Says once what chunks change where layers mix the rows of a batch."""
+        mixes_rows = any(isinstance(m, _BatchNorm) for m in self.embedder.modules())
+        if self.chunk_size is not None and mixes_rows and not getattr(self.embedder, "freeze_batch_norm", False):
+            warnings.warn(
+                f"{type(self).__name__}: BatchNorm sees chunks of {self.chunk_size} images, not the batch, so the "
+                "gradient is not that of the whole batch; freeze_batch_norm=True makes it exact.",
+                stacklevel=2,
+            )
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Embed, gather, take the loss and its gradient, push it through, and step: all state changes are in here."""
+        images, labels, ids = self.unpack_batch(batch)
+        optimizers = self.optimizers()
+        optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with self._random_state(), self._unsynchronised():
+            value = chunked_backward(
+                self, images, lambda y: self._loss(y, labels, ids), self.chunk_size, backward=self.manual_backward
+            )
+        if not math.isfinite(value):
+            raise ValueError(f"{type(self).__name__}: the loss is {value.item()} at step {self.global_step}.")
+        self._sum_gradients()
+        scale = self._loss_scale()
+        for optimizer in optimizers:
+            optimizer.step()
+        if self._loss_scale() >= scale:  # else the step was skipped, with infinite half-precision gradients
+            self._step_schedulers("step", batch_idx)
+        if self.trainer.is_last_batch:
+            self._step_schedulers("epoch", self.current_epoch)
+        self.log("train/loss", value, prog_bar=True)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Let DDP bring rank 0's buffers to all ranks at the next forward."""
+        self._synchronise_buffers()
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Clip, here where half-precision gradients have been unscaled and not yet been used."""
+        if self.gradient_clip_val is not None:
+            self.clip_gradients(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
+
+    def _loss(self, embeddings: Tensor, labels: Int[Tensor, " batch"], ids: Tensor | None) -> Tensor:
+        if len(labels) != len(embeddings):
+            raise ValueError(
+                f"{type(self).__name__}: a batch must have one label for each image, got {len(labels)} labels for "
+                f"{len(embeddings)} images."
+            )
+        everything = gather_rows(embeddings)
+        all_labels = gather_rows(labels)
+        all_ids = None if ids is None else gather_rows(ids)
+        finite = torch.isfinite(everything).all(1)
+        if not bool(finite.all()):  # seen by all ranks alike, so that none is left waiting for another
+            rows = (~finite).nonzero()[:, 0]
+            which = f"rows {rows[:5].tolist()}" if all_ids is None else f"ids {all_ids[rows][:5].tolist()}"
+            raise ValueError(
+                f"{type(self).__name__}: embeddings must be finite, got NaN or inf in {len(rows)} of {len(finite)} "
+                f"rows at step {self.global_step} (seen on rank {rank()}), the first for {which}; a lower learning "
+                "rate or gradient_clip_val often helps."
+            )
+        with torch.autocast(everything.device.type, enabled=False):
+            everything = everything.float() if everything.dtype in (torch.float16, torch.bfloat16) else everything
+            if isinstance(self.loss, RetrievalLoss):
+                value = self.loss(everything, all_labels, ids=all_ids)
+            else:
+                value = self.loss(everything, all_labels)
+        if not isinstance(value, Tensor) or value.ndim:
+            raise ValueError(f"{type(self).__name__}: `loss` must return a scalar, got {value!r}; set its reduction.")
+        return value
+
+    def _sum_gradients(self) -> None:
+        # All ranks take the same loss of the same rows, each with the gradient of its own rows only. So the embedder's
+        # gradients add up to the whole batch's; the loss's own parameters already have it on every rank.
+        for parameter in self.loss.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= world_size()
+        sum_gradients(self.parameters())
+
+    def _unsynchronised(self) -> AbstractContextManager[None]:
+        strategy = self.trainer.strategy
+        return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext()
+
+    def _synchronise_buffers(self) -> None:
+        if isinstance(self.trainer.model, DistributedDataParallel):
+            self.trainer.model.require_forward_param_sync = True
+
+    def _loss_scale(self) -> float:
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        return 0.0 if scaler is None else float(scaler.get_scale())
+
+    @contextmanager
+    def _random_state(self) -> Iterator[None]:
+        """Random numbers as a function of (seed, step, rank), so that a run goes on as it would have."""
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"):
+            torch.manual_seed(((self.seed * 1_000_003 + self.global_step) * 65_537 + rank()) % 2**63)
+            yield
+
+    def _step_schedulers(self, interval: str, index: int) -> None:
+        for config in self.trainer.lr_scheduler_configs:
+            if config.interval == interval and (index + 1) % config.frequency == 0 and not config.reduce_on_plateau:
+                self.lr_scheduler_step(config.scheduler, None)
+
+    # Evaluation.
+
+    def on_validation_start(self) -> None:
+        """Let DDP bring rank 0's buffers to all ranks at the next forward."""
+        self._synchronise_buffers()
+
+    def on_validation_epoch_end(self) -> None:
+        """Step `ReduceLROnPlateau`, before a checkpoint is written."""
+        if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
+            self._step_plateau_schedulers()
+
+    def on_train_epoch_end(self) -> None:
+        """Step `ReduceLROnPlateau` where there is no validation to do it after."""
+        if not self.trainer.enable_validation:
+            self._step_plateau_schedulers()
+
+    def _step_plateau_schedulers(self) -> None:
+        for config in self.trainer.lr_scheduler_configs:
+            due = self.trainer.is_last_batch and (self.current_epoch + 1) % config.frequency == 0
+            if config.reduce_on_plateau and (due or config.interval == "step"):
+                value = self.trainer.callback_metrics.get(config.monitor or "")
+                if value is None:
+                    raise ValueError(
+                        f"{type(self).__name__}: ReduceLROnPlateau monitors {config.monitor!r}, which was not logged; "
+                        f"logged are {sorted(self.trainer.callback_metrics)}."
+                    )
+                self.lr_scheduler_step(config.scheduler, value)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """Embeddings, labels and, where the batch has them, ids: what `RetrievalEvaluation` takes up."""
+        images, labels, ids = self.unpack_batch(batch)
+        output = {"embeddings": self(images), "labels": labels}
+        return output if ids is None else {**output, "ids": ids}
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """As `validation_step`."""
+        return self.validation_step(batch, batch_idx, dataloader_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
+        """As `validation_step`; a batch of images alone gives embeddings alone."""
+        if isinstance(batch, Tensor):
+            return {"embeddings": self(batch)}
+        return self.validation_step(batch, batch_idx, dataloader_idx)
+
+
+def _parameters(module: nn.Module | None) -> list[nn.Parameter]:
+    return [] if module is None else list(module.parameters())
