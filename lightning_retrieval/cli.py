@@ -43,3 +43,7 @@ def main(args: Any = None) -> None:
         },
         args=args,
     )
+
+
+if __name__ == "__main__":
+    main()

@@ -149,7 +149,8 @@ class RetrievalModule(pl.LightningModule):
         """One optimizer over the embedder's and the loss's parameters, and its scheduler.
 
         Override it for anything else; whatever Lightning accepts here works. Schedulers are stepped as their
-        configuration (`interval`, `frequency`, `monitor`) says.
+        configuration (`interval`, `frequency`) says; `ReduceLROnPlateau` looks at `lr_scheduler_monitor`, since
+        Lightning drops its `monitor` where optimization is manual.
         """
         head = [p for p in _parameters(getattr(self.embedder, "head", None)) if p.requires_grad]
         in_head = set(map(id, head))
@@ -170,7 +171,6 @@ class RetrievalModule(pl.LightningModule):
             "scheduler": self.lr_scheduler(optimizer),
             "interval": self.lr_scheduler_interval,
             "frequency": self.lr_scheduler_frequency,
-            "monitor": self.lr_scheduler_monitor,
         }
         return {"optimizer": optimizer, "lr_scheduler": configuration}
 
@@ -303,7 +303,8 @@ class RetrievalModule(pl.LightningModule):
 
     def _step_schedulers(self, interval: str, index: int) -> None:
         for config in self.trainer.lr_scheduler_configs:
-            if config.interval == interval and (index + 1) % config.frequency == 0 and not config.reduce_on_plateau:
+            plateau = isinstance(config.scheduler, ReduceLROnPlateau)
+            if config.interval == interval and (index + 1) % config.frequency == 0 and not plateau:
                 self.lr_scheduler_step(config.scheduler, None)
 
     # Evaluation.
@@ -325,12 +326,13 @@ class RetrievalModule(pl.LightningModule):
     def _step_plateau_schedulers(self) -> None:
         for config in self.trainer.lr_scheduler_configs:
             due = self.trainer.is_last_batch and (self.current_epoch + 1) % config.frequency == 0
-            if config.reduce_on_plateau and (due or config.interval == "step"):
-                value = self.trainer.callback_metrics.get(config.monitor or "")
+            if isinstance(config.scheduler, ReduceLROnPlateau) and (due or config.interval == "step"):
+                value = self.trainer.callback_metrics.get(self.lr_scheduler_monitor)
                 if value is None:
                     raise ValueError(
-                        f"{type(self).__name__}: ReduceLROnPlateau monitors {config.monitor!r}, which was not logged; "
-                        f"logged are {sorted(self.trainer.callback_metrics)}."
+                        f"{type(self).__name__}: ReduceLROnPlateau needs `lr_scheduler_monitor`, got "
+                        f"{self.lr_scheduler_monitor!r}, which was not logged; logged are "
+                        f"{sorted(self.trainer.callback_metrics)}."
                     )
                 self.lr_scheduler_step(config.scheduler, value)
 
