@@ -1,7 +1,7 @@
+import ast
 import copy
 import pickle
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 from torchvision import models
 from torchvision.models import WeightsEnum
 
+import lightning_retrieval.models
 from lightning_retrieval.models import Embedder, GeM, GlobalAvgPool, GlobalMaxPool, GlyphNet
 
 # One model of each family that torchvision lists.
@@ -31,6 +32,15 @@ FAMILIES = [
     "vgg11_bn",
     "vit_b_32",
 ]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Many small operations: on a busy machine, threads that wait for one another make them ten times slower."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Backbone(nn.Module):
@@ -77,10 +87,11 @@ def pooling_input(model, images):
 
 
 def assert_same_features(features, seen):
-    assert seen.std() > 0
     if features.ndim > seen.ndim:  # the model pools by a function call
         features = features.mean((2, 3))
-    torch.testing.assert_close(features, seen)
+    scale = seen.std()  # far below the default tolerance in some models with random weights
+    assert scale > 0
+    torch.testing.assert_close(features / scale, seen / scale, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -216,6 +227,11 @@ def test_trying_the_backbone_leaves_no_trace():
         assert value.equal(before[key])
 
 
+def test_one_image_is_enough_to_try_a_batch_norm_of_vectors():
+    """In training mode it would refuse a single row."""
+    assert Embedder(nn.Sequential(Backbone(vectors), nn.BatchNorm1d(6)), 5).feature_dim == 6
+
+
 def test_trying_the_backbone_restores_the_mode_after_a_failure():
     backbone = Backbone(as_list)
     with pytest.raises(ValueError, match="could not be tried"):
@@ -338,13 +354,14 @@ def test_glyph_net_learns_a_handful_of_glyphs():
     assert (embedder.eval()(glyphs).argmax(1) == labels).all()
 
 
-def test_neither_torchvision_nor_lightning_is_imported_before_it_is_needed():
-    code = (
-        "import sys; from lightning_retrieval.models import Embedder; Embedder('glyph_net'); "
-        "print([name for name in ('torchvision', 'pytorch_lightning', 'lightning') if name in sys.modules])"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+@pytest.mark.parametrize(
+    "path", sorted(Path(lightning_retrieval.models.__file__).parent.glob("*.py")), ids=lambda p: p.stem
+)
+def test_neither_torchvision_nor_lightning_is_imported_with_the_file(path):
+    at_the_top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in at_the_top]
+    assert names
+    assert not {name.split(".")[0] for name in names} & {"torchvision", "lightning", "pytorch_lightning"}
 
 
 @pytest.mark.refusal
@@ -356,7 +373,7 @@ def test_neither_torchvision_nor_lightning_is_imported_before_it_is_needed():
             ValueError,
             r"Embedder: `backbone` must be .* got 'resnet5'; close names are .*'resnet50'",
         ),
-        ({"backbone": "ResNet18"}, ValueError, "got 'ResNet18'; close names are 'resnet18'"),
+        ({"backbone": "RESNET18"}, ValueError, "got 'RESNET18'; close names are 'resnet18'"),
         ({"backbone": "glyphnet"}, ValueError, "got 'glyphnet'; close names are 'glyph_net'"),
         ({"backbone": "###"}, ValueError, "got '###'; no name is close"),
         ({"backbone": 50}, TypeError, r"`backbone` must be the name of a model or a torch.nn.Module, got 50 \(int\)"),

@@ -37,8 +37,8 @@ def test_gem_is_equation_3(seed, p, eps, size):
 def test_gem_module_is_the_function():
     features = torch.randn(3, 5, 4, 4)
     for learnable in (True, False):
-        pool = GeM(2.5, eps=1e-3, learnable=learnable)
-        torch.testing.assert_close(pool(features), gem(features, 2.5, 1e-3))
+        pool = GeM(2.5, eps=0.5, learnable=learnable)
+        torch.testing.assert_close(pool(features), gem(features, 2.5, 0.5))
 
 
 def test_gem_worked_by_hand():
@@ -75,13 +75,14 @@ def test_gem_neither_overflows_nor_vanishes(scale):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gem_in_half_precision_computes_in_float32(dtype):
-    features = (200 * torch.rand(2, 4, 7, 7)).to(dtype)  # 200^3 is beyond float16
+    torch.manual_seed(0)  # float32 would round one of many means to the other neighbour
+    features = (200 * torch.rand(2, 32, 7, 7)).to(dtype)  # 200^3 is beyond float16
     exact = gem(features.double(), 3.0)
     with torch.autocast("cpu", dtype=dtype):
         under_autocast = GeM()(features)
     for pooled in (under_autocast, GeM()(features), GeM().to(dtype)(features)):
         assert pooled.dtype == dtype
-        torch.testing.assert_close(pooled, exact.to(dtype), rtol=torch.finfo(dtype).eps, atol=0)
+        assert pooled.equal(exact.to(dtype))
 
 
 def test_gem_p_is_trained_only_where_learnable():

@@ -1,0 +1,129 @@
+"""Poolings from a feature map to a vector: generalized mean (GeM), average, maximum.
+
+GeM: Radenovic, Tolias, Chum: "Fine-tuning CNN Image Retrieval with No Human Annotation", TPAMI 2019, eq. 3:
+
+    f_k = (1 / |X_k| * sum over x in X_k of x^p_k)^(1 / p_k)
+
+Symbols: X_k the activations of channel k, p_k `p` (here one for all channels). The average is p = 1 (eq. 2), the
+maximum p -> infinity (eq. 1). As in the official code, activations below `eps` count as `eps`.
+Where we differ: each channel is divided by its largest activation first and multiplied by it afterwards, which changes
+neither the result nor its gradient, and lets no p overflow or vanish.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lightning_retrieval.checks import check_positive
+
+
+def gem(
+    features: Float[Tensor, "batch channel height width"], p: Float[Tensor, "1"] | float = 3.0, eps: float = 1e-6
+) -> Float[Tensor, "batch channel"]:
+    """The generalized mean of each channel, computed in float32 or better and returned in the dtype of `features`.
+
+    Args:
+        features: feature maps.
+        p: exponent, > 0, a number or a tensor of one.
+        eps: what smaller (and negative) activations count as, > 0.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.models import gem
+        >>> features = torch.tensor([3.0, 4.0]).reshape(1, 1, 1, 2)
+        >>> [round(gem(features, p).item(), 4) for p in (1.0, 2.0, 1000.0)]  # average, root of the mean square, maximum
+        [3.5, 3.5355, 3.9972]
+    """
+    x = features.to(torch.promote_types(features.dtype, torch.float32)).clamp(min=eps)
+    if isinstance(p, Tensor):
+        p = p.to(x.dtype)
+    # GeM is homogeneous (a map twice as large has a mean twice as large), so the factor needs no gradient of its own.
+    largest = x.detach().amax((-2, -1), keepdim=True)
+    mean = (x / largest).pow(p).mean((-2, -1))  # (batch, channel)
+    return (largest[..., 0, 0] * mean.pow(1 / p)).to(features.dtype)
+
+
+class GeM(nn.Module):
+    """Generalized mean pooling: between the average (p = 1) and the maximum (p -> infinity).
+
+    Args:
+        p: exponent at the start, > 0. The larger, the more the strongest activations count.
+        eps: what smaller (and negative) activations count as, > 0.
+        learnable: train `p` with the network (a parameter), or keep it (a buffer; the state dict has the same keys).
+
+    Raises:
+        ValueError: if `p` or `eps` is not a finite number > 0.
+        TypeError: if `p` or `eps` is not a number.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.models import GeM
+        >>> pool = GeM(p=2.0)
+        >>> pool
+        GeM(p=2, eps=1e-06, learnable=True)
+        >>> pool(torch.tensor([3.0, 4.0]).reshape(1, 1, 1, 2)).detach()
+        tensor([[3.5355]])
+
+    Cost:
+        A few float32 copies of the feature map are kept for the backward.
+
+    Relations:
+        `gem` is the same as a function. `GlobalAvgPool` and `GlobalMaxPool` are its limits, and also take
+        negative activations as they are.
+
+    Source:
+        Radenovic et al., TPAMI 2019, eq. 3; the paper starts from p = 3.
+    """
+
+    p: Float[Tensor, "1"]
+
+    def __init__(self, p: float = 3.0, eps: float = 1e-6, learnable: bool = True) -> None:
+        super().__init__()
+        start = torch.tensor([float(check_positive("GeM", "p", p))])
+        self.eps = check_positive("GeM", "eps", eps)
+        self.learnable = learnable
+        if learnable:
+            self.p = nn.Parameter(start)
+        else:
+            self.register_buffer("p", start)
+
+    def forward(self, features: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch channel"]:
+        return gem(features, self.p, self.eps)
+
+    def extra_repr(self) -> str:
+        p = "?" if self.p.is_meta else f"{self.p.item():.6g}"
+        return f"p={p}, eps={self.eps}, learnable={self.learnable}"
+
+
+class GlobalAvgPool(nn.Module):
+    """The average of each channel.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.models import GlobalAvgPool
+        >>> GlobalAvgPool()(torch.tensor([-3.0, 4.0]).reshape(1, 1, 1, 2))
+        tensor([[0.5000]])
+
+    Relations:
+        Equals `nn.AdaptiveAvgPool2d(1)`, flattened; unlike that, it has a deterministic backward on GPUs.
+    """
+
+    def forward(self, features: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch channel"]:
+        return features.mean((-2, -1))
+
+
+class GlobalMaxPool(nn.Module):
+    """The maximum of each channel; activations that tie for it share the gradient.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.models import GlobalMaxPool
+        >>> GlobalMaxPool()(torch.tensor([-3.0, 4.0]).reshape(1, 1, 1, 2))
+        tensor([[4.]])
+
+    Relations:
+        Equals `nn.AdaptiveMaxPool2d(1)`, flattened; unlike that, it has a deterministic backward on GPUs.
+    """
+
+    def forward(self, features: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch channel"]:
+        return features.amax((-2, -1))
