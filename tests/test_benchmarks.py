@@ -1,0 +1,34 @@
+"""Each benchmark runs, prints its table and writes the same as JSON; what the numbers are is not tested."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+COLUMNS = {
+    "losses": {"loss", "batch", "time", "times faster", "added MiB"},
+    "metrics": {"embeddings", "evaluation", "product alone", "ratio", "added MiB", "mAP", "R@1"},
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.parametrize("name", sorted(COLUMNS))
+def test_benchmark_runs(name, tmp_path):
+    file = tmp_path / "results.json"
+    command = [sys.executable, BENCHMARKS / f"{name}.py", "--quick", "--json", file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    written = json.loads(file.read_text())
+    assert set(written["setting"]) == {"commit", "versions", "python", "device", "threads"}
+    results = written["results"]
+    assert {column for row in results for column in row} == COLUMNS[name]
+    for column in COLUMNS[name]:
+        assert column in done.stdout
+        assert any(row.get(column) is not None for row in results)
+    assert max(row.get("added MiB") or 0 for row in results) > 0
+    timings = [value for row in results for value in row.values() if isinstance(value, dict)]
+    assert timings
+    assert all(0 < t["lowest"] <= t["median"] <= t["highest"] for t in timings)

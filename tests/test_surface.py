@@ -1,0 +1,83 @@
+"""The public names, and how each is called, are a promise: `api_surface.json` holds it.
+
+After a change that was meant, write the file anew, with a line in CHANGELOG.md:
+
+    python tests/test_surface.py
+"""
+
+import importlib
+import inspect
+import json
+import sys
+from pathlib import Path
+
+from torch import nn
+
+FILE = Path(__file__).with_name("api_surface.json")
+PACKAGES = (
+    "lightning_retrieval",
+    "lightning_retrieval.losses",
+    "lightning_retrieval.metrics",
+    "lightning_retrieval.models",
+    "lightning_retrieval.callbacks",
+    "lightning_retrieval.datamodules",
+)
+
+
+def surface():
+    """{package: {name: parameters}}, as plain data."""
+    return {package: names_of(importlib.import_module(package)) for package in PACKAGES}
+
+
+def names_of(module):
+    return {name: parameters(getattr(module, name)) for name in sorted(module.__all__)}
+
+
+def parameters(thing):
+    """Each parameter as `name` or `name=default`; `*` stands before those given by name only."""
+    shown: list[str] = []
+    if getattr(thing, "__init__", None) is nn.Module.__init__:  # takes nothing, though its signature says anything
+        return shown
+    for parameter in inspect.signature(thing).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in shown:
+            shown.append("*")
+        stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        default = "" if parameter.default is parameter.empty else f"={default_text(parameter.default)}"
+        shown.append(f"{stars}{parameter.name}{default}")
+    return shown
+
+
+def default_text(default):
+    return default.__qualname__ if callable(default) else repr(default)
+
+
+def changes(old, new):
+    """One line for each name that went, came or is called differently."""
+    before = {(package, name): p for package, names in old.items() for name, p in names.items()}
+    after = {(package, name): p for package, names in new.items() for name, p in names.items()}
+    return [
+        f"{'.'.join(key)}: {before.get(key, 'not there')} -> {after.get(key, 'not there')}"
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key)
+    ]
+
+
+def test_public_names_are_those_promised():
+    lines = changes(json.loads(FILE.read_text()), surface())
+    assert not lines, (
+        "the public names changed:\n  "
+        + "\n  ".join(lines)
+        + "\nIf this was meant, run `python tests/test_surface.py` and add a line to CHANGELOG.md."
+    )
+
+
+def test_changes_are_seen():
+    old = {"p": {"gone": ["x"], "same": ["x"], "changed": ["x=1"]}}
+    new = {"p": {"same": ["x"], "changed": ["x=2"], "new": []}}
+    assert [line.split(":")[0] for line in changes(old, new)] == ["p.changed", "p.gone", "p.new"]
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # this folder, where lightning_retrieval/ would be taken for the package
+    FILE.write_text(json.dumps(surface(), indent=2) + "\n")
+    print(f"wrote {FILE}")
