@@ -37,10 +37,15 @@ def check_choice(who: str, name: str, value: Any, choices: Sequence[Any]) -> Any
     return value
 
 
+def check_tensor(who: str, name: str, value: Any) -> None:
+    """Refuse anything but a tensor."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{who}: `{name}` must be a tensor, got {type(value).__name__}.")
+
+
 def check_embeddings(who: str, name: str, embeddings: Tensor) -> None:
     """Refuse anything but a floating-point matrix (rows, D) with D > 0 and only finite numbers in it."""
-    if not isinstance(embeddings, Tensor):
-        raise TypeError(f"{who}: `{name}` must be a tensor, got {type(embeddings).__name__}.")
+    check_tensor(who, name, embeddings)
     if embeddings.ndim != 2 or embeddings.shape[1] == 0:
         raise ValueError(f"{who}: `{name}` must have shape (rows, D) with D > 0, got {tuple(embeddings.shape)}.")
     if not embeddings.is_floating_point():
@@ -62,8 +67,7 @@ def check_finite(who: str, name: str, values: Tensor) -> None:
 
 def check_integers(who: str, name: str, values: Tensor, rows: int, of: str) -> None:
     """Refuse anything but one integer for each of the `rows` rows of `of`."""
-    if not isinstance(values, Tensor):
-        raise TypeError(f"{who}: `{name}` must be a tensor, got {type(values).__name__}.")
+    check_tensor(who, name, values)
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         raise TypeError(f"{who}: `{name}` must be integers, got {values.dtype}.")
     if values.shape != (rows,):

@@ -24,9 +24,11 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
-from lightning_retrieval.checks import check_embeddings, check_integer, check_integers
+from lightning_retrieval.checks import check_embeddings, check_integer, check_integers, check_tensor
 from lightning_retrieval.ranks import PositiveRanks, positive_ranks
 from lightning_retrieval.similarity import normalize
+
+__all__ = ["RetrievalMetrics"]
 
 _QUERY, _GALLERY = 1, 2
 _VALUES = ("mAP", "mAP@R", "R-Precision", "MRR")
@@ -53,7 +55,7 @@ class RetrievalMetrics(Metric):
         >>> embeddings = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.7, 0.3], [0.0, 1.0]])
         >>> metrics.update(embeddings, torch.tensor([5, 5, 2, 2]), ids=torch.arange(4))
         >>> {name: round(value.item(), 3) for name, value in metrics.compute().items()}
-        {'mAP': 0.708, 'mAP@R': 0.5, 'R-Precision': 0.5, 'MRR': 0.708, 'R@1': 0.5, 'R@2': 0.75, 'left_out': 0.0}
+        {'mAP': 0.833, 'mAP@R': 0.75, 'R-Precision': 0.75, 'MRR': 0.833, 'R@1': 0.75, 'R@2': 0.75, 'left_out': 0.0}
 
     Cost:
         The embeddings are kept until `reset`. `compute` holds one block of scores, never all of them, and takes little
@@ -74,8 +76,7 @@ class RetrievalMetrics(Metric):
         if len(ks) == 0:
             raise ValueError("RetrievalMetrics: `ks` must hold at least one k, got none.")
         self.ks = tuple(check_integer("RetrievalMetrics", "ks", k, least=1) for k in ks)
-        self.has_ids: bool | None = None
-        for name in ("embeddings", "labels", "ids", "roles"):
+        for name in ("embeddings", "labels", "ids", "roles"):  # `ids` stays empty where none are given
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
     def update(
@@ -100,24 +101,19 @@ class RetrievalMetrics(Metric):
         check_embeddings(who, "embeddings", embeddings)
         rows = len(embeddings)
         check_integers(who, "labels", labels, rows, "embeddings")
-        if rows and self.has_ids not in (None, ids is not None):
-            raise ValueError(f"{who}: `ids` must come with every update or with none, got both.")
-        if ids is None:
-            seen = sum(map(len, self.ids))
-            ids = torch.arange(seen, seen + rows, device=embeddings.device)
-            given = False
-        else:
+        if ids is not None:
             check_integers(who, "ids", ids, rows, "embeddings")
-            given = True
         roles = torch.zeros(rows, dtype=torch.int64, device=embeddings.device)
         for name, role, flag in (("is_query", is_query, _QUERY), ("is_gallery", is_gallery, _GALLERY)):
             roles += flag if role is None else flag * _check_role(who, name, role, rows)
         if rows == 0:
             return
-        self.has_ids = given
+        if self.embeddings:
+            self._check_like_the_rows_before(embeddings, ids)
         self.embeddings.append(embeddings.detach())
         self.labels.append(labels.detach().long())
-        self.ids.append(ids.detach().long())
+        if ids is not None:
+            self.ids.append(ids.detach().long())
         self.roles.append(roles)
 
     def compute(self) -> dict[str, Tensor]:
@@ -127,7 +123,12 @@ class RetrievalMetrics(Metric):
             `"mAP"`, `"mAP@R"`, `"R-Precision"`, `"MRR"`, `"R@k"` for each k, each a float64 scalar in [0, 1], and
             `"left_out"`, the number of queries without any relevant candidate. NaN, with a warning, where all are.
         """
-        values = self._per_query()
+        try:
+            values = self._per_query()
+        except ValueError:
+            if self._is_synced:
+                self.unsync()  # torchmetrics would leave all ranks' rows here, and could not reset
+            raise
         counted = values[~values[:, 0].isnan()]
         if len(counted) == 0:
             warnings.warn(
@@ -141,10 +142,18 @@ class RetrievalMetrics(Metric):
         results["left_out"] = torch.tensor(float(len(values) - len(counted)), dtype=torch.float64, device=self.device)
         return results
 
-    def reset(self) -> None:
-        """Forget all rows."""
-        super().reset()
-        self.has_ids = None
+    def extra_repr(self) -> str:
+        return f"ks={self.ks}"
+
+    def _check_like_the_rows_before(self, embeddings: Tensor, ids: Tensor | None) -> None:
+        who, dim = type(self).__name__, self.embeddings[0].shape[1]
+        if embeddings.shape[1] != dim:
+            raise ValueError(
+                f"{who}: `embeddings` must have the dimension of the updates before, {dim}, got shape "
+                f"{tuple(embeddings.shape)}."
+            )
+        if (ids is not None) != bool(self.ids):
+            raise ValueError(f"{who}: `ids` must come with every update or with none, got both.")
 
     def _per_query(self) -> Float[Tensor, "query 5"]:
         """AP, AP@R, R-Precision, RR and first hit's rank of each query, NaN where it has no positive."""
@@ -173,7 +182,10 @@ class RetrievalMetrics(Metric):
         who = type(self).__name__
         if len(self.embeddings) == 0:
             raise ValueError(f"{who}: there is nothing to compute; call update with at least one row first.")
-        embeddings, labels, ids, roles = map(dim_zero_cat, (self.embeddings, self.labels, self.ids, self.roles))
+        embeddings, labels, roles = map(dim_zero_cat, (self.embeddings, self.labels, self.roles))
+        ids = dim_zero_cat(self.ids) if len(self.ids) else torch.arange(len(labels), device=labels.device)
+        if len(ids) != len(labels):  # forward puts updates together without comparing them
+            raise ValueError(f"{who}: `ids` must come with every update or with none, got both.")
         unique, inverse = torch.unique(ids, return_inverse=True)
         first = torch.full_like(unique, len(ids)).scatter_reduce(
             0, inverse, torch.arange(len(ids), device=ids.device), "amin"
@@ -189,7 +201,7 @@ class RetrievalMetrics(Metric):
     def _sync_dist(self, *args: Any, **kwargs: Any) -> None:
         """Gather the rows; a rank without any brings empty tensors of the others' dimension and type."""
         who = type(self).__name__
-        own = (self.embeddings[0].shape[1], str(self.embeddings[0].dtype), self.has_ids) if self.embeddings else None
+        own = (self.embeddings[0].shape[1], str(self.embeddings[0].dtype), bool(self.ids)) if self.embeddings else None
         shapes: list[Any] = [None] * dist.get_world_size(self.process_group)
         dist.all_gather_object(shapes, own, group=self.process_group)
         kinds = {shape for shape in shapes if shape is not None}
@@ -224,6 +236,7 @@ def _query_values(ranks: PositiveRanks) -> Float[Tensor, "query 5"]:
 
 
 def _check_role(who: str, name: str, role: Tensor, rows: int) -> Tensor:
+    check_tensor(who, name, role)
     if role.dtype != torch.bool or role.shape != (rows,):
         raise ValueError(
             f"{who}: `{name}` must be bool of shape ({rows},), got {role.dtype} of shape {tuple(role.shape)}."

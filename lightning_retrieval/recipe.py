@@ -69,6 +69,10 @@ def rebuild_factory(who: str, name: str, value: Any, kind: type[Any] | tuple[typ
 
 def _load(who: str, name: str, value: dict[str, Any], kind: Any) -> tuple[Any, dict[str, Any]]:
     path, arguments = value["class_path"], value.get("init_args", {})
+    if not isinstance(path, str) or not isinstance(arguments, (dict, type(None))):
+        raise TypeError(
+            f"{who}: `{name}` must have a string as class_path and a dict of arguments as init_args, got {value!r}."
+        )
     module, _, attribute = path.rpartition(".")
     if arguments is None or "<" in path:
         raise ValueError(
@@ -103,7 +107,10 @@ def _init_args(value: Any) -> dict[str, Any] | None:
     if callable(getattr(value, "init_args", None)):
         arguments: dict[str, Any] | None = value.init_args()
         return arguments
-    parameters = list(inspect.signature(type(value)).parameters.values())
+    try:
+        parameters = list(inspect.signature(type(value)).parameters.values())
+    except ValueError:  # types written in C, such as sets and tensors, may not tell
+        return None
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     if any(p.kind in variadic or not hasattr(value, p.name) for p in parameters):
         return None

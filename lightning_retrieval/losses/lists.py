@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_retrieval.checks import check_embeddings, check_finite, check_integers
+from lightning_retrieval.checks import check_embeddings, check_finite, check_integers, check_tensor
 from lightning_retrieval.similarity import normalize
 
 
@@ -116,14 +116,17 @@ class ScoreLists(RankedLists):
     """The rows of a score matrix."""
 
     def __init__(self, who: str, scores: Tensor, relevant: Tensor, candidate: Tensor | None) -> None:
+        check_tensor(who, "scores", scores)
         if scores.ndim != 2 or len(scores) == 0:
             raise ValueError(f"{who}: `scores` must have shape (Q, R) with Q > 0, got {tuple(scores.shape)}.")
         if not scores.is_floating_point():
             raise TypeError(f"{who}: `scores` must be floating point, got {scores.dtype}.")
-        for name, mask in (("relevant", relevant), ("candidate", candidate)):
-            if mask is not None and mask.dtype != torch.bool:
+        masks = {"relevant": relevant} if candidate is None else {"relevant": relevant, "candidate": candidate}
+        for name, mask in masks.items():
+            check_tensor(who, name, mask)
+            if mask.dtype != torch.bool:
                 raise TypeError(f"{who}: `{name}` must be bool, got {mask.dtype}.")
-            if mask is not None and mask.shape != scores.shape:
+            if mask.shape != scores.shape:
                 raise ValueError(
                     f"{who}: `{name}` must have the shape of `scores` {tuple(scores.shape)}, got {tuple(mask.shape)}."
                 )

@@ -1,0 +1,241 @@
+"""Chunked backpropagation against the plain one, with a control for each promise that shows what breaks without it."""
+
+import contextlib
+import math
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_retrieval import backprop
+from lightning_retrieval.backprop import chunked_backward
+from lightning_retrieval.losses import SmoothAPLoss
+
+LABELS = torch.arange(11) % 4
+SIZES = [None, 1, 3, 4, 10, 11, 50]
+
+
+def net(dropout=0.0, dtype=torch.float64):
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)).to(dtype)
+
+
+def images(dtype=torch.float64):
+    return torch.randn(11, 5, dtype=dtype)
+
+
+def smooth_ap(embeddings):
+    return SmoothAPLoss(tau=0.2)(embeddings, LABELS)
+
+
+def gradients_of(module):
+    gradients = [p.grad.clone() for p in module.parameters()]
+    module.zero_grad()
+    return gradients
+
+
+def chunk_by_chunk(embed, x, loss, size):
+    """All chunks' graphs at once, embedded in order: the same random numbers, none of the tricks."""
+    value = loss(torch.cat([embed(chunk) for chunk in x.split(size or len(x))]))
+    value.backward()
+    return value.detach()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_same_as_the_plain_backward(size):
+    embed, x = net(), images()
+    expected = smooth_ap(embed(x))
+    expected.backward()
+    plain = gradients_of(embed)
+    value = chunked_backward(embed, x, smooth_ap, size)
+    assert not value.requires_grad
+    torch.testing.assert_close(value, expected.detach())
+    torch.testing.assert_close(gradients_of(embed), plain)
+
+
+def test_gradients_are_added_to_those_there():
+    embed, x = net(), images()
+    chunked_backward(embed, x, smooth_ap, 4)
+    once = [p.grad.clone() for p in embed.parameters()]
+    chunked_backward(embed, x, smooth_ap, 4)
+    torch.testing.assert_close(gradients_of(embed), [2 * gradient for gradient in once])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_dropout_draws_the_same_numbers_again(size):
+    embed, x = net(dropout=0.5), images()
+    torch.manual_seed(5)
+    expected = chunk_by_chunk(embed, x, smooth_ap, size)
+    plain, state = gradients_of(embed), torch.get_rng_state()
+    torch.manual_seed(5)
+    value = chunked_backward(embed, x, smooth_ap, size)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(gradients_of(embed), plain)
+    # Whatever comes next sees the random numbers that it would have seen after one embedding of the batch.
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_without_the_replay_dropout_would_differ(monkeypatch):
+    embed, x = net(dropout=0.5), images()
+    torch.manual_seed(5)
+    chunk_by_chunk(embed, x, smooth_ap, 4)
+    plain = gradients_of(embed)
+    monkeypatch.setattr(backprop._RandomState, "replayed", lambda self: contextlib.nullcontext())
+    torch.manual_seed(5)
+    chunked_backward(embed, x, smooth_ap, 4)
+    assert not torch.allclose(gradients_of(embed)[0], plain[0])
+
+
+def test_random_state_is_put_back_when_the_embedder_fails():
+    embed, x, calls = net(dropout=0.5), images(), []
+
+    def fails(chunk):
+        calls.append(len(chunk))
+        if len(calls) == 4:  # the first chunk's second time
+            torch.rand(7)
+            raise RuntimeError("no more")
+        return embed(chunk)
+
+    torch.manual_seed(5)
+    for chunk in x.split(4):
+        embed(chunk)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    with pytest.raises(RuntimeError, match="no more"):
+        chunked_backward(fails, x, smooth_ap, 4)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_bf16_autocast(size):
+    embed, x = net(dtype=torch.float32), images(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = chunk_by_chunk(embed, x, smooth_ap, size)
+    plain = gradients_of(embed)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = chunked_backward(embed, x, smooth_ap, size)
+    assert torch.equal(value, expected)
+    # Every parameter has one: the weights cast to bf16 without a graph in stage 1 were not used again.
+    for gradient, expected_gradient in zip(gradients_of(embed), plain):
+        assert gradient.abs().sum() > 0
+        # Summed over chunks in bf16 or after it: 8 bits.
+        torch.testing.assert_close(gradient, expected_gradient, rtol=2**-6, atol=2**-8 * expected_gradient.abs().max())
+
+
+def test_a_loss_with_parameters_of_its_own():
+    class Proxies(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.proxies = nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
+
+        def forward(self, embeddings):
+            return nn.functional.cross_entropy(embeddings @ self.proxies.T, LABELS)
+
+    embed, x, loss = net(), images(), Proxies()
+    loss(embed(x)).backward()
+    plain = gradients_of(embed), gradients_of(loss)
+    chunked_backward(embed, x, loss, 3)
+    torch.testing.assert_close((gradients_of(embed), gradients_of(loss)), plain)
+
+
+def test_backward_may_scale():
+    embed, x = net(), images()
+    chunked_backward(embed, x, smooth_ap, 4)
+    plain = gradients_of(embed)
+    value = chunked_backward(embed, x, smooth_ap, 4, backward=lambda value: (1024 * value).backward())
+    assert 0 < value < 1
+    torch.testing.assert_close(gradients_of(embed), [1024 * gradient for gradient in plain])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_how_often_each_chunk_is_embedded(size):
+    embed, x, calls = net(), images(), []
+
+    def counted(chunk):
+        calls.append((chunk[0, 0].item(), len(chunk), torch.is_grad_enabled()))
+        return embed(chunk)
+
+    chunked_backward(counted, x, smooth_ap, size)
+    chunks = [(chunk[0, 0].item(), len(chunk)) for chunk in x.split(size or 11)]
+    expected = [(*chunk, False) for chunk in chunks[:-1]]  # without a graph
+    expected += [(*chunks[-1], True)]  # the last keeps its own
+    expected += [(*chunk, True) for chunk in chunks[:-1]]
+    assert calls == expected
+
+
+@pytest.mark.parametrize(("run", "alive"), [(chunked_backward, 1), (chunk_by_chunk, 3)])
+def test_graphs_alive_at_once(run, alive):
+    embed, x = net(), images()
+    saved, most = weakref.WeakSet(), 0
+
+    class Saved:
+        def __init__(self, tensor, call):
+            self.tensor, self.call = tensor, call
+
+    calls = 0
+
+    def watched(chunk):
+        nonlocal calls
+        calls += 1
+        call = calls
+
+        def pack(tensor):
+            nonlocal most
+            note = Saved(tensor, call)
+            saved.add(note)
+            most = max(most, len({other.call for other in saved}))
+            return note
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda note: note.tensor):
+            return embed(chunk)
+
+    run(watched, x, smooth_ap, 4)
+    assert most == alive
+    assert not saved
+
+
+def test_a_frozen_embedder_lets_the_loss_learn():
+    embed, x = net().requires_grad_(False), images()
+    scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    value = chunked_backward(embed, x, lambda y: (scale * y).square().mean(), 4)
+    assert scale.grad.item() == pytest.approx(value.item())  # d/dk k^2 m = 2 k m = k^2 m at k = 2
+    assert all(p.grad is None for p in embed.parameters())
+
+
+def test_embeddings_of_half_precision():
+    embed, x = net(dtype=torch.bfloat16), images(torch.bfloat16)
+    value = chunked_backward(embed, x, smooth_ap, 4)
+    assert math.isfinite(value)
+    assert all(gradient.dtype == torch.bfloat16 and gradient.any() for gradient in gradients_of(embed))
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("error", "match", "x", "size"),
+    [
+        (ValueError, r"`inputs` must hold at least one row, got shape \(0, 5\)", torch.zeros(0, 5), 2),
+        (ValueError, r"`chunk_size` must be an integer >= 1, got 0\.", torch.zeros(4, 5), 0),
+        (ValueError, r"`chunk_size` must be an integer >= 1, got -3\.", torch.zeros(4, 5), -3),
+        (TypeError, r"`chunk_size` must be an integer >= 1, got 2\.5 \(float\)", torch.zeros(4, 5), 2.5),
+        (TypeError, r"`chunk_size` must be an integer >= 1, got True \(bool\)", torch.zeros(4, 5), True),
+    ],
+)
+def test_bad_input(error, match, x, size):
+    with pytest.raises(error, match=f"^chunked_backward: {match}"):
+        chunked_backward(nn.Linear(5, 2), x, torch.sum, size)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("embed", "shape"),
+    [
+        (lambda x: x.sum(1), r"\(4,\)"),
+        (lambda x: x[:1], r"\(2, 5\)"),
+        (lambda x: x.repeat(2, 1), r"\(8, 5\)"),
+        (lambda x: x[..., None], r"\(4, 5, 1\)"),
+    ],
+)
+def test_embeddings_that_do_not_fit_the_inputs(embed, shape):
+    match = f"chunked_backward: `embed` must give one row for each of the 4 inputs, got shape {shape}"
+    with pytest.raises(ValueError, match=match):
+        chunked_backward(embed, torch.randn(4, 5), torch.sum, 2)

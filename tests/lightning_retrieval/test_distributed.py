@@ -1,0 +1,217 @@
+"""What several processes share, in several real ones: unequal shares, and the same numbers as one process."""
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_retrieval.distributed import gather_rows, rank, sum_gradients, world_size
+from lightning_retrieval.losses import SmoothAPLoss
+from lightning_retrieval.metrics import RetrievalMetrics
+
+ROWS = 420  # more than one block of queries
+
+
+def everything():
+    """The same in each process."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, 8, generator=generator)
+    x[200:230] = x[0]  # ties
+    labels = torch.randint(-3, 60, (ROWS,), generator=generator)
+    labels[7] = 1000  # a query without a positive
+    is_query = torch.rand(ROWS, generator=generator) < 0.8
+    is_query[7] = True
+    return x, labels, is_query
+
+
+def embedder():
+    generator = torch.Generator().manual_seed(2)
+    net = nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    for parameter in net.parameters():
+        parameter.data = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+    return net
+
+
+def loss_of_all(net, x, labels):
+    return SmoothAPLoss(tau=0.2)(net(x), labels)
+
+
+def message(function, *args):
+    try:
+        function(*args)
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def shares(world):
+    """Unequal, the last rank's empty where there are three; the first two ranks have an image that the other has."""
+    cut = 111
+    first, second = torch.arange(cut), torch.arange(cut, ROWS)
+    parts = [torch.cat([first, second[:3]]), torch.cat([second, first[:1], second[-1:]])]
+    return parts + [torch.arange(0)] * (world - 2)
+
+
+def at_work(this, world):
+    """All that is tested in several processes, in one start of them."""
+    results = {"rank": rank(), "world_size": world_size()}
+
+    # Metrics: this rank's share, against the whole in the same process.
+    x, labels, is_query = everything()
+    alone = RetrievalMetrics(ks=(1, 5), sync_on_compute=False)
+    alone.update(x, labels, torch.arange(ROWS), is_query)
+    results["alone"] = alone.compute()
+    mine = shares(world)[this]
+    metrics = RetrievalMetrics(ks=(1, 5))
+    for batch in mine.split(50):
+        metrics.update(x[batch], labels[batch], batch, is_query[batch])
+    results["together"] = metrics.compute()
+    results["kept"] = sum(map(len, metrics.embeddings)), len(mine)
+    metrics.reset()
+
+    # Metrics refuse alike on every rank, and can be used again afterwards.
+    few = torch.arange(4)
+    refusals = {}
+    metrics.update(x[few], few % 2)
+    refusals["without ids"] = message(metrics.compute)
+    metrics.reset()
+    if this == 0:
+        metrics.update(x[few], few % 2, few)
+    else:
+        metrics.update(x[few, :5], few % 2, few)
+    refusals["dimension"] = message(metrics.compute)
+    metrics.reset()
+    metrics.update(x[few] if this == 0 else x[few].double(), few % 2, few)
+    refusals["dtype"] = message(metrics.compute)
+    metrics.reset()
+    metrics.update(x[few], few % 2 + this, few)
+    refusals["two labels"] = message(metrics.compute)
+    metrics.reset()
+    results["refusals"] = refusals
+    metrics.update(x[few + 4 * this], labels[few], few + 4 * this)
+    results["after"] = metrics.compute()
+
+    # Rows: unequal numbers, other types, more dimensions, none at all.
+    rows = torch.full((3 * this + 1, 2), float(this))
+    results["gathered"] = gather_rows(rows)
+    results["gathered integers"] = gather_rows(torch.arange(this * 2) + 2**62)
+    results["gathered bool"] = gather_rows(torch.ones(2 - this % 2, 1, 3, dtype=torch.bool))
+    results["gathered none"] = gather_rows(torch.zeros(0, 5))
+
+    # The gradient of one loss over all rows, each rank with its share.
+    net = embedder()
+    x, labels = x.double()[:40], labels[:40] % 5
+    mine = torch.arange(40).split([3, 37] if world == 2 else [3, 37, 0])[this]
+    gathered = gather_rows(net(x[mine]))
+    SmoothAPLoss(tau=0.2)(gathered, gather_rows(labels[mine])).backward()
+    own = [p.grad.clone() for p in net.parameters()]
+    sum_gradients(net.parameters())
+    results["own gradient"] = own
+    results["gradient"] = [p.grad for p in net.parameters()]
+
+    # Parameters with a gradient on some ranks only, on none, of two types, frozen.
+    one, nowhere, half, frozen = (nn.Parameter(torch.ones(2)) for _ in range(4))
+    half.data = half.data.bfloat16()
+    frozen.requires_grad_(False)
+    if this == 0:
+        one.grad = torch.tensor([3.0, -1.0])
+    half.grad = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
+    sum_gradients([one, nowhere, half, frozen])
+    results["some"] = one.grad, nowhere.grad, half.grad, frozen.grad
+    return results
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["two", "three"])
+def ranks(request, run_processes):
+    return run_processes(at_work, request.param)
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_rank_and_number(ranks):
+    assert [result["rank"] for result in ranks] == list(range(len(ranks)))
+    assert {result["world_size"] for result in ranks} == {len(ranks)}
+
+
+def test_metrics_are_bit_equal_to_one_process(ranks):
+    for result in ranks:
+        assert same(result["together"], result["alone"])
+        assert same(result["together"], ranks[0]["together"])
+    assert 0 < ranks[0]["alone"]["mAP"] < 1
+    assert ranks[0]["alone"]["left_out"] > 0
+
+
+def test_metrics_keep_this_ranks_rows_after_compute(ranks):
+    for result in ranks:
+        rows_kept, rows_given = result["kept"]
+        assert rows_kept == rows_given
+
+
+def test_metrics_refuse_alike_on_every_rank(ranks):
+    world = len(ranks)
+    expected = {
+        "without ids": f"RetrievalMetrics: `ids` are needed where there are {world} processes",
+        "dimension": "RetrievalMetrics: ranks must bring rows alike, got (D, dtype, with ids) of "
+        "[(5, 'torch.float32', True), (8, 'torch.float32', True)]",
+        "dtype": "RetrievalMetrics: ranks must bring rows alike, got (D, dtype, with ids) of "
+        "[(8, 'torch.float32', True), (8, 'torch.float64', True)]",
+        "two labels": "RetrievalMetrics: `ids` must name one image each, got id 0 with two different labels",
+    }
+    for result in ranks:
+        for case, start in expected.items():
+            assert result["refusals"][case].startswith(start)
+
+
+def test_metrics_go_on_after_a_refusal(ranks):
+    world = len(ranks)
+    x, labels, _ = everything()
+    alone = RetrievalMetrics(ks=(1, 5))
+    alone.update(x[: 4 * world], labels[:4].repeat(world), torch.arange(4 * world))
+    expected = alone.compute()
+    for result in ranks:
+        torch.testing.assert_close(result["after"], expected)
+
+
+def test_rows_come_in_rank_order(ranks):
+    world = len(ranks)
+    for result in ranks:
+        assert torch.equal(result["gathered"], torch.cat([torch.full((3 * r + 1, 2), float(r)) for r in range(world)]))
+        integers = torch.cat([torch.arange(2 * r) for r in range(world)]) + 2**62
+        assert torch.equal(result["gathered integers"], integers)
+        assert result["gathered bool"].shape == (sum(2 - r % 2 for r in range(world)), 1, 3)
+        assert result["gathered bool"].all()
+        assert result["gathered none"].shape == (0, 5)
+
+
+def test_summed_gradients_are_those_of_one_process(ranks):
+    x, labels, _ = everything()
+    net = embedder()
+    loss_of_all(net, x.double()[:40], labels[:40] % 5).backward()
+    expected = [p.grad for p in net.parameters()]
+    for result in ranks:
+        torch.testing.assert_close(result["gradient"], expected)
+        assert same(dict(enumerate(result["gradient"])), dict(enumerate(ranks[0]["gradient"])))
+    # No rank had all of it alone.
+    assert not torch.allclose(ranks[0]["own gradient"][0], expected[0])
+    assert not torch.allclose(ranks[1]["own gradient"][0], expected[0])
+
+
+def test_gradients_that_only_some_ranks_have(ranks):
+    for result in ranks:
+        one, nowhere, half, frozen = result["some"]
+        assert one.tolist() == [3.0, -1.0]
+        assert nowhere is None
+        assert half.dtype == torch.bfloat16
+        assert half.tolist() == [1.0 * len(ranks), 2.0 * len(ranks)]
+        assert frozen is None
+
+
+def test_one_process_without_a_group():
+    assert (rank(), world_size()) == (0, 1)
+    rows = torch.randn(3, 2, requires_grad=True)
+    assert gather_rows(rows) is rows
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    sum_gradients([parameter])
+    assert parameter.grad.tolist() == [1.0, 1.0]

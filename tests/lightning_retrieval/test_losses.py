@@ -1,0 +1,482 @@
+"""What all losses share, tested on a formula of one line (`Toy`) and on every loss of the package."""
+
+import copy
+import inspect
+import math
+import pickle
+import subprocess
+import sys
+import warnings
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_retrieval import losses
+from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss, base
+
+LOSSES = [getattr(losses, name) for name in losses.__all__ if not inspect.isabstract(getattr(losses, name))]
+LABELS = st.lists(st.integers(0, 4), min_size=2, max_size=14).filter(lambda labels: len(set(labels)) < len(labels))
+
+
+class Toy(RetrievalLoss):
+    """Mean over the positives of (s - a)^2 plus mean over the candidates of exp(b s): smooth, with two parameters."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.a = nn.Parameter(torch.tensor(0.3))
+        self.b = nn.Parameter(torch.tensor([0.7]))
+        self.unused = nn.Parameter(torch.tensor(1.0))
+
+    def query_losses(self, scores, relevant, candidate):
+        near = ((scores - self.a) ** 2 * relevant).sum(1) / relevant.sum(1)
+        return near + ((self.b * scores).exp() * candidate).sum(1) / candidate.sum(1)
+
+
+def dense(loss, embeddings, labels, ref_emb=None, ref_labels=None, ids=None, ref_ids=None):
+    """`Toy` of the whole matrix at once with plain autograd, each query's value; NaN without a positive."""
+    x = embeddings / embeddings.norm(dim=1, keepdim=True)
+    r = x if ref_emb is None else ref_emb / ref_emb.norm(dim=1, keepdim=True)
+    candidate = (
+        ~torch.eye(len(x), dtype=torch.bool) if ref_emb is None else torch.ones(len(x), len(r), dtype=torch.bool)
+    )
+    if ids is not None:
+        candidate = candidate & (ids[:, None] != (ids if ref_ids is None else ref_ids))
+    relevant = candidate & (labels[:, None] == (labels if ref_labels is None else ref_labels))
+    scores = x @ r.T
+    near = ((scores - loss.a) ** 2 * relevant).sum(1) / relevant.sum(1).clamp(min=1)
+    each = near + ((loss.b * scores).exp() * candidate).sum(1) / candidate.sum(1)
+    return torch.where(relevant.any(1), each, math.nan)
+
+
+def batch(sizes, dim=6, dtype=torch.float64):
+    """Random embeddings of classes of these sizes, in random order."""
+    labels = torch.cat([torch.full((size,), label) for label, size in enumerate(sizes)])
+    return torch.randn(len(labels), dim, dtype=dtype), labels[torch.randperm(len(labels))]
+
+
+def value_and_gradient(loss, x, *args, **kwargs):
+    x = x.detach().requires_grad_()
+    value = loss(x, *args, **kwargs)
+    value.sum().backward()
+    return value.detach(), x.grad
+
+
+class Largest(TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that any operation gives back."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+# The same for every loss of the package.
+
+
+@pytest.mark.parametrize("cls", LOSSES)
+def test_common_duties(cls):
+    loss = cls(reduction="sum", class_balanced=True)
+    x, labels = batch([3, 2, 1])
+    value, gradient = value_and_gradient(loss, x, labels)
+    assert value.shape == ()
+    assert torch.isfinite(gradient).all()
+    assert "reduction='sum'" in repr(loss)
+    assert cls.__name__ in repr(loss)
+    for other in (pickle.loads(pickle.dumps(loss)), copy.deepcopy(loss)):
+        assert repr(other) == repr(loss)
+        assert torch.equal(other(x, labels), value)
+    assert loss(x.float(), labels).dtype == torch.float32
+    assert loss(x, labels).dtype == torch.float64
+
+
+@pytest.mark.parametrize("cls", LOSSES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_under_autocast(cls, dtype):
+    net = nn.Linear(16, 8)
+    images, labels = torch.randn(24, 16), torch.arange(24) % 6
+    loss = cls()
+    expected = loss(net(images), labels)
+    expected.backward()
+    gradient, net.weight.grad = net.weight.grad, None
+    with torch.autocast("cpu", dtype=dtype):
+        x = net(images)
+        assert x.dtype == dtype
+        value = loss(x, labels)
+    assert value.dtype == torch.float32
+    value.backward()
+    # The loss of half-precision embeddings is that of the same numbers in float32, to the last digit.
+    assert torch.equal(value, loss(x.detach().float(), labels))
+    assert torch.isfinite(net.weight.grad).all()
+    # bf16 keeps 8 bits of each coordinate; at tau 0.01 a score's error of 2^-9 moves a sigmoid by about a tenth.
+    assert value.item() == pytest.approx(expected.item(), abs=0.05)
+    assert torch.cosine_similarity(net.weight.grad.flatten(), gradient.flatten(), dim=0) > 0.8
+
+
+@pytest.mark.parametrize("cls", LOSSES)
+def test_autocast_does_not_narrow(cls):
+    x, labels = batch([4, 4, 3], dtype=torch.float32)
+    for loss in (cls(), cls(reduction="none")):
+        expected = value_and_gradient(loss, x, labels)
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # backward too: where "none" computes again
+            inside = value_and_gradient(loss, x, labels)
+        assert torch.equal(inside[0], expected[0])
+        assert torch.equal(inside[1], expected[1])
+
+
+@pytest.mark.parametrize("cls", LOSSES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("class_balanced", [False, True])
+def test_batch_without_any_positive(cls, reduction, class_balanced):
+    loss = cls(reduction=reduction, class_balanced=class_balanced)
+    x, labels = torch.randn(5, 3, requires_grad=True), torch.arange(5)
+    with pytest.warns(UserWarning, match=rf"{cls.__name__}: no row of the batch has a positive"):
+        value = loss(x, labels)
+    if reduction == "none":
+        assert value.isnan().all()
+    else:
+        assert value.item() == 0.0
+    value.sum().backward()
+    assert x.grad.tolist() == torch.zeros(5, 3).tolist()
+    with warnings.catch_warnings():  # only once
+        warnings.simplefilter("error")
+        loss(x, labels)
+
+
+@pytest.mark.parametrize("cls", LOSSES)
+@settings(deadline=None, max_examples=25)
+@given(labels=LABELS, data=st.data())
+def test_order_and_names_of_the_classes_do_not_matter(cls, labels, data):
+    order = torch.tensor(data.draw(st.permutations(range(len(labels)))))
+    names = data.draw(st.lists(st.integers(-(2**62), 2**62), min_size=5, max_size=5, unique=True))
+    x, labels = torch.randn(len(labels), 4, dtype=torch.float64), torch.tensor(labels)
+    for loss in (cls(), cls(class_balanced=True)):
+        value, gradient = value_and_gradient(loss, x, labels)
+        moved, moved_gradient = value_and_gradient(loss, x[order], torch.tensor(names)[labels][order])
+        torch.testing.assert_close(moved, value)
+        torch.testing.assert_close(moved_gradient, gradient[order], rtol=1e-7, atol=1e-9)
+        # The length of an embedding does not matter either.
+        scaled, _ = value_and_gradient(loss, x * (1 + torch.arange(len(x), dtype=x.dtype))[:, None], labels)
+        torch.testing.assert_close(scaled, value)
+
+
+@pytest.mark.parametrize("cls", LOSSES)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@settings(deadline=None, max_examples=15)
+@given(labels=LABELS, elements=st.integers(1, 400), class_balanced=st.booleans(), references=st.booleans())
+def test_the_cut_into_blocks_does_not_matter(cls, reduction, labels, elements, class_balanced, references):
+    loss = cls(reduction=reduction, class_balanced=class_balanced)
+    x, labels = torch.randn(len(labels), 4, dtype=torch.float64), torch.tensor(labels)
+    others = (torch.randn(9, 4, dtype=torch.float64), torch.arange(9) % 5) if references else ()
+    value, gradient = value_and_gradient(loss, x, labels, *others)
+    with patch.object(base, "BLOCK_ELEMENTS", elements):
+        cut, cut_gradient = value_and_gradient(loss, x, labels, *others)
+    torch.testing.assert_close(cut, value, equal_nan=True)
+    torch.testing.assert_close(cut_gradient, gradient, rtol=1e-7, atol=1e-9)
+
+
+# The base class.
+
+
+@pytest.mark.parametrize("elements", [1, 60, 1 << 21])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_against_the_whole_matrix(reduction, elements, monkeypatch):
+    monkeypatch.setattr(base, "BLOCK_ELEMENTS", elements)
+    loss = Toy(reduction=reduction).double()
+    x, labels = batch([3, 1, 4, 2])
+    r, ref_labels = batch([2, 2, 5])
+    ids, ref_ids = torch.arange(10), torch.tensor([3, 20, 1, 0, 21, 22, 9, 9, 23])
+    repeated = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 7, 0])  # an image twice in one batch
+    for keywords in (
+        {},
+        {"ids": repeated},
+        {"ref_emb": r, "ref_labels": ref_labels},
+        {"ref_emb": r, "ref_labels": ref_labels, "ids": ids, "ref_ids": ref_ids},
+    ):
+        results = []
+        for compute in (loss, lambda *args, **kwargs: dense(loss, *args, **kwargs)):
+            leaf, refs = x.clone().requires_grad_(), r.clone().requires_grad_()
+            given_ = {**keywords, "ref_emb": refs} if "ref_emb" in keywords else keywords
+            value = compute(leaf, labels, **given_)
+            if compute is not loss and reduction == "mean":
+                value = value[~value.isnan()].mean()
+            if compute is not loss and reduction == "sum":
+                value = value[~value.isnan()].sum()
+            factor = torch.arange(1.0, 11.0, dtype=torch.float64) if reduction == "none" else 1.0
+            known = ~value.isnan()
+            wanted = [leaf, refs, loss.a, loss.b, loss.unused] if "ref_emb" in keywords else [leaf, loss.a, loss.b]
+            total = (value * factor)[known].sum() if reduction == "none" else value
+            results.append((value.detach(), torch.autograd.grad(total, wanted, allow_unused=True)))
+        (value, gradients), (expected, expected_gradients) = results
+        torch.testing.assert_close(value, expected, equal_nan=True)
+        for gradient, wanted_gradient in zip(gradients, expected_gradients):
+            if wanted_gradient is None:  # a parameter that the formula does not use
+                assert not gradient.any()
+            else:
+                torch.testing.assert_close(gradient, wanted_gradient)
+
+
+def test_parameters_of_the_loss_learn_also_where_embeddings_do_not():
+    loss = Toy()
+    x, labels = batch([3, 3], dtype=torch.float32)
+    loss(x, labels).backward()
+    assert loss.a.grad is not None
+    assert loss.b.grad.abs() > 0
+    loss.a.requires_grad_(False)
+    loss.a.grad = loss.b.grad = None
+    loss(x.requires_grad_(), labels).backward()
+    assert loss.a.grad is None
+    assert loss.b.grad.abs() > 0
+    assert x.grad.abs().sum() > 0
+
+
+def test_none_is_nan_without_a_positive_and_its_gradient_is_not():
+    loss = SmoothAPLoss(tau=0.2, reduction="none")
+    x, labels = torch.randn(5, 3, dtype=torch.float64, requires_grad=True), torch.tensor([1, 1, 2, 3, 1])
+    each = loss(x, labels)
+    assert each.isnan().tolist() == [False, False, True, True, False]
+    known = ~each.isnan()
+    assert each[known].mean().item() == pytest.approx(SmoothAPLoss(tau=0.2)(x, labels).item())
+    assert each[known].sum().item() == pytest.approx(SmoothAPLoss(tau=0.2, reduction="sum")(x, labels).item())
+    # Weights that arrive with the gradient: of the third query a NaN that must not spread.
+    weights = torch.tensor([1.0, 2.0, math.nan, 5.0, -0.5], dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(each, x, weights)
+    (expected,) = torch.autograd.grad((loss(x, labels) * weights)[known].sum(), x)
+    torch.testing.assert_close(gradient, expected)
+    assert torch.isfinite(gradient).all()
+    one_by_one = sum(w * torch.autograd.grad(loss(x, labels)[q], x)[0] for q, w in enumerate(weights) if known[q])
+    torch.testing.assert_close(gradient, one_by_one)
+
+
+def test_class_balanced_by_hand():
+    x, labels = torch.randn(7, 3, dtype=torch.float64), torch.tensor([5, 5, 5, 5, -2, -2, 9])
+    each = SmoothAPLoss(tau=0.2, reduction="none")(x, labels)
+    # Class 5 has four queries, class -2 two, class 9 none: each of the two weighs one half.
+    expected = each[:4].mean() / 2 + each[4:6].mean() / 2
+    value = SmoothAPLoss(tau=0.2, class_balanced=True)(x, labels)
+    assert value.item() == pytest.approx(expected.item(), abs=1e-12)
+    # 1/4 and 1/2, rescaled to mean 1 over the six queries: 3/4 and 3/2.
+    balanced = SmoothAPLoss(tau=0.2, class_balanced=True, reduction="none")(x, labels)
+    torch.testing.assert_close(balanced[:4], 0.75 * each[:4])
+    torch.testing.assert_close(balanced[4:6], 1.5 * each[4:6])
+    assert balanced[6].isnan()
+    total = SmoothAPLoss(tau=0.2, class_balanced=True, reduction="sum")(x, labels)
+    assert total.item() == pytest.approx(6 * value.item(), abs=1e-12)
+
+
+def test_class_balanced_counts_only_queries_that_have_a_positive():
+    # Against references, one query of class 0 has none: its own copy is the only one of its class... for that query.
+    x, labels = torch.randn(5, 3, dtype=torch.float64), torch.tensor([0, 0, 0, 1, 1])
+    r, ref_labels, ref_ids = (
+        torch.randn(4, 3, dtype=torch.float64),
+        torch.tensor([0, 1, 1, 2]),
+        torch.tensor([0, 7, 8, 9]),
+    )
+    arguments = (x, labels, r, ref_labels)
+    keywords = {"ids": torch.arange(5), "ref_ids": ref_ids}
+    each = SmoothAPLoss(tau=0.2, reduction="none")(*arguments, **keywords)
+    assert each.isnan().tolist() == [True, False, False, False, False]
+    value = SmoothAPLoss(tau=0.2, class_balanced=True)(*arguments, **keywords)
+    assert value.item() == pytest.approx((each[1:3].mean() / 2 + each[3:].mean() / 2).item(), abs=1e-12)
+
+
+def test_weight_of_the_loss():
+    x, labels = batch([3, 2])
+    _, gradient = value_and_gradient(SmoothAPLoss(0.1), x, labels)
+    leaf = x.clone().requires_grad_()
+    (2 * SmoothAPLoss(0.1)(leaf, labels)).backward()
+    assert torch.equal(leaf.grad, 2 * gradient)
+
+
+def test_the_query_itself():
+    """It is never in its own list: left out of the batch by its place, of references by its id."""
+    x, labels = torch.randn(2, 3), torch.tensor([4, 4])
+    assert SmoothAPLoss(0.3)(x, labels).item() == 0.0
+    r, ref_labels = torch.cat([x, torch.randn(3, 3)]), torch.tensor([4, 4, 0, 1, 2])
+    value = SmoothAPLoss(0.3)(x, labels, r, ref_labels, ids=torch.tensor([7, 8]), ref_ids=torch.tensor([7, 8, 1, 2, 3]))
+    assert 0 < value.item() < 1
+    in_batch = SmoothAPLoss(0.3, reduction="none")(r, ref_labels)[:2].mean()
+    assert value.item() == pytest.approx(in_batch.item(), abs=1e-6)
+    # Without ids the copy counts, and comes first.
+    assert SmoothAPLoss(0.3)(x, labels, r, ref_labels).item() < value.item()
+
+
+def test_rectangular_lists_that_happen_to_be_square():
+    x, r = torch.randn(6, 3, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+    labels, ref_labels = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([1, 0, 0, 2, 2, 1])
+    extra = torch.cat([r, torch.randn(1, 3, dtype=torch.float64)])
+    candidate = torch.ones(6, 7, dtype=torch.bool)
+    candidate[:, 6] = False
+    x_unit, r_unit = nn.functional.normalize(x), nn.functional.normalize(extra)
+    relevant = labels[:, None] == torch.cat([ref_labels, torch.tensor([0])])
+    expected = SmoothAPLoss(0.1).from_scores(x_unit @ r_unit.T, relevant, candidate)
+    assert SmoothAPLoss(0.1)(x, labels, r, ref_labels).item() == pytest.approx(expected.item(), abs=1e-12)
+
+
+def test_labels_of_any_size_and_kind():
+    x, labels = batch([3, 3, 2, 1])
+    expected = SmoothAPLoss(0.1)(x, labels)
+    names = torch.tensor([2**62, 2**62 + 1, -(2**62), -1])  # two that float64 could not tell apart
+    assert torch.equal(SmoothAPLoss(0.1)(x, names[labels]), expected)
+    assert torch.equal(SmoothAPLoss(0.1)(x, labels.to(torch.uint8)), expected)
+    assert torch.equal(SmoothAPLoss(0.1)(x, labels.int()), expected)
+    balanced = SmoothAPLoss(0.1, class_balanced=True)
+    assert torch.equal(balanced(x, names[labels]), balanced(x, labels))
+
+
+def test_one_class_of_three_hundred():
+    x, labels = torch.randn(340, 8), torch.arange(340).sub(299).clamp(min=0)
+    value, gradient = value_and_gradient(SmoothAPLoss(), x, labels)
+    assert torch.isfinite(gradient).all()
+    # 300 positives of 339: a random order has an AP near 299 / 339.
+    assert value.item() == pytest.approx(1 - 299 / 339, abs=0.03)
+
+
+def test_reference_rows_may_be_none_at_all():
+    x, labels = batch([2, 2], dim=3)
+    with pytest.warns(UserWarning, match="no row of the batch has a positive"):
+        value = SmoothAPLoss()(x, labels, torch.zeros(0, 3, dtype=x.dtype), torch.zeros(0, dtype=torch.int64))
+    assert value.item() == 0.0
+
+
+def test_zero_embeddings_have_a_finite_gradient():
+    value, gradient = value_and_gradient(SmoothAPLoss(), torch.zeros(6, 4), torch.arange(6) % 2)
+    # All scores are 0: the two positives of five rank 3, and 1.5 among themselves.
+    assert value.item() == pytest.approx(1 - 1.5 / 3)
+    assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_tensor_as_large_as_the_score_matrix(reduction):
+    x = torch.randn(2304, 8).requires_grad_()
+    labels = torch.arange(2304) % 1152
+    with Largest() as largest:
+        SmoothAPLoss(reduction=reduction)(x, labels).sum().backward()
+    assert largest.elements <= 2 * base.BLOCK_ELEMENTS < 2304**2
+
+
+PEAK = """
+import resource, sys, torch
+from lightning_retrieval.losses import SmoothAPLoss
+unit = 1024 if sys.platform == "linux" else 1
+x = torch.randn(4096, 512, requires_grad=True)
+labels = torch.arange(1024).repeat_interleave(4)
+loss = SmoothAPLoss()
+loss(x[:64], labels[:64]).backward()
+x.grad = None
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+loss(x, labels).backward()
+assert x.grad.isfinite().all() and x.grad.any()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit)
+"""
+
+
+def test_memory_of_a_large_batch():
+    done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    # Measured: 0.11 GB. All queries at once need 1 GB, one (B, B, B) tensor 275 GB.
+    assert int(done.stdout) < 0.4e9
+
+
+# What is refused.
+
+X, Y = torch.randn(4, 3), torch.tensor([0, 0, 1, 1])
+
+
+def bad(row, value):
+    x = X.clone()
+    x[row, 1] = value
+    return x
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("error", "match", "args", "kwargs"),
+    [
+        (TypeError, "`embeddings` must be a tensor, got list", ([[1.0]], Y), {}),
+        (TypeError, "`embeddings` must be floating point, got torch.int64", (X.long(), Y), {}),
+        (TypeError, "`embeddings` must be floating point, got torch.complex64", (X.to(torch.complex64), Y), {}),
+        (ValueError, r"`embeddings` must have shape \(rows, D\) with D > 0, got \(4,\)", (X[:, 0], Y), {}),
+        (ValueError, r"`embeddings` must have shape .* got \(4, 3, 1\)", (X[..., None], Y), {}),
+        (ValueError, r"`embeddings` must have shape .* got \(4, 0\)", (X[:, :0], Y), {}),
+        (ValueError, r"`embeddings` must hold at least one row, got shape \(0, 3\)", (X[:0], Y[:0]), {}),
+        (ValueError, r"`embeddings` must hold finite .* in 1 of 4 rows \(2\)", (bad(2, math.nan), Y), {}),
+        (ValueError, r"`embeddings` must hold finite .* in 1 of 4 rows \(3\)", (bad(3, math.inf), Y), {}),
+        (ValueError, r"`embeddings` must hold finite .* 8 of 8 rows \(0, 1, 2, 3, 4, \.\.\.\)",
+         (torch.full((8, 2), -math.inf), torch.arange(8)), {}),
+        (TypeError, "`labels` must be a tensor, got list", (X, [0, 0, 1, 1]), {}),
+        (TypeError, "`labels` must be integers, got torch.float32", (X, Y.float()), {}),
+        (TypeError, "`labels` must be integers, got torch.bool", (X, Y.bool()), {}),
+        (ValueError, r"`labels` must have shape \(4,\), one for each row of `embeddings`, got \(3,\)", (X, Y[:3]), {}),
+        (ValueError, r"`labels` must have shape \(4,\), .* got \(4, 1\)", (X, Y[:, None]), {}),
+        (TypeError, "`ids` must be integers, got torch.float32", (X, Y), {"ids": Y.float()}),
+        (ValueError, r"`ids` must have shape \(4,\), .* got \(2,\)", (X, Y), {"ids": Y[:2]}),
+        (ValueError, "`ref_emb` came without `ref_labels`", (X, Y, X), {}),
+        (ValueError, "`ref_labels` came without `ref_emb`", (X, Y, None, Y), {}),
+        (ValueError, "`ref_ids` came without `ref_emb`", (X, Y), {"ref_ids": Y}),
+        (ValueError, "`ids` came without `ref_ids`", (X, Y, X, Y), {"ids": Y}),
+        (ValueError, "`ref_ids` came without `ids`", (X, Y, X, Y), {"ref_ids": Y}),
+        (ValueError, r"`ref_emb` must have the dimension of `embeddings`, got \(4, 2\) against \(4, 3\)",
+         (X, Y, X[:, :2], Y), {}),
+        (TypeError, "`ref_emb` must be floating point, got torch.int64", (X, Y, X.long(), Y), {}),
+        (ValueError, r"`ref_emb` must hold finite .* in 1 of 4 rows \(0\)", (X, Y, bad(0, math.nan), Y), {}),
+        (ValueError, r"`ref_labels` must have shape \(4,\), one for each row of `ref_emb`, got \(2,\)",
+         (X, Y, X, Y[:2]), {}),
+        (TypeError, "`ref_labels` must be integers, got torch.float64", (X, Y, X, Y.double()), {}),
+        (ValueError, r"`ref_ids` must have shape \(4,\), one for each row of `ref_emb`, got \(3,\)",
+         (X, Y, X, Y), {"ids": Y, "ref_ids": Y[:3]}),
+    ],
+)  # fmt: skip
+def test_bad_input(error, match, args, kwargs):
+    with pytest.raises(error, match=f"^SmoothAPLoss: {match}"):
+        SmoothAPLoss()(*args, **kwargs)
+
+
+S, M = torch.randn(2, 3), torch.tensor([[True, False, False], [False, True, True]])
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("error", "match", "args"),
+    [
+        (TypeError, "`scores` must be a tensor, got list", ([[1.0]], M)),
+        (ValueError, r"`scores` must have shape \(Q, R\) with Q > 0, got \(3,\)", (S[0], M[0])),
+        (ValueError, r"`scores` must have shape .* got \(0, 3\)", (S[:0], M[:0])),
+        (TypeError, "`scores` must be floating point, got torch.int64", (S.long(), M)),
+        (ValueError, r"`scores` must hold finite .* in 1 of 2 rows \(1\)",
+         (torch.tensor([[0.0, 1, 2], [0, math.nan, 1]]), M)),
+        (ValueError, r"`scores` must hold finite .* in 2 of 2 rows \(0, 1\)", (torch.full((2, 3), -math.inf), M)),
+        (TypeError, "`relevant` must be a tensor, got list", (S, M.tolist())),
+        (TypeError, "`relevant` must be bool, got torch.int64", (S, M.long())),
+        (ValueError, r"`relevant` must have the shape of `scores` \(2, 3\), got \(2, 2\)", (S, M[:, :2])),
+        (TypeError, "`candidate` must be a tensor, got str", (S, M, "all")),
+        (TypeError, "`candidate` must be bool, got torch.float32", (S, M, S)),
+        (ValueError, r"`candidate` must have the shape of `scores` \(2, 3\), got \(3, 2\)", (S, M, M.T)),
+    ],
+)  # fmt: skip
+def test_bad_scores(error, match, args):
+    with pytest.raises(error, match=f"^SmoothAPLoss: {match}"):
+        SmoothAPLoss().from_scores(*args)
+
+
+@pytest.mark.refusal
+def test_scores_have_no_classes():
+    with pytest.raises(ValueError, match="SmoothAPLoss: `class_balanced` needs labels, which a score matrix does not"):
+        SmoothAPLoss(class_balanced=True).from_scores(S, M)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("cls", LOSSES)
+@pytest.mark.parametrize("reduction", ["max", None, 1])
+def test_bad_reduction(cls, reduction):
+    match = rf"{cls.__name__}: `reduction` must be one of 'mean', 'sum', 'none', got {reduction!r}\."
+    with pytest.raises(ValueError, match=match):
+        cls(reduction=reduction)

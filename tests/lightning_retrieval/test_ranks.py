@@ -1,0 +1,168 @@
+"""Ranks of positives against loops, by each of the three roads on which candidates are counted."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_retrieval import ranks
+from lightning_retrieval.ranks import positive_ranks
+
+ROADS = {  # (share of candidates up to which they are picked out, positives up to which each is a pass)
+    "few": (1.0, -1),
+    "passes": (-1.0, 10**9),
+    "sorted in": (-1.0, -1),
+    "as set": (ranks._FEW, ranks._PASSES),
+}
+
+
+def take(road, monkeypatch):
+    few, passes = ROADS[road]
+    monkeypatch.setattr(ranks, "_FEW", few)
+    monkeypatch.setattr(ranks, "_PASSES", passes)
+
+
+def unit_rows(rows, dtype=torch.float32):
+    """Rows of six coordinates, four of them +-1/2: unit length, and all scores multiples of 1/4, with many ties."""
+    x = torch.zeros(rows, 6, dtype=dtype)
+    for row in x:
+        row[torch.randperm(6)[:4]] = torch.randint(0, 2, (4,)).to(dtype) - 0.5
+    return x
+
+
+def by_loops(queries, query_labels, gallery, gallery_labels, own):
+    """{query: [(rank, rank among positives) of each positive, worst first]}"""
+    quadrupled = [[int(4 * sum(a * b for a, b in zip(q, g))) for g in gallery.tolist()] for q in queries.tolist()]
+    result = {}
+    for query, scores in enumerate(quadrupled):
+        listed = [g for g in range(len(gallery)) if g != own[query]]
+        positives = [g for g in listed if gallery_labels[g] == query_labels[query]]
+        pairs = [
+            (sum(scores[g] >= scores[i] for g in listed), sum(scores[g] >= scores[i] for g in positives))
+            for i in positives
+        ]
+        result[query] = sorted(pairs, reverse=True)
+    return result
+
+
+def as_dict(blocks):
+    result = {}
+    for block in blocks:
+        for query, rank, among, real in zip(block.queries, block.rank, block.rank_among_positives, block.real):
+            assert real.tolist() == sorted(real.tolist(), reverse=True)  # padding comes last
+            assert int(query) not in result
+            result[int(query)] = list(zip(rank[real].tolist(), among[real].tolist()))
+    return result
+
+
+def problem(queries=70, gallery=90, classes=4, dtype=torch.float32):
+    gallery_labels = torch.randint(0, classes, (gallery,)).sort().values
+    own = torch.where(torch.rand(queries) < 0.5, torch.randint(0, gallery, (queries,)), -1)
+    query_labels = torch.where(own >= 0, gallery_labels[own], torch.randint(0, classes + 1, (queries,)))
+    g, q = unit_rows(gallery, dtype), unit_rows(queries, dtype)
+    q = torch.where((own >= 0)[:, None], g[own], q)
+    return q, query_labels, g, gallery_labels, own
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("classes", [2, 30])
+@pytest.mark.parametrize("road", ROADS)
+def test_against_loops(road, classes, dtype, monkeypatch):
+    take(road, monkeypatch)
+    monkeypatch.setattr(ranks, "_BLOCK_SCORES", 1)  # the smallest blocks, 64 queries: two of them, the second cut short
+    given = problem(classes=classes, dtype=dtype)
+    found = as_dict(positive_ranks(*given))
+    assert found == by_loops(*[x.tolist() if x.ndim == 1 else x for x in given])
+    assert any(not pairs for pairs in found.values())  # queries without a positive were among them
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("width", [1, 3, 40])
+@pytest.mark.parametrize("spread", [2, 1000])
+def test_count_at_least(spread, width, road, dtype, monkeypatch):
+    take(road, monkeypatch)
+    scores = torch.randint(-spread, spread + 1, (7, 300)).to(dtype) / spread
+    scores[2] *= 1e-40 if dtype == torch.float32 else 1e-310  # denormal numbers are in order too
+    scores[3][scores[3] == 0] = -0.0
+    scores[:, 250:] = -math.inf  # not in the list
+    positives = scores[:, torch.randperm(250)[:width]].sort(1).values
+    positives[3][positives[3] == 0] = 0.0  # ties with -0.0
+    real = torch.tensor([0, 1, width, width, max(1, width // 2), width, width])
+    positives = positives.masked_fill(torch.arange(width) >= real[:, None], math.inf).sort(1).values
+    counts = ranks._count_at_least(scores, positives)
+    for row in range(7):
+        expected = [sum(s >= p for s in scores[row].tolist()) for p in positives[row, : real[row]].tolist()]
+        assert counts[row, : real[row]].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("width", "worst", "dtype", "searches"),
+    [
+        (1, 0.99, torch.float32, [torch.int64]),  # a good model: few candidates reach the worst positive
+        (40, 0.99, torch.float32, [torch.int64]),
+        (16, 0.0, torch.float32, []),  # a bad one with few positives: passes
+        (17, 0.0, torch.float32, [torch.float32]),  # and with many: candidates are sorted in
+        (1, 0.99, torch.float64, []),  # float64 is never squeezed into integers
+        (40, 0.99, torch.float64, [torch.float64]),
+    ],
+)
+def test_which_road_is_taken(width, worst, dtype, searches, monkeypatch):
+    scores = torch.rand(5, 2000, dtype=dtype)
+    positives = torch.full((5, width), 0.999, dtype=dtype)
+    positives[:, 0] = worst
+    taken = []
+
+    def searchsorted(bounds, values, **kwargs):
+        taken.append(values.dtype)
+        return true_search(bounds, values, **kwargs)
+
+    true_search = torch.searchsorted
+    monkeypatch.setattr(torch, "searchsorted", searchsorted)
+    counts = ranks._count_at_least(scores, positives)
+    assert taken == searches
+    assert torch.equal(counts, (scores[:, None] >= positives[..., None]).sum(2))
+
+
+def test_ordered_integers_keep_the_order():
+    special = [0.0, -0.0, 1e-45, -1e-45, 1.1754944e-38, 3.4e38, -3.4e38, math.inf, -math.inf, 1.0, -1.0]
+    values = torch.cat([torch.tensor(special), torch.randn(100)])
+    integers = ranks._ordered(values)
+    assert torch.equal(integers[:, None] < integers, values[:, None] < values)
+    assert torch.equal(integers[:, None] == integers, values[:, None] == values)
+    assert integers.abs().max() <= 2**31
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 7])
+def test_parts_together_are_the_whole(parts, monkeypatch):
+    monkeypatch.setattr(ranks, "_BLOCK_SCORES", 1)
+    given = problem(queries=300)
+    shares = [as_dict(positive_ranks(*given, part=part, parts=parts)) for part in range(parts)]
+    assert sum(map(len, shares)) == 300
+    together = {query: pairs for share in shares for query, pairs in share.items()}
+    assert together == as_dict(positive_ranks(*given))
+
+
+@pytest.mark.parametrize(("block_scores", "rows"), [(1 << 26, 256), (128 * 384, 128), (1, 64)])
+def test_size_of_the_blocks(block_scores, rows, monkeypatch):
+    monkeypatch.setattr(ranks, "_BLOCK_SCORES", block_scores)
+    given = problem(queries=300)
+    blocks = list(positive_ranks(*given))
+    assert [len(block.queries) for block in blocks[:-1]] == [rows] * (300 // rows)
+    monkeypatch.undo()
+    assert as_dict(blocks) == as_dict(positive_ranks(*given))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dim", [3, 37, 512])
+@pytest.mark.parametrize("gallery", [5, 383, 385, 1000])
+def test_equal_embeddings_have_equal_scores(gallery, dim, dtype):
+    """Wherever they stand: all 1000 columns tie, the last ones too, which a product may reach by another kernel."""
+    x = torch.nn.functional.normalize(torch.randn(1, dim, dtype=dtype))
+    g = x.expand(gallery, dim).contiguous()
+    labels = torch.arange(gallery) * 2 // gallery
+    own = torch.arange(gallery)
+    positives = (labels == 0).sum().item(), (labels == 1).sum().item()
+    for query, pairs in as_dict(positive_ranks(g, labels, g, labels, own)).items():
+        among = positives[labels[query]] - 1
+        assert pairs == [(gallery - 1, among)] * among
