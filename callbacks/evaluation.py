@@ -1,5 +1,6 @@
 """Retrieval metrics of whole evaluation sets, logged under names that checkpoints and early stopping can monitor."""
 
+import itertools
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -150,8 +151,9 @@ class RetrievalEvaluation(pl.Callback):
         modes = {module: module.training for module in pl_module.modules()}
         pl_module.eval()
         silent = trainer.progress_bar_callback is None or not trainer.is_global_zero
+        batches = itertools.islice(loader, _limit(loader, trainer.limit_test_batches))
         with torch.no_grad(), trainer.precision_plugin.test_step_context():
-            for batch_idx, batch in enumerate(Tqdm(loader, desc="Untrained test", disable=silent, leave=False)):
+            for batch_idx, batch in enumerate(Tqdm(batches, desc="Untrained test", disable=silent, leave=False)):
                 batch = trainer.precision_plugin.convert_input(batch)
                 batch = trainer.strategy.batch_to_device(batch)
                 outputs = pl_module.test_step(batch, batch_idx)
@@ -181,7 +183,17 @@ def _named(stage: str, index: int, sets: int, results: Mapping[str, Tensor]) -> 
 
 
 def _listed(loaders: Any) -> list[Any]:
+    """The loaders in the order in which Lightning numbers them."""
+    if isinstance(loaders, Mapping):
+        return list(loaders.values())
     return list(loaders) if isinstance(loaders, (list, tuple)) else [loaders]
+
+
+def _limit(loader: Any, limit: float) -> int | None:
+    """How many batches of a loader `Trainer(limit_test_batches=limit)` lets through; all of them where None."""
+    if isinstance(limit, int):
+        return limit
+    return None if limit == 1 else int(len(loader) * limit)
 
 
 def _positions(loader: Any) -> Iterator[list[int]] | None:

@@ -11,7 +11,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lightning_retrieval.callbacks.evaluation import RetrievalEvaluation
+from lightning_retrieval.callbacks.evaluation import RetrievalEvaluation, _listed
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.distributed import gather_rows
 from lightning_retrieval.metrics import RetrievalMetrics
@@ -65,7 +65,7 @@ class RetrievalGallery(pl.Callback):
 
     def _write(self, trainer: pl.Trainer, pl_module: pl.LightningModule, name: str, loaders: Any) -> None:
         folder = Path(trainer.log_dir or trainer.default_root_dir) / "retrieval"  # log_dir is asked for on all ranks
-        loaders = loaders if isinstance(loaders, (list, tuple)) else [loaders]
+        loaders = _listed(loaders)
         for index, metrics in sorted(self._evaluation(trainer).metrics.items()):
             rows = _nearest(metrics, self.queries, self.k)
             if trainer.is_global_zero and rows:

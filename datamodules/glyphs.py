@@ -31,6 +31,13 @@ class GlyphDataset(Dataset[dict[str, Any]]):
     Raises:
         ValueError: if `split` or `channels` is another.
 
+    Example:
+        >>> from lightning_retrieval.datamodules.glyph_images import load_glyph_images
+        >>> data = GlyphDataset(load_glyph_images(), "test")
+        >>> item = data[0]
+        >>> item["images"].shape, data.characters[item["labels"]], data.categories[item["labels"]]
+        (torch.Size([1, 32, 32]), '$', 'DOLLAR')
+
     Relations:
         The id of an item is its index in this dataset. `characters[label]` and `categories[label]` name a class.
     """

@@ -86,10 +86,11 @@ class RetrievalModule(pl.LightningModule):
         super().__init__()
         who = type(self).__name__
         self.save_hyperparameters(ignore=["embedder", "loss", "optimizer", "lr_scheduler"])
-        if "_instantiator" not in self.hparams:  # under LightningCLI they are the configuration, plain already
+        if "_instantiator" in self.hparams:  # under LightningCLI they are the configuration, plain already
+            self.save_hyperparameters()
+        else:
             given = {"embedder": embedder, "loss": loss, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
-            self.save_hyperparameters({**self.hparams, **given})
-            self._set_hparams(describe({**self.hparams}))
+            self.save_hyperparameters(describe({**self.hparams, **given}))
         self.automatic_optimization = False
         self.embedder = rebuild(who, "embedder", embedder, nn.Module)
         self.loss = rebuild(who, "loss", loss, nn.Module)

@@ -1,0 +1,200 @@
+"""RetrievalGallery: the right images in the right tiles, at every logger that takes images."""
+
+import functools
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from PIL import Image
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery
+
+QUIET = [
+    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
+    "ignore:The '(train|val|test)_dataloader' does not have many workers:UserWarning",
+    "ignore:GPU available but not used:UserWarning",
+]
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+
+GREEN, RED, GREY, WHITE = (34, 160, 70), (208, 48, 48), (120, 120, 120), (255, 255, 255)
+LABELS = torch.tensor([0, 1, 2, 3] * 5 + [4, 4])
+
+
+class Tiles(torch.utils.data.Dataset):
+    """Grey or coloured images of 4 x 6 pixels that can be told apart in a picture."""
+
+    def __init__(self, size=22, channels=1, shift=0):
+        self.images = torch.rand(size, channels, 4, 6, generator=torch.Generator().manual_seed(2))
+        self.images += 2 * nn.functional.one_hot(LABELS[:size], 6)[:, None, None]
+        self.shift = shift
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return {"images": self.images[index], "labels": LABELS[index], "ids": torch.tensor(index + self.shift)}
+
+
+def module(channels=1) -> RetrievalModule:
+    torch.manual_seed(3)
+    embedder = nn.Sequential(nn.Flatten(), nn.Linear(24 * channels, 3))
+    return RetrievalModule(embedder, SmoothAPLoss(tau=0.1), optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+
+
+def trainer(folder, *callbacks, **kwargs) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=list(callbacks),
+        default_root_dir=folder,
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"logger": False, "max_epochs": 1, **kwargs},
+    )
+
+
+def loader(**kwargs) -> DataLoader:
+    return DataLoader(Tiles(**kwargs), batch_size=8)
+
+
+def tile(picture: np.ndarray, row: int, column: int) -> np.ndarray:
+    """A tile with its border: 80 pixels, 6 between two, 12 more after the query, 18 of title."""
+    left = 6 + 86 * column + (12 if column else 0)
+    return picture[18 + 86 * row : 18 + 86 * row + 80, left : left + 80]
+
+
+def border(square: np.ndarray) -> tuple[int, int, int]:
+    rim = np.concatenate([square[:4].reshape(-1, 3), square[-4:].reshape(-1, 3), square[:, :4].reshape(-1, 3)])
+    (colour,) = {tuple(pixel) for pixel in rim.tolist()}
+    return colour
+
+
+def inside(image: torch.Tensor) -> np.ndarray:
+    """The image stretched to all grey values and to 72 x 72 pixels, by nearest neighbours."""
+    grey = (image - image.min()) / (image.max() - image.min())
+    levels = (grey * 255).byte().expand(3, -1, -1).permute(1, 2, 0).numpy()
+    return levels.repeat(18, axis=0).repeat(12, axis=1)
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_each_tile_is_the_image_that_brute_force_finds(tmp_path, stage, channels):
+    model, data = module(channels), Tiles(channels=channels)
+    run = trainer(tmp_path, RetrievalEvaluation(), RetrievalGallery(queries=4, k=5))
+    getattr(run, stage)(model, loader(channels=channels), verbose=False)
+    (path,) = tmp_path.rglob("*.*")
+    assert path == tmp_path / "retrieval" / ("test.png" if stage == "test" else "val-epoch=000.png")
+    with Image.open(path) as picture:
+        assert (picture.format, picture.size) == ("PNG", (6 * 86 + 18, 4 * 86 + 24))
+        pixels = np.asarray(picture)
+    with torch.no_grad():
+        rows = nn.functional.normalize(model(data.images), dim=1)
+    colours = []
+    for row, query in enumerate([0, 7, 14, 21]):  # evenly spread over 22
+        ranking = [i for i in (rows @ rows[query]).argsort(descending=True).tolist() if i != query][:5]
+        assert border(tile(pixels, row, 0)) == GREY
+        for column, item in enumerate([query, *ranking]):
+            square = tile(pixels, row, column)
+            assert np.array_equal(square[4:-4, 4:-4], inside(data.images[item]))
+            if column:
+                colours.append(border(square))
+                assert colours[-1] == (GREEN if LABELS[item] == LABELS[query] else RED)
+    assert set(colours) == {GREEN, RED}
+
+
+def test_it_is_written_beside_the_logs_when_it_is_due(tmp_path):
+    gallery = RetrievalGallery(queries=2, k=3, every_n_epochs=2)
+    run = trainer(tmp_path, gallery, RetrievalEvaluation(), logger=CSVLogger(tmp_path, version=0), max_epochs=4)
+    run.fit(module(), loader(), loader())
+    assert sorted(path.name for path in (tmp_path / "lightning_logs/version_0").rglob("*.p*")) == [
+        "val-epoch=001.png",
+        "val-epoch=003.png",
+    ]
+
+
+def test_several_sets_have_a_picture_each(tmp_path):
+    run = trainer(tmp_path, RetrievalEvaluation(), RetrievalGallery(queries=2, k=3))
+    run.validate(module(), [loader(), loader(size=9)], verbose=False)
+    run.test(module(), {"a": loader(), "b": loader(size=9)}, verbose=False)
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == [
+        "test-set=0.png",
+        "test-set=1.png",
+        "val-epoch=000-set=0.png",
+        "val-epoch=000-set=1.png",
+    ]
+
+
+def test_a_set_smaller_than_k_leaves_the_other_tiles_empty(tmp_path):
+    run = trainer(tmp_path, RetrievalEvaluation(), RetrievalGallery(queries=8, k=6))
+    run.test(module(), loader(size=5), verbose=False)
+    with Image.open(tmp_path / "retrieval/test.png") as picture:
+        assert picture.size == (7 * 86 + 18, 5 * 86 + 24)  # five queries only
+        pixels = np.asarray(picture)
+    for row in range(5):
+        assert [border(tile(pixels, row, column)) for column in (0, 5, 6)] == [GREY, WHITE, WHITE]
+        assert border(tile(pixels, row, 4)) in (GREEN, RED)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard")
+def test_it_arrives_in_tensorboard(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = trainer(
+        tmp_path, RetrievalEvaluation(), RetrievalGallery(queries=2, k=3), logger=TensorBoardLogger(tmp_path, version=0)
+    )
+    run.fit(module(), loader(), loader())
+    run.logger.experiment.close()
+    folder = tmp_path / "lightning_logs/version_0"
+    events = EventAccumulator(str(folder), size_guidance={"images": 0})
+    events.Reload()
+    (event,) = events.Images("retrieval/val-epoch=000")
+    assert event.step == 3
+    (tmp_path / "event.png").write_bytes(event.encoded_image_string)
+    with Image.open(tmp_path / "event.png") as sent, Image.open(folder / "retrieval/val-epoch=000.png") as written:
+        assert np.array_equal(np.asarray(sent), np.asarray(written))
+
+
+def test_it_arrives_in_weights_and_biases_offline(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    import wandb
+
+    run = trainer(
+        tmp_path, RetrievalEvaluation(), RetrievalGallery(queries=2, k=3), logger=WandbLogger("run", tmp_path)
+    )
+    run.fit(module(), loader(), loader())
+    wandb.finish()
+    wandb.teardown()
+    (sent,) = tmp_path.glob("wandb/offline-run-*/files/media/images/retrieval/*.png")
+    (written,) = (path for path in tmp_path.rglob("val-epoch=000.png") if "media" not in path.parts)
+    assert sent.read_bytes() == written.read_bytes()
+
+
+@pytest.mark.refusal
+def test_without_evaluation_it_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"^RetrievalGallery: .* RetrievalEvaluation collects, which is not among"):
+        trainer(tmp_path, RetrievalGallery()).validate(module(), loader(), verbose=False)
+
+
+@pytest.mark.refusal
+def test_ids_that_do_not_index_the_dataset_are_refused(tmp_path):
+    run = trainer(tmp_path, RetrievalEvaluation(), RetrievalGallery(queries=1))
+    with pytest.raises(ValueError, match=r"ids must index the evaluated dataset, got \[40\] for one of 22 items \(Ind"):
+        run.test(module(), loader(shift=40), verbose=False)
+    assert list(tmp_path.rglob("*.*")) == []
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", ["queries", "k", "every_n_epochs"])
+def test_settings_are_checked(name):
+    with pytest.raises(ValueError, match=rf"^RetrievalGallery: `{name}` must be an integer >= 1, got 0\."):
+        RetrievalGallery(**{name: 0})
+    with pytest.raises(TypeError, match=rf"^RetrievalGallery: `{name}` must be an integer >= 1, got 1\.5"):
+        RetrievalGallery(**{name: 1.5})

@@ -1,0 +1,184 @@
+"""Glyphs: splits, augmentation, and runs that do not depend on the number of workers."""
+
+import functools
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks import RetrievalEvaluation
+from lightning_retrieval.datamodules import GlyphDataset, Glyphs, SeededIndex
+from lightning_retrieval.datamodules.glyph_images import load_glyph_images
+
+QUIET = [
+    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
+    "ignore:The '(train|val|test)_dataloader' does not have many workers:UserWarning",
+    "ignore:GPU available but not used:UserWarning",
+    "ignore:You defined a `validation_step` but have no `val_dataloader`:UserWarning",
+    "ignore:RetrievalEvaluation. val metrics are those of 2 of:UserWarning",
+]
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+
+
+@pytest.fixture(scope="module")
+def glyphs():
+    return load_glyph_images()
+
+
+def run(data: Glyphs, embedder: nn.Module, **kwargs) -> tuple[RetrievalModule, pl.Trainer]:
+    module = RetrievalModule(embedder, SmoothAPLoss(tau=0.1), optimizer=functools.partial(torch.optim.SGD, lr=0.5))
+    trainer = pl.Trainer(
+        **{"limit_train_batches": 2, "limit_val_batches": 2, "max_epochs": 2, "num_sanity_val_steps": 0, **kwargs},
+        accelerator="cpu",
+        devices=1,
+        callbacks=[RetrievalEvaluation((1,))],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=data)
+    return module, trainer
+
+
+def small_net() -> nn.Module:
+    torch.manual_seed(2)
+    return nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(64, 16))
+
+
+def test_two_workers_give_the_parameters_of_none():
+    """Two epochs of two batches, each followed by validation."""
+    results = []
+    for num_workers in (0, 2):
+        data = Glyphs(classes_per_batch=6, samples_per_class=3, eval_batch_size=64, num_workers=num_workers, seed=1)
+        module, trainer = run(data, small_net())
+        results.append(([p.detach() for p in module.parameters()], trainer.callback_metrics["val/mAP"].item()))
+        assert trainer.global_step == 4
+    (first, first_map), (second, second_map) = results
+    assert len(first) == 2
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert 0 < first_map == second_map
+    assert not torch.equal(first[0], small_net()[2].weight)
+
+
+def test_augmentation_is_a_function_of_seed_epoch_batch_and_position():
+    def batches(seed, epoch, num_workers=0):
+        data = Glyphs(classes_per_batch=5, samples_per_class=3, num_workers=num_workers, seed=seed)
+        loader = data.train_dataloader()
+        loader.set_epoch(epoch)
+        batches = iter(loader)
+        return [next(batches) for _ in range(2)]
+
+    torch.manual_seed(1)
+    first = batches(3, 4)
+    torch.manual_seed(2)
+    for again in (batches(3, 4), batches(3, 4, num_workers=2)):
+        for a, b in zip(first, again, strict=True):
+            assert all(torch.equal(a[name], b[name]) for name in ("images", "labels", "ids"))
+    for other in (batches(3, 5), batches(4, 4)):
+        assert not torch.equal(first[0]["ids"], other[0]["ids"])
+    dataset = Glyphs(seed=3).train_set
+    drawn = [dataset[SeededIndex(7, seed)]["images"] for seed in (1, 2, 1)]
+    assert torch.equal(drawn[0], drawn[2])
+    assert not torch.equal(drawn[0], drawn[1])
+
+
+def test_augmentation_moves_each_image_a_little_and_by_itself(glyphs):
+    plain, moved = GlyphDataset(glyphs, "train"), GlyphDataset(glyphs, "train", augment=True)
+    indices = [SeededIndex(i, seed=100 + i) for i in range(0, 400, 10)]
+    together = torch.stack([item["images"] for item in moved.__getitems__(indices)])
+    alone = torch.stack([moved[index]["images"] for index in indices])
+    still = torch.stack([plain[index]["images"] for index in indices])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
+    assert (together.min(), together.max()) >= (0, 0.5)
+    assert together.max() <= 1
+    assert ((together - still).abs().amax((1, 2, 3)) > 0.05).all()
+    ink = together.sum((1, 2, 3)) / still.sum((1, 2, 3))
+    assert 0.7 < ink.min() < ink.max() < 1.4  # nothing leaves the image
+
+
+def test_evaluation_sets_are_the_images_as_drawn_in_order(glyphs):
+    data = Glyphs(eval_batch_size=300)
+    for name, loader in {"val": data.val_dataloader(), "test": data.test_dataloader()}.items():
+        chosen = glyphs.splits == name
+        batch = next(iter(loader))
+        assert torch.equal(batch["images"][:, 0], torch.from_numpy(glyphs.images[chosen][:300]).float() / 255)
+        assert batch["labels"].tolist() == glyphs.labels[chosen][:300].tolist()
+        assert batch["ids"].tolist() == list(range(300))
+        assert len(loader.dataset) == chosen.sum()
+        again = loader.dataset[SeededIndex(5, seed=9)]["images"]  # a seed changes nothing here
+        assert torch.equal(again, batch["images"][5])
+    assert data.predict_dataloader().dataset is data.test_set
+
+
+def test_splits_share_no_class(glyphs):
+    data = Glyphs()
+    classes = [set(part.labels.tolist()) for part in (data.train_set, data.val_set, data.test_set)]
+    assert sum(map(len, classes)) == len(set.union(*classes)) == len(set(glyphs.labels.tolist()))
+    assert min(map(len, classes)) > 100
+    assert data.train_set.characters[int(data.train_set.labels[0])]
+
+
+def test_three_channels_with_a_network_for_colour():
+    data = Glyphs(classes_per_batch=3, samples_per_class=2, channels=3)
+    batch = next(iter(data.train_dataloader()))
+    assert batch["images"].shape == (6, 3, 32, 32)
+    assert torch.equal(batch["images"][:, 0], batch["images"][:, 2])
+    torch.manual_seed(0)
+    embedder = Embedder("resnet18", embedding_dim=8)
+    before = embedder.head.linear.weight.detach().clone()
+    _, trainer = run(data, embedder, limit_train_batches=1, limit_val_batches=0, max_epochs=1)
+    assert trainer.global_step == 1
+    assert not torch.equal(embedder.head.linear.weight, before)
+
+
+def test_augmentation_can_be_left_out(glyphs):
+    dataset = Glyphs(augment=False).train_set
+    image = torch.from_numpy(glyphs.images[glyphs.splits == "train"][3]).float() / 255
+    assert torch.equal(dataset[SeededIndex(3, seed=1)]["images"][0], image)
+
+
+def test_the_seed_is_that_of_seed_everything(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "17")
+    assert (Glyphs().seed, Glyphs(seed=5).seed) == (17, 5)
+    assert Glyphs(classes_per_batch=4).train_dataloader().batch_sampler.batch_sampler.seed == 17
+
+
+@pytest.mark.refusal
+def test_a_cache_folder_that_cannot_be_written_is_refused(tmp_path):
+    """It cannot be made: a file stands where the folder should be. (Permissions would not stop root.)"""
+    (tmp_path / "file").write_text("")
+    data = Glyphs(cache_dir=tmp_path / "file" / "cache")
+    with pytest.raises(NotADirectoryError, match=r"`cache_dir` must be a folder that can be made .*file/cache"):
+        data.prepare_data()
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("settings", "error", "sentence"),
+    [
+        ({"channels": 2}, ValueError, r"`channels` must be one of 1, 3, got 2\."),
+        ({"classes_per_batch": 0}, ValueError, r"`classes_per_batch` must be an integer >= 1, got 0\."),
+        ({"samples_per_class": 1}, ValueError, r"`samples_per_class` must be an integer >= 2, got 1\."),
+        ({"eval_batch_size": 0}, ValueError, r"`eval_batch_size` must be an integer >= 1, got 0\."),
+        ({"num_workers": -1}, ValueError, r"`num_workers` must be an integer >= 0, got -1\."),
+        ({"num_workers": 1.0}, TypeError, r"`num_workers` must be an integer >= 0, got 1\.0"),
+    ],
+)
+def test_settings_are_checked(settings, error, sentence):
+    with pytest.raises(error, match=rf"^Glyphs: {sentence}"):
+        Glyphs(**settings)
+
+
+@pytest.mark.refusal
+def test_another_split_is_refused(glyphs):
+    with pytest.raises(ValueError, match=r"`split` must be one of 'train', 'val', 'test', got 'dev'\."):
+        GlyphDataset(glyphs, "dev")
+
+
+@pytest.mark.refusal
+def test_more_classes_than_there_are_is_refused():
+    with pytest.raises(ValueError, match=r"`classes_per_batch` must be at most .*, got 9000 for \d+ such classes"):
+        Glyphs(classes_per_batch=9000).train_dataloader()

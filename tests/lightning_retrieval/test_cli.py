@@ -1,0 +1,191 @@
+"""The command line: the example's configuration through fit, validate, test, predict; what is said to mistakes."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_retrieval import RetrievalModule
+from lightning_retrieval.cli import main
+
+QUIET = [
+    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
+    "ignore:The '(train|val|test|predict)_dataloader' does not have many workers:UserWarning",
+    "ignore:GPU available but not used:UserWarning",
+    r"ignore:The number of training batches \(2\) is smaller than the logging interval:UserWarning",
+    "ignore:RetrievalEvaluation. (val|test) metrics are those of 2 of:UserWarning",
+    "ignore:LightningCLI's args parameter is intended to run from within Python:UserWarning",
+    r"ignore:\s*By default only one JsonargparseDeprecationWarning per type is shown:DeprecationWarning",
+    # What pytorch-lightning 2.6 calls in jsonargparse 4.53:
+    r"ignore:\s*.* was deprecated in v4.49.0 and will be removed in v5.0.0:DeprecationWarning",
+    "ignore:The dirpath has changed from .* Only `best_model_path` will be reloaded:UserWarning",
+    "ignore:Checkpoint directory .* exists and is not empty:UserWarning",
+]
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "glyphs.yaml"
+SMALL = [
+    "--trainer.accelerator=cpu",
+    "--trainer.limit_val_batches=2",
+    "--trainer.limit_test_batches=2",
+    "--trainer.limit_predict_batches=2",
+    "--trainer.enable_progress_bar=false",
+    "--data.init_args.eval_batch_size=64",
+]
+SHORT = [
+    "--trainer.max_epochs=1",
+    "--trainer.limit_train_batches=2",
+    "--trainer.check_val_every_n_epoch=1",
+    "--data.init_args.classes_per_batch=4",
+]
+
+
+def example(folder: Path, **changes: str) -> Path:
+    """The example with its logs in `folder`, and some of its lines changed."""
+    text = EXAMPLE.read_text().replace("save_dir: logs", f"save_dir: {folder}")
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "glyphs.yaml").write_text(text)
+    return folder / "glyphs.yaml"
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """One short fit by the real command, with what it printed."""
+    folder = tmp_path_factory.mktemp("fitted")
+    command = Path(sys.executable).with_name("lightning-retrieval")
+    said = subprocess.run(
+        [command, "fit", "--config", example(folder), *SMALL, *SHORT],
+        cwd=folder,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert said.returncode == 0, said.stderr
+    (checkpoint,) = folder.rglob("0-*.ckpt")
+    return folder, checkpoint, said.stdout
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_command_fits_and_tests(fitted):
+    folder, checkpoint, said = fitted
+    logs = folder / "glyphs/version_0"
+    assert {path.name for path in logs.iterdir()} >= {
+        "metrics.csv",
+        "curve.png",
+        "retrieval",
+        "config.yaml",
+        "checkpoints",
+    }
+    assert {path.name for path in (logs / "checkpoints").iterdir()} == {checkpoint.name, "last.ckpt"}
+    table = [line.split() for line in said.splitlines() if line.startswith("test/mAP ")]
+    assert ["untrained", "trained"] in [line.split() for line in said.splitlines()]
+    assert [len(line) for line in table] == [3]
+    logged = [float(row["test/mAP"]) for row in rows(logs / "metrics.csv") if row["test/mAP"]]
+    assert [f"{value:.4f}" for value in logged] == table[0][1:]  # before and after
+    assert yaml.safe_load((logs / "config.yaml").read_text())["trainer"]["limit_train_batches"] == 2
+
+
+def test_the_checkpoint_rebuilds_the_module(fitted):
+    saved = torch.load(fitted[1], weights_only=True)
+    module = RetrievalModule.load_from_checkpoint(fitted[1], weights_only=True)
+    assert saved["state_dict"].keys() == module.state_dict().keys()
+    assert all(torch.equal(saved["state_dict"][name], value) for name, value in module.state_dict().items())
+    assert (module.embedder.embedding_dim, module.loss.tau, module.gradient_clip_val) == (128, 0.01, 1.0)
+    optimizer = module.optimizer(module.parameters())
+    assert (type(optimizer), optimizer.defaults["lr"]) == (torch.optim.AdamW, 0.002)
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_the_other_commands_take_the_checkpoint(fitted, tmp_path, capsys, monkeypatch, command):
+    _, checkpoint, said = fitted
+    predicted, real = [], RetrievalModule.predict_step
+
+    def predict_step(self, batch, batch_idx):
+        predicted.append(real(self, batch, batch_idx)["embeddings"].shape)
+
+    monkeypatch.setattr(RetrievalModule, "predict_step", predict_step)
+    main([command, "--config", str(example(tmp_path)), *SMALL, f"--ckpt_path={checkpoint}"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    if command == "predict":
+        assert predicted == [(64, 128)] * 2
+        return
+    name = {"validate": "val/mAP", "test": "test/mAP"}[command]
+    expected = [line.split()[-1] for line in said.splitlines() if line.startswith(f"{name} ")]
+    assert [line[1] for line in lines if line[:1] == [name]] == expected[-1:]
+
+
+def test_weights_and_biases_is_one_line_away(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = example(tmp_path, **{"loggers.CSVLogger": "loggers.WandbLogger"})
+    main(["fit", "--config", str(config), *SMALL, *SHORT, "--test_after_fit=false"])
+    import wandb
+
+    wandb.finish()
+    wandb.teardown()
+    (run,) = tmp_path.glob("wandb/offline-run-*")
+    assert list(run.glob("*.wandb"))
+    assert len(list(run.glob("files/media/images/retrieval/*.png"))) == len(list(tmp_path.rglob("retrieval/val*.png")))
+
+
+def test_help_lists_the_commands(capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert said.startswith("usage: lightning-retrieval ")
+    listed = [line.split()[0] for line in said.splitlines() if line.startswith("    ")]
+    assert {"fit", "validate", "test", "predict"} <= set(listed)
+
+
+def test_print_config_gives_a_configuration_that_is_read_again(tmp_path, capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["fit", "--config", str(EXAMPLE), "--print_config"])
+    printed = capsys.readouterr().out
+    (tmp_path / "printed.yaml").write_text(printed)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["fit", "--config", str(tmp_path / "printed.yaml"), "--print_config"])
+    assert capsys.readouterr().out == printed
+    module = yaml.safe_load(printed)["model"]["init_args"]
+    assert module["loss"]["init_args"]["tau"] == 0.01
+    assert module["chunk_size"] is None
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"tau: 0.01": "tua: 0.01"}, ["tua"]),
+        ({"gradient_clip_val": "gradient_clip_vall"}, ["gradient_clip_vall"]),
+        ({"max_epochs:": "max_epoch:"}, ["max_epoch"]),
+        ({"lightning_retrieval.SmoothAPLoss": "lightning_retrieval.SmothAPLoss"}, ["SmothAPLoss"]),
+        ({"lightning_retrieval.datamodules.Glyphs": "lightning_retrieval.datamodules.Glyps"}, ["Glyps"]),
+        ({"lightning_retrieval.Embedder": "lightning_retrieval.SmoothAPLoss"}, ["embedder", "SmoothAPLoss"]),
+        ({"tau: 0.01": "tau: cold"}, ["tau", "cold"]),
+    ],
+)
+def test_mistakes_in_the_configuration_are_named(tmp_path, capsys, changes, named):
+    path = example(tmp_path, **changes)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["fit", "--config", str(path)])
+    said = capsys.readouterr().err
+    assert all(name in said for name in named)
+    assert "Traceback" not in said
+
+
+@pytest.mark.refusal
+def test_a_missing_configuration_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["fit", "--config", str(tmp_path / "nowhere.yaml")])
+    assert "nowhere.yaml" in capsys.readouterr().err
