@@ -139,7 +139,8 @@ class RetrievalEvaluation(pl.Callback):
         self.table[stage] = {name: float(value) for name, value in results.items()}
         for name in results:  # every rank has the same value: reducing it again would change its last digits
             warnings.filterwarnings("ignore", rf".*self\.log\('{re.escape(name)}', \.\.\., sync_dist=True")
-        self.log_dict(results, rank_zero_only=False, sync_dist=False)
+        # Lightning gives every callback the module's log_dict.
+        self.log_dict(results, rank_zero_only=False, sync_dist=False)  # type: ignore[attr-defined]
 
     def _evaluate(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any, index: int

@@ -121,7 +121,8 @@ def _images(pl_module: pl.LightningModule, dataset: Any, ids: list[int]) -> list
             f"items ({type(error).__name__}: {error})."
         ) from None
     batch = default_collate(items)
-    tensors: Tensor = pl_module.unpack_batch(batch)[0] if hasattr(pl_module, "unpack_batch") else batch[0]
+    unpack: Any = getattr(pl_module, "unpack_batch", lambda batch: batch)
+    tensors: Tensor = unpack(batch)[0]
     images = []
     for tensor in tensors.float().cpu():
         low, high = tensor.min(), tensor.max()

@@ -2,7 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import pytorch_lightning as pl
 import torch
@@ -15,6 +15,7 @@ from lightning_retrieval.datamodules.loader import RetrievalDataLoader, resume_p
 from lightning_retrieval.datamodules.samplers import PKSampler
 
 
+@runtime_checkable
 class LabelledImages(Protocol):
     """A map-style dataset whose items are dicts with `images`, `labels` and `ids`, the id being the item's index."""
 
