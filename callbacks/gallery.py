@@ -1,6 +1,7 @@
 """Pictures of queries and what the model ranks first for them."""
 
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,13 @@ class RetrievalGallery(pl.Callback):
         folder = Path(trainer.log_dir or trainer.default_root_dir) / "retrieval"  # log_dir is asked for on all ranks
         loaders = _listed(loaders)
         for index, metrics in sorted(self._evaluation(trainer).metrics.items()):
+            if metrics.embeddings and not metrics.ids:
+                warnings.warn(
+                    "RetrievalGallery: no picture is drawn of an evaluation set whose batches have no ids and come in "
+                    "random order, since its images cannot be found again; give the batches ids or shuffle=False.",
+                    stacklevel=2,
+                )
+                continue
             rows = _nearest(metrics, self.queries, self.k)
             if trainer.is_global_zero and rows:
                 dataset = getattr(loaders[index], "dataset", None)
@@ -90,10 +98,10 @@ class RetrievalGallery(pl.Callback):
 
 def _nearest(metrics: RetrievalMetrics, queries: int, k: int) -> list[tuple[int, list[tuple[int, bool]]]]:
     """For each chosen query its id and the (id, right or wrong) of its nearest images, the same on every rank."""
-    local = normalize(torch.cat(metrics.embeddings)).float()
-    labels, ids = torch.cat(metrics.labels), torch.cat(metrics.ids)
+    local, labels, ids = _rows(metrics)
     every = torch.unique(gather_rows(ids))
-    chosen = every[torch.linspace(0, len(every) - 1, min(queries, len(every))).round().long().to(every.device)]
+    queries = min(queries, len(every))
+    chosen = every[torch.arange(queries, device=every.device) * (len(every) - 1) // max(queries - 1, 1)]
     mine = torch.isin(ids, chosen)
     query_ids, query_labels, query_rows = gather_rows(ids[mine]), gather_rows(labels[mine]), gather_rows(local[mine])
     first = torch.stack([(query_ids == q).nonzero()[0, 0] for q in chosen])
@@ -109,6 +117,16 @@ def _nearest(metrics: RetrievalMetrics, queries: int, k: int) -> list[tuple[int,
                 hits.setdefault(int(found[1][row, place]), bool(found[2][row, place] == query_labels[first[row]]))
         results.append((query, list(hits.items())))
     return results
+
+
+def _rows(metrics: RetrievalMetrics) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's unit embeddings, labels and ids; a rank without any brings none, of the others' dimension."""
+    dim = metrics.embeddings[0].shape[1] if metrics.embeddings else 0
+    dim = int(gather_rows(torch.tensor([dim], device=metrics.device)).max())
+    if not metrics.embeddings:
+        none = torch.zeros(0, dtype=torch.int64, device=metrics.device)
+        return torch.zeros(0, dim, device=metrics.device), none, none
+    return normalize(torch.cat(metrics.embeddings)).float(), torch.cat(metrics.labels), torch.cat(metrics.ids)
 
 
 def _images(pl_module: pl.LightningModule, dataset: Any, ids: list[int]) -> list[Image.Image]:

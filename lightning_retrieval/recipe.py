@@ -10,8 +10,9 @@ import importlib
 import inspect
 from typing import Any, TypeVar
 
+from torch import nn
+
 T = TypeVar("T")
-_PLAIN = (bool, int, float, str, type(None))
 
 
 def describe(value: Any) -> Any:
@@ -26,8 +27,11 @@ def describe(value: Any) -> Any:
         >>> describe(SmoothAPLoss(tau=0.1))["init_args"]["tau"]
         0.1
     """
-    if isinstance(value, _PLAIN):
-        return value
+    if value is None:
+        return None
+    for kind in (bool, int, float, str):  # and subclasses, such as NumPy's float64, as the plain type
+        if isinstance(value, kind):
+            return kind(value)
     if isinstance(value, (list, tuple)):
         return [describe(item) for item in value]
     if isinstance(value, dict):
@@ -49,7 +53,7 @@ def rebuild(who: str, name: str, value: Any, kind: type[T]) -> T:
     """
     if isinstance(value, dict) and "class_path" in value:
         cls, arguments = _load(who, name, value, kind)
-        value = cls(**arguments)
+        value = cls(**{key: _rebuild_modules(who, key, argument) for key, argument in arguments.items()})
     if not isinstance(value, kind):
         raise TypeError(f"{who}: `{name}` must be a {kind.__module__}.{kind.__name__}, got {type(value).__name__}.")
     return value
@@ -94,13 +98,29 @@ def _path(cls: type) -> str:
 
 def _plain_arguments(arguments: dict[str, Any]) -> dict[str, Any] | None:
     described = {name: describe(argument) for name, argument in arguments.items()}
-    return described if all(_is_plain(argument) for argument in described.values()) else None
+    return described if all(_can_be_rebuilt(value, described[name]) for name, value in arguments.items()) else None
 
 
-def _is_plain(described: Any) -> bool:
+def _can_be_rebuilt(value: Any, described: Any) -> bool:
+    """Whether `_rebuild_modules` makes an argument of a constructor again from its description."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_can_be_rebuilt, value, described))
+    if isinstance(value, dict):
+        return all(map(_can_be_rebuilt, value.values(), described.values()))
+    if isinstance(value, nn.Module):
+        return described["init_args"] is not None
+    return not isinstance(described, dict)
+
+
+def _rebuild_modules(who: str, name: str, described: Any) -> Any:
+    """An argument of a constructor: plain data, in which modules may stand as descriptions."""
     if isinstance(described, dict):
-        return "class_path" not in described and all(map(_is_plain, described.values()))
-    return not isinstance(described, list) or all(map(_is_plain, described))
+        if "class_path" in described:
+            return rebuild(who, name, described, nn.Module)
+        return {key: _rebuild_modules(who, name, value) for key, value in described.items()}
+    if isinstance(described, list):
+        return [_rebuild_modules(who, name, value) for value in described]
+    return described
 
 
 def _init_args(value: Any) -> dict[str, Any] | None:

@@ -9,6 +9,10 @@ import torch
 import torch.distributed as dist
 
 
+# The script's own folder, whose lightning_retrieval/ holds tests, would stand in for the package of that name.
+sys.path.remove(str(Path(__file__).parent))
+
+
 def main(folder, rank, world_size):
     file, name, args = pickle.loads((folder / "job").read_bytes())
     torch.set_num_threads(1)

@@ -13,6 +13,13 @@ from lightning_retrieval.checks import check_embeddings, check_finite, check_int
 from lightning_retrieval.similarity import normalize
 
 
+def at(
+    matrix: Float[Tensor, "query gallery"], rows: Int[Tensor, " pair"], columns: Int[Tensor, " pair"]
+) -> Float[Tensor, " pair"]:
+    """`matrix[rows, columns]`, with a backward pass that adds up without sorting the places first."""
+    return matrix.flatten().index_select(0, rows * matrix.shape[1] + columns)
+
+
 class RankedLists(ABC):
     """One ranked list for each query, reachable a block of queries at a time.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_positive
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
+from lightning_retrieval.losses.lists import at
 
 
 class SmoothAPLoss(RetrievalLoss):
@@ -70,11 +71,11 @@ class SmoothAPLoss(RetrievalLoss):
         """1 - AP of each list, equations 5-7."""
         query, i = relevant.nonzero(as_tuple=True)
         s = (scores / self.tau).masked_fill(~candidate, -torch.inf)
-        s_i = s[query, i]
+        s_i = at(s, query, i)
         # Each sum runs over all j, i itself among them with sigma(0) = 1/2.
         rank = 0.5 + s[query].sub_(s_i[:, None]).sigmoid_().sum(1)  # (pos, gallery) -> (pos,), in one buffer
         pair, j = relevant[query].nonzero(as_tuple=True)
-        above = torch.sigmoid(s[query[pair], j] - s_i[pair])
+        above = torch.sigmoid(at(s, query[pair], j) - s_i.index_select(0, pair))
         rank_among_positives = torch.full_like(rank, 0.5).index_add(0, pair, above)
         ap = torch.zeros_like(s[:, 0]).index_add(0, query, rank_among_positives / rank) / relevant.sum(1)
         return 1 - ap

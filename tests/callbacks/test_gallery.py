@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery
+from lightning_retrieval.callbacks.gallery import _nearest
+from lightning_retrieval.metrics import RetrievalMetrics
 
 QUIET = [
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
@@ -198,3 +200,29 @@ def test_settings_are_checked(name):
         RetrievalGallery(**{name: 0})
     with pytest.raises(TypeError, match=rf"^RetrievalGallery: `{name}` must be an integer >= 1, got 1\.5"):
         RetrievalGallery(**{name: 1.5})
+
+
+@pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled")
+def test_images_that_cannot_be_found_again_are_not_drawn(tmp_path):
+    images, labels = torch.rand(8, 1, 4, 6), torch.arange(8) // 2
+    shuffled = DataLoader(torch.utils.data.TensorDataset(images, labels), batch_size=4, shuffle=True)
+    run = trainer(tmp_path, RetrievalEvaluation(), RetrievalGallery())
+    with pytest.warns(
+        UserWarning, match="RetrievalGallery: no picture is drawn of an evaluation set whose batches have"
+    ):
+        run.validate(module(), shuffled, verbose=False)
+    assert list(tmp_path.rglob("*.png")) == []
+
+
+def _nearest_of_my_rows(rank, world):
+    """Rank 0 has no image at all."""
+    metrics = RetrievalMetrics()
+    if rank > 0:
+        metrics.update(torch.eye(3), torch.tensor([1, 1, 2]), torch.tensor([4, 5, 6]))
+    return _nearest(metrics, queries=2, k=2)
+
+
+def test_a_rank_without_images_takes_part(run_processes):
+    expected = [(4, [(5, True), (6, False)]), (6, [(4, False), (5, False)])]
+    for found in run_processes(_nearest_of_my_rows, 2):
+        assert [(query, sorted(hits)) for query, hits in found] == expected

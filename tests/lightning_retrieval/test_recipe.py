@@ -3,6 +3,7 @@ import inspect
 import math
 import subprocess
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -169,3 +170,10 @@ def test_every_loss_of_the_package_can_be_described():
         cls = getattr(losses, name)
         if not inspect.isabstract(cls):
             assert repr(rebuild("Test", "loss", describe(cls()), RetrievalLoss)) == repr(cls())
+
+
+def test_numbers_of_numpy_become_plain():
+    described = describe({"lr": np.float64(0.5), "flags": [np.float64(2.0)]})
+    assert described == {"lr": 0.5, "flags": [2.0]}
+    assert type(described["lr"]) is float
+    assert type(described["flags"][0]) is float
