@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-
 # The script's own folder, whose lightning_retrieval/ holds tests, would stand in for the package of that name.
 sys.path.remove(str(Path(__file__).parent))
 
