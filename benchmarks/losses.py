@@ -1,10 +1,12 @@
-"""Smooth-AP, forward and backward: ours against pytorch-metric-learning's, and ours on large batches.
+"""Every loss, forward and backward: time and peak memory at several batch sizes, each beside a peer.
 
     python benchmarks/losses.py
 
-The two are timed in turn in one process, on the same embeddings (classes of 4 side by side, as the other one needs
-them). They do not have the same value: the other counts the query in its own list, and cuts its groups in another way.
-Memory is what a step adds at its peak, in a process of its own. Under two minutes on two cores.
+Peers are the losses of pytorch-metric-learning where there is one, else the formula written plainly, with a tensor of
+(B, B, B) or (B, bins, B); for the black-box losses one argsort of the (B, B) score matrix. A loss and its peer are
+timed in turn in one process, on the same embeddings (classes of 4 side by side, as pytorch-metric-learning's Smooth-AP
+needs them). Values differ where conventions do: that library's count the query in its own list or cut their groups in
+another way. Memory is what a step adds at its peak, in a process of its own. About five minutes on two cores.
 """
 
 from collections.abc import Callable
@@ -12,25 +14,112 @@ from typing import Any
 
 import torch
 from timing import arguments, interleaved, peak_added_memory, report, setting
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import normalize
 
-from lightning_retrieval import SmoothAPLoss
+from lightning_retrieval import losses
 
 DIM, PER_CLASS, MIB = 512, 4, 1 << 20
+LOSSES: dict[str, Callable[[], nn.Module]] = {
+    "SmoothAPLoss": losses.SmoothAPLoss,
+    "FastAPLoss": losses.FastAPLoss,
+    "QuantizedAPLoss": losses.QuantizedAPLoss,
+    "BlackboxAPLoss": losses.BlackboxAPLoss,
+    "BlackboxRecallLoss": losses.BlackboxRecallLoss,
+    "SupAPLoss": losses.SupAPLoss,
+    "CalibrationLoss": losses.CalibrationLoss,
+    "ROADMAPLoss": losses.ROADMAPLoss,
+    "HAPLoss": losses.HAPLoss,
+    "RecallAtKLoss": losses.RecallAtKLoss,
+}
 
 
-def theirs() -> nn.Module:
-    from pytorch_metric_learning.losses import SmoothAPLoss as TheirSmoothAPLoss
+def their_smooth_ap() -> nn.Module:
+    from pytorch_metric_learning.losses import SmoothAPLoss
 
-    loss: nn.Module = TheirSmoothAPLoss(temperature=0.01)
+    loss: nn.Module = SmoothAPLoss(temperature=0.01)
     return loss
 
 
-def step(loss: nn.Module, batch: int, device: str) -> Callable[[], Any]:
+def their_fast_ap() -> nn.Module:
+    from pytorch_metric_learning.losses import FastAPLoss
+
+    loss: nn.Module = FastAPLoss(num_bins=10)
+    return loss
+
+
+class PlainAPQ(nn.Module):
+    """AP_Q with a tensor of (B, bins, B)."""
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        x = normalize(embeddings)
+        centres = torch.linspace(1, -1, 20, device=x.device)[:, None]
+        others = ~torch.eye(len(x), dtype=torch.bool, device=x.device)
+        positive = (labels[:, None] == labels) & others
+        q = (1 - (x @ x.T)[:, None].sub(centres).abs() * 19 / 2).clamp(min=0)  # (B, bins, B)
+        h, h_pos = (q * others[:, None]).sum(2), (q * positive[:, None]).sum(2)
+        precision = h_pos.cumsum(1) / h.cumsum(1).clamp(min=1e-12)
+        return 1 - ((precision * h_pos).sum(1) / positive.sum(1)).mean()
+
+
+class PlainSoftRanks(nn.Module):
+    """Recall@k or the like of soft ranks with a tensor of (B, B, B); `value` makes a loss of ranks and positives."""
+
+    def __init__(self, value: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        x = normalize(embeddings)
+        labels = labels if labels.ndim == 1 else labels[:, 0]
+        s = x @ x.T
+        others = ~torch.eye(len(x), dtype=torch.bool, device=x.device)
+        above = torch.sigmoid((s[:, None] - s[:, :, None]) / 0.01) * others[:, None]  # (query, i, j)
+        return self.value(0.5 + above.sum(2), (labels[:, None] == labels) & others)
+
+
+def recall_of_ranks(rank: Tensor, positive: Tensor) -> Tensor:
+    ks = torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0], device=rank.device)[:, None, None]
+    found = (torch.sigmoid(ks - rank) * positive).sum(2).minimum(ks[:, 0])  # (k, query)
+    return 1 - (found / positive.sum(1).minimum(ks[:, 0])).mean()
+
+
+def precision_of_ranks(rank: Tensor, positive: Tensor) -> Tensor:
+    return 1 - ((positive / rank).sum(1) / positive.sum(1)).mean()
+
+
+class Argsort(nn.Module):
+    """One argsort of the score matrix, without gradient: the floor of a loss of ranks."""
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        x = normalize(embeddings.detach())
+        if not hasattr(self, "scores"):
+            self.scores = x @ x.T
+        self.scores.argsort(dim=1, descending=True)
+        return embeddings[0, 0] * 0
+
+
+# The peer of each loss, and the batch at which the two are compared.
+PEERS: dict[str, tuple[str, Callable[[], nn.Module], int]] = {
+    "SmoothAPLoss": ("pytorch-metric-learning SmoothAPLoss", their_smooth_ap, 384),
+    "FastAPLoss": ("pytorch-metric-learning FastAPLoss", their_fast_ap, 2048),
+    "QuantizedAPLoss": ("plain (B, bins, B)", PlainAPQ, 2048),
+    "BlackboxAPLoss": ("argsort of the scores", Argsort, 2048),
+    "BlackboxRecallLoss": ("argsort of the scores", Argsort, 2048),
+    "SupAPLoss": ("pytorch-metric-learning SmoothAPLoss", their_smooth_ap, 384),
+    "ROADMAPLoss": ("pytorch-metric-learning SmoothAPLoss", their_smooth_ap, 384),
+    "HAPLoss": ("plain (B, B, B)", lambda: PlainSoftRanks(precision_of_ranks), 384),
+    "RecallAtKLoss": ("plain (B, B, B)", lambda: PlainSoftRanks(recall_of_ranks), 384),
+}
+
+
+def step(loss: nn.Module, batch: int, device: str, levels: bool = False) -> Callable[[], Any]:
     """A function that takes the loss of a batch and its gradient."""
     generator = torch.Generator().manual_seed(0)
     embeddings = torch.randn(batch, DIM, generator=generator).to(device).requires_grad_()
     labels = torch.arange(batch, device=device) // PER_CLASS
+    if levels:  # every four classes are one coarse class
+        labels = torch.stack([labels, labels // 4], 1)
 
     def run() -> None:
         embeddings.grad = None
@@ -39,31 +128,33 @@ def step(loss: nn.Module, batch: int, device: str) -> Callable[[], Any]:
     return run
 
 
-def measured(ours: bool, batch: int, device: str) -> Callable[[], Any]:
+def measured(name: str, batch: int, device: str) -> Callable[[], Any]:
     """For the memory: a small step first, which loads what the first use loads."""
-    loss = SmoothAPLoss(tau=0.01) if ours else theirs()
-    step(loss, 2 * PER_CLASS, device)()
-    return step(loss, batch, device)
+    step(LOSSES[name](), 2 * PER_CLASS, device, name == "HAPLoss")()
+    return step(LOSSES[name](), batch, device, name == "HAPLoss")
 
 
 def main() -> None:
-    options = arguments("Smooth-AP forward and backward, against pytorch-metric-learning.")
+    options = arguments("Every loss, forward and backward, beside a peer.")
     device, quick = options.device, options.quick
-    batch, large, runs = (32, (64,), 1) if quick else (384, (2048, 4096), 7)
-    functions = {"ours": step(SmoothAPLoss(tau=0.01), batch, device), "theirs": step(theirs(), batch, device)}
-    times = interleaved(functions, runs, device)
-    ratio = times["theirs"].median / times["ours"].median
-    rows: list[dict[str, Any]] = [
-        {"loss": "pytorch-metric-learning SmoothAPLoss", "batch": batch, "time": times["theirs"], "times faster": 1.0},
-        {"loss": "SmoothAPLoss", "batch": batch, "time": times["ours"], "times faster": ratio},
-    ]
-    for size in large:
-        alone = interleaved({"ours": step(SmoothAPLoss(tau=0.01), size, device)}, max(1, runs // 2), device)
-        rows.append({"loss": "SmoothAPLoss", "batch": size, "time": alone["ours"]})
-    for row in rows[-1:] if quick else rows:
-        ours = row["loss"] == "SmoothAPLoss"
-        row["added MiB"] = peak_added_memory(measured, device, ours, row["batch"], device) / MIB
-    title = f"Smooth-AP forward and backward, K = {PER_CLASS}, D = {DIM}; median (lowest to highest)"
+    sizes: tuple[int, ...] = (32,) if quick else (384, 2048, 4096) if device == "cpu" else (384, 2048, 4096, 16384)
+    rows: list[dict[str, Any]] = []
+    for name, make in LOSSES.items():
+        peer, make_peer, compared = PEERS.get(name, ("", None, 0))
+        for batch in (*sizes, 16384) if name == "SmoothAPLoss" and not quick else sizes:
+            runs = 1 if quick or batch > 4096 else 9 if batch == 384 else 5
+            functions = {"ours": step(make(), batch, device, name == "HAPLoss")}
+            if make_peer is not None and (quick or batch == compared):
+                functions["peer"] = step(make_peer(), batch, device)
+            times = interleaved(functions, runs, device)
+            row: dict[str, Any] = {"loss": name, "batch": batch, "time": times["ours"]}
+            if "peer" in times:
+                ratio = times["peer"].median / times["ours"].median
+                row |= {"peer": peer, "peer's time": times["peer"], "times faster": ratio}
+            if batch == sizes[-1] or batch > 4096:
+                row["added MiB"] = peak_added_memory(measured, device, name, batch, device) / MIB
+            rows.append(row)
+    title = f"Losses, forward and backward, K = {PER_CLASS}, D = {DIM}; median (lowest to highest)"
     report(title, setting(device, "pytorch-metric-learning"), rows, options.json)
 
 

@@ -7,14 +7,46 @@ Lightning.
 from typing import TYPE_CHECKING, Any
 
 from lightning_retrieval.backprop import chunked_backward
-from lightning_retrieval.losses import SmoothAPLoss
+from lightning_retrieval.losses import (
+    BlackboxAPLoss,
+    BlackboxMAPLoss,
+    BlackboxRecallLoss,
+    CalibrationLoss,
+    FastAPLoss,
+    HAPLoss,
+    QuantizedAPLoss,
+    RecallAtKLoss,
+    ROADMAPLoss,
+    SmoothAPLoss,
+    SupAPLoss,
+    WeightedSum,
+    blackbox_rank,
+)
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models import Embedder
 
 if TYPE_CHECKING:
     from lightning_retrieval.module import RetrievalModule
 
-__all__ = ["Embedder", "RetrievalMetrics", "RetrievalModule", "SmoothAPLoss", "chunked_backward"]
+__all__ = [
+    "BlackboxAPLoss",
+    "BlackboxMAPLoss",
+    "BlackboxRecallLoss",
+    "CalibrationLoss",
+    "Embedder",
+    "FastAPLoss",
+    "HAPLoss",
+    "QuantizedAPLoss",
+    "ROADMAPLoss",
+    "RecallAtKLoss",
+    "RetrievalMetrics",
+    "RetrievalModule",
+    "SmoothAPLoss",
+    "SupAPLoss",
+    "WeightedSum",
+    "blackbox_rank",
+    "chunked_backward",
+]
 __version__ = "0.1.0"
 
 

@@ -74,3 +74,19 @@ def check_integers(who: str, name: str, values: Tensor, rows: int, of: str) -> N
         raise ValueError(
             f"{who}: `{name}` must have shape ({rows},), one for each row of `{of}`, got {tuple(values.shape)}."
         )
+
+
+def check_finite_number(who: str, name: str, value: float) -> float:
+    """Return `value` as it came, refused unless it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{who}: `{name}` must be a number, got {value!r} ({type(value).__name__}).")
+    if not math.isfinite(value):
+        raise ValueError(f"{who}: `{name}` must be a finite number, got {value!r}.")
+    return value
+
+
+def check_not_negative(who: str, name: str, value: float) -> float:
+    """Return `value` as it came, refused unless it is a finite number >= 0."""
+    if check_finite_number(who, name, value) < 0:
+        raise ValueError(f"{who}: `{name}` must be a finite number >= 0, got {value!r}.")
+    return value

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_retrieval.backprop import chunked_backward
 from lightning_retrieval.checks import check_choice, check_integer, check_positive
 from lightning_retrieval.distributed import gather_rows, rank, sum_gradients, world_size
-from lightning_retrieval.losses import RetrievalLoss
+from lightning_retrieval.losses import RetrievalLoss, WeightedSum
 from lightning_retrieval.recipe import describe, rebuild, rebuild_factory
 
 Unpacked = tuple[Tensor, Tensor, Tensor | None]
@@ -124,9 +124,10 @@ class RetrievalModule(pl.LightningModule):
         return embeddings
 
     def unpack_batch(self, batch: Any) -> Unpacked:
-        """What a batch of the DataLoader holds: images, labels (batch,), and the images' dataset indices or None.
+        """What a batch of the DataLoader holds: images, labels, and the images' dataset indices or None.
 
-        Here `(images, labels)`, `(images, labels, ids)` or a dict with these keys. Override it for any other form.
+        Labels have shape (batch,), or (batch, levels), finest first, for losses that look at several levels. Here
+        `(images, labels)`, `(images, labels, ids)` or a dict with these keys. Override it for any other form.
 
         Raises:
             TypeError: if the batch has another form.
@@ -236,6 +237,8 @@ class RetrievalModule(pl.LightningModule):
         if self.trainer.is_last_batch:
             self._step_schedulers("epoch", self.current_epoch)
         self.log("train/loss", value, prog_bar=True)
+        if isinstance(self.loss, WeightedSum):
+            self.log_dict({f"train/loss/{name}": term for name, term in self.loss.terms.items()})
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Let DDP bring rank 0's buffers to all ranks at the next forward."""
@@ -266,10 +269,10 @@ class RetrievalModule(pl.LightningModule):
             )
         with torch.autocast(everything.device.type, enabled=False):
             everything = everything.float() if everything.dtype in (torch.float16, torch.bfloat16) else everything
-            if isinstance(self.loss, RetrievalLoss):
+            if isinstance(self.loss, (RetrievalLoss, WeightedSum)):
                 value = self.loss(everything, all_labels, ids=all_ids)
             else:
-                value = self.loss(everything, all_labels)
+                value = self.loss(everything, _finest(all_labels))
         if not isinstance(value, Tensor) or value.ndim:
             raise ValueError(f"{type(self).__name__}: `loss` must return a scalar, got {value!r}; set its reduction.")
         return value
@@ -340,7 +343,7 @@ class RetrievalModule(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Embeddings, labels and, where the batch has them, ids: what `RetrievalEvaluation` takes up."""
         images, labels, ids = self.unpack_batch(batch)
-        output = {"embeddings": self(images), "labels": labels}
+        output = {"embeddings": self(images), "labels": _finest(labels)}
         return output if ids is None else {**output, "ids": ids}
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
@@ -352,6 +355,11 @@ class RetrievalModule(pl.LightningModule):
         if isinstance(batch, Tensor):
             return {"embeddings": self(batch)}
         return self.validation_step(batch, batch_idx, dataloader_idx)
+
+
+def _finest(labels: Tensor) -> Tensor:
+    """The labels of the first, finest level, where they have levels."""
+    return labels if labels.ndim == 1 else labels[:, 0]
 
 
 def _parameters(module: nn.Module | None) -> list[nn.Parameter]:

@@ -23,7 +23,7 @@ from torchmetrics import Metric
 
 from lightning_retrieval.datamodules.glyph_images import load_glyph_images
 from lightning_retrieval.datamodules.samplers import PKSampler
-from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss
+from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss, SupAPLoss
 
 PACKAGES = json.loads(Path(__file__).with_name("api_surface.json").read_text())
 
@@ -51,7 +51,20 @@ ONLY_CALLED = {"make": FUNCTION}
 TABLE = {
     # lightning_retrieval and lightning_retrieval.losses
     "RetrievalLoss": Duties(without=NEVER_MADE),
+    "PairLoss": Duties(without=NEVER_MADE),
     "SmoothAPLoss": Duties({"tau": 0.1, "reduction": "sum", "class_balanced": True, "include_self": False}),
+    "FastAPLoss": Duties({"num_bins": 7, "reduction": "sum", "class_balanced": True}),
+    "QuantizedAPLoss": Duties({"num_bins": 7, "low": 0.0, "high": 0.9, "tie_aware": "full", "class_balanced": True}),
+    "BlackboxAPLoss": Duties({"lambda_": 2.0, "margin": 0.1, "class_balanced": True}),
+    "BlackboxRecallLoss": Duties({"lambda_": 2.0, "margin": 0.1, "weighting": "loglog", "reduction": "sum"}),
+    "BlackboxMAPLoss": Duties({"lambda_": 2.0, "margin": 0.1, "interclass_coef": 0.3, "batch_memory": 2}),
+    "SupAPLoss": Duties({"tau": 0.1, "rho": 50.0, "delta": 0.1, "offset": 1.44, "start": 0.4}),
+    "CalibrationLoss": Duties({"alpha": 0.8, "beta": 0.5, "reduction": "sum"}),
+    "ROADMAPLoss": Duties({"lambda_": 0.3, "sup_ap": SupAPLoss(tau=0.1), "calibration": None}, shown=()),  # the weights
+    "HAPLoss": Duties({"alpha": 2.0, "tau": 0.1, "offset": 1.44, "hrank_slopes": (25.0, 0.5, 10.0)}),
+    "RecallAtKLoss": Duties({"ks": (1, 3), "tau_rank": 0.1, "tau_k": (0.5, 2.0)}),
+    "WeightedSum": Duties({"losses": {"ap": (1.0, SmoothAPLoss()), "recall": (0.5, SupAPLoss())}}, shown=()),
+    "blackbox_rank": Duties(without=ONLY_CALLED),
     "chunked_backward": Duties(without=ONLY_CALLED),
     "RetrievalModule": Duties(
         {"embedder": nn.Linear(8, 4), "loss": SmoothAPLoss(tau=0.1), "chunk_size": 16, "seed": 3},
@@ -130,11 +143,16 @@ def plain(value):
 def state(thing):
     """What has to be the same in a copy: state dict, or plain attributes."""
     if isinstance(thing, nn.Module):
-        return {key: value.tolist() for key, value in thing.state_dict().items()} | {"repr": repr(thing)}
+        values = thing.state_dict().items()  # tensors, and what a module adds of its own
+        return {key: getattr(value, "tolist", lambda v=value: v)() for key, value in values} | {"repr": repr(thing)}
     attributes = getattr(thing, "__dict__", {})
     return {"value": int(thing) if isinstance(thing, int) else None} | {
         key: value for key, value in attributes.items() if plain(value)
     }
+
+
+def tensors(module):
+    return [value for value in module.state_dict().values() if isinstance(value, torch.Tensor)]
 
 
 def sections(docstring):
@@ -206,8 +224,8 @@ def test_pickles_and_copies(name):
 def test_moves_to_another_dtype_and_device(name):
     made = make(name).double()
     if not isinstance(made, Metric):  # a metric keeps the dtype of what it is given
-        assert {t.dtype for t in made.state_dict().values() if t.is_floating_point()} <= {torch.float64}
-    assert {t.device.type for t in made.to("meta").state_dict().values()} <= {"meta"}
+        assert {t.dtype for t in tensors(made) if t.is_floating_point()} <= {torch.float64}
+    assert {t.device.type for t in tensors(made.to("meta"))} <= {"meta"}
 
 
 @with_duty("reset", Metric)

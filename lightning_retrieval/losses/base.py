@@ -45,8 +45,13 @@ class RetrievalLoss(nn.Module, ABC):
 
     Relations:
         Embeddings are normalised inside, in float32 or better, also under autocast. Nothing of size (B, B, B) is ever
-        made, and of (B, B) only the blocks, however large the batch.
+        made, and of (B, B) only the blocks, however large the batch. `torch.compile` gives the same numbers but breaks
+        the graph at the checks and the blocks, whose sizes depend on the labels; `fullgraph=True` is refused.
     """
+
+    # Whether include_self makes the query a positive too, and whether relevance has levels instead of yes and no.
+    self_is_positive = True
+    graded = False
 
     def __init__(
         self, *, reduction: Reduction = "mean", class_balanced: bool = False, include_self: bool = False
@@ -106,7 +111,16 @@ class RetrievalLoss(nn.Module, ABC):
             TypeError: if embeddings are not floating point or labels not integers.
         """
         lists = EmbeddingLists(
-            self.name, embeddings, labels, ref_emb, ref_labels, ids, ref_ids, include_self=self.include_self
+            self.name,
+            embeddings,
+            labels,
+            ref_emb,
+            ref_labels,
+            ids,
+            ref_ids,
+            include_self=self.include_self,
+            self_is_positive=self.self_is_positive,
+            graded=self.graded,
         )
         return self._reduce(lists)
 
@@ -133,7 +147,7 @@ class RetrievalLoss(nn.Module, ABC):
                 f"{self.name}: `class_balanced` needs labels, which a score matrix does not have; call the loss with "
                 "embeddings and labels, or set class_balanced=False."
             )
-        return self._reduce(ScoreLists(self.name, scores, relevant, candidate))
+        return self._reduce(ScoreLists(self.name, scores, relevant, candidate, graded=self.graded))
 
     def extra_repr(self) -> str:
         return f"reduction={self.reduction!r}, class_balanced={self.class_balanced}, include_self={self.include_self}"
@@ -141,19 +155,28 @@ class RetrievalLoss(nn.Module, ABC):
     def _reduce(self, lists: RankedLists) -> Tensor:
         with torch.autocast(lists.device.type, enabled=False):
             positives = lists.count_positives()
-            valid = positives > 0
+            valid = self._takes_part(positives)
             if not bool(valid.any()):
                 self._warn_of_no_positive()
-            weights = lists.class_weights(valid) if self.class_balanced else valid.to(lists.dtype)
-            if self.reduction == "mean":
-                weights = weights / valid.sum().clamp(min=1)
+            count = valid.sum().clamp(min=1)
+            # Weights are always those of the mean, so that a loss whose gradient is not linear in what arrives (the
+            # black-box ones) sees its own mean, whatever is made of the values afterwards.
+            weights = (lists.class_weights(valid) if self.class_balanced else valid.to(lists.dtype)) / count
+            self._prepare(lists, positives, valid)
             parameters = [p for p in self.parameters() if p.requires_grad]
-            arguments = (self, lists, positives, weights, *lists.tensors, *parameters)
+            arguments = (self, lists, positives, valid, weights, *lists.tensors, *parameters)
             if self.reduction == "none":
                 values: Tensor = _EachQuery.apply(*arguments)
                 return values
-            total: Tensor = _WeightedSum.apply(*arguments)
-            return total
+            mean: Tensor = _WeightedSum.apply(*arguments)
+            return mean * count if self.reduction == "sum" else mean
+
+    def _takes_part(self, positives: Int[Tensor, " query"]) -> Bool[Tensor, " query"]:
+        """Which queries have a value."""
+        return positives > 0
+
+    def _prepare(self, lists: RankedLists, positives: Tensor, valid: Tensor) -> None:
+        """A first pass over the lists, for losses whose divisors depend on all of them."""
 
     def _warn_of_no_positive(self) -> None:
         if not self._warned_of_no_positive:
@@ -164,11 +187,72 @@ class RetrievalLoss(nn.Module, ABC):
                 stacklevel=4,
             )
 
-    def _blocks(self, positives: Tensor, gallery: int) -> Iterator[Tensor]:
-        """Rows of the queries that have a positive, cut so that each block's tensors stay near `BLOCK_ELEMENTS`."""
-        rows = positives.nonzero()[:, 0]
+    def _blocks(self, positives: Tensor, valid: Tensor, gallery: int) -> Iterator[Tensor]:
+        """Rows of the queries that have a value, cut so that each block's tensors stay near `BLOCK_ELEMENTS`."""
+        rows = valid.nonzero()[:, 0]
         block = self.elements(positives[rows], gallery).cumsum(0) // BLOCK_ELEMENTS
         yield from torch.split(rows, torch.unique_consecutive(block, return_counts=True)[1].tolist())
+
+
+class PairLoss(RetrievalLoss):
+    """Base of losses that are means over pairs of a query and a reference.
+
+    Args:
+        pair_mean: what a mean runs over: `"query"`, the pairs of each query, and then over queries; anything else, the
+            pairs of all queries together, also of those without a positive. The subclass says which names there are.
+        reduction: as in `RetrievalLoss`; only `"mean"` where `pair_mean` is not `"query"`.
+        class_balanced: as in `RetrievalLoss`; only False where `pair_mean` is not `"query"`.
+        include_self: as in `RetrievalLoss`.
+
+    Raises:
+        ValueError: if queries are to have values or weights of their own where `pair_mean` is not `"query"`.
+    """
+
+    def __init__(self, pair_mean: str, *, reduction: Reduction, class_balanced: bool, include_self: bool) -> None:
+        super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
+        self.pair_mean = pair_mean
+        if pair_mean != "query" and (reduction != "mean" or class_balanced):
+            raise ValueError(
+                f"{self.name}: `pair_mean` {pair_mean!r} is a mean over the pairs of all queries, in which a query has "
+                f"neither value nor weight of its own, got reduction={reduction!r}, class_balanced={class_balanced}; "
+                "set pair_mean='query'."
+            )
+        self._pairs_per_query: Tensor | None = None
+
+    @abstractmethod
+    def pair_sums(
+        self,
+        scores: Float[Tensor, "query gallery"],
+        relevant: Bool[Tensor, "query gallery"],
+        candidate: Bool[Tensor, "query gallery"],
+    ) -> tuple[Float[Tensor, "query term"], Float[Tensor, "query term"]]:
+        """For each query and term the sum over its pairs and the number of pairs; the loss adds the terms' means."""
+
+    def query_losses(
+        self,
+        scores: Float[Tensor, "query gallery"],
+        relevant: Bool[Tensor, "query gallery"],
+        candidate: Bool[Tensor, "query gallery"],
+    ) -> Float[Tensor, " query"]:
+        """Each query's means, or its share in the means over all pairs."""
+        sums, counts = self.pair_sums(scores, relevant, candidate)
+        pairs = counts.clamp(min=1) if self._pairs_per_query is None else self._pairs_per_query
+        return (sums / pairs).sum(1)
+
+    def extra_repr(self) -> str:
+        return f"pair_mean={self.pair_mean!r}, {super().extra_repr()}"
+
+    def _takes_part(self, positives: Int[Tensor, " query"]) -> Bool[Tensor, " query"]:
+        return positives > 0 if self.pair_mean == "query" else torch.ones_like(positives, dtype=torch.bool)
+
+    def _prepare(self, lists: RankedLists, positives: Tensor, valid: Tensor) -> None:
+        if self.pair_mean == "query":
+            return
+        total: Tensor | float = 0.0
+        with torch.no_grad():
+            for rows in self._blocks(positives, valid, lists.gallery):
+                total = total + self.pair_sums(lists.scores(rows), *lists.masks(rows))[1].sum(0)
+        self._pairs_per_query = torch.as_tensor(total).clamp(min=1) / len(valid)
 
 
 class _WeightedSum(torch.autograd.Function):
@@ -176,12 +260,18 @@ class _WeightedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: RetrievalLoss, lists: RankedLists, positives: Tensor, weights: Tensor, *inputs: Tensor
+        ctx: Any,
+        loss: RetrievalLoss,
+        lists: RankedLists,
+        positives: Tensor,
+        valid: Tensor,
+        weights: Tensor,
+        *inputs: Tensor,
     ) -> Tensor:
-        gradients = [torch.zeros_like(x) if needed else None for x, needed in zip(inputs, ctx.needs_input_grad[4:])]
+        gradients = [torch.zeros_like(x) if needed else None for x, needed in zip(inputs, ctx.needs_input_grad[5:])]
         parameters = inputs[len(lists.tensors) :]
         total = torch.zeros((), dtype=lists.dtype, device=lists.device)
-        for rows in loss._blocks(positives, lists.gallery):
+        for rows in loss._blocks(positives, valid, lists.gallery):
             total += _block(loss, lists, rows, weights[rows], parameters, gradients)
         ctx.save_for_backward(*gradients)
         return total
@@ -189,7 +279,7 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, None, *(None if g is None else grad * g for g in ctx.saved_tensors)
+        return None, None, None, None, None, *(None if g is None else grad * g for g in ctx.saved_tensors)
 
 
 class _EachQuery(torch.autograd.Function):
@@ -197,26 +287,32 @@ class _EachQuery(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: RetrievalLoss, lists: RankedLists, positives: Tensor, weights: Tensor, *inputs: Tensor
+        ctx: Any,
+        loss: RetrievalLoss,
+        lists: RankedLists,
+        positives: Tensor,
+        valid: Tensor,
+        weights: Tensor,
+        *inputs: Tensor,
     ) -> Tensor:
         ctx.loss, ctx.lists = loss, lists
-        ctx.save_for_backward(positives, weights, *inputs)
+        ctx.save_for_backward(positives, valid, weights, *inputs)
         values = torch.full_like(weights, torch.nan)
-        for rows in loss._blocks(positives, lists.gallery):
-            scores = lists.scores(rows)
-            values[rows] = weights[rows] * loss.query_losses(scores, *lists.masks(rows))
+        for rows in loss._blocks(positives, valid, lists.gallery):
+            values[rows] = valid.sum() * weights[rows] * loss.query_losses(lists.scores(rows), *lists.masks(rows))
         return values
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        positives, weights, *inputs = ctx.saved_tensors
-        gradients = [torch.zeros_like(x) if needed else None for x, needed in zip(inputs, ctx.needs_input_grad[4:])]
+        positives, valid, weights, *inputs = ctx.saved_tensors
+        gradients = [torch.zeros_like(x) if needed else None for x, needed in zip(inputs, ctx.needs_input_grad[5:])]
         parameters = inputs[len(ctx.lists.tensors) :]
+        upstream = valid.sum() * grad
         with torch.autocast(ctx.lists.device.type, enabled=False):
-            for rows in ctx.loss._blocks(positives, ctx.lists.gallery):
-                _block(ctx.loss, ctx.lists, rows, (grad * weights)[rows], parameters, gradients)
-        return None, None, None, None, *gradients
+            for rows in ctx.loss._blocks(positives, valid, ctx.lists.gallery):
+                _block(ctx.loss, ctx.lists, rows, weights[rows], parameters, gradients, upstream[rows])
+        return None, None, None, None, None, *gradients
 
 
 def _block(
@@ -226,8 +322,13 @@ def _block(
     weights: Tensor,
     parameters: tuple[Tensor, ...] | list[Tensor],
     gradients: list[Tensor | None],
+    upstream: Tensor | None = None,
 ) -> Tensor:
-    """Weighted sum of one block; adds its gradient to `gradients` (lists' tensors first, then the parameters)."""
+    """Weighted sum of one block; adds its gradient to `gradients` (lists' tensors first, then the parameters).
+
+    `upstream` is what arrived for each query. A query's scores are its own, so their gradient is scaled afterwards; the
+    parameters are everybody's, so theirs is taken of the scaled sum.
+    """
     scores = lists.scores(rows)
     masks = lists.masks(rows)
     wanted = [p for p, g in zip(parameters, gradients[len(lists.tensors) :]) if g is not None]
@@ -236,12 +337,16 @@ def _block(
         return (weights * loss.query_losses(scores, *masks)).sum()
     with torch.enable_grad():
         scores.requires_grad_()
-        value = (weights * loss.query_losses(scores, *masks)).sum()
-    grad_scores, *grad_parameters = torch.autograd.grad(value, [scores, *wanted], allow_unused=True)
+        values = weights * loss.query_losses(scores, *masks)
+        total = values.sum()
+    grad_scores = torch.autograd.grad(total, scores, retain_graph=bool(wanted), allow_unused=True)[0]
     if needs_scores and grad_scores is not None:
-        lists.add_gradient(rows, grad_scores, gradients)
-    filled = (g for g in gradients[len(lists.tensors) :] if g is not None)
-    for total, gradient in zip(filled, grad_parameters):
-        if gradient is not None:
-            total += gradient
-    return value.detach()
+        lists.add_gradient(rows, grad_scores if upstream is None else grad_scores * upstream[:, None], gradients)
+    if wanted:
+        own = torch.autograd.grad(
+            values, wanted, torch.ones_like(values) if upstream is None else upstream, allow_unused=True
+        )
+        for kept, gradient in zip((g for g in gradients[len(lists.tensors) :] if g is not None), own):
+            if gradient is not None:
+                kept += gradient
+    return total.detach()

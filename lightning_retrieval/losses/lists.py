@@ -57,7 +57,7 @@ class RankedLists(ABC):
         """How many relevant candidates each query has."""
         rows = torch.arange(len(self.tensors[0]), device=self.device)
         blocks = rows.split(max(1, (1 << 22) // max(1, self.gallery)))
-        return torch.cat([self.masks(block)[0].sum(1) for block in blocks])
+        return torch.cat([(self.masks(block)[0] > 0).sum(1) for block in blocks])
 
 
 class EmbeddingLists(RankedLists):
@@ -74,17 +74,23 @@ class EmbeddingLists(RankedLists):
         ref_ids: Tensor | None,
         *,
         include_self: bool,
+        self_is_positive: bool = True,
+        graded: bool = False,
     ) -> None:
         check_embeddings(who, "embeddings", embeddings)
         if len(embeddings) == 0:
             raise ValueError(f"{who}: `embeddings` must hold at least one row, got shape {tuple(embeddings.shape)}.")
-        check_integers(who, "labels", labels, len(embeddings), "embeddings")
+        _check_labels(who, "labels", labels, len(embeddings), "embeddings")
         if ids is not None:
             check_integers(who, "ids", ids, len(embeddings), "embeddings")
         _check_references(who, embeddings, ref_emb, ref_labels, ids, ref_ids)
         self.in_batch = ref_emb is None
-        self.labels, self.ids, self.include_self = labels, ids, include_self
-        self.ref_labels = labels if ref_labels is None else ref_labels
+        ref_labels = labels if ref_labels is None else ref_labels
+        if graded:
+            self._level_labels = tuple(x[:, None] if x.ndim == 1 else x for x in (labels, ref_labels))
+            _check_levels(who, *self._level_labels)
+        self.graded, self.ids, self.include_self, self.self_is_positive = graded, ids, include_self, self_is_positive
+        self.labels, self.ref_labels = (x if x.ndim == 1 else x[:, 0] for x in (labels, ref_labels))
         self.ref_ids = ids if self.in_batch else ref_ids
         x = normalize(embeddings)
         r = x if ref_emb is None else normalize(ref_emb).to(x.dtype)
@@ -96,15 +102,26 @@ class EmbeddingLists(RankedLists):
         return self._x[rows] @ self._r.T
 
     def masks(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        relevant = self.labels[rows, None] == self.ref_labels
+        relevant = self._levels(rows) if self.graded else self.labels[rows, None] == self.ref_labels
+        candidate = torch.ones_like(relevant, dtype=torch.bool)
+        own = (torch.arange(len(rows), device=rows.device), rows)
         if self.include_self:
-            return relevant, torch.ones_like(relevant)
-        candidate = torch.ones_like(relevant)
+            if self.in_batch and not self.self_is_positive:
+                relevant[own] = False
+            return relevant, candidate
         if self.in_batch:
-            candidate[torch.arange(len(rows), device=rows.device), rows] = False
+            candidate[own] = False
         if self.ids is not None and self.ref_ids is not None:
             candidate &= self.ids[rows, None] != self.ref_ids
-        return relevant & candidate, candidate
+        return relevant * candidate, candidate
+
+    def _levels(self, rows: Tensor) -> Tensor:
+        """How many label levels each reference shares with the query; they nest, so these are the coarsest ones."""
+        labels, ref_labels = self._level_labels
+        levels = torch.zeros(len(rows), len(ref_labels), dtype=torch.uint8, device=rows.device)
+        for own, other in zip(labels.unbind(1), ref_labels.unbind(1)):
+            levels += own[rows, None] == other
+        return levels
 
     def add_gradient(self, rows: Tensor, gradient: Tensor, gradients: list[Tensor | None]) -> None:
         if gradients[0] is not None:
@@ -122,16 +139,30 @@ class EmbeddingLists(RankedLists):
 class ScoreLists(RankedLists):
     """The rows of a score matrix."""
 
-    def __init__(self, who: str, scores: Tensor, relevant: Tensor, candidate: Tensor | None) -> None:
+    def __init__(
+        self,
+        who: str,
+        scores: Tensor,
+        relevant: Tensor,
+        candidate: Tensor | None,
+        *,
+        graded: bool = False,
+        mask_name: str = "relevant",
+    ) -> None:
         check_tensor(who, "scores", scores)
         if scores.ndim != 2 or len(scores) == 0:
             raise ValueError(f"{who}: `scores` must have shape (Q, R) with Q > 0, got {tuple(scores.shape)}.")
         if not scores.is_floating_point():
             raise TypeError(f"{who}: `scores` must be floating point, got {scores.dtype}.")
-        masks = {"relevant": relevant} if candidate is None else {"relevant": relevant, "candidate": candidate}
+        masks = {mask_name: relevant} if candidate is None else {mask_name: relevant, "candidate": candidate}
         for name, mask in masks.items():
             check_tensor(who, name, mask)
-            if mask.dtype != torch.bool:
+            if graded and name == mask_name:
+                if mask.is_floating_point() or mask.is_complex():
+                    raise TypeError(f"{who}: `relevant` must be integer levels, 0 for not relevant, got {mask.dtype}.")
+                if bool((mask < 0).any()):
+                    raise ValueError(f"{who}: `relevant` must be levels >= 0, got {int(mask.min())}.")
+            elif mask.dtype != torch.bool:
                 raise TypeError(f"{who}: `{name}` must be bool, got {mask.dtype}.")
             if mask.shape != scores.shape:
                 raise ValueError(
@@ -148,8 +179,8 @@ class ScoreLists(RankedLists):
 
     def masks(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         relevant = self.relevant[rows]
-        candidate = torch.ones_like(relevant) if self.candidate is None else self.candidate[rows]
-        return relevant & candidate, candidate
+        candidate = torch.ones_like(relevant, dtype=torch.bool) if self.candidate is None else self.candidate[rows]
+        return relevant * candidate, candidate
 
     def add_gradient(self, rows: Tensor, gradient: Tensor, gradients: list[Tensor | None]) -> None:
         if gradients[0] is not None:
@@ -157,6 +188,29 @@ class ScoreLists(RankedLists):
 
     def class_weights(self, valid: Tensor) -> Tensor:
         raise NotImplementedError("a score matrix has no classes")  # refused in from_scores
+
+
+def _check_labels(who: str, name: str, labels: Tensor, rows: int, of: str) -> None:
+    """One integer a row, or several, finest level first."""
+    levels = isinstance(labels, Tensor) and labels.ndim == 2 and labels.shape[1] > 0
+    check_integers(who, name, labels[:, 0] if levels else labels, rows, of)
+
+
+def _check_levels(who: str, labels: Tensor, ref_labels: Tensor) -> None:
+    if labels.ndim != 2 or ref_labels.ndim != 2 or labels.shape[1] != ref_labels.shape[1]:
+        raise ValueError(
+            f"{who}: labels must have shape (rows, levels), finest level first, got `labels` {tuple(labels.shape)} and "
+            f"`ref_labels` {tuple(ref_labels.shape)}."
+        )
+    every = torch.unique(torch.cat([labels, ref_labels]), dim=0)
+    for level in range(labels.shape[1] - 1):
+        pairs = torch.unique(every[:, level : level + 2], dim=0)
+        if len(torch.unique(pairs[:, 0])) < len(pairs):
+            fine = pairs[:-1, 0][pairs[1:, 0] == pairs[:-1, 0]][0]
+            raise ValueError(
+                f"{who}: label levels must nest, one label of level {level} within one of level {level + 1}, got label "
+                f"{int(fine)} within {pairs[pairs[:, 0] == fine, 1].tolist()}."
+            )
 
 
 def _check_references(
@@ -180,7 +234,7 @@ def _check_references(
             f"{who}: `ref_emb` must have the dimension of `embeddings`, got {tuple(ref_emb.shape)} "
             f"against {tuple(embeddings.shape)}."
         )
-    check_integers(who, "ref_labels", ref_labels, len(ref_emb), "ref_emb")
+    _check_labels(who, "ref_labels", ref_labels, len(ref_emb), "ref_emb")
     if (ids is None) != (ref_ids is None):
         missing, given = ("ids", "ref_ids") if ids is None else ("ref_ids", "ids")
         raise ValueError(f"{who}: `{given}` came without `{missing}`; with `ref_emb` give both or neither.")

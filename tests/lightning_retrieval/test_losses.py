@@ -20,7 +20,11 @@ from torch.utils._pytree import tree_leaves
 from lightning_retrieval import losses
 from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss, base
 
-LOSSES = [getattr(losses, name) for name in losses.__all__ if not inspect.isabstract(getattr(losses, name))]
+LOSSES = [
+    loss
+    for loss in map(losses.__dict__.get, losses.__all__)
+    if isinstance(loss, type) and issubclass(loss, losses.RetrievalLoss) and not inspect.isabstract(loss)
+]
 LABELS = st.lists(st.integers(0, 4), min_size=2, max_size=14).filter(lambda labels: len(set(labels)) < len(labels))
 
 
@@ -416,7 +420,7 @@ def bad(row, value):
         (TypeError, "`labels` must be integers, got torch.float32", (X, Y.float()), {}),
         (TypeError, "`labels` must be integers, got torch.bool", (X, Y.bool()), {}),
         (ValueError, r"`labels` must have shape \(4,\), one for each row of `embeddings`, got \(3,\)", (X, Y[:3]), {}),
-        (ValueError, r"`labels` must have shape \(4,\), .* got \(4, 1\)", (X, Y[:, None]), {}),
+        (ValueError, r"`labels` must have shape \(4,\), .* got \(4, 1, 1\)", (X, Y[:, None, None]), {}),
         (TypeError, "`ids` must be integers, got torch.float32", (X, Y), {"ids": Y.float()}),
         (ValueError, r"`ids` must have shape \(4,\), .* got \(2,\)", (X, Y), {"ids": Y[:2]}),
         (ValueError, "`ref_emb` came without `ref_labels`", (X, Y, X), {}),
