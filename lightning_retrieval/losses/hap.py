@@ -103,7 +103,7 @@ class HAPLoss(RetrievalLoss):
         query, i = (relevant > 0).nonzero(as_tuple=True)
         s_i, rel_i = at(scores, query, i), rel[query, i]
         lower = candidate[query] & (rel[query] < rel_i[:, None])  # (pos, gallery)
-        t = scores[query] - s_i[:, None]
+        t = scores.index_select(0, query) - s_i[:, None]
         step = (t.detach() >= 0) & candidate[query]  # i itself is one of them
         counted_above = upper_step(t, self.tau, self.rho, self.delta, self.offset, self.start) * lower
         rank = counted_above.sum(1) + (step & ~lower).sum(1)

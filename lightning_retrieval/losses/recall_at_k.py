@@ -89,7 +89,9 @@ class RecallAtKLoss(RetrievalLoss):
         """1 - mean over k of recall@k."""
         query, x = relevant.nonzero(as_tuple=True)
         s = (scores / self.tau_rank).masked_fill(~candidate, -torch.inf)
-        rank = 0.5 + s[query].sub_(at(s, query, x)[:, None]).sigmoid_().sum(1)  # (pos, gallery) -> (pos,)
+        rank = 0.5 + s.index_select(0, query).sub_(at(s, query, x)[:, None]).sigmoid_().sum(
+            1
+        )  # (pos, gallery) -> (pos,)
         ks = torch.tensor(self.ks, dtype=s.dtype, device=s.device).clamp(max=scores.shape[1])
         tau_k = torch.as_tensor(self.tau_k, dtype=s.dtype, device=s.device)
         within = torch.sigmoid((ks - rank[:, None]) / tau_k)  # (pos, k)

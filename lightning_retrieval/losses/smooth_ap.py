@@ -73,7 +73,9 @@ class SmoothAPLoss(RetrievalLoss):
         s = (scores / self.tau).masked_fill(~candidate, -torch.inf)
         s_i = at(s, query, i)
         # Each sum runs over all j, i itself among them with sigma(0) = 1/2.
-        rank = 0.5 + s[query].sub_(s_i[:, None]).sigmoid_().sum(1)  # (pos, gallery) -> (pos,), in one buffer
+        rank = 0.5 + s.index_select(0, query).sub_(s_i[:, None]).sigmoid_().sum(
+            1
+        )  # (pos, gallery) -> (pos,), in one buffer
         pair, j = relevant[query].nonzero(as_tuple=True)
         above = torch.sigmoid(at(s, query[pair], j) - s_i.index_select(0, pair))
         rank_among_positives = torch.full_like(rank, 0.5).index_add(0, pair, above)

@@ -87,7 +87,7 @@ class SupAPLoss(RetrievalLoss):
         query, i = relevant.nonzero(as_tuple=True)
         s_i = at(scores, query, i)
         negatives = scores.masked_fill(~candidate | relevant, -torch.inf)
-        t = negatives[query].sub_(s_i[:, None])  # (pos, gallery)
+        t = negatives.index_select(0, query).sub_(s_i[:, None])  # (pos, gallery)
         negatives_above = upper_step(t, self.tau, self.rho, self.delta, self.offset, self.start).sum(1)
         pair, j = relevant[query].nonzero(as_tuple=True)
         at_least = (scores[query[pair], j] >= s_i[pair]).to(scores.dtype)  # i itself is one of them
