@@ -14,7 +14,16 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import (
+    CalibrationLoss,
+    Embedder,
+    HAPLoss,
+    RetrievalModule,
+    ROADMAPLoss,
+    SmoothAPLoss,
+    SupAPLoss,
+    WeightedSum,
+)
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import RetrievalDataModule
 
@@ -666,3 +675,47 @@ def test_predict_returns_embeddings():
     }
     (batch,) = run.predict(module, DataLoader(images, batch_size=ROWS))
     assert torch.equal(batch["embeddings"], expected)
+
+
+# --- sums of losses, labels with levels
+
+
+def test_each_term_of_a_sum_is_logged_and_the_ids_reach_it():
+    terms = {"ap": (1.0, SmoothAPLoss(tau=0.1)), "calibration": (0.5, CalibrationLoss())}
+    module, (images, labels), ids = RetrievalModule(net(), WeightedSum(terms), optimizer=SGD), batches(1)[0], [0] * ROWS
+    expected = {name: loss(module(images), labels).item() for name, (_, loss) in terms.items()}
+    run = fit(module, [(images, labels)])
+    logged = {name: float(run.callback_metrics[f"train/loss/{name}"]) for name in terms}
+    assert logged == pytest.approx(expected)
+    assert float(run.callback_metrics["train/loss"]) == pytest.approx(expected["ap"] + 0.5 * expected["calibration"])
+    with pytest.warns(UserWarning, match="no row of the batch has a positive"):  # all rows are one image
+        run = fit(RetrievalModule(net(), WeightedSum(terms), optimizer=SGD), [(images, labels, torch.tensor(ids))])
+    assert float(run.callback_metrics["train/loss"]) == 0
+
+
+def test_labels_with_levels_train_and_their_finest_is_evaluated():
+    fine = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 4, 4])
+    images, labels = batches(1)[0][0], torch.stack([fine, fine // 2], 1)
+    run = fit(
+        RetrievalModule(net(), HAPLoss(), optimizer=SGD),
+        [(images, labels)],
+        [(images, labels)],
+        callbacks=[RetrievalEvaluation(ks=(1,))],
+    )
+    assert 0 < float(run.callback_metrics["train/loss"]) < 1
+    assert float(run.callback_metrics["val/left_out"]) == 0
+    contrastive = fit(RetrievalModule(net(), ContrastiveLoss(), optimizer=SGD), [(images, labels)])
+    assert float(contrastive.callback_metrics["train/loss"]) == pytest.approx(
+        float(ContrastiveLoss()(net()(images), fine))
+    )
+
+
+def test_a_checkpoint_rebuilds_a_loss_made_of_losses(tmp_path):
+    module = RetrievalModule(Embedder("glyph_net", 8), ROADMAPLoss(0.3, SupAPLoss(tau=0.2)))
+    path = saved(module, tmp_path / "roadmap.ckpt")
+    rebuilt = RetrievalModule.load_from_checkpoint(path, weights_only=True)
+    assert repr(rebuilt.loss) == repr(module.loss)
+    assert rebuilt.loss.sup_ap.tau == 0.2
+    weighted = RetrievalModule(Embedder("glyph_net", 8), WeightedSum({"ap": (0.7, SmoothAPLoss(tau=0.3))}))
+    rebuilt = RetrievalModule.load_from_checkpoint(saved(weighted, tmp_path / "sum.ckpt"), weights_only=True)
+    assert repr(rebuilt.loss) == repr(weighted.loss)
