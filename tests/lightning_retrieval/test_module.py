@@ -706,7 +706,7 @@ def test_labels_with_levels_train_and_their_finest_is_evaluated():
     assert float(run.callback_metrics["val/left_out"]) == 0
     contrastive = fit(RetrievalModule(net(), ContrastiveLoss(), optimizer=SGD), [(images, labels)])
     assert float(contrastive.callback_metrics["train/loss"]) == pytest.approx(
-        float(ContrastiveLoss()(net()(images), fine))
+        ContrastiveLoss()(net()(images), fine).item()
     )
 
 
