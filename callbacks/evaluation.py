@@ -42,12 +42,11 @@ class RetrievalEvaluation(pl.Callback):
     """
 
     def __init__(self, ks: Sequence[int] = (1, 10, 100), before_fit: bool = False) -> None:
-        self.ks = tuple(ks)
+        self.ks = RetrievalMetrics(ks).ks  # which refuses now what it would refuse after the first epoch
         self.before_fit = before_fit
         self.metrics: dict[int, RetrievalMetrics] = {}
         self.table: dict[str, dict[str, float]] = {}
         self._positions: dict[int, Iterator[list[int]]] = {}
-        RetrievalMetrics(self.ks)  # refuses now what it would refuse after the first epoch
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self.before_fit or trainer.global_step > 0:
@@ -98,6 +97,13 @@ class RetrievalEvaluation(pl.Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._print(trainer, "val")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"untrained": self.table.get("untrained", {})}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["untrained"]:
+            self.table["untrained"] = state_dict["untrained"]
 
     def _start(self, loaders: Any) -> None:
         self.metrics = {}

@@ -35,8 +35,7 @@ class RetrievalGallery(pl.Callback):
         every_n_epochs: validation pictures are written after every so many epochs, >= 1; test pictures always.
 
     Raises:
-        ValueError: if a number is below 1, there is no `RetrievalEvaluation` among the callbacks, or ids do not index
-            the evaluated dataset.
+        ValueError: if a number is below 1, or there is no `RetrievalEvaluation` among the callbacks.
         TypeError: if a number is not an integer.
 
     Example:
@@ -46,6 +45,9 @@ class RetrievalGallery(pl.Callback):
     Cost:
         The images drawn are read again from the dataset; no others are kept. Processes exchange the nearest images of
         each query, not the embeddings.
+
+    Relations:
+        A set whose images cannot be drawn (ids that do not index it, vectors) gets a warning instead of a picture.
     """
 
     def __init__(self, queries: int = 8, k: int = 10, every_n_epochs: int = 1) -> None:
@@ -79,7 +81,11 @@ class RetrievalGallery(pl.Callback):
             if trainer.is_global_zero and rows:
                 dataset = getattr(loaders[index], "dataset", None)
                 title = name if len(loaders) == 1 else f"{name}-set={index}"
-                picture = _draw(rows, lambda ids, source=dataset: _images(pl_module, source, ids), self.k)
+                try:
+                    picture = _draw(rows, lambda ids, source=dataset: _images(pl_module, source, ids), self.k)
+                except (ValueError, TypeError, RuntimeError) as error:  # a picture is not worth a run
+                    warnings.warn(f"{error} No picture is drawn of {title}.", stacklevel=2)
+                    continue
                 folder.mkdir(parents=True, exist_ok=True)
                 partial = folder / f"{title}.part"
                 picture.save(partial, format="PNG")
@@ -140,7 +146,17 @@ def _images(pl_module: pl.LightningModule, dataset: Any, ids: list[int]) -> list
         ) from None
     batch = default_collate(items)
     unpack: Any = getattr(pl_module, "unpack_batch", lambda batch: batch)
-    tensors: Tensor = unpack(batch)[0]
+    tensors, _, *own = unpack(batch)
+    if own and own[0] is not None and own[0].tolist() != ids:
+        raise ValueError(
+            f"RetrievalGallery: ids must index the evaluated dataset, got id {ids[0]} for an image whose own id is "
+            f"{own[0].tolist()[0]}."
+        )
+    if tensors.ndim != 4 or tensors.shape[1] == 2:
+        raise ValueError(
+            f"RetrievalGallery: images must have shape (channels, height, width) with 1 or at least 3 channels, got "
+            f"{tuple(tensors.shape[1:])}."
+        )
     images = []
     for tensor in tensors.float().cpu():
         low, high = tensor.min(), tensor.max()

@@ -62,7 +62,8 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         self.samples_per_class = check_integer(who, "samples_per_class", samples_per_class, least=2)
         self.eval_batch_size = check_integer(who, "eval_batch_size", eval_batch_size, least=1)
         self.num_workers = check_integer(who, "num_workers", num_workers, least=0)
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
+        default = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        self.seed = default if seed is None else check_integer(who, "seed", seed, least=0)
 
     @property
     @abstractmethod

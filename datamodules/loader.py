@@ -87,7 +87,8 @@ class RetrievalDataLoader(DataLoader[Any]):
 
     Raises:
         TypeError: if `batch_sampler` is not a `GlobalBatchSampler`, or `epoch` or `start` not an integer.
-        ValueError: if `epoch` or `start` is out of its range; in the iteration, if a batch has fewer images than there
+        ValueError: if `dataset` has not an item for each label of `batch_sampler`, or `epoch` or `start` is out of its
+            range; in the iteration, if a batch has fewer images than there
             are processes.
 
     Example:
@@ -117,6 +118,11 @@ class RetrievalDataLoader(DataLoader[Any]):
             raise TypeError(
                 "RetrievalDataLoader: `batch_sampler` must be a GlobalBatchSampler such as PKSampler, got "
                 f"{type(batch_sampler).__name__}."
+            )
+        if not hasattr(dataset, "__len__") or len(dataset) != batch_sampler.size:
+            raise ValueError(
+                f"RetrievalDataLoader: `dataset` must have an item for each of the {batch_sampler.size} labels that "
+                f"the batch sampler was made with, got {len(dataset) if hasattr(dataset, '__len__') else dataset!r}."
             )
         self._share = _RankShare(batch_sampler)
         self._share.go_to(epoch, 0 if start is None else start)

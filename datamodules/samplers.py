@@ -52,6 +52,7 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
                 f"{self.name}: `labels` must hold a class with at least 2 images, got {len(array)} images of "
                 f"{len(found)} classes; check that the labels are classes and not the images' own numbers."
             )
+        self.size = len(array)  # of the data set that the labels are of
         self.single = len(found) - len(kept)
         # The classes that take part, the smallest first: their labels, their sizes, and their images side by side.
         self.class_labels = found[kept]

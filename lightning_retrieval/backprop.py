@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_retrieval.checks import check_integer
+from lightning_retrieval.checks import check_integer, check_tensor
 
 
 def chunked_backward(
@@ -63,6 +63,7 @@ def chunked_backward(
     Cost:
         All but the last chunk are embedded twice. Memory is that of one chunk's graph, the embeddings and the loss.
     """
+    check_tensor("chunked_backward", "inputs", inputs)
     if len(inputs) == 0:
         raise ValueError(f"chunked_backward: `inputs` must hold at least one row, got shape {tuple(inputs.shape)}.")
     if chunk_size is not None:
@@ -76,6 +77,7 @@ def chunked_backward(
     if len(chunks) > 1 and torch.is_autocast_enabled(inputs.device.type):
         torch.clear_autocast_cache()  # weights cast without a graph would be used again with one, and get no gradient
     last = embed(chunks[-1])
+    check_tensor("chunked_backward", "embed's result", last)
     embeddings = torch.cat([*parts, last.detach()])
     if embeddings.ndim != 2 or len(embeddings) != len(inputs):
         raise ValueError(
@@ -84,6 +86,11 @@ def chunked_backward(
         )
     embeddings.requires_grad_()
     value = loss(embeddings)
+    check_tensor("chunked_backward", "loss's value", value)
+    if value.ndim:
+        raise ValueError(f"chunked_backward: `loss` must give a scalar, got shape {tuple(value.shape)}.")
+    if not value.requires_grad:  # such as a constant 0 for a batch without pairs: nothing to push through
+        value = value + 0 * embeddings.sum()
     backward(value)
     if embeddings.grad is not None and last.requires_grad:
         slices = embeddings.grad.to(last.dtype).split(chunk_size or len(inputs))

@@ -36,6 +36,7 @@ def main(args: Any = None) -> None:
         pl.LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,
+        auto_configure_optimizers=False,  # its --optimizer flags would replace the module's own
         save_config_kwargs={"overwrite": True},
         parser_kwargs={
             "prog": "lightning-retrieval",

@@ -73,8 +73,8 @@ class RetrievalMetrics(Metric):
 
     def __init__(self, ks: Sequence[int] = (1, 10, 100), **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if len(ks) == 0:
-            raise ValueError("RetrievalMetrics: `ks` must hold at least one k, got none.")
+        if isinstance(ks, int) or len(ks) == 0:
+            raise ValueError(f"RetrievalMetrics: `ks` must hold at least one k, such as (1, 10), got {ks!r}.")
         self.ks = tuple(check_integer("RetrievalMetrics", "ks", k, least=1) for k in ks)
         for name in ("embeddings", "labels", "ids", "roles"):  # `ids` stays empty where none are given
             self.add_state(name, default=[], dist_reduce_fx="cat")

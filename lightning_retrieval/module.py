@@ -34,7 +34,8 @@ class RetrievalModule(pl.LightningModule):
     lists are those of the global batch: each process embeds its share, the embeddings are gathered in rank order.
 
     Subclass it freely: `forward`, `unpack_batch` and `configure_optimizers` are the places meant for it. A subclass's
-    own constructor arguments reach the checkpoint like these.
+    own constructor arguments reach the checkpoint, from which they come back as plain values: numbers, strings, lists
+    and dicts do, others have to be given to `load_from_checkpoint` again.
 
     Args:
         embedder: maps images to embeddings (batch, D); `lightning_retrieval.Embedder` or any module.
@@ -111,7 +112,8 @@ class RetrievalModule(pl.LightningModule):
             who, "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")
         )
         self.head_lr_factor = check_positive(who, "head_lr_factor", head_lr_factor)
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
+        default = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        self.seed = default if seed is None else check_integer(who, "seed", seed, least=0)
 
     # What a subclass may want to change.
 
@@ -214,6 +216,11 @@ class RetrievalModule(pl.LightningModule):
                 "gradient is not that of the whole batch; freeze_batch_norm=True makes it exact.",
                 stacklevel=2,
             )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the hyperparameters plain, also where a subclass has called `save_hyperparameters` itself."""
+        if self.CHECKPOINT_HYPER_PARAMS_KEY in checkpoint:
+            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = describe(dict(checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]))
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Embed, gather, take the loss and its gradient, push it through, and step: all state changes are in here."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_finite_number
-from lightning_retrieval.losses.base import RetrievalLoss
+from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.calibration import CalibrationLoss
 from lightning_retrieval.losses.sup_ap import SupAPLoss
 
@@ -87,16 +87,22 @@ class WeightedSum(nn.Module):
         return torch.stack([self.weights[name] * value for name, value in values.items()]).sum(0)
 
 
+_DEFAULTS = {"reduction": "mean", "class_balanced": False, "include_self": False}
+
+
 class ROADMAPLoss(WeightedSum):
     """(1 - lambda) SupAP + lambda calibration.
 
     Args:
         lambda_: weight of the calibration, from 0 to 1.
-        sup_ap: the first term; `SupAPLoss()` where None.
-        calibration: the second; `CalibrationLoss()` where None.
+        sup_ap: the first term; `SupAPLoss` with the settings below where None.
+        calibration: the second; `CalibrationLoss` with the settings below where None.
+        reduction: `"mean"` over the queries that have a positive, their `"sum"`, or `"none"` (one value a query).
+        class_balanced: each class of the batch weighs the same.
+        include_self: count the query in its own list. For comparison only.
 
     Raises:
-        ValueError: if `lambda_` is not from 0 to 1.
+        ValueError: if `lambda_` is not from 0 to 1, or a setting is given beside both terms.
         TypeError: if `lambda_` is not a number.
 
     Example:
@@ -111,16 +117,34 @@ class ROADMAPLoss(WeightedSum):
     """
 
     def __init__(
-        self, lambda_: float = 0.5, sup_ap: SupAPLoss | None = None, calibration: CalibrationLoss | None = None
+        self,
+        lambda_: float = 0.5,
+        sup_ap: SupAPLoss | None = None,
+        calibration: CalibrationLoss | None = None,
+        *,
+        reduction: Reduction = "mean",
+        class_balanced: bool = False,
+        include_self: bool = False,
     ) -> None:
         if not 0 <= check_finite_number("ROADMAPLoss", "lambda_", lambda_) <= 1:
             raise ValueError(f"ROADMAPLoss: `lambda_` must be from 0 to 1, got {lambda_}.")
+        settings: dict[str, Any] = {
+            "reduction": reduction,
+            "class_balanced": class_balanced,
+            "include_self": include_self,
+        }
+        if sup_ap is not None and calibration is not None and settings != _DEFAULTS:
+            raise ValueError(
+                f"ROADMAPLoss: settings belong to the terms where both are given, got {settings}; give them to "
+                "`sup_ap` and `calibration`."
+            )
         terms = {
-            "sup_ap": (1 - lambda_, SupAPLoss() if sup_ap is None else sup_ap),
-            "calibration": (lambda_, CalibrationLoss() if calibration is None else calibration),
+            "sup_ap": (1 - lambda_, SupAPLoss(**settings) if sup_ap is None else sup_ap),
+            "calibration": (lambda_, CalibrationLoss(**settings) if calibration is None else calibration),
         }
         super().__init__(terms)
         self.lambda_ = lambda_
+        self.reduction, self.class_balanced, self.include_self = reduction, class_balanced, include_self
         self._given = {"sup_ap": sup_ap is not None, "calibration": calibration is not None}
 
     @property

@@ -186,10 +186,12 @@ def test_without_evaluation_it_is_refused(tmp_path):
 
 
 @pytest.mark.refusal
-def test_ids_that_do_not_index_the_dataset_are_refused(tmp_path):
+def test_ids_that_do_not_index_the_dataset_draw_nothing(tmp_path):
     run = trainer(tmp_path, RetrievalEvaluation(), RetrievalGallery(queries=1))
-    with pytest.raises(ValueError, match=r"ids must index the evaluated dataset, got \[40\] for one of 22 items \(Ind"):
+    with pytest.warns(UserWarning, match=r"ids must index the evaluated dataset, got \[40\] for one of 22 items \(Ind"):
         run.test(module(), loader(shift=40), verbose=False)
+    with pytest.warns(UserWarning, match=r"ids must index .*, got id 1 for an image whose own id is 2\. No picture"):
+        run.test(module(), loader(shift=1), verbose=False)
     assert list(tmp_path.rglob("*.*")) == []
 
 
@@ -226,3 +228,11 @@ def test_a_rank_without_images_takes_part(run_processes):
     expected = [(4, [(5, True), (6, False)]), (6, [(4, False), (5, False)])]
     for found in run_processes(_nearest_of_my_rows, 2):
         assert [(query, sorted(hits)) for query, hits in found] == expected
+
+
+def test_what_is_no_image_is_not_drawn(tmp_path):
+    vectors = DataLoader(torch.utils.data.TensorDataset(torch.rand(8, 24), torch.arange(8) // 2), batch_size=4)
+    run = trainer(tmp_path, RetrievalEvaluation(), RetrievalGallery())
+    with pytest.warns(UserWarning, match=r"images must have shape \(channels, height, width\) .*, got \(24,\)\. No"):
+        run.validate(module(), vectors, verbose=False)
+    assert list(tmp_path.rglob("*.*")) == []

@@ -389,3 +389,13 @@ def test_two_processes(tmp_path):
 
 if __name__ == "__main__":
     run_rank(Path(sys.argv[1]))
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(("dataset", "came"), [(range(5), "got 5"), (range(7), "got 7"), (None, "got None")])
+def test_a_dataset_of_another_size_is_refused(dataset, came):
+    sampler = PKSampler([0, 0, 1, 1, 2, 2], classes_per_batch=2, samples_per_class=2)
+    with pytest.raises(
+        ValueError, match=rf"^RetrievalDataLoader: `dataset` must have an item for each of the 6 .*{came}"
+    ):
+        RetrievalDataLoader(dataset, sampler)

@@ -239,3 +239,24 @@ def test_embeddings_that_do_not_fit_the_inputs(embed, shape):
     match = f"chunked_backward: `embed` must give one row for each of the 4 inputs, got shape {shape}"
     with pytest.raises(ValueError, match=match):
         chunked_backward(embed, torch.randn(4, 5), torch.sum, 2)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("inputs", "embed", "loss", "error", "sentence"),
+    [
+        ([1.0], nn.Identity(), torch.sum, TypeError, "`inputs` must be a tensor, got list"),
+        (torch.ones(3, 2), lambda x: None, torch.sum, TypeError, "`embed's result` must be a tensor, got NoneType"),
+        (torch.ones(3, 2), nn.Identity(), lambda y: 1.0, TypeError, "`loss's value` must be a tensor, got float"),
+        (torch.ones(3, 2), nn.Identity(), lambda y: y[0], ValueError, r"`loss` must give a scalar, got shape \(2,\)"),
+    ],
+)
+def test_what_is_no_tensor_or_scalar_is_refused(inputs, embed, loss, error, sentence):
+    with pytest.raises(error, match=f"^chunked_backward: {sentence}"):
+        chunked_backward(embed, inputs, loss)
+
+
+def test_a_constant_loss_has_a_gradient_of_zero():
+    embed = nn.Linear(2, 2)
+    assert chunked_backward(embed, torch.ones(3, 2), lambda y: torch.zeros(()), 2) == 0
+    assert embed.weight.grad.tolist() == [[0, 0], [0, 0]]

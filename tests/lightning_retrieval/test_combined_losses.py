@@ -291,3 +291,19 @@ def test_bad_levels(error, match, arguments):
 def test_bad_levels_of_scores():
     with pytest.raises(ValueError, match=r"^HAPLoss: `relevant` must be levels >= 0, got -2\."):
         HAPLoss().from_scores(torch.randn(2, 3), torch.tensor([[0, 1, 2], [0, -2, 1]]))
+
+
+@pytest.mark.parametrize("settings", [{"reduction": "none"}, {"class_balanced": True}, {"include_self": True}])
+def test_roadmap_hands_its_settings_to_its_terms(settings):
+    labels = torch.tensor([0, 0, 0, 1, 1, 2])
+    sup_ap, calibration = SupAPLoss(**settings)(X, labels), CalibrationLoss(**settings)(X, labels)
+    value = ROADMAPLoss(0.3, **settings)(X, labels)
+    torch.testing.assert_close(value, 0.7 * sup_ap + 0.3 * calibration, equal_nan=True)
+    plain = ROADMAPLoss(0.3)(X, labels)
+    assert value.shape != plain.shape or not torch.allclose(value, plain)
+
+
+@pytest.mark.refusal
+def test_roadmap_settings_beside_both_terms():
+    with pytest.raises(ValueError, match=r"^ROADMAPLoss: settings belong to the terms .* got .*'class_balanced': True"):
+        ROADMAPLoss(0.3, SupAPLoss(), CalibrationLoss(), class_balanced=True)

@@ -470,7 +470,7 @@ def test_bad_input(error, match, args):
 @pytest.mark.parametrize(
     ("error", "match", "ks"),
     [
-        (ValueError, "`ks` must hold at least one k, got none", ()),
+        (ValueError, r"`ks` must hold at least one k, such as \(1, 10\), got \(\)", ()),
         (ValueError, "`ks` must be an integer >= 1, got 0", (1, 0)),
         (TypeError, r"`ks` must be an integer >= 1, got 1.5 \(float\)", (1.5,)),
     ],

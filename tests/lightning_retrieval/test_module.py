@@ -719,3 +719,16 @@ def test_a_checkpoint_rebuilds_a_loss_made_of_losses(tmp_path):
     weighted = RetrievalModule(Embedder("glyph_net", 8), WeightedSum({"ap": (0.7, SmoothAPLoss(tau=0.3))}))
     rebuilt = RetrievalModule.load_from_checkpoint(saved(weighted, tmp_path / "sum.ckpt"), weights_only=True)
     assert repr(rebuilt.loss) == repr(weighted.loss)
+
+
+class Saves(RetrievalModule):
+    """Calls Lightning's save_hyperparameters by itself, with an argument that is not plain."""
+
+    def __init__(self, embedder: nn.Module, loss: nn.Module, extra: object = None) -> None:
+        super().__init__(embedder, loss)
+        self.save_hyperparameters(ignore=["embedder", "loss"])
+
+
+def test_a_subclass_that_saves_its_hyperparameters_itself_writes_plain_checkpoints(tmp_path):
+    path = saved(Saves(Embedder("glyph_net", 8), SmoothAPLoss(), extra=torch.ones(2)), tmp_path / "m.ckpt")
+    assert torch.load(path, weights_only=True)["hyper_parameters"]["extra"]["class_path"] == "torch.Tensor"
