@@ -151,7 +151,7 @@ def main() -> None:
             if "peer" in times:
                 ratio = times["peer"].median / times["ours"].median
                 row |= {"peer": peer, "peer's time": times["peer"], "times faster": ratio}
-            if batch == sizes[-1] or batch > 4096:
+            if (batch == sizes[-1] or batch > 4096) and not (quick and rows):
                 row["added MiB"] = peak_added_memory(measured, device, name, batch, device) / MIB
             rows.append(row)
     title = f"Losses, forward and backward, K = {PER_CLASS}, D = {DIM}; median (lowest to highest)"

@@ -9,7 +9,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 COLUMNS = {
-    "losses": {"loss", "batch", "time", "times faster", "added MiB"},
+    "losses": {"loss", "batch", "time", "peer", "peer's time", "times faster", "added MiB"},
     "metrics": {"embeddings", "evaluation", "product alone", "ratio", "added MiB", "mAP", "R@1"},
 }
 

@@ -168,8 +168,9 @@ def test_every_loss_of_the_package_can_be_described():
 
     for name in losses.__all__:
         cls = getattr(losses, name)
-        if not inspect.isabstract(cls):
-            assert repr(rebuild("Test", "loss", describe(cls()), RetrievalLoss)) == repr(cls())
+        if isinstance(cls, type) and not inspect.isabstract(cls):
+            loss = cls({"ap": (0.5, SmoothAPLoss(tau=0.2))}) if name == "WeightedSum" else cls()
+            assert repr(rebuild("Test", "loss", describe(loss), nn.Module)) == repr(loss)
 
 
 def test_numbers_of_numpy_become_plain():
