@@ -98,13 +98,6 @@ class RetrievalEvaluation(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._print(trainer, "val")
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"untrained": self.table.get("untrained", {})}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["untrained"]:
-            self.table["untrained"] = state_dict["untrained"]
-
     def _start(self, loaders: Any) -> None:
         self.metrics = {}
         self._positions = {}

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -89,9 +89,9 @@ class RetrievalLoss(nn.Module, ABC):
     def forward(
         self,
         embeddings: Float[Tensor, "query dim"],
-        labels: Int[Tensor, " query"],
+        labels: Int[Tensor, "query ..."],
         ref_emb: Float[Tensor, "gallery dim"] | None = None,
-        ref_labels: Int[Tensor, " gallery"] | None = None,
+        ref_labels: Int[Tensor, "gallery ..."] | None = None,
         *,
         ids: Int[Tensor, " query"] | None = None,
         ref_ids: Int[Tensor, " gallery"] | None = None,
@@ -127,7 +127,7 @@ class RetrievalLoss(nn.Module, ABC):
     def from_scores(
         self,
         scores: Float[Tensor, "query gallery"],
-        relevant: Bool[Tensor, "query gallery"],
+        relevant: Bool[Tensor, "query gallery"] | Integer[Tensor, "query gallery"],
         candidate: Bool[Tensor, "query gallery"] | None = None,
     ) -> Float[Tensor, "..."]:
         """The same from a score matrix, used as it is.

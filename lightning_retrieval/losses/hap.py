@@ -15,7 +15,7 @@ Where we differ: the query is neither in its own list nor in the counts; a query
 """
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from lightning_retrieval.checks import check_finite_number, check_positive
@@ -95,7 +95,7 @@ class HAPLoss(RetrievalLoss):
     def query_losses(
         self,
         scores: Float[Tensor, "query gallery"],
-        relevant: Int[Tensor, "query gallery"],
+        relevant: Integer[Tensor, "query gallery"],
         candidate: Bool[Tensor, "query gallery"],
     ) -> Float[Tensor, " query"]:
         """1 - HAP of each list; `relevant` holds levels."""
@@ -127,7 +127,7 @@ class HAPLoss(RetrievalLoss):
 
 
 def _relevance(
-    levels: Int[Tensor, "query gallery"], alpha: float, dtype: torch.dtype
+    levels: Integer[Tensor, "query gallery"], alpha: float, dtype: torch.dtype
 ) -> Float[Tensor, "query gallery"]:
     """(l / L)^alpha / (items of exactly level l) for level l > 0; HAP does not depend on L, which is taken as 1."""
     relevance = torch.zeros(levels.shape, dtype=dtype, device=levels.device)
