@@ -14,6 +14,8 @@ Where we differ: the query is neither in its own list nor in the counts; a query
 `hrank_slopes` is the official code's optional gradient through H-rank.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
@@ -73,7 +75,7 @@ class HAPLoss(RetrievalLoss):
         delta: float = 0.05,
         offset: float | None = None,
         start: float = 0.5,
-        hrank_slopes: tuple[float, float, float] | None = None,
+        hrank_slopes: Sequence[float] | None = None,
         *,
         reduction: Reduction = "mean",
         class_balanced: bool = False,
