@@ -16,7 +16,7 @@ def test_subclass(monkeypatch, capsys):
     make = pl.Trainer.__init__
 
     def cut_down(self, **kwargs):
-        make(self, **{**kwargs, "limit_train_batches": 2, "limit_val_batches": 2, "accelerator": "cpu"})
+        make(self, **{**kwargs, "limit_train_batches": 2, "limit_val_batches": 2, "enable_checkpointing": False})
 
     monkeypatch.setattr(pl.Trainer, "__init__", cut_down)
     namespace = runpy.run_path(str(script), run_name="__main__")
