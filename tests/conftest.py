@@ -36,12 +36,15 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "distributed: runs in several processes; marked here, where a test asks for them"
     )
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         if "run_processes" in item.fixturenames:
             item.add_marker("distributed")
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(autouse=True)
