@@ -6,7 +6,7 @@ Lightning.
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_retrieval.backprop import chunked_backward
+from lightning_retrieval.backprop import chunked_backward, largest_chunk_size
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
     BlackboxMAPLoss,
@@ -22,6 +22,7 @@ from lightning_retrieval.losses import (
     WeightedSum,
     blackbox_rank,
 )
+from lightning_retrieval.memory import CrossBatchMemory
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models import Embedder
 
@@ -33,6 +34,7 @@ __all__ = [
     "BlackboxMAPLoss",
     "BlackboxRecallLoss",
     "CalibrationLoss",
+    "CrossBatchMemory",
     "Embedder",
     "FastAPLoss",
     "HAPLoss",
@@ -46,6 +48,7 @@ __all__ = [
     "WeightedSum",
     "blackbox_rank",
     "chunked_backward",
+    "largest_chunk_size",
 ]
 __version__ = "0.1.0"
 

@@ -3,25 +3,37 @@
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, ParallelStrategy, SingleDeviceStrategy
 from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_retrieval.backprop import chunked_backward
-from lightning_retrieval.checks import check_choice, check_integer, check_positive
-from lightning_retrieval.distributed import gather_rows, rank, sum_gradients, world_size
-from lightning_retrieval.losses import RetrievalLoss, WeightedSum
+from lightning_retrieval.backprop import chunked_backward, largest_chunk_size
+from lightning_retrieval.checks import check_choice, check_finite_number, check_integer, check_positive
+from lightning_retrieval.distributed import (
+    GlobalBatch,
+    gather_batch,
+    rank,
+    step_traffic,
+    sum_gradients,
+    sum_over_ranks,
+    world_size,
+)
+from lightning_retrieval.losses.base import QueryShare
+from lightning_retrieval.losses.combined import WeightedSum, call_loss, is_ours, without_references
+from lightning_retrieval.losses.foreign import TAKE_REFERENCES, finest
+from lightning_retrieval.memory import CrossBatchMemory
 from lightning_retrieval.recipe import describe, rebuild, rebuild_factory
 
 Unpacked = tuple[Tensor, Tensor, Tensor | None]
@@ -31,7 +43,8 @@ class RetrievalModule(pl.LightningModule):
     """Trains an embedder so that each batch's images rank their own class first.
 
     One batch is one optimizer step and, with several processes, one sum of gradients, whatever `chunk_size` is. The
-    lists are those of the global batch: each process embeds its share, the embeddings are gathered in rank order.
+    lists are those of the global batch: each process embeds its share, the embeddings are gathered in rank order. With
+    this library's losses each process then takes the loss of its own queries; with others each takes the whole loss.
 
     Subclass it freely: `forward`, `unpack_batch` and `configure_optimizers` are the places meant for it. A subclass's
     own constructor arguments reach the checkpoint, from which they come back as plain values: numbers, strings, lists
@@ -40,8 +53,9 @@ class RetrievalModule(pl.LightningModule):
     Args:
         embedder: maps images to embeddings (batch, D); `lightning_retrieval.Embedder` or any module.
         loss: called as `loss(embeddings, labels)`, and with `ids=` where it is one of this library's; the losses of
-            pytorch-metric-learning that take no references work as they are.
-        chunk_size: images embedded at a time, >= 1; the whole share of the batch at once where None.
+            pytorch-metric-learning work as they are.
+        chunk_size: images embedded at a time, >= 1; the whole share of the batch at once where None; `"auto"` for the
+            most that fit the device's memory, found by trial before the first step.
         optimizer: called with the parameter groups; a class, or `functools.partial(torch.optim.SGD, lr=0.1)`.
         lr_scheduler: called with the optimizer, or None.
         lr_scheduler_interval: what the scheduler is stepped after, `"step"` or `"epoch"`.
@@ -52,6 +66,12 @@ class RetrievalModule(pl.LightningModule):
         head_lr_factor: learning rate of `embedder.head` over that of the rest, > 0 (FastAP, CVPR 2019: 10).
         seed: the random state of a step (dropout) is a function of (seed, step, rank); that of `seed_everything`
             where None, and 0 without one.
+        memory: embeddings of past batches to rank too; it needs ids in the batches. Losses of pytorch-metric-learning
+            must be such as take references.
+        memory_weight: where None, the memory makes each query's list longer (RaMBO, XBM); a number makes it a second
+            term of that weight, the loss of the batch's queries against memory and batch without gradient (ROADMAP's
+            code has 1).
+        gather: False keeps lists to each process' own share, and takes the mean of the processes' losses.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -73,7 +93,7 @@ class RetrievalModule(pl.LightningModule):
         self,
         embedder: nn.Module,
         loss: nn.Module,
-        chunk_size: int | None = None,
+        chunk_size: int | Literal["auto"] | None = None,
         optimizer: Callable[[Iterable[Any]], Optimizer] = torch.optim.AdamW,
         lr_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None = None,
         lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
@@ -83,14 +103,18 @@ class RetrievalModule(pl.LightningModule):
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
         head_lr_factor: float = 1.0,
         seed: int | None = None,
+        memory: CrossBatchMemory | None = None,
+        memory_weight: float | None = None,
+        gather: bool = True,
     ) -> None:
         super().__init__()
         who = type(self).__name__
-        self.save_hyperparameters(ignore=["embedder", "loss", "optimizer", "lr_scheduler"])
+        self.save_hyperparameters(ignore=["embedder", "loss", "memory", "optimizer", "lr_scheduler"])
         if "_instantiator" in self.hparams:  # under LightningCLI they are the configuration, plain already
             self.save_hyperparameters()
         else:
-            given = {"embedder": embedder, "loss": loss, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+            modules = {"embedder": embedder, "loss": loss, "memory": memory}
+            given = {**modules, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
             self.save_hyperparameters(describe({**self.hparams, **given}))
         self.automatic_optimization = False
         self.embedder = rebuild(who, "embedder", embedder, nn.Module)
@@ -99,7 +123,15 @@ class RetrievalModule(pl.LightningModule):
         self.lr_scheduler = lr_scheduler and rebuild_factory(
             who, "lr_scheduler", lr_scheduler, (LRScheduler, ReduceLROnPlateau)
         )
-        self.chunk_size = chunk_size if chunk_size is None else check_integer(who, "chunk_size", chunk_size, least=1)
+        if isinstance(chunk_size, str) and chunk_size != "auto":
+            raise TypeError(f"{who}: `chunk_size` must be an integer >= 1 or 'auto', got {chunk_size!r}.")
+        if chunk_size is not None and chunk_size != "auto":
+            check_integer(who, "chunk_size", chunk_size, least=1)
+        self.chunk_size = chunk_size
+        self._chunk_found = (0, 0)  # the largest chunk, and the rows it was found for
+        self.memory = None if memory is None else rebuild(who, "memory", memory, CrossBatchMemory)
+        self.memory_weight = self._check_memory(memory_weight)
+        self.gather = gather
         self.lr_scheduler_interval = check_choice(
             who, "lr_scheduler_interval", lr_scheduler_interval, ("epoch", "step")
         )
@@ -208,14 +240,21 @@ class RetrievalModule(pl.LightningModule):
         return super().configure_callbacks()
 
     def on_fit_start(self) -> None:
-        """Says once what chunks change where layers mix the rows of a batch."""
-        mixes_rows = any(isinstance(m, _BatchNorm) for m in self.embedder.modules())
-        if self.chunk_size is not None and mixes_rows and not getattr(self.embedder, "freeze_batch_norm", False):
-            warnings.warn(
-                f"{type(self).__name__}: BatchNorm sees chunks of {self.chunk_size} images, not the batch, so the "
-                "gradient is not that of the whole batch; freeze_batch_norm=True makes it exact.",
-                stacklevel=2,
+        """Refuses what several processes cannot do, and says what chunks change where layers mix a batch's rows."""
+        who, several = type(self).__name__, world_size() > 1
+        if several and self.memory is not None and not self.gather:
+            raise ValueError(
+                f"{who}: a memory must be the same on all {world_size()} processes, which gather=False does not give; "
+                "leave gather at True."
             )
+        if several and self.chunk_size is not None and any(isinstance(m, nn.SyncBatchNorm) for m in self.modules()):
+            raise ValueError(
+                f"{who}: SyncBatchNorm waits for all processes at each chunk, but they may have unequal numbers of "
+                "chunks; set chunk_size=None, or leave out sync_batchnorm."
+            )
+        if isinstance(self.chunk_size, int):
+            self._warn_of_batch_norm(self.chunk_size)
+        self._reported = False
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the hyperparameters plain, also where a subclass has called `save_hyperparameters` itself."""
@@ -229,23 +268,35 @@ class RetrievalModule(pl.LightningModule):
         optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
         for optimizer in optimizers:
             optimizer.zero_grad()
+        seen: tuple[GlobalBatch, dict[str, Tensor]]
+
+        def loss(embeddings: Tensor) -> Tensor:
+            nonlocal seen
+            batch = self._gather(embeddings, labels, ids)
+            self._report(batch)
+            value, terms = self._loss(batch)
+            seen = batch, terms
+            return value
+
         with self._random_state(), self._unsynchronised():
-            value = chunked_backward(
-                self, images, lambda y: self._loss(y, labels, ids), self.chunk_size, backward=self.manual_backward
-            )
-        if not math.isfinite(value):
-            raise ValueError(f"{type(self).__name__}: the loss is {value.item()} at step {self.global_step}.")
-        self._sum_gradients()
+            size = self._largest_chunk(images) if self.chunk_size == "auto" else self.chunk_size
+            share = chunked_backward(self, images, loss, size, backward=self.manual_backward)
+        everyone, terms = seen
+        terms = {"train/loss": share, **terms}
+        values = sum_gradients(self.parameters(), torch.stack([term.to(share) for term in terms.values()]))
+        if not math.isfinite(values[0]):
+            raise ValueError(f"{type(self).__name__}: the loss is {values[0].item()} at step {self.global_step}.")
         scale = self._loss_scale()
         for optimizer in optimizers:
             optimizer.step()
+        if self.memory is not None:
+            self.memory.update(everyone.embeddings, everyone.labels, everyone.ids)
         if self._loss_scale() >= scale:  # else the step was skipped, with infinite half-precision gradients
             self._step_schedulers("step", batch_idx)
         if self.trainer.is_last_batch:
             self._step_schedulers("epoch", self.current_epoch)
-        self.log("train/loss", value, prog_bar=True)
-        if isinstance(self.loss, WeightedSum):
-            self.log_dict({f"train/loss/{name}": term for name, term in self.loss.terms.items()})
+        for name, value in zip(terms, values):
+            self.log(name, value, prog_bar=name == "train/loss")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Let DDP bring rank 0's buffers to all ranks at the next forward."""
@@ -256,41 +307,114 @@ class RetrievalModule(pl.LightningModule):
         if self.gradient_clip_val is not None:
             self.clip_gradients(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
 
-    def _loss(self, embeddings: Tensor, labels: Int[Tensor, " batch"], ids: Tensor | None) -> Tensor:
+    def _gather(self, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> GlobalBatch:
+        """The batch whose lists are ranked; refused where an embedding is not finite."""
+        who = type(self).__name__
         if len(labels) != len(embeddings):
             raise ValueError(
-                f"{type(self).__name__}: a batch must have one label for each image, got {len(labels)} labels for "
-                f"{len(embeddings)} images."
+                f"{who}: a batch must have one label for each image, got {len(labels)} labels for {len(embeddings)} "
+                "images."
             )
-        everything = gather_rows(embeddings)
-        all_labels = gather_rows(labels)
-        all_ids = None if ids is None else gather_rows(ids)
-        finite = torch.isfinite(everything).all(1)
+        embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
+        batch = gather_batch(who, embeddings, labels, ids, gather=self.gather, own_queries=is_ours(self.loss))
+        finite = torch.isfinite(batch.embeddings).all(1)
         if not bool(finite.all()):  # seen by all ranks alike, so that none is left waiting for another
             rows = (~finite).nonzero()[:, 0]
-            which = f"rows {rows[:5].tolist()}" if all_ids is None else f"ids {all_ids[rows][:5].tolist()}"
+            which = f"rows {rows[:5].tolist()}" if batch.ids is None else f"ids {batch.ids[rows][:5].tolist()}"
             raise ValueError(
-                f"{type(self).__name__}: embeddings must be finite, got NaN or inf in {len(rows)} of {len(finite)} "
-                f"rows at step {self.global_step} (seen on rank {rank()}), the first for {which}; a lower learning "
-                "rate or gradient_clip_val often helps."
+                f"{who}: embeddings must be finite, got NaN or inf in {len(rows)} of {len(finite)} rows at step "
+                f"{self.global_step} (seen on rank {rank()}), the first for {which}; a lower learning rate or "
+                "gradient_clip_val often helps."
             )
-        with torch.autocast(everything.device.type, enabled=False):
-            everything = everything.float() if everything.dtype in (torch.float16, torch.bfloat16) else everything
-            if isinstance(self.loss, (RetrievalLoss, WeightedSum)):
-                value = self.loss(everything, all_labels, ids=all_ids)
-            else:
-                value = self.loss(everything, _finest(all_labels))
+        return batch
+
+    def _loss(self, batch: GlobalBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """This process' share of the loss, and of its terms; the shares of all processes add up to them."""
+        embeddings, labels, ids, counts = batch
+        own_queries = self.gather and len(counts) > 1 and is_ours(self.loss)
+        begin = sum(counts[: rank()])
+        queries = QueryShare(begin, begin + counts[rank()], sum_over_ranks) if own_queries else None
+        part = 1.0 if own_queries else 1 / len(counts)
+        with torch.autocast(embeddings.device.type, enabled=False):
+            longer = self.memory is not None and self.memory_weight is None
+            ranked: Mapping[str, Tensor | None] = {"ids": ids}
+            if self.memory is not None:  # asked in any case, so that it refuses a batch before anything is changed
+                ranked = self.memory.references(embeddings if longer else embeddings.detach(), labels, ids)
+            value = self._call_loss(embeddings, labels, **(ranked if longer else {"ids": ids}), queries=queries)
+            terms = dict(self.loss.terms) if isinstance(self.loss, WeightedSum) else {}
+            if self.memory is not None and self.memory_weight is not None and self.memory.started:
+                of_memory = self._call_loss(embeddings, labels, **ranked, queries=queries)
+                terms |= {"batch": value.detach(), "memory": of_memory.detach()}
+                value = value + self.memory_weight * of_memory
+        return part * value, {f"train/loss/{name}": part * term for name, term in terms.items()}
+
+    def _call_loss(self, *arguments: Any, **keywords: Any) -> Tensor:
+        value = call_loss(self.loss, *arguments, **keywords)
         if not isinstance(value, Tensor) or value.ndim:
             raise ValueError(f"{type(self).__name__}: `loss` must return a scalar, got {value!r}; set its reduction.")
         return value
 
-    def _sum_gradients(self) -> None:
-        # All ranks take the same loss of the same rows, each with the gradient of its own rows only. So the embedder's
-        # gradients add up to the whole batch's; the loss's own parameters already have it on every rank.
-        for parameter in self.loss.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= world_size()
-        sum_gradients(self.parameters())
+    def _check_memory(self, weight: float | None) -> float | None:
+        who = type(self).__name__
+        if weight is not None:
+            check_finite_number(who, "memory_weight", weight)
+            if self.memory is None:
+                raise ValueError(f"{who}: `memory_weight` came without `memory`; give both or neither.")
+        refusing = [] if self.memory is None else without_references(self.loss)
+        if refusing:
+            raise TypeError(
+                f"{who}: with a `memory` the loss must rank references without the query's own copy, which "
+                f"{', '.join(refusing)} does not; take a loss of this library, or one of pytorch-metric-learning's "
+                f"{', '.join(sorted(TAKE_REFERENCES))}."
+            )
+        return weight
+
+    def _largest_chunk(self, images: Tensor) -> int:
+        """The largest chunk that fits, looked for again where a batch is longer than any before."""
+        chunk, rows = self._chunk_found
+        if len(images) > rows:
+            parameters = sum(p.numel() * p.element_size() for p in self.parameters() if p.requires_grad)
+            # Adam's two moments do not exist before the first step; several processes sum gradients in one flat copy.
+            chunk = largest_chunk_size(self, images, reserve=3 * parameters)
+            rank_zero_info(f"{type(self).__name__}: chunks of {chunk} of {len(images)} images fit into memory.")
+            self._chunk_found = chunk, len(images)
+            if chunk < len(images):
+                self._warn_of_batch_norm(chunk)
+        return chunk
+
+    def _warn_of_batch_norm(self, chunk: int) -> None:
+        mixes_rows = any(isinstance(m, _BatchNorm) for m in self.embedder.modules())
+        if mixes_rows and not getattr(self.embedder, "freeze_batch_norm", False):
+            warnings.warn(
+                f"{type(self).__name__}: BatchNorm sees chunks of {chunk} images, not the batch, so the gradient is "
+                "not that of the whole batch; freeze_batch_norm=True makes it exact.",
+                stacklevel=2,
+            )
+
+    def _report(self, batch: GlobalBatch) -> None:
+        """Say once a fit how long the lists are and what a step communicates, as the first batch shows."""
+        if self._reported:
+            return
+        self._reported = True
+        sizes = torch.unique(finest(batch.labels), return_counts=True)[1].tolist()
+        each = f"{sizes[0]}" if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
+        said = (
+            f"{type(self).__name__}: batches of P = {len(sizes)} classes with K = {each} images, lists of "
+            f"{len(batch.labels) - 1} images"
+        )
+        if self.memory is not None:
+            apart = "" if self.memory_weight is None else " in a second term"
+            said += f" and up to {self.memory.size} of the memory{apart}"
+            said += f", from step {self.memory.start_step} on" if self.memory.start_step else ""
+        if world_size() > 1:
+            numbers = sum(p.numel() for p in self.parameters() if p.requires_grad)
+            rows, dim = batch.embeddings.shape
+            own_queries = is_ours(self.loss)
+            traffic = step_traffic(rows, dim, numbers, world_size(), gather=self.gather, own_queries=own_queries)
+            what = ", ".join(f"{name} {size / 1e6:.3g}" for name, size in traffic.items())
+            said += f", over {world_size()} processes" if self.gather else f", on each of {world_size()} processes"
+            said += f"; each process sends {sum(traffic.values()) / 1e6:.3g} MB a step ({what})"
+        rank_zero_info(f"{said}.")
 
     def _unsynchronised(self) -> AbstractContextManager[None]:
         strategy = self.trainer.strategy
@@ -350,7 +474,7 @@ class RetrievalModule(pl.LightningModule):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Embeddings, labels and, where the batch has them, ids: what `RetrievalEvaluation` takes up."""
         images, labels, ids = self.unpack_batch(batch)
-        output = {"embeddings": self(images), "labels": _finest(labels)}
+        output = {"embeddings": self(images), "labels": finest(labels)}
         return output if ids is None else {**output, "ids": ids}
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
@@ -362,11 +486,6 @@ class RetrievalModule(pl.LightningModule):
         if isinstance(batch, Tensor):
             return {"embeddings": self(batch)}
         return self.validation_step(batch, batch_idx, dataloader_idx)
-
-
-def _finest(labels: Tensor) -> Tensor:
-    """The labels of the first, finest level, where they have levels."""
-    return labels if labels.ndim == 1 else labels[:, 0]
 
 
 def _parameters(module: nn.Module | None) -> list[nn.Parameter]:

@@ -11,7 +11,8 @@ value and is left out of every mean.
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,21 @@ Reduction = Literal["mean", "sum", "none"]
 # Elements of a formula's largest tensor in one block (8 MiB of float32): large enough for full speed, small enough to
 # stay near the caches. The value changes no result beyond rounding.
 BLOCK_ELEMENTS = 1 << 21
+
+
+@dataclass(frozen=True)
+class QueryShare:
+    """The queries that one process takes of a batch that several processes have.
+
+    Args:
+        begin: the first of its rows.
+        end: the row after the last.
+        total: the sum over all processes of a tensor that each has.
+    """
+
+    begin: int
+    end: int
+    total: Callable[[Tensor], Tensor]
 
 
 class RetrievalLoss(nn.Module, ABC):
@@ -95,6 +111,7 @@ class RetrievalLoss(nn.Module, ABC):
         *,
         ids: Int[Tensor, " query"] | None = None,
         ref_ids: Int[Tensor, " gallery"] | None = None,
+        queries: QueryShare | None = None,
     ) -> Float[Tensor, "..."]:
         """The loss of a batch, each row the query of a list.
 
@@ -105,6 +122,8 @@ class RetrievalLoss(nn.Module, ABC):
             ref_labels: labels of `ref_emb`.
             ids: dataset index of each row; a reference with the query's own id is not in the query's list.
             ref_ids: dataset index of each reference, together with `ids`.
+            queries: which rows' lists this process takes; all where not given. The values of all processes then add up
+                to the loss, as do their gradients.
 
         Raises:
             ValueError: if shapes do not fit together, or an embedding is not finite.
@@ -122,7 +141,7 @@ class RetrievalLoss(nn.Module, ABC):
             self_is_positive=self.self_is_positive,
             graded=self.graded,
         )
-        return self._reduce(lists)
+        return self._reduce(lists, queries)
 
     def from_scores(
         self,
@@ -152,7 +171,9 @@ class RetrievalLoss(nn.Module, ABC):
     def extra_repr(self) -> str:
         return f"reduction={self.reduction!r}, class_balanced={self.class_balanced}, include_self={self.include_self}"
 
-    def _reduce(self, lists: RankedLists) -> Tensor:
+    def _reduce(self, lists: RankedLists, queries: QueryShare | None = None) -> Tensor:
+        if queries is not None and self.reduction == "none":
+            raise ValueError(f"{self.name}: values that are to be added up need a `reduction`, got 'none'.")
         with torch.autocast(lists.device.type, enabled=False):
             positives = lists.count_positives()
             valid = self._takes_part(positives)
@@ -162,9 +183,10 @@ class RetrievalLoss(nn.Module, ABC):
             # Weights are always those of the mean, so that a loss whose gradient is not linear in what arrives (the
             # black-box ones) sees its own mean, whatever is made of the values afterwards.
             weights = (lists.class_weights(valid) if self.class_balanced else valid.to(lists.dtype)) / count
-            self._prepare(lists, positives, valid)
+            taken = valid if queries is None else valid & _between(queries, valid)
+            self._prepare(lists, positives, taken, queries)
             parameters = [p for p in self.parameters() if p.requires_grad]
-            arguments = (self, lists, positives, valid, weights, *lists.tensors, *parameters)
+            arguments = (self, lists, positives, taken, weights, *lists.tensors, *parameters)
             if self.reduction == "none":
                 values: Tensor = _EachQuery.apply(*arguments)
                 return values
@@ -175,7 +197,7 @@ class RetrievalLoss(nn.Module, ABC):
         """Which queries have a value."""
         return positives > 0
 
-    def _prepare(self, lists: RankedLists, positives: Tensor, valid: Tensor) -> None:
+    def _prepare(self, lists: RankedLists, positives: Tensor, taken: Tensor, queries: QueryShare | None) -> None:
         """A first pass over the lists, for losses whose divisors depend on all of them."""
 
     def _warn_of_no_positive(self) -> None:
@@ -187,9 +209,9 @@ class RetrievalLoss(nn.Module, ABC):
                 stacklevel=4,
             )
 
-    def _blocks(self, positives: Tensor, valid: Tensor, gallery: int) -> Iterator[Tensor]:
-        """Rows of the queries that have a value, cut so that each block's tensors stay near `BLOCK_ELEMENTS`."""
-        rows = valid.nonzero()[:, 0]
+    def _blocks(self, positives: Tensor, taken: Tensor, gallery: int) -> Iterator[Tensor]:
+        """Rows of the queries taken, cut so that each block's tensors stay near `BLOCK_ELEMENTS`."""
+        rows = taken.nonzero()[:, 0]
         block = self.elements(positives[rows], gallery).cumsum(0) // BLOCK_ELEMENTS
         yield from torch.split(rows, torch.unique_consecutive(block, return_counts=True)[1].tolist())
 
@@ -245,14 +267,16 @@ class PairLoss(RetrievalLoss):
     def _takes_part(self, positives: Int[Tensor, " query"]) -> Bool[Tensor, " query"]:
         return positives > 0 if self.pair_mean == "query" else torch.ones_like(positives, dtype=torch.bool)
 
-    def _prepare(self, lists: RankedLists, positives: Tensor, valid: Tensor) -> None:
+    def _prepare(self, lists: RankedLists, positives: Tensor, taken: Tensor, queries: QueryShare | None) -> None:
         if self.pair_mean == "query":
             return
-        total: Tensor | float = 0.0
+        # A share without a row counts no pairs, one 0 for each term, which the others' counts can be added to.
+        blocks = list(self._blocks(positives, taken, lists.gallery)) or [taken.nonzero()[:, 0]]
         with torch.no_grad():
-            for rows in self._blocks(positives, valid, lists.gallery):
-                total = total + self.pair_sums(lists.scores(rows), *lists.masks(rows))[1].sum(0)
-        self._pairs_per_query = torch.as_tensor(total).clamp(min=1) / len(valid)
+            counts = [self.pair_sums(lists.scores(rows), *lists.masks(rows))[1].sum(0) for rows in blocks]
+            total = torch.stack(counts).sum(0)
+            total = total if queries is None else queries.total(total)
+        self._pairs_per_query = total.clamp(min=1) / len(taken)
 
 
 class _WeightedSum(torch.autograd.Function):
@@ -264,14 +288,14 @@ class _WeightedSum(torch.autograd.Function):
         loss: RetrievalLoss,
         lists: RankedLists,
         positives: Tensor,
-        valid: Tensor,
+        taken: Tensor,
         weights: Tensor,
         *inputs: Tensor,
     ) -> Tensor:
         gradients = [torch.zeros_like(x) if needed else None for x, needed in zip(inputs, ctx.needs_input_grad[5:])]
         parameters = inputs[len(lists.tensors) :]
         total = torch.zeros((), dtype=lists.dtype, device=lists.device)
-        for rows in loss._blocks(positives, valid, lists.gallery):
+        for rows in loss._blocks(positives, taken, lists.gallery):
             total += _block(loss, lists, rows, weights[rows], parameters, gradients)
         ctx.save_for_backward(*gradients)
         return total
@@ -291,28 +315,33 @@ class _EachQuery(torch.autograd.Function):
         loss: RetrievalLoss,
         lists: RankedLists,
         positives: Tensor,
-        valid: Tensor,
+        taken: Tensor,
         weights: Tensor,
         *inputs: Tensor,
     ) -> Tensor:
         ctx.loss, ctx.lists = loss, lists
-        ctx.save_for_backward(positives, valid, weights, *inputs)
+        ctx.save_for_backward(positives, taken, weights, *inputs)
         values = torch.full_like(weights, torch.nan)
-        for rows in loss._blocks(positives, valid, lists.gallery):
-            values[rows] = valid.sum() * weights[rows] * loss.query_losses(lists.scores(rows), *lists.masks(rows))
+        for rows in loss._blocks(positives, taken, lists.gallery):
+            values[rows] = taken.sum() * weights[rows] * loss.query_losses(lists.scores(rows), *lists.masks(rows))
         return values
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        positives, valid, weights, *inputs = ctx.saved_tensors
+        positives, taken, weights, *inputs = ctx.saved_tensors
         gradients = [torch.zeros_like(x) if needed else None for x, needed in zip(inputs, ctx.needs_input_grad[5:])]
         parameters = inputs[len(ctx.lists.tensors) :]
-        upstream = valid.sum() * grad
+        upstream = taken.sum() * grad
         with torch.autocast(ctx.lists.device.type, enabled=False):
-            for rows in ctx.loss._blocks(positives, valid, ctx.lists.gallery):
+            for rows in ctx.loss._blocks(positives, taken, ctx.lists.gallery):
                 _block(ctx.loss, ctx.lists, rows, weights[rows], parameters, gradients, upstream[rows])
         return None, None, None, None, None, *gradients
+
+
+def _between(queries: QueryShare, valid: Tensor) -> Tensor:
+    row = torch.arange(len(valid), device=valid.device)
+    return (queries.begin <= row) & (row < queries.end)
 
 
 def _block(

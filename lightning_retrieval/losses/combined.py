@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_finite_number
-from lightning_retrieval.losses.base import Reduction, RetrievalLoss
+from lightning_retrieval.losses.base import QueryShare, Reduction, RetrievalLoss
 from lightning_retrieval.losses.calibration import CalibrationLoss
+from lightning_retrieval.losses.foreign import call_foreign, takes_references
 from lightning_retrieval.losses.sup_ap import SupAPLoss
 
 
@@ -20,7 +21,7 @@ class WeightedSum(nn.Module):
 
     Args:
         losses: name, weight and loss of each term: `{"ap": (1.0, SmoothAPLoss()), "calibration": (0.5, ...)}`. This
-            library's losses get all arguments; others embeddings and labels, and the references where they are given.
+            library's losses get all arguments; others embeddings, labels and the references, where they can rank them.
 
     Raises:
         ValueError: if there is no term, or a weight is not finite.
@@ -59,20 +60,19 @@ class WeightedSum(nn.Module):
         return {name: (self.weights[name], loss) for name, loss in self.parts.items()}
 
     def forward(
-        self, embeddings: Tensor, labels: Tensor, ref_emb: Any = None, ref_labels: Any = None, **ids: Any
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+        *,
+        ids: Tensor | None = None,
+        ref_ids: Tensor | None = None,
+        queries: QueryShare | None = None,
     ) -> Tensor:
         """The weighted sum; arguments as in `RetrievalLoss`."""
-
-        def call(loss: nn.Module) -> Tensor:
-            if isinstance(loss, (RetrievalLoss, WeightedSum)):
-                value: Tensor = loss(embeddings, labels, ref_emb, ref_labels, **ids)
-                return value
-            foreign: Tensor = loss(
-                embeddings, labels, **({} if ref_emb is None else {"ref_emb": ref_emb, "ref_labels": ref_labels})
-            )
-            return foreign
-
-        return self._sum(call)
+        arguments = (embeddings, labels, ref_emb, ref_labels, ids, ref_ids, queries)
+        return self._sum(lambda loss: call_loss(loss, *arguments))
 
     def from_scores(self, scores: Tensor, relevant: Tensor, candidate: Tensor | None = None) -> Tensor:
         """The same from a score matrix, where all terms have `from_scores`."""
@@ -163,3 +163,42 @@ class ROADMAPLoss(WeightedSum):
         violating pairs, both weights 1."""
         sup_ap = SupAPLoss(offset=1.44, include_self=True)
         return WeightedSum({"sup_ap": (1.0, sup_ap), "calibration": (1.0, CalibrationLoss(pair_mean="nonzero"))})
+
+
+def call_loss(
+    loss: nn.Module,
+    embeddings: Tensor,
+    labels: Tensor,
+    ref_emb: Tensor | None = None,
+    ref_labels: Tensor | None = None,
+    ids: Tensor | None = None,
+    ref_ids: Tensor | None = None,
+    queries: QueryShare | None = None,
+) -> Any:
+    """Call any loss, of this library or another, with as much of this as it takes.
+
+    Raises:
+        TypeError: if another library's loss cannot do what is asked of it.
+    """
+    if isinstance(loss, (RetrievalLoss, WeightedSum)):
+        return loss(embeddings, labels, ref_emb, ref_labels, ids=ids, ref_ids=ref_ids, queries=queries)
+    if queries is not None:
+        raise TypeError(
+            f"{type(loss).__name__} has no shares of queries that add up to its value, being of another library; "
+            "leave out `queries`."
+        )
+    return call_foreign(loss, embeddings, labels, ref_emb, ref_labels, ids, ref_ids)
+
+
+def is_ours(loss: nn.Module) -> bool:
+    """Whether a loss, with all its terms, is a sum over queries that processes can share."""
+    if isinstance(loss, WeightedSum):
+        return all(is_ours(part) for part in loss.parts.values())
+    return isinstance(loss, RetrievalLoss)
+
+
+def without_references(loss: nn.Module) -> list[str]:
+    """Names of the terms of a loss that cannot rank references."""
+    if isinstance(loss, WeightedSum):
+        return [name for part in loss.parts.values() for name in without_references(part)]
+    return [] if isinstance(loss, RetrievalLoss) or takes_references(loss) else [type(loss).__name__]

@@ -106,8 +106,11 @@ class EmbeddingLists(RankedLists):
         candidate = torch.ones_like(relevant, dtype=torch.bool)
         own = (torch.arange(len(rows), device=rows.device), rows)
         if self.include_self:
-            if self.in_batch and not self.self_is_positive:
-                relevant[own] = False
+            if not self.self_is_positive:
+                if self.in_batch:
+                    relevant[own] = False
+                if self.ids is not None and self.ref_ids is not None:
+                    relevant *= self.ids[rows, None] != self.ref_ids
             return relevant, candidate
         if self.in_batch:
             candidate[own] = False

@@ -57,13 +57,22 @@ def test_weighted_sum():
         torch.testing.assert_close(leaf.grad, total)
 
 
+def own_left_out():
+    """The pairs of a query and a reference, positive and negative, but for the query's own copy."""
+    pairs = [(q, r) for q in range(len(X)) for r in range(len(R)) if IDS[q] != REF_IDS[r]]
+    positive = [(q, r) for q, r in pairs if Y[q] == Z[r]]
+    negative = [(q, r) for q, r in pairs if Y[q] != Z[r]]
+    assert len(pairs) < len(X) * len(R)
+    return (*torch.tensor(positive).T, *torch.tensor(negative).T)
+
+
 def test_sums_nest_and_take_other_libraries_losses():
     inner = WeightedSum({"sup": (1.0, SupAPLoss()), "black": (3.0, BlackboxAPLoss())})
     loss = WeightedSum({"inner": (0.5, inner), "pml": (0.1, ContrastiveLoss()), "map": (1.0, SmoothAPLoss())})
     for arguments in ((X, Y), (X, Y, R, Z)):
         leaf = X.clone().requires_grad_()
         value = loss(leaf, *arguments[1:], ids=IDS, ref_ids=REF_IDS if len(arguments) == 4 else None)
-        foreign = ContrastiveLoss()(X, Y) if len(arguments) == 2 else ContrastiveLoss()(X, Y, ref_emb=R, ref_labels=Z)
+        foreign = ContrastiveLoss()(X, Y) if len(arguments) == 2 else ContrastiveLoss()(X, Y, own_left_out(), R, Z)
         assert loss.terms["pml"].item() == pytest.approx(foreign.item())
         assert set(inner.terms) == {"sup", "black"}
         known = {"ids": IDS} | ({"ref_ids": REF_IDS} if len(arguments) == 4 else {})

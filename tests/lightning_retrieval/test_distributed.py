@@ -4,11 +4,21 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_retrieval.distributed import gather_rows, rank, sum_gradients, world_size
+from lightning_retrieval.distributed import (
+    gather_batch,
+    gather_rows,
+    rank,
+    step_traffic,
+    sum_gradients,
+    sum_over_ranks,
+    world_size,
+)
 from lightning_retrieval.losses import SmoothAPLoss
+from lightning_retrieval.losses.base import QueryShare
 from lightning_retrieval.metrics import RetrievalMetrics
 
 ROWS = 420  # more than one block of queries
+SHARES = {2: [3, 37], 3: [3, 36, 1]}
 
 
 def everything():
@@ -93,20 +103,38 @@ def at_work(this, world):
     # Rows: unequal numbers, other types, more dimensions, none at all.
     rows = torch.full((3 * this + 1, 2), float(this))
     results["gathered"] = gather_rows(rows)
-    results["gathered integers"] = gather_rows(torch.arange(this * 2) + 2**62)
+    results["gathered integers"] = gather_rows(torch.arange(this * 2) + 2**62, [2 * r for r in range(world)])
     results["gathered bool"] = gather_rows(torch.ones(2 - this % 2, 1, 3, dtype=torch.bool))
     results["gathered none"] = gather_rows(torch.zeros(0, 5))
 
-    # The gradient of one loss over all rows, each rank with its share.
-    net = embedder()
+    # The gradient of one loss over all rows, each rank with its share of the rows, and of the queries or of the loss.
     x, labels = x.double()[:40], labels[:40] % 5
-    mine = torch.arange(40).split([3, 37] if world == 2 else [3, 37, 0])[this]
-    gathered = gather_rows(net(x[mine]))
-    SmoothAPLoss(tau=0.2)(gathered, gather_rows(labels[mine])).backward()
-    own = [p.grad.clone() for p in net.parameters()]
-    sum_gradients(net.parameters())
-    results["own gradient"] = own
-    results["gradient"] = [p.grad for p in net.parameters()]
+    mine = torch.arange(40).split(SHARES[world])[this]
+    levels = torch.stack([labels, labels // 3], 1)
+    for own_queries in (True, False):
+        net = embedder()
+        batch = gather_batch("I", net(x[mine]), levels[mine], mine, gather=True, own_queries=own_queries)
+        results["batch"] = batch.labels, batch.ids, batch.counts
+        begin = sum(batch.counts[:this])
+        queries = QueryShare(begin, begin + len(mine), sum_over_ranks) if own_queries else None
+        share = SmoothAPLoss(tau=0.2)(batch.embeddings, batch.labels[:, 0], queries=queries)
+        share = share if own_queries else share / world
+        share.backward()
+        own = [p.grad.clone() for p in net.parameters()]
+        value = sum_gradients(net.parameters(), share.detach()[None])
+        results["gradients", own_queries] = own, [p.grad for p in net.parameters()], value
+
+    # Batches that do not fit together are refused alike on every rank.
+    few, four = torch.ones(2, 3 + (this == 1)), torch.ones(2 + this, 3)
+    known = torch.zeros(2, dtype=torch.int64)
+    kept = {"gather": True, "own_queries": True}
+    results["unlike"] = [
+        message(lambda: gather_batch("I", few, known, known, **kept)),
+        message(lambda: gather_batch("I", four[:2], known, known if this else None, **kept)),
+        message(lambda: gather_batch("I", four, known.new_zeros(2 + this), None, gather=False, own_queries=True)),
+    ]
+    batch = gather_batch("I", four[:2], known, None, gather=False, own_queries=True)
+    results["apart"] = batch.embeddings is not None and (len(batch.embeddings), batch.counts)
 
     # Parameters with a gradient on some ranks only, on none, of two types, frozen.
     one, nowhere, half, frozen = (nn.Parameter(torch.ones(2)) for _ in range(4))
@@ -115,8 +143,8 @@ def at_work(this, world):
     if this == 0:
         one.grad = torch.tensor([3.0, -1.0])
     half.grad = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
-    sum_gradients([one, nowhere, half, frozen])
-    results["some"] = one.grad, nowhere.grad, half.grad, frozen.grad
+    values = sum_gradients([one, nowhere, half, frozen], torch.tensor([1.0, this], dtype=torch.float64))
+    results["some"] = one.grad, nowhere.grad, half.grad, frozen.grad, values
     return results
 
 
@@ -184,22 +212,52 @@ def test_rows_come_in_rank_order(ranks):
         assert result["gathered none"].shape == (0, 5)
 
 
-def test_summed_gradients_are_those_of_one_process(ranks):
+def test_a_batch_has_all_labels_and_ids_in_rank_order(ranks):
+    labels = everything()[1][:40] % 5
+    for result in ranks:
+        levels, ids, counts = result["batch"]
+        assert torch.equal(levels, torch.stack([labels, labels // 3], 1))
+        assert torch.equal(ids, torch.arange(40))
+        assert counts == SHARES[len(ranks)]
+
+
+@pytest.mark.parametrize("own_queries", [True, False])
+def test_summed_gradients_are_those_of_one_process(ranks, own_queries):
     x, labels, _ = everything()
     net = embedder()
-    loss_of_all(net, x.double()[:40], labels[:40] % 5).backward()
+    loss = loss_of_all(net, x.double()[:40], labels[:40] % 5)
+    loss.backward()
     expected = [p.grad for p in net.parameters()]
     for result in ranks:
-        torch.testing.assert_close(result["gradient"], expected)
-        assert same(dict(enumerate(result["gradient"])), dict(enumerate(ranks[0]["gradient"])))
-    # No rank had all of it alone.
-    assert not torch.allclose(ranks[0]["own gradient"][0], expected[0])
-    assert not torch.allclose(ranks[1]["own gradient"][0], expected[0])
+        own, gradients, value = result["gradients", own_queries]
+        torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-13)
+        assert value.item() == pytest.approx(loss.item(), abs=1e-13)
+        assert same(dict(enumerate(gradients)), dict(enumerate(ranks[0]["gradients", own_queries][1])))
+        assert not torch.allclose(own[0], expected[0])  # no rank had all of it alone
+
+
+def test_batches_that_do_not_fit_together_are_refused_on_every_rank(ranks):
+    world = len(ranks)
+    others = [(3, 0, 1)] * (world - 2)
+    for result in ranks:
+        dimension, ids, rows = result["unlike"]
+        assert dimension == (
+            "I: the processes' batches must be alike but for their rows, got (dimension, label levels, has ids) "
+            f"{[(3, 0, 1), (4, 0, 1), *others]} in rank order."
+        )
+        assert f"got (dimension, label levels, has ids) {[(3, 0, 0), (3, 0, 1), *others]}" in ids
+        assert rows == (
+            "I: with gather=False the loss is the mean of the processes' losses, which needs batches of one size, got "
+            f"{list(range(2, 2 + world))} rows in rank order; leave gather at True, or drop the uneven batch."
+        )
+        assert result["apart"] == (2, [2] * world)
 
 
 def test_gradients_that_only_some_ranks_have(ranks):
     for result in ranks:
-        one, nowhere, half, frozen = result["some"]
+        one, nowhere, half, frozen, values = result["some"]
+        assert values.tolist() == [len(ranks), sum(range(len(ranks)))]
+        assert values.dtype == torch.float64
         assert one.tolist() == [3.0, -1.0]
         assert nowhere is None
         assert half.dtype == torch.bfloat16
@@ -209,9 +267,23 @@ def test_gradients_that_only_some_ranks_have(ranks):
 
 def test_one_process_without_a_group():
     assert (rank(), world_size()) == (0, 1)
-    rows = torch.randn(3, 2, requires_grad=True)
-    assert gather_rows(rows) is rows
+    rows, known = torch.randn(3, 2, requires_grad=True), torch.arange(3)
+    embeddings, labels, ids, counts = gather_batch("I", rows, known, None, gather=True, own_queries=True)
+    assert embeddings is rows
+    assert labels is known
+    assert (ids, counts) == (None, [3])
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
-    sum_gradients([parameter])
+    assert sum_gradients([parameter], known) is known
     assert parameter.grad.tolist() == [1.0, 1.0]
+
+
+def test_traffic_by_hand():
+    """Four processes with 8 rows each of 5 numbers, 100 parameters, single precision; each sends to three others."""
+    gathered = 3 * 8 * (5 * 4 + 16)  # its own rows, labels and ids
+    exchanged = 3 * 8 * 5 * 4  # the gradients of the others' rows
+    reduced = 2 * 3 * 100 / 4 * 4  # a ring: a quarter of the sum at a time, first added up, then handed round
+    assert step_traffic(32, 5, 100, 4) == {"gather": gathered, "exchange": exchanged, "all-reduce": reduced}
+    assert step_traffic(32, 5, 100, 4, own_queries=False)["exchange"] == 0
+    assert list(step_traffic(32, 5, 100, 4, gather=False).values()) == [0, 0, reduced]
+    assert sum(step_traffic(32, 5, 100, 1).values()) == 0

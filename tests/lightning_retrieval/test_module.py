@@ -239,6 +239,7 @@ def test_trainer_flags_that_break_the_lists_are_refused(flags, sentence):
     [
         ({"chunk_size": 0}, ValueError, r"`chunk_size` must be an integer >= 1, got 0\."),
         ({"chunk_size": 2.0}, TypeError, r"`chunk_size` must be an integer >= 1, got 2\.0"),
+        ({"chunk_size": "all"}, TypeError, r"`chunk_size` must be an integer >= 1 or 'auto', got 'all'"),
         ({"lr_scheduler_interval": "batch"}, ValueError, r"must be one of 'epoch', 'step', got 'batch'\."),
         ({"lr_scheduler_frequency": 0}, ValueError, r"`lr_scheduler_frequency` must be an integer >= 1, got 0\."),
         ({"gradient_clip_val": 0.0}, ValueError, r"`gradient_clip_val` must be a finite number > 0, got 0\.0\."),
@@ -522,6 +523,63 @@ class Points(torch.utils.data.Dataset):
 
 class PointData(RetrievalDataModule):
     train_set = val_set = test_set = Points()
+
+
+@pytest.mark.parametrize("chunk_size", [None, 3, "auto"])
+def test_chunks_and_sync_batch_norm_do_not_go_together(chunk_size, monkeypatch):
+    """The layer works on GPUs only, so the module is asked without a run, as if on two processes."""
+    module = RetrievalModule(nn.Sequential(nn.Linear(6, 4), nn.SyncBatchNorm(4)), SmoothAPLoss(), chunk_size)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module.on_fit_start()
+    monkeypatch.setattr("lightning_retrieval.module.world_size", lambda: 2)
+    if chunk_size is None:
+        module.on_fit_start()
+    else:
+        with pytest.raises(ValueError, match=r"^RetrievalModule: SyncBatchNorm waits for all processes at each chunk"):
+            module.on_fit_start()
+
+
+class Small(nn.Module):
+    """A network on a device whose memory holds so many images and no more; it counts what it was asked to embed."""
+
+    def __init__(self, holds: int) -> None:
+        super().__init__()
+        self.net, self.holds, self.asked = net(0.3), holds, []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.asked.append(len(images))
+        if len(images) > self.holds:
+            raise torch.OutOfMemoryError(f"{len(images)} images")
+        return self.net(images)
+
+
+def test_auto_takes_the_largest_chunk_that_fits():
+    """Of 10 rows: 10, 5 and 3 are tried; a longer batch makes it look again, a shorter one does not."""
+    data = batches(2)
+    longer = [torch.cat(pair) for pair in zip(*batches(2))]
+    auto, fixed = (RetrievalModule(Small(4), SmoothAPLoss(tau=0.1), size, SGD, seed=3) for size in ("auto", 3))
+    fit(auto, [*data, longer, data[0]])
+    fit(fixed, [*data, longer, data[0]])
+    assert auto._chunk_found == (3, 20)
+    tried = [rows for rows in auto.embedder.asked if rows > 4]
+    assert tried == [10, 5, 20, 10, 5]
+    assert_same(auto, fixed)
+
+
+def test_auto_says_so_where_not_one_image_fits():
+    with pytest.raises(torch.OutOfMemoryError, match=r"not even one input of shape \(6,\) fits the memory of cpu"):
+        fit(RetrievalModule(Small(0), SmoothAPLoss(), "auto"), batches())
+
+
+def test_the_report_at_the_start_says_p_and_k_and_the_length(caplog):
+    images, _ = batches(1)[0]
+    data = [(images, torch.tensor([7, 7, 7, 1, 1, 1, 5, 5, 5, 5]))] * 2
+    with caplog.at_level("INFO"):
+        run = fit(RetrievalModule(net(), SmoothAPLoss()), data)
+    said = [record.getMessage() for record in caplog.records if "RetrievalModule" in record.getMessage()]
+    assert said == ["RetrievalModule: batches of P = 3 classes with K = 3 to 4 images, lists of 9 images."]
+    assert run.global_step == 2
 
 
 def resumable() -> RetrievalModule:

@@ -21,7 +21,7 @@ from pytorch_metric_learning.losses import ProxyAnchorLoss
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery
 from lightning_retrieval.datamodules import PKSampler, RetrievalDataModule
 
@@ -161,6 +161,13 @@ def scenarios(world: int, folder: Path) -> dict:
         seen[form] = trainer(world, folder, RetrievalEvaluation(ks=(1, 5))).validate(
             validated, DataLoader(dataset, batch_size=5), verbose=False
         )
+    if world > 1:
+        settings = {"memory": CrossBatchMemory(50), "gather": False}
+        try:
+            alone = RetrievalModule(module("smooth-ap").embedder, SmoothAPLoss(), **settings)
+            trainer(world, folder, max_steps=1).fit(alone, datamodule=PointData())
+        except ValueError as error:
+            seen["refused"] = str(error)
     loader = PointData().train_dataloader()
     batch = next(iter(PKSampler(loader.dataset.labels, classes_per_batch=3, samples_per_class=3, seed=1)))
     broken = loader.dataset.images[batch[-1]]  # of rank 1
@@ -260,6 +267,14 @@ def test_the_gallery_is_that_of_one_process(one, two):
     (expected,) = one["folder"].rglob("*.png")
     (found,) = two[0]["folder"].rglob("*.png")
     assert found.read_bytes() == expected.read_bytes()
+
+
+def test_what_processes_cannot_do_together_is_refused_on_both(two):
+    for rank in two:
+        assert rank["refused"] == (
+            "RetrievalModule: a memory must be the same on all 2 processes, which gather=False does not give; leave "
+            "gather at True."
+        )
 
 
 def test_nan_on_one_rank_stops_both(one, two):

@@ -1,0 +1,178 @@
+"""Losses of pytorch-metric-learning with references: which of them leave the query's own copy out, and their calls."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from pytorch_metric_learning import losses as pml
+from pytorch_metric_learning.losses import ContrastiveLoss, NCALoss, NTXentLoss, ProxyAnchorLoss, SelfSupervisedLoss
+from torch import nn
+
+from lightning_retrieval.losses.foreign import TAKE_REFERENCES, call_foreign, finest, takes_references
+
+SETTINGS = {
+    "ManifoldLoss": {"l": 4},
+    "P2SGradLoss": {"descriptors_dim": 4, "num_classes": 4},
+    "RankedListLoss": {"margin": 0.5, "Tn": 0.1},
+}
+CLASSIFIER = {"num_classes": 4, "embedding_size": 4}
+# They are no losses by themselves, but bases; or call another loss, whose answer is then theirs.
+BASES = {"BaseMetricLossFunction", "EmbeddingRegularizerMixin", "GenericPairLoss", "WeightRegularizerMixin"}
+WRAPPERS = {"BaseLossWrapper", "CrossBatchMemory", "MultipleLosses", "SelfSupervisedLoss"}
+CLASSES = {name: cls for name, cls in vars(pml).items() if inspect.isclass(cls) and name not in BASES | WRAPPERS}
+KNOWN = sorted(name for name in TAKE_REFERENCES if name in CLASSES)
+# They take references, but the first counts the own copy; the others take places of references for those of queries.
+OTHERWISE = {"NCALoss", "LiftedStructureLoss", "ThresholdConsistentMarginLoss"}
+
+E, Y = torch.randn(9, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.arange(9) // 3
+R = torch.randn(12, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Z = torch.tensor([*Y, 0, 3, 1])
+R[:9] = E
+IDS = torch.tensor([40, 41, 42, 43, 44, 45, 46, 47, 48])
+REF_IDS = torch.cat([IDS, torch.tensor([48, 61, 62])])  # image 48 once more, under another label
+
+
+def make(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    cls = CLASSES[name]
+    if name in SETTINGS:
+        return cls(**SETTINGS[name]).double()
+    try:
+        return cls().double()
+    except (KeyError, TypeError):
+        return cls(**CLASSIFIER).double()
+
+
+def pairs(labels, ref_labels, ids, ref_ids):
+    """Anchors and positives, anchors and negatives, without the query's own copy."""
+    every = [(q, r) for q in range(len(ids)) for r in range(len(ref_ids)) if ids[q] != ref_ids[r]]
+    positive = [(q, r) for q, r in every if labels[q] == ref_labels[r]]
+    negative = [(q, r) for q, r in every if labels[q] != ref_labels[r]]
+    return (*torch.tensor(positive).T, *torch.tensor(negative).T)
+
+
+def loss_of_batch(name, references):
+    """The batch by itself, or against its copy in another order, each query's own left out; None where refused."""
+    order = torch.tensor([4, 8, 0, 7, 2, 3, 6, 1, 5])
+    arguments = (E, Y, pairs(Y, Y[order], IDS, IDS[order]), E[order], Y[order]) if references else (E, Y)
+    try:
+        return make(name)(*arguments)
+    except ValueError as error:
+        if "not supported" not in str(error):
+            raise
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence for multidimensional indexing is deprecated:UserWarning")
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept context and return_scalar:DeprecationWarning")
+@pytest.mark.parametrize("name", CLASSES)
+def test_which_losses_take_references(name):
+    """Known by one question: is a batch ranked against its copy, without each query's own, the batch itself?"""
+    plain, ranked = loss_of_batch(name, references=False), loss_of_batch(name, references=True)
+    same = plain is not None and ranked is not None and torch.allclose(plain, ranked, rtol=1e-12, atol=1e-12)
+    assert same == takes_references(make(name))
+    if same:
+        assert plain > 0
+    assert (ranked is not None and not same) == (name in OTHERWISE)
+
+
+def test_every_class_was_asked():
+    """A new one has to be asked as well, and none of the names is gone but those of a newer version."""
+    assert BASES | WRAPPERS | set(SETTINGS) <= set(vars(pml))
+    assert set(TAKE_REFERENCES) - set(CLASSES) <= {"DynamicSoftMarginLoss"}
+    for wrapper in (SelfSupervisedLoss(ContrastiveLoss()), pml.MultipleLosses([ContrastiveLoss()])):
+        assert not takes_references(wrapper)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_own_copy_counts_for_nothing(name):
+    """One query, whose copy may be anything; another's row may not."""
+
+    def value(ref):
+        return call_foreign(make(name), E[:1], Y[:1], ref, Z, IDS[:1], REF_IDS).item()
+
+    moved, other = R.clone(), R.clone()
+    moved[0], other[1:] = R[11] * 3, -R[1:]
+    assert value(R) == value(moved) != value(other)
+
+
+@pytest.mark.parametrize("levels", [False, True], ids=["labels", "levels"])
+@pytest.mark.parametrize("name", KNOWN)
+def test_calls_name_the_pairs(name, levels):
+    """Value and gradient; with levels, the finest counts, on which the others would give other pairs."""
+    labels, ref_labels = (torch.stack([x, x * 0], 1) if levels else x for x in (Y, Z))
+    results = []
+    for explicit in (True, False):
+        x = E.clone().requires_grad_()
+        ref = torch.cat([x, R[9:]])
+        loss = make(name)
+        if explicit:
+            value = loss(x, Y, pairs(Y, Z, IDS, REF_IDS), ref, Z)
+        else:
+            value = call_foreign(loss, x, labels, ref, ref_labels, IDS, REF_IDS)
+        value.backward()
+        results.append((value.detach(), x.grad))
+    (expected, gradient), (value, of_call) = results
+    torch.testing.assert_close(value, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(of_call, gradient, rtol=1e-12, atol=1e-12)
+    assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", ["ContrastiveLoss", "ProxyAnchorLoss", "NCALoss", "FastAPLoss"])
+def test_without_references_any_loss_is_called_as_it_is(name):
+    levels = torch.stack([Y, Y * 0], 1)
+    expected = make(name)(E, Y)
+    assert call_foreign(make(name), E, levels, None, None, IDS, None).item() == expected.item()
+
+
+def test_without_ids_all_references_are_ranked():
+    every = pairs(Y, Z, range(9), range(100, 112))
+    assert sum(map(len, every)) == 2 * 9 * 12
+    expected = NTXentLoss()(E, Y, every, R, Z)
+    for ids, ref_ids in ((None, None), (IDS, None), (None, REF_IDS)):
+        assert call_foreign(NTXentLoss(), E, Y, R, Z, ids, ref_ids).item() == expected.item()
+    assert expected.item() != call_foreign(NTXentLoss(), E, Y, R, Z, IDS, REF_IDS).item()
+
+
+def test_nothing_to_rank_is_zero():
+    """No positive, no negative, or only one's own copy: the losses say 0 with a gradient of 0."""
+    for name in KNOWN:
+        x = E[:1].clone().requires_grad_()
+        value = call_foreign(make(name), x, Y[:1], R[:1], Z[:1], IDS[:1], REF_IDS[:1])
+        value.backward()
+        assert value.item() == 0, name
+        assert not x.grad.any(), name
+
+
+def test_subclasses_rank_as_their_bases_and_namesakes_do_not():
+    class Mine(ContrastiveLoss):
+        pass
+
+    namesake = type("ContrastiveLoss", (nn.Module,), {})
+    assert takes_references(Mine())
+    assert takes_references(copy.deepcopy(Mine()))
+    assert not takes_references(namesake())
+    assert not takes_references(nn.MSELoss())
+
+
+def test_finest():
+    assert finest(Y) is Y
+    assert finest(torch.stack([Y, Y + 1], 1)).tolist() == Y.tolist()
+    assert finest(Y[:, None]).tolist() == Y.tolist()
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    "loss",
+    [NCALoss(), ProxyAnchorLoss(4, 4), SelfSupervisedLoss(NTXentLoss()), nn.MSELoss()],
+    ids=lambda loss: type(loss).__name__,
+)
+def test_others_are_refused(loss):
+    who = type(loss).__name__
+    sentence = (
+        rf"^{who} does not rank references without the query's own copy; take a loss of this library, or one of "
+        r"pytorch-metric-learning's AngularLoss, CircleLoss, .*, TupletMarginLoss\.$"
+    )
+    with pytest.raises(TypeError, match=sentence):
+        call_foreign(loss, E, Y, R, Z, IDS, REF_IDS)

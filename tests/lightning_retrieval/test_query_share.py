@@ -1,0 +1,251 @@
+"""Losses of shares of the queries, as processes take them: values and gradients add up to those of the whole batch.
+
+The processes are calls one after another, with `total` answered as an all-reduce would: only where all have a tensor of
+one shape.
+"""
+
+import functools
+import math
+import warnings
+
+import pytest
+import torch
+from pytorch_metric_learning.losses import ContrastiveLoss
+from torch import nn
+
+from lightning_retrieval import losses
+from lightning_retrieval.losses import (
+    BlackboxAPLoss,
+    BlackboxRecallLoss,
+    CalibrationLoss,
+    FastAPLoss,
+    HAPLoss,
+    QuantizedAPLoss,
+    RecallAtKLoss,
+    ROADMAPLoss,
+    SmoothAPLoss,
+    SupAPLoss,
+    WeightedSum,
+    base,
+)
+from lightning_retrieval.losses.base import QueryShare
+
+
+class Learned(SupAPLoss):
+    """A subclass with a parameter of its own."""
+
+    def __init__(self, **keywords):
+        super().__init__(tau=0.2, **keywords)
+        self.stretch = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
+
+    def query_losses(self, scores, relevant, candidate):
+        return super().query_losses(scores * self.stretch, relevant, candidate)
+
+
+class LearnedMargins(CalibrationLoss):
+    """A loss over the pairs of all queries, with a parameter of its own."""
+
+    def __init__(self, **keywords):
+        super().__init__(pair_mean="nonzero", **keywords)
+        self.stretch = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
+
+    def pair_sums(self, scores, relevant, candidate):
+        return super().pair_sums(scores * self.stretch, relevant, candidate)
+
+
+def weighted(**keywords):
+    """Two terms that each ask for totals, one of them within another sum."""
+    inner = WeightedSum({"all": (0.5, CalibrationLoss(pair_mean="all", **keywords)), "own": (1.0, Learned(**keywords))})
+    recall = BlackboxRecallLoss(pair_mean="all", **keywords)
+    return WeightedSum({"inner": (2.0, inner), "recall": (-0.3, recall), "ap": (1.0, SmoothAPLoss(0.1, **keywords))})
+
+
+PER_QUERY = {
+    "smooth_ap": functools.partial(SmoothAPLoss, 0.1),
+    "sup_ap": SupAPLoss,
+    "hap": HAPLoss,
+    "hap slopes": functools.partial(HAPLoss, 2.0, hrank_slopes=(25.0, 0.5, 10.0)),
+    "fast_ap": functools.partial(FastAPLoss, 7),
+    "quantized_ap": functools.partial(QuantizedAPLoss, 13),
+    "quantized_ap simplified": functools.partial(QuantizedAPLoss, tie_aware="simplified"),
+    "quantized_ap full": functools.partial(QuantizedAPLoss, 4, tie_aware="full"),
+    "blackbox_ap": BlackboxAPLoss,
+    "blackbox_recall": functools.partial(BlackboxRecallLoss, 4.0, 0.1, "loglog"),
+    "calibration": CalibrationLoss,
+    "recall_at_k": functools.partial(RecallAtKLoss, (1, 2, 30), 0.05, (1.0, 0.5, 2.0)),
+    "roadmap": functools.partial(ROADMAPLoss, 0.3),
+    "learned": Learned,
+}
+OVER_ALL_PAIRS = {
+    "blackbox_recall all": functools.partial(BlackboxRecallLoss, pair_mean="all"),
+    "calibration all": functools.partial(CalibrationLoss, pair_mean="all"),
+    "calibration nonzero": functools.partial(CalibrationLoss, pair_mean="nonzero"),
+    "roadmap over all pairs": lambda **keywords: ROADMAPLoss(
+        0.3, SupAPLoss(**keywords), CalibrationLoss(pair_mean="nonzero", **keywords)
+    ),
+    "learned margins": LearnedMargins,
+    "weighted sum": weighted,
+}
+MAKE = PER_QUERY | OVER_ALL_PAIRS
+OPTIONS = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "class_balanced": {"class_balanced": True},
+    "include_self": {"include_self": True},
+}
+CASES = [
+    (name, option)
+    for name in MAKE
+    for option, settings in OPTIONS.items()
+    if name in PER_QUERY or settings.keys() <= {"include_self"}
+]
+ROWS = 11
+CUT = [(0, 5), (5, 6), (6, 6), (6, ROWS)]  # unequal, and one without a row
+
+
+def batch(name, references):
+    """Classes of 1, 2, 3 and 5 rows; and the arguments of a call, with a memory's references where wanted."""
+    labels = torch.tensor([2, 0, 3, 1, 1, 3, 2, 3, 2, 3, 3])
+    x, ids = torch.randn(ROWS, 5, dtype=torch.float64), torch.arange(ROWS)
+
+    def levels(labels):
+        return torch.stack([labels, labels // 2], 1) if name.startswith("hap") else labels
+
+    if not references:
+        return x, levels(labels), None, {"ids": ids}
+    remembered, of = torch.randn(6, 5, dtype=torch.float64), torch.tensor([1, 1, 2, 3, 5, 5])
+    keywords = {"ids": ids, "ref_ids": torch.cat([ids, 50 + torch.arange(6)])}
+    return x, levels(labels), remembered, {"ref_labels": levels(torch.cat([labels, of])), **keywords}
+
+
+def evaluate(loss, x, labels, remembered, keywords, queries):
+    """Value, and the gradients of the embeddings and of the loss's parameters."""
+    x = x.clone().requires_grad_()
+    if remembered is not None:
+        keywords = {**keywords, "ref_emb": torch.cat([x, remembered])}
+    parameters = list(loss.parameters())
+    value = loss(x, labels, queries=queries, **keywords)
+    gradients = torch.autograd.grad(value, [x, *parameters])
+    return value.detach(), *gradients
+
+
+def shares(loss, *arguments):
+    """The answers of each share: once to hear what it has to add up, then with the sums; and how many these were."""
+    heard = []
+    for begin, end in CUT:
+        heard.append([])
+
+        def hear(values, own=heard[-1]):
+            own.append(values.clone())
+            return values
+
+        first = evaluate(loss, *arguments, QueryShare(begin, end, hear))
+        heard[-1] = heard[-1], first
+    totals = [torch.stack(parts).sum(0) for parts in zip(*(own for own, _ in heard), strict=True)]  # all of one shape
+    if not totals:
+        return [first for _, first in heard], 0
+    answers = []
+    for (begin, end), (own, _) in zip(CUT, heard):
+        left = iter(zip(own, totals, strict=True))
+
+        def total(values, left=left):
+            had, summed = next(left)
+            assert torch.equal(values, had)
+            return summed
+
+        answers.append(evaluate(loss, *arguments, QueryShare(begin, end, total)))
+        assert next(left, None) is None
+    return answers, len(totals)
+
+
+def test_every_loss_is_made_above():
+    made = {type(make()).__name__ for make in MAKE.values()} - {"Learned", "LearnedMargins"}
+    other = {"BlackboxMAPLoss", "PairLoss", "RetrievalLoss", "blackbox_rank"}  # the first takes no embeddings
+    assert made | other == set(losses.__all__)
+
+
+def check(loss, *arguments):
+    whole = evaluate(loss, *arguments, None)
+    answers, totals = shares(loss, *arguments)
+    for value, *parts in zip(whole, *answers, strict=True):
+        torch.testing.assert_close(torch.stack(parts).sum(0), value, rtol=0, atol=1e-12)
+        assert value.abs().sum() > 0
+    return totals
+
+
+@pytest.mark.parametrize(("name", "option"), CASES)
+def test_shares_add_up(name, option):
+    """Value, gradient of the embeddings and of parameters; the pairs are counted over all shares."""
+    totals = check(MAKE[name](**OPTIONS[option]), *batch(name, references=False))
+    assert totals == {"weighted sum": 2}.get(name, int(name in OVER_ALL_PAIRS))
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_shares_add_up_with_references(name):
+    check(MAKE[name](), *batch(name, references=True))
+
+
+def test_the_terms_of_a_sum_add_up_too():
+    loss, arguments = ROADMAPLoss(0.3), batch("roadmap", True)
+    evaluate(loss, *arguments, None)
+    whole, parts = loss.terms, []
+    for begin, end in CUT:
+        evaluate(loss, *arguments, QueryShare(begin, end, lambda values: values))
+        parts.append(loss.terms)
+    for name, value in whole.items():
+        assert sum(part[name] for part in parts).item() == pytest.approx(value.item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["smooth_ap", "calibration nonzero", "blackbox_ap", "learned margins"])
+def test_shares_add_up_where_each_is_taken_in_blocks(name, monkeypatch):
+    monkeypatch.setattr(base, "BLOCK_ELEMENTS", 40)
+    check(MAKE[name](), *batch(name, references=True))
+
+
+@pytest.mark.parametrize("name", PER_QUERY)
+def test_a_share_without_any_positive_gives_zero(name):
+    """Rows 1 to 3 have no positive, so they take part in no mean; the batch has some, so nobody warns."""
+    loss = MAKE[name]()
+    x, labels, _, keywords = batch(name, False)
+    labels = labels.clone()
+    labels[1:4] = torch.tensor([[7, 7], [8, 8], [9, 9]]) if labels.ndim == 2 else torch.tensor([7, 8, 9])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        value, *gradients = evaluate(loss, x, labels, None, keywords, QueryShare(1, 4, lambda values: values))
+    assert value.item() == 0
+    for gradient in gradients:
+        assert not gradient.any()
+
+
+def test_each_share_depends_on_its_own_queries_only():
+    """The others' rows are in its lists, but no query of theirs is: their lists may be anything."""
+    x, labels, remembered, keywords = batch("smooth_ap", True)
+    loss, share = SmoothAPLoss(0.1), QueryShare(0, 5, lambda values: values)
+    each = SmoothAPLoss(0.1, reduction="none")(
+        x, labels, torch.cat([x, remembered]), keywords["ref_labels"], ids=keywords["ids"], ref_ids=keywords["ref_ids"]
+    )
+    value = evaluate(loss, x, labels, remembered, keywords, share)[0]
+    valid = ~each.isnan()
+    assert value.item() == pytest.approx(each[:5][valid[:5]].sum().item() / int(valid.sum()), abs=1e-12)
+    assert math.isfinite(value)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", PER_QUERY)
+def test_values_of_each_query_cannot_be_added_up(name):
+    loss = MAKE[name](reduction="none")
+    x, labels, _, keywords = batch(name, False)
+    sentence = r"Loss: values that are to be added up need a `reduction`, got 'none'\."
+    if name == "learned":
+        sentence = sentence.replace("Loss", "Learned")
+    with pytest.raises(ValueError, match=sentence):
+        loss(x, labels, queries=QueryShare(0, 5, lambda values: values), **keywords)
+
+
+@pytest.mark.refusal
+def test_losses_of_other_libraries_have_no_shares():
+    """Each process would add up the whole of it."""
+    loss = WeightedSum({"ap": (1.0, SmoothAPLoss()), "pml": (1.0, ContrastiveLoss())})
+    x, labels, _, keywords = batch("", False)
+    with pytest.raises(TypeError, match=r"^ContrastiveLoss has no shares of queries .*; leave out `queries`\."):
+        loss(x, labels, queries=QueryShare(0, 5, lambda values: values), **keywords)
