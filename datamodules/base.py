@@ -1,4 +1,4 @@
-"""What every data module shares: a PK loader for training, plain loaders for evaluation."""
+"""What every data module shares: a loader of global batches for training, plain loaders for evaluation."""
 
 import os
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader, resume_position
-from lightning_retrieval.datamodules.samplers import PKSampler
+from lightning_retrieval.datamodules.samplers import GlobalBatchSampler, PKSampler
 
 
 @runtime_checkable
@@ -29,7 +29,8 @@ class LabelledImages(Protocol):
 class RetrievalDataModule(pl.LightningDataModule, ABC):
     """Base of the data modules: training batches of P classes with K images each, evaluation sets as they are.
 
-    A subclass says what the three sets are, in `train_set`, `val_set` and `test_set`.
+    A subclass says what the three sets are, in `train_set`, `val_set` and `test_set`. One that wants other training
+    batches overrides `train_sampler`.
 
     Args:
         classes_per_batch: P, the classes of a global batch.
@@ -80,16 +81,22 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
     def test_set(self) -> LabelledImages:
         """What is reported."""
 
-    def train_dataloader(self) -> RetrievalDataLoader:
-        """Batches of P classes, K images each, from the position a resumed run goes on at."""
-        sampler = PKSampler(
+    def train_sampler(self) -> GlobalBatchSampler:
+        """The sampler of the training batches: a `PKSampler`. To change it, override this method and no other.
+
+        It is asked for when training begins, and is made of the `train_set`'s labels and `self.seed`.
+        """
+        return PKSampler(
             self.train_set.labels,
             classes_per_batch=self.classes_per_batch,
             samples_per_class=self.samples_per_class,
             seed=self.seed,
         )
+
+    def train_dataloader(self) -> RetrievalDataLoader:
+        """The batches of `train_sampler`, from the position a resumed run goes on at."""
         position = {} if self.trainer is None else resume_position(self.trainer)
-        return RetrievalDataLoader(self.train_set, sampler, **position, **self._loading())
+        return RetrievalDataLoader(self.train_set, self.train_sampler(), **position, **self._loading())
 
     def val_dataloader(self) -> Any:
         """The validation set, in order."""

@@ -197,7 +197,7 @@ class _RankShare(DistributedSampler[list[SeededIndex]]):
         if start > len(self):
             raise ValueError(
                 f"RetrievalDataLoader: `start` must be at most the number of batches of an epoch, got {start} for "
-                f"{len(self)} batches; resume with the labels, P and K that the position was saved with."
+                f"{len(self)} batches; resume with the labels and the sampler that the position was saved with."
             )
         self.batch_sampler.set_epoch(epoch)
         self.start_epoch, self.start = epoch, start

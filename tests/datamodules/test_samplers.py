@@ -1,5 +1,6 @@
 """PKSampler against a plain-Python reading of its promises."""
 
+import hashlib
 import pickle
 import random
 from collections import Counter
@@ -10,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_retrieval.datamodules import queues
+from lightning_retrieval.datamodules.loader import RetrievalDataLoader
 from lightning_retrieval.datamodules.samplers import GlobalBatchSampler, PKSampler
 
 LABELS = [7, 7, 7, -1, -1, 5, 5, 5, 5, 5, 5, 9, 9, 9]
@@ -94,6 +97,30 @@ def test_batches_are_a_function_of_seed_and_epoch():
 
 def test_the_batches_of_a_seed_do_not_change_between_versions():
     assert list(make([0, 0, 1, 1, 1, 2, 2, 2], 2, 2, seed=5, epoch=1)) == [[1, 0, 3, 4], [7, 5, 1, 0]]
+
+
+def test_the_batches_of_many_images_do_not_change_between_versions():
+    """More than are shuffled at a time, and every class refilled."""
+    batches = list(make(np.arange(200_000) ** 2 % 20_011, 32, 8, seed=5))
+    found = hashlib.sha256(np.array(batches).astype("<i8").tobytes()).hexdigest()
+    assert found == "bd0ca5dee51c57ec0b755f4d231644f16198d0cca239d98479212e5f6dcf2e5c"
+
+
+@pytest.mark.parametrize("piece", [1, 3, 20])
+def test_how_many_are_shuffled_at_a_time_changes_nothing(piece, monkeypatch):
+    whole = list(make(LABELS * 3, 3, 4))
+    monkeypatch.setattr(queues, "_PIECE", piece)
+    assert list(make(LABELS * 3, 3, 4)) == whole
+
+
+def test_an_epoch_goes_on_where_a_loader_is_told_to():
+    def loader(**position):
+        return [batch.tolist() for batch in RetrievalDataLoader(range(len(LABELS)), make(K=2), **position)]
+
+    whole = loader(epoch=1)
+    assert whole == list(make(K=2, epoch=1))
+    assert len(whole) == 4
+    assert loader(epoch=1, start=2) == whole[2:]
 
 
 def test_no_global_random_state_is_touched_or_used():

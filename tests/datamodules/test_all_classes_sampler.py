@@ -1,0 +1,184 @@
+"""AllClassesSampler against a plain-Python reading of its promises."""
+
+import itertools
+import pickle
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_retrieval.datamodules.all_classes_sampler import AllClassesSampler
+from lightning_retrieval.datamodules.loader import RetrievalDataLoader
+
+LABELS = [7, 7, 7, -1, -1, 5, 5, 5, 5, 5, 5, 9, 9, 9]
+
+
+def make(labels=LABELS, size=9, seed=0, epoch=0) -> AllClassesSampler:
+    sampler = AllClassesSampler(labels, batch_size=size, seed=seed)
+    sampler.set_epoch(epoch)
+    return sampler
+
+
+def dealt_out(images: dict, size: int) -> tuple[dict, int, set]:
+    """One image to each class, again and again while there are enough places: how many each class gets for certain,
+    the places over, and the classes that compete for these."""
+    gets = dict.fromkeys(images, 0)
+    while True:
+        wanting = {label for label in images if gets[label] < len(images[label])}
+        if not wanting or sum(gets.values()) + len(wanting) > size:
+            return gets, size - sum(gets.values()), wanting
+        for label in wanting:
+            gets[label] += 1
+
+
+def assert_promises(batches: list[list[int]], labels: list[int], size: int) -> None:
+    """The whole contract, read off the batches with dictionaries and loops."""
+    images = {label: {i for i, other in enumerate(labels) if other == label} for label in set(labels)}
+    images = {label: members for label, members in images.items() if len(members) >= 2}
+    assert len(batches) == -(-sum(map(len, images.values())) // size)
+    gets, over, wanting = dealt_out(images, size)
+    drawn = {label: [] for label in images}
+    for batch in batches:
+        assert len(batch) == len(set(batch)) == size
+        assert all(type(index) is int for index in batch)
+        owners = [labels[index] for index in batch]
+        assert sum(a != b for a, b in itertools.pairwise(owners)) == len(images) - 1  # side by side
+        times = Counter(owners)
+        assert times.keys() == images.keys()
+        further = {label for label in images if times[label] != gets[label]}
+        assert further <= wanting
+        assert len(further) == over
+        assert all(times[label] == gets[label] + 1 for label in further)
+        for index in batch:
+            drawn[labels[index]].append(index)
+    for label, members in images.items():
+        for begin in range(0, len(drawn[label]), len(members)):
+            chunk = drawn[label][begin : begin + len(members)]
+            assert set(chunk) <= members
+            assert len(set(chunk)) == len(chunk)
+
+
+@pytest.mark.filterwarnings("ignore:AllClassesSampler. left out of training for having a single image:UserWarning")
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_every_batch_holds_every_class_and_as_much_of_each_as_fits(data):
+    sizes = data.draw(st.lists(st.integers(1, 13), min_size=1, max_size=9).filter(lambda s: max(s) > 1))
+    labels = [label * 3 - 5 for label, size in enumerate(sizes) for _ in range(size)]
+    labels = data.draw(st.permutations(labels))
+    kept = [size for size in sizes if size > 1]
+    size = data.draw(st.integers(max(2, len(kept)), sum(kept)))
+    sampler = make(labels, size, data.draw(st.integers(0, 2**64)), data.draw(st.integers(0, 99)))
+    batches = list(sampler)
+    assert len(sampler) == len(batches)
+    assert_promises(batches, labels, size)
+
+
+@pytest.mark.parametrize("sizes", [[2, 40], [2, 2, 300], [7] * 6, [3, 4, 5, 6, 50]])
+@pytest.mark.parametrize("size", [6, 9, 13, 42])
+def test_the_promises_hold_over_many_rounds(sizes, size):
+    labels = [label for label, size in enumerate(sizes) for _ in range(size)]
+    for epoch in range(5):
+        assert_promises(list(make(labels, size, epoch=epoch)), labels, size)
+
+
+def test_batches_are_a_function_of_seed_and_epoch():
+    first = make(seed=3, epoch=2)
+    assert list(first) == list(first) == list(make(seed=3, epoch=2))
+    walked = make(seed=3)
+    for epoch in (0, 1, 2):
+        walked.set_epoch(epoch)
+        batches = list(walked)
+    assert batches == list(first)
+    lists = [str(list(make(seed=seed, epoch=epoch))) for seed in range(4) for epoch in range(4)]
+    assert len(set(lists)) == 16
+
+
+def test_the_batches_of_a_seed_do_not_change_between_versions():
+    sampler = make([0, 0, 1, 1, 1, 2, 2, 2, 2], 7, seed=5, epoch=1)
+    assert list(sampler) == [[4, 2, 3, 5, 6, 0, 1], [8, 7, 5, 0, 1, 2, 4]]
+
+
+def test_no_global_random_state_is_touched_or_used():
+    states = torch.get_rng_state(), pickle.dumps(np.random.get_state()), random.getstate()
+    before = list(make())
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert pickle.dumps(np.random.get_state()) == states[1]
+    assert random.getstate() == states[2]
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    assert list(make()) == before
+
+
+def test_each_class_and_each_image_is_drawn_equally_often():
+    """Batches of 7 from 5 classes of 9: two classes get a second place, and the second round begins in some batch."""
+    further, images, first = Counter(), Counter(), Counter()
+    for epoch in range(400):
+        batches = list(make([c for c in range(5) for _ in range(9)], 7, epoch=epoch))
+        for batch in batches:
+            owners = [index // 9 for index in batch]
+            further.update(label for label, times in Counter(owners).items() if times == 2)
+            first[owners[0]] += 1
+        images.update(batches[-1])
+    assert max(further.values()) < 1.15 * min(further.values())  # 1120 each, standard deviation about 26
+    assert max(first.values()) < 1.25 * min(first.values())  # 560 each: no class is always the first rank's
+    assert max(images.values()) < 2 * min(images.values())  # 62 each, standard deviation about 7
+
+
+def test_single_images_are_left_out_with_one_warning():
+    labels = [1, 2, 2, 3, 3, 3, 4]
+    sentence = r"AllClassesSampler: left out of .* a single image: 2 of 4 classes\."
+    with pytest.warns(UserWarning, match=sentence) as caught:
+        sampler = make(labels, 3)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert {index for epoch in range(9) for batch in sampler for index in batch} <= {1, 2, 3, 4, 5}
+    assert len(sampler) == 2  # ceil(5 / 3)
+
+
+def test_the_pickled_state_is_arrays():
+    sampler = make(np.arange(100_000) // 100, 3000)
+    assert len(pickle.dumps(sampler)) < 100_000 * 8 + 1_000 * 16 + 2_000
+    assert not any(isinstance(value, (list, tuple, dict)) for value in vars(sampler).values())
+    assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
+
+
+def test_an_epoch_goes_on_where_a_loader_is_told_to():
+    def loader(**position):
+        return [batch.tolist() for batch in RetrievalDataLoader(range(len(LABELS)), make(size=4), **position)]
+
+    whole = loader(epoch=1)
+    assert whole == list(make(size=4, epoch=1))
+    assert len(whole) == 4
+    assert loader(epoch=1, start=2) == whole[2:]
+
+
+@pytest.mark.refusal
+@pytest.mark.filterwarnings("ignore:AllClassesSampler. left out of training for having a single image:UserWarning")
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"size": 3}, ValueError, r"at least the number of classes with .* got 3 for 4 such classes \(0 more have a s"),
+        (
+            {"labels": [*LABELS, 1], "size": 3},
+            ValueError,
+            r"got 3 for 4 such classes \(1 more have a single image\); raise it, or take PKSampler\.$",
+        ),
+        (
+            {"labels": [*LABELS, 1], "size": 15},
+            ValueError,
+            r"`batch_size` must be at most the number of images .* got 15 for 14 such images; lower it\.$",
+        ),
+        ({"size": 1}, ValueError, r"`batch_size` must be an integer >= 2, got 1\."),
+        ({"size": 9.0}, TypeError, r"`batch_size` must be an integer >= 2, got 9\.0 \(float\)"),
+        ({"seed": -3}, ValueError, r"`seed` must be an integer >= 0, got -3\."),
+        ({"epoch": -1}, ValueError, r"`epoch` must be an integer >= 0, got -1\."),
+        ({"labels": []}, ValueError, r"`labels` must be one integer for each image, got shape \(0,\)\."),
+        ({"labels": [1, 2, 3]}, ValueError, r"at least 2 images, got 3 images of 3 classes; check"),
+    ],
+)
+def test_impossible_requests_are_refused(changed, error, message):
+    with pytest.raises(error, match=rf"^AllClassesSampler: .*{message}"):
+        make(**changed)

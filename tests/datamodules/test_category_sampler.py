@@ -1,0 +1,306 @@
+"""CategorySampler against a plain-Python reading of its promises."""
+
+import math
+import pickle
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_retrieval.datamodules import category_sampler
+from lightning_retrieval.datamodules.category_sampler import CategorySampler
+from lightning_retrieval.datamodules.loader import RetrievalDataLoader
+
+LABELS = [7, 7, 7, -1, -1, 5, 5, 5, 5, 5, 5, 9, 9, 9, 4, 4, 4, 4, 6, 6, 8, 8, 8]
+OF_CLASS = {7: 30, -1: 10, 5: 30, 9: 10, 4: -20, 6: -20, 8: 30}
+CATEGORIES = [OF_CLASS[label] for label in LABELS]
+QUIET = [
+    "ignore:CategorySampler. left out of training for having a single image:UserWarning",
+    "ignore:CategorySampler. fewer classes than the:UserWarning",
+]
+
+
+def make(labels=LABELS, categories=CATEGORIES, P=4, K=3, C=2, seed=0, epoch=0) -> CategorySampler:
+    sampler = CategorySampler(
+        labels, categories, classes_per_batch=P, samples_per_class=K, categories_per_batch=C, seed=seed
+    )
+    sampler.set_epoch(epoch)
+    return sampler
+
+
+def runs(values: list) -> list[list]:
+    """Places of equal neighbours."""
+    found = []
+    for place, value in enumerate(values):
+        if place and value == values[place - 1]:
+            found[-1].append(place)
+        else:
+            found.append([place])
+    return found
+
+
+def assert_balanced(drawn: list, of: set) -> None:
+    """No member comes twice where there are enough of them; else all come equally often, but for one."""
+    times = Counter(dict.fromkeys(of, 0))
+    times.update(drawn)
+    assert times.keys() == of
+    if len(drawn) <= len(of):
+        assert max(times.values()) <= 1
+    else:
+        assert max(times.values()) - min(times.values()) <= 1
+
+
+def assert_rounds(drawn: list, of: set) -> None:
+    """Every member of `of` comes before any comes twice, then again, and so on."""
+    for begin in range(0, len(drawn), len(of)):
+        chunk = drawn[begin : begin + len(of)]
+        assert set(chunk) <= of
+        assert len(set(chunk)) == len(chunk)
+
+
+def assert_promises(batches: list[list[int]], labels: list, categories: list, P: int, K: int, C: int) -> list:
+    """The contract of one epoch, read off the batches with dictionaries and loops; the combinations in their order."""
+    images = {label: {i for i, other in enumerate(labels) if other == label} for label in set(labels)}
+    images = {label: members for label, members in images.items() if len(members) >= 2}
+    category = {label: categories[min(members)] for label, members in images.items()}
+    classes = {name: {label for label in images if category[label] == name} for name in set(category.values())}
+    assert len(batches) == -(-sum(map(len, images.values())) // (P * K))
+    combinations, drawn_classes, drawn_images = [], {c: [] for c in classes}, {label: [] for label in images}
+    for batch in batches:
+        assert len(batch) == P * K
+        assert all(type(index) is int for index in batch)
+        owners = [labels[index] for index in batch]
+        parts = runs([category[owner] for owner in owners])
+        assert len(parts) == C  # side by side
+        combinations.append(frozenset(category[owners[part[0]]] for part in parts))
+        assert len(combinations[-1]) == C
+        by_class = runs(owners)
+        assert len(by_class) == len(set(owners))  # side by side
+        for part in parts:
+            assert len(part) == P // C * K
+            mine = [owners[place] for place in part[::K]]
+            assert_balanced(mine, classes[category[mine[0]]])
+            drawn_classes[category[mine[0]]].append(mine)
+        for places in by_class:
+            owner, group = owners[places[0]], [batch[place] for place in places]
+            assert len(group) % K == 0
+            assert_balanced(group, images[owner])
+            for begin in range(0, len(group), K):
+                assert_balanced(group[begin : begin + K], images[owner])
+            drawn_images[owner] += group
+    for label, members in images.items():
+        assert_rounds(drawn_images[label], members)
+    for name, members in classes.items():
+        assert_class_rounds(drawn_classes[name], members)
+    return combinations
+
+
+def assert_class_rounds(groups: list[list], of: set) -> None:
+    """As `assert_rounds`, where the order within a group is not the queue's: no class is ahead of another by two."""
+    times = Counter(dict.fromkeys(of, 0))
+    for group in groups:
+        times.update(group)
+        assert max(times.values()) - min(times.values()) <= 1
+
+
+@pytest.mark.filterwarnings(*QUIET)
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_every_class_and_every_image_comes_round_before_any_comes_twice(data):
+    sizes = data.draw(st.lists(st.integers(1, 13), min_size=1, max_size=12).filter(lambda s: max(s) > 1))
+    of_class = data.draw(st.lists(st.integers(-3, 3), min_size=len(sizes), max_size=len(sizes)))
+    pairs = [(label * 3 - 5, of_class[label] * 7) for label, size in enumerate(sizes) for _ in range(size)]
+    labels, categories = map(list, zip(*data.draw(st.permutations(pairs))))
+    taking_part = {c for c, size in zip(of_class, sizes) if size > 1}
+    C = data.draw(st.integers(1, len(taking_part)))
+    P, K = C * data.draw(st.integers(1, 5)), data.draw(st.integers(2, 8))
+    sampler = make(labels, categories, P, K, C, data.draw(st.integers(0, 2**64)), data.draw(st.integers(0, 99)))
+    batches = list(sampler)
+    assert len(sampler) == len(batches)
+    assert_promises(batches, labels, categories, P, K, C)
+
+
+@pytest.mark.filterwarnings(*QUIET)
+@pytest.mark.parametrize("sizes", [[2, 40], [2, 2, 300], [7] * 6, [3, 4, 5, 6, 50], [2, 3, 300]])
+@pytest.mark.parametrize(("P", "K"), [(1, 2), (2, 5), (6, 4)])
+def test_the_promises_hold_over_many_rounds(sizes, P, K):
+    labels = [label for label, size in enumerate(sizes) for _ in range(size)]
+    categories = [int(label == 0) for label in labels]
+    for epoch in range(5):
+        for C in {1, 2} if P % 2 == 0 else {1}:
+            assert_promises(list(make(labels, categories, P, K, C, epoch=epoch)), labels, categories, P, K, C)
+
+
+@pytest.mark.parametrize(("count", "C"), [(3, 2), (5, 2), (5, 3), (4, 1), (4, 4)])
+def test_all_combinations_come_round_before_any_comes_twice_also_over_epochs(count, C):
+    labels = [label for label in range(3 * count) for _ in range(5)]
+    categories = [label % count for label in labels]
+    combinations, orders = [], set()
+    for epoch in range(25):
+        batches = list(make(labels, categories, 2 * C, 3, C, epoch=epoch))
+        combinations += assert_promises(batches, labels, categories, 2 * C, 3, C)
+    every = set(combinations)
+    assert len(every) == math.comb(count, C)
+    assert_rounds(combinations, every)
+    for begin in range(0, len(combinations) - len(every) + 1, len(every)):
+        orders.add(tuple(combinations[begin : begin + len(every)]))
+    assert len(orders) > 1 or len(every) == 1  # each refill is shuffled anew
+
+
+def test_the_order_of_the_combinations_follows_the_seed():
+    labels = [label for label in range(10) for _ in range(8)]
+    categories = [label % 5 for label in labels]
+    orders = {
+        str([sorted({categories[index] for index in batch}) for batch in make(labels, categories, 2, 4, seed=seed)])
+        for seed in range(5)
+    }
+    assert len(orders) == 5
+
+
+def test_a_combination_does_not_put_the_same_category_first_always():
+    labels = [label for label in range(8) for _ in range(5)]
+    categories = [label % 2 for label in labels]
+    first = Counter(categories[batch[0]] for epoch in range(40) for batch in make(labels, categories, epoch=epoch))
+    assert min(first[0], first[1]) > 40  # 160 batches
+
+
+def test_of_too_many_combinations_to_list_the_categories_come_round(monkeypatch):
+    labels = [label for label in range(60) for _ in range(4)]
+    categories = [label % 20 for label in labels]
+    listed = make(labels, categories, 8, 2, 4)
+    assert listed.combinations.shape == (math.comb(20, 4), 4)
+    monkeypatch.setattr(category_sampler, "_LISTED", math.comb(20, 4) - 1)
+    sampler = make(labels, categories, 8, 2, 4)
+    assert sampler.combinations is None
+    combinations = []
+    for epoch in range(20):
+        sampler.set_epoch(epoch)
+        drawn = assert_promises(list(sampler), labels, categories, 8, 2, 4)
+        assert_class_rounds(drawn, set(range(20)))
+        combinations += drawn
+    assert len(set(combinations)) > 0.8 * len(combinations)  # in ever new company
+    monkeypatch.setattr(category_sampler, "_LISTED", 1_000_000)
+    assert make(labels, categories, 10, 2, 10).combinations is not None  # 184,756
+    wide = make([c for c in range(1500) for _ in "ab"], [c for c in range(1500) for _ in "ab"], 2, 2, 2)
+    assert wide.combinations is None  # 1,124,250
+
+
+def test_batches_are_a_function_of_seed_and_epoch():
+    first = make(P=2, seed=3, epoch=2)
+    assert list(first) == list(first) == list(make(P=2, seed=3, epoch=2))
+    walked = make(P=2, seed=3)
+    for epoch in (0, 1, 2):
+        walked.set_epoch(epoch)
+        batches = list(walked)
+    assert batches == list(first)
+    lists = [str(list(make(P=2, seed=seed, epoch=epoch))) for seed in range(4) for epoch in range(4)]
+    assert len(set(lists)) == 16
+
+
+def test_the_batches_of_a_seed_do_not_change_between_versions():
+    labels = [0, 0, 1, 1, 1, 2, 2, 2]
+    sampler = make(labels, [0, 0, 1, 1, 1, 0, 0, 0], P=2, K=2, seed=5, epoch=1)
+    assert list(sampler) == [[4, 2, 5, 6], [1, 0, 3, 4]]
+
+
+def test_no_global_random_state_is_touched_or_used():
+    states = torch.get_rng_state(), pickle.dumps(np.random.get_state()), random.getstate()
+    before = list(make())
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert pickle.dumps(np.random.get_state()) == states[1]
+    assert random.getstate() == states[2]
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    assert list(make()) == before
+
+
+def test_each_class_and_each_image_is_drawn_equally_often():
+    labels = [label for label in range(10) for _ in range(9)]
+    categories = [label % 2 for label in labels]
+    classes, images, second = Counter(), Counter(), Counter()
+    for epoch in range(400):
+        batches = list(make(labels, categories, 6, 4, epoch=epoch))
+        classes.update(index // 9 for index in batches[1][::4])  # the batch that the first refill of the classes cuts
+        second.update(batches[1])
+        images.update(index for batch in batches for index in batch)
+    assert max(classes.values()) < 1.25 * min(classes.values())  # 240 each, standard deviation about 10
+    assert max(second.values()) < 1.8 * min(second.values())  # 107 each, standard deviation about 9
+    assert max(images.values()) < 1.25 * min(images.values())
+
+
+@pytest.mark.parametrize("as_given", [list, np.array, torch.tensor, lambda x: np.array(x, dtype=np.int8)])
+def test_categories_may_be_any_integers(as_given):
+    assert list(make(LABELS, as_given(CATEGORIES))) == list(make())
+
+
+@pytest.mark.filterwarnings(QUIET[1])
+def test_single_images_are_left_out_with_one_warning():
+    labels, categories = [1, 2, 2, 3, 3, 3, 4, 8, 8], [0, 0, 0, 1, 1, 1, 2, 1, 1]
+    with pytest.warns(UserWarning, match=r"CategorySampler: left out of .* a single image: 2 of 5 classes\.") as caught:
+        sampler = make(labels, categories, P=2, K=2)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert {index for epoch in range(9) for batch in sampler for index in batch} <= {1, 2, 3, 4, 5, 7, 8}
+    assert len(sampler) == 2  # ceil(7 / 4)
+    assert len(sampler.combinations) == 1  # category 2 has no class left
+
+
+def test_categories_with_few_classes_are_told_of_once():
+    sentence = r"CategorySampler: fewer classes than the 3 that a batch takes of a category: 2 of 3 categories; a batch"
+    with pytest.warns(UserWarning, match=sentence) as caught:
+        make(P=6)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    make(P=4)  # two of each: enough
+
+
+def test_the_pickled_state_is_arrays():
+    sampler = make(np.arange(100_000) // 10, np.arange(100_000) // 10 % 12, 8, 4)
+    assert len(pickle.dumps(sampler)) < 100_000 * 8 + 10_000 * 20 + 4_000
+    assert not any(isinstance(value, (list, tuple, dict)) for value in vars(sampler).values())
+    list(sampler)
+    assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
+
+
+def test_an_epoch_goes_on_where_a_loader_is_told_to():
+    def loader(**position):
+        return [batch.tolist() for batch in RetrievalDataLoader(range(len(LABELS)), make(P=2, K=2), **position)]
+
+    whole = loader(epoch=1)
+    assert whole == list(make(P=2, K=2, epoch=1))
+    assert len(whole) == 6
+    assert loader(epoch=1, start=2) == whole[2:]
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"P": 5}, ValueError, r"`classes_per_batch` must be a multiple of `categories_per_batch`, got 5 for 2\.$"),
+        ({"P": 0}, ValueError, r"`classes_per_batch` must be an integer >= 1, got 0\."),
+        ({"K": 1}, ValueError, r"`samples_per_class` must be an integer >= 2, got 1\."),
+        ({"K": 2.0}, TypeError, r"`samples_per_class` must be an integer >= 2, got 2\.0 \(float\)"),
+        ({"C": 0}, ValueError, r"`categories_per_batch` must be an integer >= 1, got 0\."),
+        ({"C": 4}, ValueError, r"`categories_per_batch` must be at most the number .* got 4 for 3 such categories; l"),
+        ({"seed": -3}, ValueError, r"`seed` must be an integer >= 0, got -3\."),
+        ({"epoch": -1}, ValueError, r"`epoch` must be an integer >= 0, got -1\."),
+        ({"labels": []}, ValueError, r"`labels` must be one integer for each image, got shape \(0,\)\."),
+        ({"labels": [1, 2, 3]}, ValueError, r"at least 2 images, got 3 images of 3 classes; check"),
+        ({"categories": None}, TypeError, r"`categories` .* for each image, got None; give them, or take PKSampler\.$"),
+        ({"categories": [1, 2]}, ValueError, r"`categories` must be one integer for each of the 23 labels, got 2\.$"),
+        ({"categories": 7}, ValueError, r"`categories` must be one integer for each image, got shape \(\)\."),
+        ({"categories": [[1], [1, 2]]}, ValueError, r"`categories` must be .*, got rows of unequal length\."),
+        ({"categories": ["a"] * 23}, TypeError, r"`categories` must be integers, got <U1\."),
+        (
+            {"categories": [*CATEGORIES[:4], 30, *CATEGORIES[5:]]},
+            ValueError,
+            r"`categories` must be the same .*, got 10 and 30 for class -1 \(1 of 7 classes\)\.$",
+        ),
+    ],
+)
+def test_impossible_requests_are_refused(changed, error, message):
+    with pytest.raises(error, match=rf"^CategorySampler: .*{message}"):
+        make(**changed)

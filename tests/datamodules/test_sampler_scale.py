@@ -1,0 +1,57 @@
+"""Ten million images: every sampler is ready within seconds and adds less than a gigabyte.
+
+Run as a program, this file makes one sampler and its first batch, and prints what that took.
+"""
+
+import json
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_retrieval.datamodules import AllClassesSampler, CategorySampler, PKSampler
+
+IMAGES = 10_000_000
+PK = {"classes_per_batch": 32, "samples_per_class": 4}
+CASES = {  # number of classes, of categories, and the sampler
+    "PK": (1_000_000, 0, lambda labels, _: PKSampler(labels, **PK)),
+    "12 categories": (1_000_000, 12, lambda labels, categories: CategorySampler(labels, categories, **PK)),
+    "1,000 categories": (1_000_000, 1000, lambda labels, categories: CategorySampler(labels, categories, **PK)),
+    "all classes": (100_000, 0, lambda labels, _: AllClassesSampler(labels, batch_size=150_000)),
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.parametrize("case", CASES)
+def test_ten_million_images_take_seconds_and_less_than_a_gigabyte(case):
+    done = subprocess.run([sys.executable, __file__, case], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    took = json.loads(done.stdout)
+    assert took["images"] == (150_000 if case == "all classes" else 128)
+    assert 0 < took["seconds"] < 5  # of the processor, whatever else the machine does
+    assert 40e6 < took["bytes"] < 1e9  # the images in their classes' order are 4 bytes each
+
+
+def measure(case: str) -> None:
+    classes, count, make = CASES[case]
+    labels = np.random.default_rng(0).integers(classes, size=IMAGES)
+    categories = labels % count if count else None
+    warnings.simplefilter("ignore")  # random labels: some classes have a single image
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is held now
+    held, start = memory("VmRSS"), time.process_time()
+    batch = next(iter(make(labels, categories)))
+    seconds, peak = time.process_time() - start, memory("VmHWM")
+    print(json.dumps({"images": len(batch), "seconds": seconds, "bytes": peak - held}))
+
+
+def memory(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+if __name__ == "__main__":
+    measure(sys.argv[1])
