@@ -26,3 +26,6 @@ docs:  ## build the documentation into site/
 bench:  ## speed and memory, each one table
 	$(PYTHON) benchmarks/losses.py
 	$(PYTHON) benchmarks/metrics.py
+	$(PYTHON) benchmarks/large_batch.py
+	$(PYTHON) benchmarks/ddp.py
+	$(PYTHON) benchmarks/samplers.py

@@ -9,8 +9,13 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 COLUMNS = {
+    "large_batch": {
+        *("batch", "in chunks", "plain batch", "plain", "time an image"),
+        *("added MiB", "times the first", "plain added MiB"),
+    },
     "losses": {"loss", "batch", "time", "peer", "peer's time", "times faster", "added MiB"},
     "metrics": {"embeddings", "evaluation", "product alone", "ratio", "added MiB", "mAP", "R@1"},
+    "samplers": {"sampler", "images", "classes", "categories", "batch", "first batch", "later batch", "added MiB"},
 }
 
 
@@ -32,3 +37,19 @@ def test_benchmark_runs(name, tmp_path):
     timings = [value for row in results for value in row.values() if isinstance(value, dict)]
     assert timings
     assert all(0 < t["lowest"] <= t["median"] <= t["highest"] for t in timings)
+
+
+def test_ddp_benchmark_runs_and_counts_the_bytes_of_the_model(tmp_path):
+    file = tmp_path / "results.json"
+    command = [sys.executable, BENCHMARKS / "ddp.py", "--quick", "--json", file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    one, two = json.loads(file.read_text())["results"]
+    assert set(one) == {"processes", "batch", "dim", "step"}
+    new = {"waiting %", "moving %", "moving", "predicted ms", "sent MB", "model MB", "bandwidth MB/s"}
+    assert set(two) == set(one) | new
+    assert all(column in done.stdout for column in two)
+    assert (one["processes"], two["processes"]) == (1, 2)
+    # Beside the model's: the sizes of the shares, which parameters have a gradient, and the loss.
+    assert two["model MB"] < two["sent MB"] < two["model MB"] + 0.0005
+    assert 0 < two["waiting %"] + two["moving %"] < 100

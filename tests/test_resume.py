@@ -1,0 +1,205 @@
+"""A run that is killed, at any moment and several times, and resumed ends as the run that nobody killed.
+
+Run as a program, this file is one start of such a run.
+"""
+
+import functools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+
+if __name__ == "__main__":  # this folder's lightning_retrieval/ holds tests and would stand in for the package
+    sys.path.remove(str(Path(__file__).parent))
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from fsspec.implementations.local import LocalFileOpener
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import nn
+
+from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks import RetrievalEvaluation
+from lightning_retrieval.datamodules import Glyphs
+from lightning_retrieval.models import GlyphNet
+
+EPOCHS, BATCHES = 4, 10
+STEPS = EPOCHS * BATCHES
+PAUSE = 0.02  # seconds before each step, so that a kill meets a run that still goes on
+WHEN = {
+    "steps": {"every_n_train_steps": 3},
+    "epochs": {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+    "validation": {"monitor": "val/mAP", "mode": "max"},
+}
+
+
+class FewGlyphs(Glyphs):
+    """The first images of the training set, ten batches, and of the validation set."""
+
+    @cached_property
+    def train_set(self):
+        return first(super().train_set, BATCHES * self.classes_per_batch * self.samples_per_class)
+
+    @cached_property
+    def val_set(self):
+        return first(super().val_set, 60)
+
+
+def first(dataset, size):
+    dataset.images, dataset.labels = dataset.images[:size], dataset.labels[:size]
+    return dataset
+
+
+class Pace(pl.Callback):
+    """Says which step begins. From step `die_writing` on, the process dies half-way through its next checkpoint."""
+
+    def __init__(self, die_writing):
+        self.die_writing = die_writing
+
+    def on_train_batch_start(self, trainer, *_):
+        print(f"step {trainer.global_step}", flush=True)
+        time.sleep(PAUSE)
+        if trainer.global_step == self.die_writing:
+            LocalFileOpener.write = die_half_way
+
+
+def die_half_way(opener, data):
+    opener.f.write(data[: len(data) // 2])
+    opener.f.flush()
+    print("dies writing", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def one_start(folder, when, workers, die_writing):
+    """Train from the last checkpoint, or from scratch where there is none, to the end."""
+    pl.seed_everything(5)
+    embedder = Embedder(nn.Sequential(GlyphNet(width=4), nn.Dropout(0.2)), 16)
+    module = RetrievalModule(
+        embedder,
+        SmoothAPLoss(),
+        chunk_size=16,  # of 40 images
+        optimizer=functools.partial(torch.optim.AdamW, lr=0.003),
+        lr_scheduler=functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.01, total_steps=STEPS + 1),
+        lr_scheduler_interval="step",
+        memory=CrossBatchMemory(100, start_step=2),
+    )
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=EPOCHS,
+        callbacks=[
+            RetrievalEvaluation(ks=(1,)),
+            ModelCheckpoint(folder / "checkpoints", save_last=True, **WHEN[when]),
+            Pace(die_writing),
+        ],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = FewGlyphs(classes_per_batch=8, samples_per_class=5, num_workers=workers)
+    trainer.fit(module, datamodule=data, ckpt_path="last")
+    trainer.save_checkpoint(folder / "end.ckpt")
+
+
+def start(folder, when, workers, kill_at=None, die_writing=None, delay=0.0):
+    """One start in a process of its own, killed after it has said that step `kill_at` begins; what it said."""
+    said = folder / "said.txt"
+    with said.open("w") as output:
+        settings = json.dumps([str(folder), when, workers, die_writing])
+        process = subprocess.Popen(
+            [sys.executable, __file__, settings],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    deadline = time.monotonic() + 120
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            if kill_at is not None and f"step {kill_at}\n" in said.read_text():
+                time.sleep(delay)
+                break
+            time.sleep(0.005)
+    finally:
+        process.kill()
+        process.wait()
+    killed = kill_at is not None or die_writing is not None
+    assert process.returncode == (-signal.SIGKILL if killed else 0), said.read_text()[-3000:]
+    return said.read_text()
+
+
+def killed_run(folder, when="steps", workers=0, kills=0, dies_writing=False):
+    """The checkpoint of the end of a run killed that often, at steps that the name of its folder decides."""
+    folder.mkdir()
+    choose, saids = random.Random(folder.name), []
+    steps = sorted(choose.sample(range(1, STEPS - 4), kills))
+    for number, step in enumerate(steps):
+        if dies_writing and number == kills - 1:
+            saids.append(start(folder, when, workers, die_writing=step))
+            assert "dies writing" in saids[-1]
+        else:
+            saids.append(start(folder, when, workers, kill_at=step, delay=2 * PAUSE * choose.random()))
+    saids.append(start(folder, when, workers))
+    begins = [int(said.split("step ", 1)[1].split("\n")[0]) for said in saids]
+    return {**torch.load(folder / "end.ckpt", weights_only=True), "begins": begins}
+
+
+CASES = {
+    "steps": {"when": "steps", "kills": 2, "dies_writing": True},
+    "steps with workers": {"when": "steps", "workers": 2, "kills": 1},
+    "epochs with workers": {"when": "epochs", "workers": 2, "kills": 2, "dies_writing": True},
+    "validation": {"when": "validation", "kills": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory):
+    """The end of each run, two runs at a time."""
+    folder = tmp_path_factory.mktemp("runs")
+    with ThreadPoolExecutor(2) as pool:
+        runs = {name: pool.submit(killed_run, folder / name, **case) for name, case in {**CASES, "whole": {}}.items()}
+        return {name: run.result() for name, run in runs.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_killed_run_ends_as_the_run_that_was_not_killed(ends, name):
+    """Bit by bit: weights, statistics of batch norms, optimizer, scheduler, memory, and the number of steps."""
+    found, whole = ends[name], ends["whole"]
+    assert whole["begins"] == [0]
+    assert len(found["begins"]) == CASES[name]["kills"] + 1
+    assert found["begins"][-1] > 0  # resumed, not begun anew
+    assert whole["global_step"] == found["global_step"] == STEPS
+    rows = whole["state_dict"]["memory._extra_state"]["rows"]
+    assert [len(part) for part in rows] == [100] * 3
+    for key in ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step"):
+        assert_same(found[key], whole[key], key)
+
+
+def assert_same(found, expected, where):
+    assert type(found) is type(expected), where
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype, where
+        assert torch.equal(found, expected), where
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected), where
+        for key in expected:
+            assert_same(found[key], expected[key], f"{where}[{key!r}]")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for number, pair in enumerate(zip(found, expected)):
+            assert_same(*pair, f"{where}[{number}]")
+    else:
+        assert found == expected, where
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    folder, *settings = json.loads(sys.argv[1])
+    one_start(Path(folder), *settings)

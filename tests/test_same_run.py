@@ -1,0 +1,385 @@
+"""A run on 1, 2 and 4 processes is the same run: real Trainers, real loaders, batches that they cannot share evenly.
+
+Run as a program, this file is one of the two processes of which one dies.
+"""
+
+import functools
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+
+if __name__ == "__main__":  # this folder's lightning_retrieval/ holds tests and would stand in for the package
+    sys.path.remove(str(Path(__file__).parent))
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.strategies import DDPStrategy
+from pytorch_metric_learning.losses import MultiSimilarityLoss, ProxyAnchorLoss
+from torch import nn
+
+from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, ROADMAPLoss, SmoothAPLoss
+from lightning_retrieval.callbacks import RetrievalEvaluation
+from lightning_retrieval.datamodules import Glyphs
+from lightning_retrieval.losses import WeightedSum
+from lightning_retrieval.models import GlyphNet
+
+STEPS, WORLDS = 20, (1, 2, 4)
+CLASSES = 60  # of the training set; about ten batches an epoch
+IN_FLOAT32 = ("smooth-ap", "chunks", "roadmap", "proxies")
+COLLECTIVES = [
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter"),
+    *("reduce_scatter_tensor", "scatter", "send", "recv"),
+]
+TIMEOUT = 30  # seconds of the process group with a dying process
+
+
+class FewGlyphs(Glyphs):
+    """The first classes of the glyphs, numbered from 0."""
+
+    def __init__(self, classes_per_batch=9, samples_per_class=5):
+        super().__init__(classes_per_batch, samples_per_class, eval_batch_size=100, seed=3)
+
+    @cached_property
+    def _glyphs(self):
+        return all_glyphs()
+
+    @cached_property
+    def train_set(self):
+        full = super().train_set
+        return cut(full, int((full.labels.unique_consecutive(return_counts=True)[1])[:CLASSES].sum()))
+
+    @cached_property
+    def val_set(self):
+        return cut(super().val_set, 299)
+
+
+@functools.cache
+def all_glyphs():
+    return Glyphs()._glyphs
+
+
+def cut(dataset, size):
+    dataset.images = dataset.images[:size]
+    dataset.labels = dataset.labels[:size].unique(return_inverse=True)[1]
+    return dataset
+
+
+def mixed():
+    return WeightedSum({"ap": (1.0, SmoothAPLoss()), "pairs": (0.1, MultiSimilarityLoss())})
+
+
+SCENARIOS = {
+    "smooth-ap": lambda: {"loss": SmoothAPLoss(tau=0.01)},
+    "chunks": lambda: {"loss": SmoothAPLoss(tau=0.01), "chunk_size": 11},  # 5 chunks alone, 2 and 1 of 4 processes
+    "memory": lambda: {"loss": SmoothAPLoss(), "chunk_size": 11, "memory": CrossBatchMemory(150, start_step=2)},
+    "roadmap": lambda: {
+        "loss": ROADMAPLoss.official(),
+        "memory": CrossBatchMemory(150),
+        "memory_weight": 0.5,
+        "gradient_clip_val": 0.1,
+    },
+    "proxies": lambda: {"loss": ProxyAnchorLoss(CLASSES, 16), "chunk_size": 7},
+    "foreign memory": lambda: {"loss": MultiSimilarityLoss(), "chunk_size": 11, "memory": CrossBatchMemory(150)},
+    "mixed": lambda: {"loss": mixed()},
+}
+TERMS = {"roadmap": {"sup_ap", "calibration", "batch", "memory"}, "mixed": {"ap", "pairs"}}
+
+
+def retrieval_module(cls=RetrievalModule, **settings):
+    torch.manual_seed(1)
+    if isinstance(settings["loss"], str):  # a name, whose losses may have random parameters of their own
+        settings = SCENARIOS[settings["loss"]]()
+    backbone = GlyphNet(width=4)
+    # Statistics of real images spread the embeddings. Without them all scores are nearly 1, and a float32 gradient has
+    # three digits, whatever the number of processes.
+    for norm in backbone.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.momentum = 1.0
+    backbone(torch.from_numpy(all_glyphs().images[::100, None]) / 255)
+    embedder = Embedder(backbone, 16, freeze_batch_norm=True)
+    adam = functools.partial(torch.optim.AdamW, lr=0.003)
+    decay = functools.partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.97)
+    return cls(embedder, optimizer=adam, lr_scheduler=decay, lr_scheduler_interval="step", **settings)
+
+
+class Watch(pl.Callback):
+    """Losses, collectives and the first gradient of a run."""
+
+    def __init__(self):
+        self.losses, self.collectives, self.gradient, self.real = [], [], None, {}
+
+    def on_fit_start(self, trainer, module):
+        if isinstance(trainer.model, nn.parallel.DistributedDataParallel):
+            trainer.model.register_comm_hook(None, self.reduced_by_ddp)
+
+    def reduced_by_ddp(self, _, bucket):
+        self.called.append(("DDP's own", bucket.buffer().numel()))
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
+
+    def on_train_batch_start(self, *_):
+        self.real, self.called = {name: getattr(dist, name) for name in COLLECTIVES}, []
+        for name, function in self.real.items():
+            setattr(dist, name, functools.partial(self.counted, name, function))
+
+    def counted(self, name, function, *args, **kwargs):
+        self.called.append((name, next((x.numel() for x in args if isinstance(x, torch.Tensor)), 0)))
+        return function(*args, **kwargs)
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        if self.gradient is None:
+            self.gradient = flat(p.grad for p in module.parameters() if p.grad is not None)
+
+    def on_train_batch_end(self, trainer, *_):
+        self.give_back()
+        self.collectives.append(self.called)
+        self.losses.append({k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("train/")})
+
+    def on_exception(self, *_):
+        self.give_back()
+
+    def give_back(self):
+        for name, function in self.real.items():
+            setattr(dist, name, function)
+
+
+def flat(tensors):
+    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+
+
+def fit(world, module, data, precision="64-true", steps=STEPS, strategy="ddp"):
+    watch, evaluation = Watch(), RetrievalEvaluation(ks=(1, 5))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy if world > 1 else "auto",
+        precision=precision,
+        max_epochs=-1,
+        max_steps=steps,
+        val_check_interval=min(steps, STEPS // 2),
+        check_val_every_n_epoch=None,
+        callbacks=[watch, evaluation],
+        log_every_n_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=data)
+    return {
+        "weights": flat(module.parameters()),
+        "losses": watch.losses,
+        "metrics": evaluation.table["val"],
+        "collectives": watch.collectives,
+        "gradient": watch.gradient,
+    }
+
+
+class IdsOnFirst(RetrievalModule):
+    """Batches hold ids on the first process only."""
+
+    def unpack_batch(self, batch):
+        images, labels, ids = super().unpack_batch(batch)
+        return images, labels, ids if dist.get_rank() == 0 else None
+
+
+def refusal(world, module, data):
+    try:
+        fit(world, module, data)
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def plain_loop():
+    """What two processes without gathering do: the mean of the losses of the two halves of each batch."""
+    module, data = retrieval_module(loss=SmoothAPLoss()).double(), FewGlyphs(classes_per_batch=8)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.003)
+    loader, losses, epoch = data.train_dataloader(), [], 0
+    while len(losses) < STEPS:
+        loader.set_epoch(epoch)
+        for batch in loader:
+            parts = zip(batch["images"].double().tensor_split(2), batch["labels"].tensor_split(2))
+            loss = sum(module.loss(module(images), labels) for images, labels in parts) / 2
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.param_groups[0]["lr"] = 0.003 * 0.97 ** len(losses)
+            optimizer.step()
+            losses.append(loss.item())
+            if len(losses) == STEPS:
+                break
+        epoch += 1
+    return losses, flat(module.parameters())
+
+
+def runs(rank, world):
+    """All that is compared, as one of `world` processes sees it."""
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")  # as a launcher does; the group is there already
+    warnings.filterwarnings("ignore")
+    seen = {name: fit(world, retrieval_module(loss=name), FewGlyphs()) for name in SCENARIOS}
+    for name in IN_FLOAT32:
+        seen[name]["float32"] = fit(world, retrieval_module(loss=name), FewGlyphs(), "32-true", steps=1)["gradient"]
+    local = functools.partial(retrieval_module, gather=False)
+    if world == 1:
+        seen["plain loop"] = plain_loop()
+    if world == 2:
+        seen["local"] = fit(world, local(loss=SmoothAPLoss(), chunk_size=7), FewGlyphs(classes_per_batch=8))
+    if world > 1:
+        seen["unequal"] = refusal(world, local(loss=SmoothAPLoss()), FewGlyphs())
+        seen["local memory"] = refusal(world, local(loss=SmoothAPLoss(), memory=CrossBatchMemory(99)), FewGlyphs())
+        seen["ids"] = refusal(world, retrieval_module(IdsOnFirst, loss=SmoothAPLoss()), FewGlyphs())
+    return seen
+
+
+@pytest.fixture(scope="module")
+def seen(run_processes, tmp_path_factory):
+    """Results of all processes, by world size; the three starts go on at the same time."""
+    all_glyphs()  # into the cache, before seven processes look there
+    tmp_path_factory.getbasetemp()  # made at its first use, which threads must not have at the same time
+    with ThreadPoolExecutor(len(WORLDS)) as pool:
+        started = {world: pool.submit(run_processes, runs, world, timeout=300) for world in WORLDS}
+        return {world: future.result() for world, future in started.items()}
+
+
+MANY = [world for world in WORLDS if world > 1]
+
+
+@pytest.mark.parametrize("world", MANY)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_weights_losses_and_metrics_are_those_of_one_process(seen, name, world):
+    one = seen[1][0][name]
+    assert (one["weights"] - flat(retrieval_module(loss=name).parameters())).abs().max() > 0.01  # it has learned
+    assert len(one["losses"]) == STEPS
+    assert len({step["train/loss"] for step in one["losses"]}) == STEPS
+    assert set(one["losses"][-1]) == {"train/loss", *(f"train/loss/{term}" for term in TERMS.get(name, ()))}
+    assert 0.01 < one["metrics"]["val/mAP"] < 0.99
+    for found in (process[name] for process in seen[world]):
+        torch.testing.assert_close(found["weights"], one["weights"], rtol=0, atol=1e-9)
+        assert found["losses"] == [pytest.approx(step, rel=0, abs=1e-9) for step in one["losses"]]
+        assert found["metrics"] == pytest.approx(one["metrics"], rel=0, abs=1e-9)
+
+
+@pytest.mark.parametrize(("name", "world"), [*itertools.product(SCENARIOS, MANY), ("local", 2)])
+def test_processes_agree_to_the_last_bit(seen, name, world):
+    first, *others = (process[name] for process in seen[world])
+    for other in others:
+        assert torch.equal(other["weights"], first["weights"])
+        assert other["losses"] == first["losses"]
+        assert other["metrics"] == first["metrics"]
+
+
+@pytest.mark.parametrize("world", MANY)
+@pytest.mark.parametrize("name", IN_FLOAT32)
+def test_the_first_gradient_is_that_of_one_process_in_float32(seen, name, world):
+    one = seen[1][0][name]["float32"]
+    assert one.norm() > 0
+    for found in (process[name]["float32"] for process in seen[world]):
+        assert (found - one).norm() < 1e-5 * one.norm()
+
+
+@pytest.mark.parametrize("world", MANY)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_gradients_are_summed_in_one_collective_a_step_whatever_its_chunks(seen, name, world):
+    """Beside three that gather and, for losses of ours, one that hands gradients back."""
+    parameters = sum(p.numel() for p in retrieval_module(loss=name).parameters())
+    foreign = name in ("proxies", "foreign memory", "mixed")
+    for process in seen[world]:
+        assert len(process[name]["collectives"]) == STEPS
+        for number, step in enumerate(process[name]["collectives"]):
+            names = [collective for collective, _ in step]
+            # ROADMAP's calibration adds up its two counts of pairs, for the batch and for the memory.
+            counts = 0 if name != "roadmap" else 2
+            sums = [size for collective, size in step if collective == "all_reduce"]
+            assert sums[:-1] == [2] * counts, number
+            assert sums[-1] > parameters
+            assert sorted(names) == sorted(
+                ["all_gather"] * 3 + ["all_to_all_single"] * (not foreign) + ["all_reduce"] * (1 + counts)
+            )
+    assert all(not step for step in seen[1][0][name]["collectives"])
+
+
+def test_without_gathering_the_loss_is_the_mean_of_the_processes_losses(seen):
+    losses, weights = seen[1][0]["plain loop"]
+    for process in seen[2]:
+        found = process["local"]
+        assert [step["train/loss"] for step in found["losses"]] == pytest.approx(losses, rel=0, abs=1e-9)
+        torch.testing.assert_close(found["weights"], weights, rtol=0, atol=1e-9)
+        for step in found["collectives"]:
+            assert [name for name, _ in step] == ["all_gather", "all_reduce"]
+
+
+@pytest.mark.parametrize("world", MANY)
+def test_what_several_processes_cannot_do_ends_all_of_them_with_the_sentence(seen, world):
+    shares = [23, 22] if world == 2 else [12, 11, 11, 11]
+    kinds = [(16, 0, 1)] + [(16, 0, 0)] * (world - 1)
+    for process in seen[world]:
+        assert process["unequal"].startswith("RetrievalModule: with gather=False the loss is the mean of the processes")
+        assert f"got {shares} rows in rank order" in process["unequal"]
+        assert f"must be the same on all {world} processes, which gather=False does not give" in process["local memory"]
+        assert process["ids"].startswith("IdsOnFirst: the processes' batches must be alike but for their rows, got")
+        assert f"{kinds} in rank order." in process["ids"]
+
+
+class Dying(RetrievalModule):
+    """The second process is killed in the middle of its fourth step, before the gradients are summed."""
+
+    def training_step(self, batch, batch_idx):
+        print(f"step {batch_idx}", flush=True)
+        return super().training_step(batch, batch_idx)
+
+    def _loss(self, batch):
+        if dist.get_rank() == 1 and self.global_step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super()._loss(batch)
+
+
+def test_a_process_that_dies_stops_the_other():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
+    both = [
+        subprocess.Popen(
+            [sys.executable, __file__],
+            env={**os.environ, **common, "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        said = both[1].communicate(timeout=240)[0]
+        died = time.monotonic()
+        assert both[1].returncode == -signal.SIGKILL, said
+        left = both[0].communicate(timeout=TIMEOUT + 10)[0]
+        seconds = time.monotonic() - died
+    finally:
+        for process in both:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    print(left[-500:], seconds)
+    assert both[0].returncode == 1, left
+    assert "step 3" in left
+    assert "step 4" not in left
+    assert "RuntimeError" in left
+    assert seconds < TIMEOUT
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=TIMEOUT))
+    fit(2, retrieval_module(Dying, loss=SmoothAPLoss()), FewGlyphs(), strategy=strategy)
