@@ -66,6 +66,8 @@ TABLE = {
     "WeightedSum": Duties({"losses": {"ap": (1.0, SmoothAPLoss()), "recall": (0.5, SupAPLoss())}}, shown=()),
     "blackbox_rank": Duties(without=ONLY_CALLED),
     "chunked_backward": Duties(without=ONLY_CALLED),
+    "largest_chunk_size": Duties(without=ONLY_CALLED),
+    "CrossBatchMemory": Duties({"size": 12, "start_step": 3}),
     "RetrievalModule": Duties(
         {"embedder": nn.Linear(8, 4), "loss": SmoothAPLoss(tau=0.1), "chunk_size": 16, "seed": 3},
         shown=(),  # its repr is Lightning's: the parts; `hparams` holds the settings
@@ -89,6 +91,16 @@ TABLE = {
     # lightning_retrieval.datamodules
     "GlobalBatchSampler": Duties(without=NEVER_MADE),
     "PKSampler": Duties({"labels": [0, 0, 1, 1, 1], "classes_per_batch": 2, "samples_per_class": 2, "seed": 5}),
+    "AllClassesSampler": Duties({"labels": [0, 0, 1, 1, 1], "batch_size": 4, "seed": 5}),
+    "CategorySampler": Duties(
+        {
+            "labels": [0, 0, 1, 1, 1],
+            "categories": [4, 4, 7, 7, 7],
+            "classes_per_batch": 2,
+            "samples_per_class": 2,
+            "seed": 5,
+        }
+    ),
     "RetrievalDataLoader": Duties(
         {
             "dataset": range(4),
