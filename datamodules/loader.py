@@ -88,8 +88,7 @@ class RetrievalDataLoader(DataLoader[Any]):
     Raises:
         TypeError: if `batch_sampler` is not a `GlobalBatchSampler`, or `epoch` or `start` not an integer.
         ValueError: if `dataset` has not an item for each label of `batch_sampler`, or `epoch` or `start` is out of its
-            range; in the iteration, if a batch has fewer images than there
-            are processes.
+            range; in the iteration, if a batch has fewer images than there are processes.
 
     Example:
         >>> from lightning_retrieval.datamodules.samplers import PKSampler

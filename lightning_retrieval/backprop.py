@@ -78,7 +78,7 @@ def chunked_backward(
         states.append(_RandomState(inputs.device))
         with torch.no_grad(), statistics.collected(len(chunk)):
             parts.append(embed(chunk))
-    if len(chunks) > 1 and torch.is_autocast_enabled(inputs.device.type):
+    if len(chunks) > 1:
         torch.clear_autocast_cache()  # weights cast without a graph would be used again with one, and get no gradient
     with statistics.collected(len(chunks[-1])):
         last = embed(chunks[-1])
@@ -206,6 +206,11 @@ def _leaves(output: Tensor) -> list[Tensor]:
 
 def _check_inputs(who: str, inputs: Tensor) -> None:
     check_tensor(who, "inputs", inputs)
+    if inputs.grad_fn is not None:
+        raise ValueError(
+            f"{who}: `inputs` must not be results of a graph, through which each chunk would go back once more; detach "
+            "them, or make that part of `embed`."
+        )
     if len(inputs) == 0:
         raise ValueError(f"{who}: `inputs` must hold at least one row, got shape {tuple(inputs.shape)}.")
 
@@ -272,9 +277,14 @@ def _each_module(embed: Callable[[Tensor], Tensor], function: Callable[[nn.Modul
 
 
 class _RandomState:
-    """The random state of the CPU and of one device, to be gone back to."""
+    """The random state of the CPU and of one device, to be gone back to.
+
+    Images on the CPU may be embedded on a GPU, which is then the current one.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        if device.type == "cpu" and torch.cuda.is_available() and torch.cuda.is_initialized():
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.cpu, self.own = self._read()
 
@@ -288,10 +298,10 @@ class _RandomState:
             self._write(*before)
 
     def _read(self) -> tuple[Tensor, Tensor | None]:
-        own = None if self.device.type == "cpu" else torch.get_device_module(self.device).get_rng_state()
+        own = None if self.device.type == "cpu" else torch.get_device_module(self.device).get_rng_state(self.device)
         return torch.get_rng_state(), own
 
     def _write(self, cpu: Tensor, own: Tensor | None) -> None:
         torch.set_rng_state(cpu)
         if own is not None:
-            torch.get_device_module(self.device).set_rng_state(own)
+            torch.get_device_module(self.device).set_rng_state(own, self.device)

@@ -57,12 +57,21 @@ def gather_batch(
 
     Raises:
         ValueError: on all processes alike, if batches differ in more than their rows, or in these with `gather` False.
+        TypeError: on all processes alike, if labels or ids are no integers on one of them.
     """
     counts = [len(embeddings)]
     if world_size() > 1:
-        levels = 0 if labels.ndim == 1 else labels.shape[1]
-        own = torch.tensor([[len(embeddings), embeddings.shape[1], levels, ids is not None]], device=embeddings.device)
-        shapes = gather_rows(own, [1] * world_size()).tolist()
+        levels = labels.shape[1] if labels.ndim == 2 else 0
+        fits = _is_integer(labels) and labels.ndim in (1, 2)
+        fits = fits and (ids is None or (_is_integer(ids) and ids.shape == labels.shape[:1]))
+        kind = [len(embeddings), embeddings.shape[1], levels, ids is not None, fits]
+        shapes = gather_rows(torch.tensor([kind], device=embeddings.device), [1] * world_size()).tolist()
+        if not min([shape.pop() for shape in shapes]):
+            came = "None" if ids is None else f"{ids.dtype} {tuple(ids.shape)}"
+            raise TypeError(
+                f"{who}: labels must be integers of shape (rows,) or (rows, levels) and ids integers of shape (rows,), "
+                f"on every process, got labels {labels.dtype} {tuple(labels.shape)} and ids {came} on rank {rank()}."
+            )
         counts = [shape[0] for shape in shapes]
         kinds = [tuple(shape[1:]) for shape in shapes]
         if len(set(kinds)) > 1:
@@ -85,6 +94,10 @@ def gather_batch(
         None if ids is None else integers[:, -1],
         counts,
     )
+
+
+def _is_integer(values: Tensor) -> bool:
+    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
 
 
 def gather_rows(rows: Shaped[Tensor, "share ..."], counts: Sequence[int] | None = None) -> Shaped[Tensor, "batch ..."]:

@@ -130,7 +130,7 @@ class CrossBatchMemory(nn.Module):
                 "rows; enlarge the memory."
             )
         self._check_like_rows(embeddings, labels)
-        return embeddings.to(torch.promote_types(embeddings.dtype, torch.float32)), labels, ids
+        return embeddings.to(torch.promote_types(embeddings.dtype, torch.float32)), labels.long(), ids.long()
 
     def _check_like_rows(self, embeddings: Tensor, labels: Tensor) -> None:
         if self._rows is None:

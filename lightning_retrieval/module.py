@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, ParallelStrategy, SingleDeviceStrategy
 from pytorch_lightning.trainer.states import TrainerFn
-from pytorch_lightning.utilities import rank_zero_info
+from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +31,7 @@ from lightning_retrieval.distributed import (
     world_size,
 )
 from lightning_retrieval.losses.base import QueryShare
+from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
 from lightning_retrieval.losses.combined import WeightedSum, call_loss, is_ours, without_references
 from lightning_retrieval.losses.foreign import TAKE_REFERENCES, finest
 from lightning_retrieval.memory import CrossBatchMemory
@@ -128,10 +129,18 @@ class RetrievalModule(pl.LightningModule):
         if chunk_size is not None and chunk_size != "auto":
             check_integer(who, "chunk_size", chunk_size, least=1)
         self.chunk_size = chunk_size
+        if isinstance(self.loss, BlackboxMAPLoss):
+            raise TypeError(
+                f"{who}: BlackboxMAPLoss takes scores of images for classes, not embeddings and labels; call it in a "
+                "loop of your own, or rank images by images with BlackboxAPLoss and a `memory`."
+            )
         self._chunk_found = (0, 0)  # the largest chunk, and the rows it was found for
         self.memory = None if memory is None else rebuild(who, "memory", memory, CrossBatchMemory)
         self.memory_weight = self._check_memory(memory_weight)
+        if not isinstance(gather, bool):
+            raise TypeError(f"{who}: `gather` must be True or False, got {gather!r}.")
         self.gather = gather
+        self._begun = False
         self.lr_scheduler_interval = check_choice(
             who, "lr_scheduler_interval", lr_scheduler_interval, ("epoch", "step")
         )
@@ -232,15 +241,23 @@ class RetrievalModule(pl.LightningModule):
                 "their classes; use limit_train_batches instead."
             )
         strategy = trainer.strategy
+        if getattr(strategy, "_ddp_kwargs", {}).get("static_graph"):
+            raise ValueError(
+                f"{who}: DDPStrategy(static_graph=True) expects one backward pass through DDP a step, which there is "
+                "none of here; leave it out."
+            )
         if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)) or isinstance(strategy, DeepSpeedStrategy):
             raise ValueError(
                 f"{who}: gradients are summed over whole parameters, which {type(strategy).__name__} does not keep; "
                 "use Trainer(strategy='auto') or 'ddp'."
             )
+        # A step ends with its state complete, so that a checkpoint after it is what a run is resumed from.
+        warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization and every_n_train_steps")
+        self._begun = False
         return super().configure_callbacks()
 
-    def on_fit_start(self) -> None:
-        """Refuses what several processes cannot do, and says what chunks change where layers mix a batch's rows."""
+    def _refuse_for_several(self) -> None:
+        """Refuse what several processes cannot do."""
         who, several = type(self).__name__, world_size() > 1
         if several and self.memory is not None and not self.gather:
             raise ValueError(
@@ -252,9 +269,11 @@ class RetrievalModule(pl.LightningModule):
                 f"{who}: SyncBatchNorm waits for all processes at each chunk, but they may have unequal numbers of "
                 "chunks; set chunk_size=None, or leave out sync_batchnorm."
             )
-        if isinstance(self.chunk_size, int):
-            self._warn_of_batch_norm(self.chunk_size)
-        self._reported = False
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take on the run's precision before the weights come; Lightning does so after, through the one there was."""
+        if self._trainer is not None:
+            self.trainer.precision_plugin.convert_module(self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep the hyperparameters plain, also where a subclass has called `save_hyperparameters` itself."""
@@ -266,22 +285,26 @@ class RetrievalModule(pl.LightningModule):
         images, labels, ids = self.unpack_batch(batch)
         optimizers = self.optimizers()
         optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+        self.zero_grad()
+        if not self._begun:
+            self._refuse_for_several()
         seen: tuple[GlobalBatch, dict[str, Tensor]]
 
         def loss(embeddings: Tensor) -> Tensor:
             nonlocal seen
             batch = self._gather(embeddings, labels, ids)
-            self._report(batch)
-            value, terms = self._loss(batch)
+            if not self._begun:
+                self._report(batch, len(images) if size is None else min(size, len(images)))
+            with self._random_state(0):  # a loss that draws numbers draws the same on all processes
+                value, terms = self._loss(batch)
             seen = batch, terms
             return value
 
-        with self._random_state(), self._unsynchronised():
+        with self._random_state(rank()), self._unsynchronised():
             size = self._largest_chunk(images) if self.chunk_size == "auto" else self.chunk_size
             share = chunked_backward(self, images, loss, size, backward=self.manual_backward)
         everyone, terms = seen
+        self._begun = True
         terms = {"train/loss": share, **terms}
         values = sum_gradients(self.parameters(), torch.stack([term.to(share) for term in terms.values()]))
         if not math.isfinite(values[0]):
@@ -378,24 +401,17 @@ class RetrievalModule(pl.LightningModule):
             chunk = largest_chunk_size(self, images, reserve=3 * parameters)
             rank_zero_info(f"{type(self).__name__}: chunks of {chunk} of {len(images)} images fit into memory.")
             self._chunk_found = chunk, len(images)
-            if chunk < len(images):
-                self._warn_of_batch_norm(chunk)
         return chunk
 
-    def _warn_of_batch_norm(self, chunk: int) -> None:
-        mixes_rows = any(isinstance(m, _BatchNorm) for m in self.embedder.modules())
-        if mixes_rows and not getattr(self.embedder, "freeze_batch_norm", False):
-            warnings.warn(
-                f"{type(self).__name__}: BatchNorm sees chunks of {chunk} images, not the batch, so the gradient is "
-                "not that of the whole batch; freeze_batch_norm=True makes it exact.",
-                stacklevel=2,
+    def _report(self, batch: GlobalBatch, chunk: int) -> None:
+        """Say how long the lists are, what a step communicates and what chunks change, as the first batch shows."""
+        norms = [m for m in self.modules() if isinstance(m, _BatchNorm) and m.training]
+        if chunk < len(batch.labels) and any(not isinstance(norm, nn.SyncBatchNorm) for norm in norms):
+            rank_zero_warn(
+                f"{type(self).__name__}: BatchNorm sees {chunk} images at a time, not the batch of "
+                f"{len(batch.labels)}, so the gradient is not that of the whole batch; freeze_batch_norm=True of "
+                "Embedder, or such layers in eval mode, make it exact."
             )
-
-    def _report(self, batch: GlobalBatch) -> None:
-        """Say once a fit how long the lists are and what a step communicates, as the first batch shows."""
-        if self._reported:
-            return
-        self._reported = True
         sizes = torch.unique(finest(batch.labels), return_counts=True)[1].tolist()
         each = f"{sizes[0]}" if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
         said = (
@@ -410,7 +426,15 @@ class RetrievalModule(pl.LightningModule):
             numbers = sum(p.numel() for p in self.parameters() if p.requires_grad)
             rows, dim = batch.embeddings.shape
             own_queries = is_ours(self.loss)
-            traffic = step_traffic(rows, dim, numbers, world_size(), gather=self.gather, own_queries=own_queries)
+            traffic = step_traffic(
+                rows,
+                dim,
+                numbers,
+                world_size(),
+                gather=self.gather,
+                own_queries=own_queries,
+                bytes_=batch.embeddings.element_size(),
+            )
             what = ", ".join(f"{name} {size / 1e6:.3g}" for name, size in traffic.items())
             said += f", over {world_size()} processes" if self.gather else f", on each of {world_size()} processes"
             said += f"; each process sends {sum(traffic.values()) / 1e6:.3g} MB a step ({what})"
@@ -429,11 +453,11 @@ class RetrievalModule(pl.LightningModule):
         return 0.0 if scaler is None else float(scaler.get_scale())
 
     @contextmanager
-    def _random_state(self) -> Iterator[None]:
+    def _random_state(self, rank: int) -> Iterator[None]:
         """Random numbers as a function of (seed, step, rank), so that a run goes on as it would have."""
         devices = [] if self.device.type == "cpu" else [self.device]
         with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"):
-            torch.manual_seed(((self.seed * 1_000_003 + self.global_step) * 65_537 + rank()) % 2**63)
+            torch.manual_seed(((self.seed * 1_000_003 + self.global_step) * 65_537 + rank) % 2**63)
             yield
 
     def _step_schedulers(self, interval: str, index: int) -> None:
@@ -472,9 +496,11 @@ class RetrievalModule(pl.LightningModule):
                 self.lr_scheduler_step(config.scheduler, value)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Embeddings, labels and, where the batch has them, ids: what `RetrievalEvaluation` takes up."""
+        """Embeddings, labels and, where the batch has them, ids and roles: what `RetrievalEvaluation` takes up."""
         images, labels, ids = self.unpack_batch(batch)
         output = {"embeddings": self(images), "labels": finest(labels)}
+        if isinstance(batch, dict) and "roles" in batch:
+            output["roles"] = batch["roles"]
         return output if ids is None else {**output, "ids": ids}
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:

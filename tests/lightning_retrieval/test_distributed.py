@@ -48,7 +48,7 @@ def loss_of_all(net, x, labels):
 def message(function, *args):
     try:
         function(*args)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         return str(error)
     return "not refused"
 
@@ -132,6 +132,11 @@ def at_work(this, world):
         message(lambda: gather_batch("I", few, known, known, **kept)),
         message(lambda: gather_batch("I", four[:2], known, known if this else None, **kept)),
         message(lambda: gather_batch("I", four, known.new_zeros(2 + this), None, gather=False, own_queries=True)),
+    ]
+    floats, column = known.double() if this else known, known[:, None] if this else known
+    results["no integers"] = [
+        message(lambda: gather_batch("I", four[:2], floats, known, **kept)),
+        message(lambda: gather_batch("I", four[:2], known, column, **kept)),
     ]
     batch = gather_batch("I", four[:2], known, None, gather=False, own_queries=True)
     results["apart"] = batch.embeddings is not None and (len(batch.embeddings), batch.counts)
@@ -251,6 +256,9 @@ def test_batches_that_do_not_fit_together_are_refused_on_every_rank(ranks):
             f"{list(range(2, 2 + world))} rows in rank order; leave gather at True, or drop the uneven batch."
         )
         assert result["apart"] == (2, [2] * world)
+        for sentence in result["no integers"]:
+            assert sentence.startswith("I: labels must be integers of shape (rows,) or (rows, levels) and ids integers")
+            assert sentence.endswith(f"on rank {result['rank']}.")
 
 
 def test_gradients_that_only_some_ranks_have(ranks):

@@ -9,12 +9,14 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.strategies import DDPStrategy
 from pytorch_metric_learning.losses import ContrastiveLoss, ProxyAnchorLoss, TripletMarginLoss
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_retrieval import (
+    BlackboxMAPLoss,
     CalibrationLoss,
     Embedder,
     HAPLoss,
@@ -233,12 +235,23 @@ def test_trainer_flags_that_break_the_lists_are_refused(flags, sentence):
         fit(RetrievalModule(net(), SmoothAPLoss()), batches(), **flags)
 
 
+def test_a_static_graph_is_refused():
+    module = RetrievalModule(net(), SmoothAPLoss())
+    module.trainer = trainer(strategy=DDPStrategy(static_graph=True))
+    with pytest.raises(
+        ValueError, match=r"^RetrievalModule: DDPStrategy\(static_graph=True\) expects one backward pass"
+    ):
+        module.configure_callbacks()
+
+
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     ("settings", "error", "sentence"),
     [
         ({"chunk_size": 0}, ValueError, r"`chunk_size` must be an integer >= 1, got 0\."),
         ({"chunk_size": 2.0}, TypeError, r"`chunk_size` must be an integer >= 1, got 2\.0"),
+        ({"gather": None}, TypeError, r"`gather` must be True or False, got None\."),
+        ({"loss": BlackboxMAPLoss()}, TypeError, r"BlackboxMAPLoss takes scores of images for classes, not embeddings"),
         ({"chunk_size": "all"}, TypeError, r"`chunk_size` must be an integer >= 1 or 'auto', got 'all'"),
         ({"lr_scheduler_interval": "batch"}, ValueError, r"must be one of 'epoch', 'step', got 'batch'\."),
         ({"lr_scheduler_frequency": 0}, ValueError, r"`lr_scheduler_frequency` must be an integer >= 1, got 0\."),
@@ -488,19 +501,31 @@ def test_labels_of_another_length_are_refused():
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
 def test_batch_norm_in_chunks_warns_once_and_names_the_cure(chunk_size):
-    def said(frozen=False):
-        embedder = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
-        embedder.freeze_batch_norm = frozen
+    def said(evaluated=False, size=chunk_size):
+        class Own(RetrievalModule):
+            def __init__(self, *args):
+                super().__init__(*args)
+                self.norm = nn.BatchNorm1d(4).double()
+                self.train()
+
+            def train(self, mode=True):
+                super().train(mode)
+                self.norm.train(mode and not evaluated)
+                return self
+
+            def forward(self, images):
+                return self.norm(self.embedder(images))
+
         data = [(images[:9], labels[:9]) for images, labels in batches()]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            fit(RetrievalModule(embedder, SmoothAPLoss(), chunk_size), data)
+            fit(Own(net(), SmoothAPLoss(), size), data)
         return [str(w.message) for w in caught if "BatchNorm" in str(w.message)]
 
-    expected = "RetrievalModule: BatchNorm sees chunks of 3 images, not the batch"
+    expected = "Own: BatchNorm sees 3 images at a time, not the batch of 9, so"
     assert [message[: len(expected)] for message in said()] == ([] if chunk_size is None else [expected])
-    assert all("freeze_batch_norm=True makes it exact" in message for message in said())
-    assert said(frozen=True) == []
+    assert all("freeze_batch_norm=True of Embedder" in message for message in said())
+    assert said(evaluated=True) == said(size=9) == []
 
 
 # --- checkpoints
@@ -529,15 +554,38 @@ class PointData(RetrievalDataModule):
 def test_chunks_and_sync_batch_norm_do_not_go_together(chunk_size, monkeypatch):
     """The layer works on GPUs only, so the module is asked without a run, as if on two processes."""
     module = RetrievalModule(nn.Sequential(nn.Linear(6, 4), nn.SyncBatchNorm(4)), SmoothAPLoss(), chunk_size)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module.on_fit_start()
+    module._refuse_for_several()
     monkeypatch.setattr("lightning_retrieval.module.world_size", lambda: 2)
     if chunk_size is None:
-        module.on_fit_start()
+        module._refuse_for_several()
     else:
         with pytest.raises(ValueError, match=r"^RetrievalModule: SyncBatchNorm waits for all processes at each chunk"):
-            module.on_fit_start()
+            module._refuse_for_several()
+
+
+class Random(nn.Module):
+    """A loss that draws numbers."""
+
+    def forward(self, embeddings, labels):
+        return (embeddings * torch.rand_like(embeddings)).sum()
+
+
+def test_a_loss_draws_the_same_numbers_whatever_the_rank(monkeypatch):
+    found = []
+    for rank in (0, 5):
+        monkeypatch.setattr("lightning_retrieval.module.rank", lambda rank=rank: rank)
+        module = RetrievalModule(net(), Random(), optimizer=SGD)
+        fit(module, batches())
+        found.append(module)
+    assert_same(found[0], found[1])
+
+
+def test_a_subclass_may_leave_hooks_out():
+    class Own(RetrievalModule):
+        def on_fit_start(self):
+            pass
+
+    fit(Own(net(), SmoothAPLoss()), batches())
 
 
 class Small(nn.Module):
@@ -609,6 +657,20 @@ def test_a_run_resumed_between_or_in_epochs_goes_on_as_it_would_have(tmp_path):
         assert (rest.rates, run.global_step) == (log.rates[step:], 12)
         assert rest.losses == log.losses[step:]
         assert_same(part, whole)
+
+
+def test_a_run_in_double_precision_is_resumed_bit_by_bit(tmp_path):
+    """Lightning restores the weights before it has made the module double."""
+    whole, second = (RetrievalModule(net(0.2).float(), SmoothAPLoss(tau=0.1), optimizer=SGD) for _ in range(2))
+    settings = {"precision": "64-true", "limit_val_batches": 0}
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2)
+    points = {"classes_per_batch": 3, "samples_per_class": 3, "seed": 1}
+    trainer(**settings, callbacks=[save], enable_checkpointing=True).fit(whole, datamodule=PointData(**points))
+    trainer(**settings).fit(second, datamodule=PointData(**points), ckpt_path=tmp_path / "step=2.ckpt")
+    assert next(second.parameters()).dtype == torch.float64
+    assert_same(second, whole)
+    for found, expected in zip(second.parameters(), whole.parameters()):
+        assert torch.equal(found, expected)
 
 
 def test_an_epoch_schedule_survives_a_resume(tmp_path):

@@ -21,6 +21,7 @@ from pytorch_metric_learning.losses import ProxyAnchorLoss
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import lightning_retrieval.module
 from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery
 from lightning_retrieval.datamodules import PKSampler, RetrievalDataModule
@@ -132,7 +133,7 @@ def trainer(world: int, folder: Path, *callbacks, **kwargs) -> pl.Trainer:
 def scenarios(world: int, folder: Path) -> dict:
     """All that is compared, as one rank of `world` sees it."""
     seen = {}
-    warnings.filterwarnings("ignore", "RetrievalModule: BatchNorm sees chunks of 2 images")
+    warnings.filterwarnings("ignore", "RetrievalModule: BatchNorm sees")
     for name in ALL:
         model, watch = module(name), Watch()
         trainer(world, folder, watch, RetrievalEvaluation(ks=(1, 5))).fit(model, datamodule=PointData())
@@ -142,6 +143,16 @@ def scenarios(world: int, folder: Path) -> dict:
             "calls": watch.counts,
             "buffers": watch.buffers[0],
         }
+
+    said, real = [], lightning_retrieval.module.rank_zero_info
+    lightning_retrieval.module.rank_zero_info = said.append
+    for settings in ({"memory": CrossBatchMemory(50)}, {"gather": False} if world == 1 else {}):
+        embedder = module("smooth-ap").embedder
+        trainer(world, folder, max_steps=2).fit(
+            RetrievalModule(embedder, SmoothAPLoss(), **settings), datamodule=PointData()
+        )
+    lightning_retrieval.module.rank_zero_info = real
+    seen["said"] = said
 
     evaluation, best = RetrievalEvaluation(ks=(1, 5), before_fit=True), ModelCheckpoint(monitor="val/mAP", mode="max")
     run = trainer(
@@ -267,6 +278,17 @@ def test_the_gallery_is_that_of_one_process(one, two):
     (expected,) = one["folder"].rglob("*.png")
     (found,) = two[0]["folder"].rglob("*.png")
     assert found.read_bytes() == expected.read_bytes()
+
+
+def test_a_fit_says_once_what_its_lists_are_and_what_a_step_sends(one, two):
+    """Nine rows of four doubles with label and id, and 92 parameters, of which a process sends half."""
+    lists = "RetrievalModule: batches of P = 3 classes with K = 3 images, lists of 8 images"
+    assert one["said"] == [f"{lists} and up to 50 of the memory.", f"{lists}."]
+    sent = 9 * (4 * 8 + 16) / 2, 9 * 4 * 8 / 2, 92 * 8
+    what = ", ".join(f"{name} {size / 1e6:.3g}" for name, size in zip(("gather", "exchange", "all-reduce"), sent))
+    sends = f", over 2 processes; each process sends {sum(sent) / 1e6:.3g} MB a step ({what})."
+    for rank in two:
+        assert rank["said"] == [f"{lists} and up to 50 of the memory{sends}", f"{lists}{sends}"]
 
 
 def test_what_processes_cannot_do_together_is_refused_on_both(two):
