@@ -57,15 +57,15 @@ def same_random_numbers():
 
 @pytest.fixture(scope="session")
 def run_processes(tmp_path_factory):
-    """Call `function(rank, world_size, *args)` in that many processes joined by gloo; their results in rank order.
+    """Call `function(rank, world_size, *args)` in that many processes joined by `backend`; their results in rank order.
 
     `function` stands at the top of its test file, which each process loads by itself. All are ended as soon as one has
     failed, and after `timeout` seconds, so that ranks that wait for one another fail the test rather than stop it.
     """
 
-    def run(function, world_size, *args, timeout=120):
+    def run(function, world_size, *args, timeout=120, backend="gloo"):
         folder = tmp_path_factory.mktemp("processes")
-        (folder / "job").write_bytes(pickle.dumps((inspect.getfile(function), function.__name__, args)))
+        (folder / "job").write_bytes(pickle.dumps((inspect.getfile(function), function.__name__, args, backend)))
         script = str(Path(__file__).with_name("processes.py"))
         processes, outputs = [], [folder / f"output{rank}" for rank in range(world_size)]
         for rank, output in enumerate(outputs):

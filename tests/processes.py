@@ -13,13 +13,13 @@ sys.path.remove(str(Path(__file__).parent))
 
 
 def main(folder, rank, world_size):
-    file, name, args = pickle.loads((folder / "job").read_bytes())
+    file, name, args, backend = pickle.loads((folder / "job").read_bytes())
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     try:
         result = getattr(module, name)(rank, world_size, *args)
     finally:

@@ -295,3 +295,27 @@ def test_traffic_by_hand():
     assert step_traffic(32, 5, 100, 4, own_queries=False)["exchange"] == 0
     assert list(step_traffic(32, 5, 100, 4, gather=False).values()) == [0, 0, reduced]
     assert sum(step_traffic(32, 5, 100, 1).values()) == 0
+
+
+def on_gpus(this, world):
+    """A gathered batch and the gradients that come back, each process on a GPU of its own."""
+    device = torch.device("cuda", this)
+    torch.cuda.set_device(device)
+    mine = torch.arange(10).split([3, 7])[this]
+    rows = everything()[0][mine].to(device).requires_grad_()
+    found = {}
+    for own_queries in (True, False):
+        batch = gather_batch("I", rows, mine.to(device) % 3, mine.to(device), gather=True, own_queries=own_queries)
+        found[own_queries] = torch.autograd.grad((batch.embeddings * (this + 1)).sum(), rows)[0].cpu()
+    return found, batch.embeddings.detach().cpu(), batch.labels.cpu(), batch.ids.cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_rows_and_gradients_travel_between_gpus(run_processes):
+    for this, (gradients, rows, labels, ids) in enumerate(run_processes(on_gpus, 2, backend="nccl")):
+        assert torch.equal(rows, everything()[0][:10])
+        assert torch.equal(labels, torch.arange(10) % 3)
+        assert torch.equal(ids, torch.arange(10))
+        assert (gradients[True] == 3).all()  # of both processes' shares
+        assert (gradients[False] == 2 * (this + 1)).all()  # its own, which is a half of the loss
