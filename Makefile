@@ -29,3 +29,4 @@ bench:  ## speed and memory, each one table
 	$(PYTHON) benchmarks/large_batch.py
 	$(PYTHON) benchmarks/ddp.py
 	$(PYTHON) benchmarks/samplers.py
+	$(PYTHON) benchmarks/data.py

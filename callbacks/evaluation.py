@@ -12,16 +12,17 @@ from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
-from lightning_retrieval.metrics import RetrievalMetrics
+from lightning_retrieval.metrics import GALLERY, QUERY, RetrievalMetrics
 
 
 class RetrievalEvaluation(pl.Callback):
     """Computes `RetrievalMetrics` over each validation and test set, and logs `val/mAP`, `test/R@1` and so on.
 
     It takes up what the module's `validation_step` and `test_step` return: a dict with `embeddings`, `labels` and,
-    where the batches have them, `ids`. Every process ends with the same numbers and logs them, so that
-    `ModelCheckpoint(monitor="val/mAP", mode="max")` and early stopping work. Several evaluation sets are logged as
-    `val/0/mAP`, `val/1/mAP`. The sanity check is skipped: it sees a piece of the set only.
+    where the batches have them, `ids` and `roles` (1 for a query, 2 for an image of the gallery, 3 for both). Every
+    process ends with the same numbers and logs them, so that `ModelCheckpoint(monitor="val/mAP", mode="max")` and early
+    stopping work. Several evaluation sets are logged as `val/0/mAP`, `val/1/mAP`, or by the names of a dict of loaders,
+    `val/small/mAP`. The sanity check is skipped: it sees a piece of the set only.
 
     Args:
         ks: the k of R@k, each >= 1.
@@ -52,10 +53,11 @@ class RetrievalEvaluation(pl.Callback):
         if not self.before_fit or trainer.global_step > 0:
             return
         results = {}
-        loaders = _test_loaders(trainer, pl_module)
-        for index, loader in enumerate(loaders):
+        sets = _test_loaders(trainer, pl_module)
+        names = _names(sets)
+        for index, loader in enumerate(_listed(sets)):
             metrics = self._evaluate(trainer, pl_module, loader, index)
-            results.update(_named("test", index, len(loaders), metrics.compute()))
+            results.update(_named("test", names[index], metrics.compute()))
         self.table["untrained"] = {name: float(value) for name, value in results.items()}
         for logger in trainer.loggers:
             logger.log_metrics(self.table["untrained"], step=0)
@@ -120,7 +122,9 @@ class RetrievalEvaluation(pl.Callback):
             ids = torch.tensor(positions, device=embeddings.device) if ids is None else ids
         if index not in self.metrics:
             self.metrics[index] = RetrievalMetrics(self.ks).to(embeddings.device)
-        self.metrics[index].update(embeddings, outputs["labels"], ids)
+        roles = outputs.get("roles")
+        masks = {} if roles is None else {"is_query": roles & QUERY > 0, "is_gallery": roles & GALLERY > 0}
+        self.metrics[index].update(embeddings, outputs["labels"], ids, **masks)
 
     def _log(self, trainer: pl.Trainer, stage: str, batches: Sequence[float], loaders: Any) -> None:
         for index, loader in enumerate(_listed(loaders)):
@@ -131,10 +135,10 @@ class RetrievalEvaluation(pl.Callback):
                     stacklevel=2,
                 )
         results: dict[str, Tensor] = {}
-        for index in range(len(_listed(loaders))):
+        for index, name in enumerate(_names(loaders)):
             # A rank without any batch of this set still takes part in its computation.
             metrics = self.metrics.setdefault(index, RetrievalMetrics(self.ks).to(trainer.strategy.root_device))
-            results.update(_named(stage, index, len(_listed(loaders)), metrics.compute()))
+            results.update(_named(stage, name, metrics.compute()))
         self.table[stage] = {name: float(value) for name, value in results.items()}
         for name in results:  # every rank has the same value: reducing it again would change its last digits
             warnings.filterwarnings("ignore", rf".*self\.log\('{re.escape(name)}', \.\.\., sync_dist=True")
@@ -177,9 +181,16 @@ class RetrievalEvaluation(pl.Callback):
         print("\n" + "\n".join(lines), flush=True)
 
 
-def _named(stage: str, index: int, sets: int, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    prefix = stage if sets == 1 else f"{stage}/{index}"
-    return {f"{prefix}/{name}": value for name, value in results.items()}
+def _named(stage: str, of_set: str, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{stage}/{of_set}{name}": value for name, value in results.items()}
+
+
+def _names(loaders: Any) -> list[str]:
+    """What stands before the names of each set's metrics."""
+    if isinstance(loaders, Mapping):
+        return [f"{name}/" for name in loaders]
+    count = len(_listed(loaders))
+    return [""] if count == 1 else [f"{index}/" for index in range(count)]
 
 
 def _listed(loaders: Any) -> list[Any]:
@@ -207,7 +218,7 @@ def _positions(loader: Any) -> Iterator[list[int]] | None:
     return None
 
 
-def _test_loaders(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[Any]:
+def _test_loaders(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any:
     datamodule = getattr(trainer, "datamodule", None)
     if datamodule is not None:
         datamodule.setup("test")
@@ -220,4 +231,4 @@ def _test_loaders(trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[An
             f"RetrievalEvaluation: `before_fit` needs a test set, which {type(source).__name__} does not have; define "
             "test_dataloader there, or set before_fit=False."
         )
-    return _listed(source.test_dataloader())
+    return source.test_dataloader()

@@ -2,7 +2,8 @@
 
 import os
 from abc import ABC, abstractmethod
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import pytorch_lightning as pl
 import torch
@@ -10,7 +11,9 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_retrieval.checks import check_integer
+from lightning_retrieval.checks import check_choice, check_integer
+from lightning_retrieval.datamodules.all_classes_sampler import AllClassesSampler
+from lightning_retrieval.datamodules.category_sampler import CategorySampler
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader, resume_position
 from lightning_retrieval.datamodules.samplers import GlobalBatchSampler, PKSampler
 
@@ -29,8 +32,8 @@ class LabelledImages(Protocol):
 class RetrievalDataModule(pl.LightningDataModule, ABC):
     """Base of the data modules: training batches of P classes with K images each, evaluation sets as they are.
 
-    A subclass says what the three sets are, in `train_set`, `val_set` and `test_set`. One that wants other training
-    batches overrides `train_sampler`.
+    A subclass says what the three sets are, in `train_set`, `val_set` and `test_set`; the latter two may be dicts of
+    several sets by name. One that wants training batches of its own overrides `train_sampler`.
 
     Args:
         classes_per_batch: P, the classes of a global batch.
@@ -39,9 +42,12 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         num_workers: processes that load images, >= 0; with 0 the training process does.
         seed: what the batches and the augmentation follow from, together with the epoch; that of `seed_everything`
             where None, and 0 without one.
+        sampler: of training batches: `"pk"` (`PKSampler`), `"category"` (`CategorySampler`, two categories a batch, of
+            the training set's `categories`) or `"all_classes"` (`AllClassesSampler`, of P K images).
 
     Raises:
-        ValueError: if a number is out of its range; P and K against the data when training begins.
+        ValueError: if a number is out of its range or `sampler` is unknown; P and K against the data when training
+            begins.
         TypeError: if a number is not an integer.
 
     Relations:
@@ -56,6 +62,7 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         eval_batch_size: int = 256,
         num_workers: int = 0,
         seed: int | None = None,
+        sampler: Literal["pk", "category", "all_classes"] = "pk",
     ) -> None:
         super().__init__()
         who = type(self).__name__
@@ -65,6 +72,7 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         self.num_workers = check_integer(who, "num_workers", num_workers, least=0)
         default = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         self.seed = default if seed is None else check_integer(who, "seed", seed, least=0)
+        self.sampler = check_choice(who, "sampler", sampler, ("pk", "category", "all_classes"))
 
     @property
     @abstractmethod
@@ -73,49 +81,53 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
 
     @property
     @abstractmethod
-    def val_set(self) -> LabelledImages:
-        """What checkpoints are chosen by."""
+    def val_set(self) -> LabelledImages | Mapping[str, LabelledImages]:
+        """What checkpoints are chosen by, or several such sets by name."""
 
     @property
     @abstractmethod
-    def test_set(self) -> LabelledImages:
-        """What is reported."""
+    def test_set(self) -> LabelledImages | Mapping[str, LabelledImages]:
+        """What is reported, or several such sets by name."""
 
     def train_sampler(self) -> GlobalBatchSampler:
-        """The sampler of the training batches: a `PKSampler`. To change it, override this method and no other.
+        """The sampler of the training batches. For one of your own, override this method and no other.
 
         It is asked for when training begins, and is made of the `train_set`'s labels and `self.seed`.
         """
-        return PKSampler(
-            self.train_set.labels,
-            classes_per_batch=self.classes_per_batch,
-            samples_per_class=self.samples_per_class,
-            seed=self.seed,
-        )
+        labels, P, K = self.train_set.labels, self.classes_per_batch, self.samples_per_class
+        if self.sampler == "all_classes":
+            return AllClassesSampler(labels, batch_size=P * K, seed=self.seed)
+        if self.sampler == "category":
+            categories = getattr(self.train_set, "categories", None)
+            return CategorySampler(labels, categories, classes_per_batch=P, samples_per_class=K, seed=self.seed)
+        return PKSampler(labels, classes_per_batch=P, samples_per_class=K, seed=self.seed)
 
     def train_dataloader(self) -> RetrievalDataLoader:
         """The batches of `train_sampler`, from the position a resumed run goes on at."""
         position = {} if self.trainer is None else resume_position(self.trainer)
-        return RetrievalDataLoader(self.train_set, self.train_sampler(), **position, **self._loading())
+        return RetrievalDataLoader(self.train_set, self.train_sampler(), **position, **self._loading(self.train_set))
 
     def val_dataloader(self) -> Any:
-        """The validation set, in order."""
+        """The validation set, in order; a dict of loaders where there are several."""
         return self._evaluation(self.val_set)
 
     def test_dataloader(self) -> Any:
-        """The test set, in order."""
+        """The test set, in order; a dict of loaders where there are several."""
         return self._evaluation(self.test_set)
 
     def predict_dataloader(self) -> Any:
-        """The test set, in order."""
+        """The test set, in order; a dict of loaders where there are several."""
         return self._evaluation(self.test_set)
 
-    def _evaluation(self, dataset: Any) -> DataLoader[Any]:
-        return DataLoader(dataset, batch_size=self.eval_batch_size, **self._loading())
+    def _evaluation(self, dataset: Any) -> Any:
+        if isinstance(dataset, Mapping):
+            return {name: self._evaluation(part) for name, part in dataset.items()}
+        return DataLoader(dataset, batch_size=self.eval_batch_size, **self._loading(dataset))
 
-    def _loading(self) -> dict[str, Any]:
+    def _loading(self, dataset: Any) -> dict[str, Any]:
         return {
             "num_workers": self.num_workers,
             "persistent_workers": self.num_workers > 0,
             "pin_memory": torch.cuda.is_available(),
+            "collate_fn": getattr(dataset, "collate", None),
         }

@@ -1,8 +1,13 @@
-"""The command line: `lightning-retrieval fit|validate|test|predict --config FILE`."""
+"""The command line: `lightning-retrieval fit|validate|test|predict --config FILE`, `check --data NAME --root DIR`."""
 
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytorch_lightning as pl
+from jsonargparse import ArgumentParser
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
 
 from lightning_retrieval.module import RetrievalModule
@@ -29,8 +34,43 @@ class RetrievalCLI(LightningCLI):
         )
 
 
+def check(args: Sequence[str]) -> int:
+    """Look at a data set's layout: 0 where all is as in the papers, 1 where not, 2 where it cannot be read.
+
+    Args:
+        args: `--data NAME --root DIR`, and the data module's other settings.
+    """
+    rooms = importlib.import_module("lightning_retrieval.datamodules")  # found by name: the core imports no data module
+    known = {name: getattr(rooms, name) for name in rooms.__all__}
+    known = {name: found for name, found in known.items() if callable(getattr(found, "check", None))}
+    known.pop("ImageDataModule")
+    first = argparse.ArgumentParser("lightning-retrieval check", add_help=False)
+    first.add_argument("--data", choices=sorted(known))
+    data, rest = first.parse_known_args(args)
+    parser = ArgumentParser(
+        "lightning-retrieval check",
+        description=f"Look at a data set's layout before training. --data is one of {', '.join(sorted(known))}.",
+    )
+    parser.add_argument("--data", required=True, choices=sorted(known), help="the data module")
+    if data.data is not None:
+        parser.add_class_arguments(known[data.data], fail_untyped=False, sub_configs=True)
+        rest = ["--data", data.data, *rest]
+    settings = parser.instantiate_classes(parser.parse_args(rest)).as_dict()
+    name = settings.pop("data")
+    try:
+        report = known[name](**settings).check()
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(report)
+    return 0 if report.ok else 1
+
+
 def main(args: Any = None) -> None:
     """Run the command line, with `args` instead of the process's own where given."""
+    given = sys.argv[1:] if args is None else args
+    if isinstance(given, (list, tuple)) and given[:1] in (["check"], ("check",)):
+        sys.exit(check(given[1:]))
     RetrievalCLI(
         RetrievalModule,
         pl.LightningDataModule,
@@ -41,6 +81,7 @@ def main(args: Any = None) -> None:
         parser_kwargs={
             "prog": "lightning-retrieval",
             "description": "Train image retrieval directly for Average Precision.",
+            "epilog": "lightning-retrieval check --data NAME --root DIR looks at a data set's layout.",
         },
         args=args,
     )

@@ -30,7 +30,7 @@ from lightning_retrieval.similarity import normalize
 
 __all__ = ["RetrievalMetrics"]
 
-_QUERY, _GALLERY = 1, 2
+QUERY, GALLERY = 1, 2
 _VALUES = ("mAP", "mAP@R", "R-Precision", "MRR")
 
 
@@ -104,7 +104,7 @@ class RetrievalMetrics(Metric):
         if ids is not None:
             check_integers(who, "ids", ids, rows, "embeddings")
         roles = torch.zeros(rows, dtype=torch.int64, device=embeddings.device)
-        for name, role, flag in (("is_query", is_query, _QUERY), ("is_gallery", is_gallery, _GALLERY)):
+        for name, role, flag in (("is_query", is_query, QUERY), ("is_gallery", is_gallery, GALLERY)):
             roles += flag if role is None else flag * _check_role(who, name, role, rows)
         if rows == 0:
             return
@@ -160,8 +160,8 @@ class RetrievalMetrics(Metric):
         embeddings, labels, ids, roles = self._images()
         order = labels.argsort(stable=True)  # the positives of a query stand side by side
         embeddings, labels, ids, roles = normalize(embeddings[order]), labels[order], ids[order], roles[order]
-        in_gallery = (roles & _GALLERY) > 0
-        is_query = (roles & _QUERY) > 0
+        in_gallery = (roles & GALLERY) > 0
+        is_query = (roles & QUERY) > 0
         own = torch.where(in_gallery, in_gallery.cumsum(0) - 1, -1)[is_query]
         queries, gallery = embeddings[is_query], embeddings[in_gallery]
         values = torch.zeros(len(queries), len(_VALUES) + 1, dtype=torch.float64, device=embeddings.device)
@@ -194,7 +194,7 @@ class RetrievalMetrics(Metric):
             wrong = int(ids[(labels != labels[first][inverse]).nonzero()[0, 0]])
             raise ValueError(f"{who}: `ids` must name one image each, got id {wrong} with two different labels.")
         merged = torch.zeros_like(unique)
-        for flag in (_QUERY, _GALLERY):
+        for flag in (QUERY, GALLERY):
             merged += torch.zeros_like(unique).scatter_reduce(0, inverse, roles & flag, "amax")
         return embeddings[first], labels[first], unique, merged
 

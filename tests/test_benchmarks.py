@@ -9,6 +9,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 COLUMNS = {
+    "data": {"what", "images", "time", "images a second", "added MiB"},
     "large_batch": {
         *("batch", "in chunks", "plain batch", "plain", "time an image"),
         *("added MiB", "times the first", "plain added MiB"),

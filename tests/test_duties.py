@@ -21,10 +21,12 @@ import torch
 from torch import nn
 from torchmetrics import Metric
 
+from lightning_retrieval.datamodules import ImageIndex, reference_transform
 from lightning_retrieval.datamodules.glyph_images import load_glyph_images
 from lightning_retrieval.datamodules.samplers import PKSampler
 from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss, SupAPLoss
 
+TRANSFORM = reference_transform("plain", train=False)
 PACKAGES = json.loads(Path(__file__).with_name("api_surface.json").read_text())
 
 
@@ -108,6 +110,22 @@ TABLE = {
             "epoch": 2,
         }
     ),
+    "ImageDataModule": Duties(without=NEVER_MADE),
+    "ImageIndex": Duties({"paths": ["a.jpg", "é.jpg"], "labels": [0, 1], "roles": [1, 2], "names": ["x", "y"]}),
+    "ImageSet": Duties(
+        {"index": ImageIndex(["a.jpg"], [0]), "root": ".", "transform": TRANSFORM, "on_error": "skip"},
+    ),
+    "LayoutReport": Duties({"splits": {"train": ((2, 1), None)}, "missing": ["a.jpg"], "odd": ["odd"]}),
+    "reference_transform": Duties(without=ONLY_CALLED),
+    "CUB200": Duties({"root": "CUB_200_2011", "boxes": True, "val_share": 0.1}),
+    "INaturalist": Duties({"root": "inat", "levels": ("species", "genus"), "transform": "smooth_ap"}),
+    "ImageFolder": Duties({"root": "images", "test_share": 0.3, "categories": True, "split_seed": 2}),
+    "ImageTable": Duties({"root": "images", "table": "table.csv", "on_error": "skip"}),
+    "InShop": Duties({"root": "In-shop", "high_res": True, "samples_per_class": 3}),
+    "LandmarksClean": Duties({"root": "landmarks"}),
+    "StanfordOnlineProducts": Duties({"root": "sop", "sampler": "category", "num_workers": 2}),
+    "VGGFace2": Duties({"root": "vggface2", "cache_dir": "cache"}),
+    "VehicleID": Duties({"root": "VehicleID_V1.0", "protocol": "reid", "select_by_vid": True}),
     "SeededIndex": Duties({"value": 3, "seed": 11}),
     "index_generator": Duties(without=ONLY_CALLED),
     "resume_position": Duties(without=ONLY_CALLED),

@@ -15,9 +15,9 @@ ROOMS = {
     "datamodules": "lightning_retrieval.datamodules",
 }
 # Imported inside the function that needs them, so that who does not use them need not wait for them, or have them.
-LAZY = {"faiss", "matplotlib", "sklearn", "timm", "wandb"}
+LAZY = {"faiss", "matplotlib", "pyarrow", "sklearn", "timm", "wandb"}
 MAY_IMPORT_LIGHTNING = {"lightning_retrieval/module.py", "lightning_retrieval/cli.py"}
-MAY_PRINT = {"callbacks/evaluation.py"}  # the table at the end
+MAY_PRINT = {"callbacks/evaluation.py", "lightning_retrieval/cli.py"}  # the table at the end, a layout's report
 COMPARISONS = {"allclose", "array_equal", "equal", "isclose"}
 
 

@@ -147,11 +147,11 @@ def test_several_sets_are_numbered(capsys):
     assert "test/1/mAP" in capsys.readouterr().out
 
 
-def test_a_dict_of_sets_is_numbered_in_its_order():
+def test_a_dict_of_sets_is_logged_by_its_names():
     module = Net()
     loaders = {name: DataLoader(points(seed), batch_size=5) for name, seed in {"near": 2, "far": 5}.items()}
     results = trainer(RetrievalEvaluation(KS)).validate(module, loaders, verbose=False)
-    expected = {**by_hand(module, 2, "val/0"), **by_hand(module, 5, "val/1")}
+    expected = {**by_hand(module, 2, "val/near"), **by_hand(module, 5, "val/far")}
     assert {name: value for result in results for name, value in result.items()} == pytest.approx(expected, abs=1e-12)
 
 

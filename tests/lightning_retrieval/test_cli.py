@@ -1,6 +1,7 @@
 """The command line: the example's configuration through fit, validate, test, predict; what is said to mistakes."""
 
 import csv
+import itertools
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from lightning_retrieval import RetrievalModule
 from lightning_retrieval.cli import main
@@ -192,3 +194,44 @@ def test_a_missing_configuration_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["fit", "--config", str(tmp_path / "nowhere.yaml")])
     assert "nowhere.yaml" in capsys.readouterr().err
+
+
+def checked(capsys, *args):
+    """The exit code of `lightning-retrieval check`, what it printed and what it complained of."""
+    with pytest.raises(SystemExit) as end:
+        main(["check", *map(str, args)])
+    return end.value.code, *capsys.readouterr()
+
+
+def test_check_shows_a_layout_beside_the_papers_counts(tmp_path, capsys):
+    for label, number in itertools.product("abcd", range(2)):
+        (tmp_path / label).mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / label / f"{number}.png")
+    code, out, err = checked(capsys, "--data", "ImageFolder", "--root", tmp_path, "--test_share", 0.25)
+    assert (code, err) == (0, "")
+    assert [line.split() for line in out.splitlines()[1:]] == [["train", "6", "3"], ["test", "2", "1"]]
+
+    (tmp_path / "table.csv").write_text("image,label,split\na/0.png,a,train\nb/0.png,b,test\ngone.png,b,test\n")
+    table = tmp_path / "table.csv"
+    code, out, err = checked(capsys, "--data=ImageTable", "--root", tmp_path, "--table", table)
+    assert (code, err) == (1, "")
+    assert out.splitlines()[-1] == "missing: gone.png"
+
+
+def test_check_says_where_a_data_set_may_be(tmp_path, capsys):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "Ebay_train.txt").write_text("")
+    code, out, err = checked(capsys, "--data", "StanfordOnlineProducts", "--root", tmp_path)
+    assert (code, out) == (2, "")
+    assert err.startswith("StanfordOnlineProducts: `root` must hold Ebay_train.txt")
+    assert err.rstrip().endswith(f"give root={tmp_path}/set.")
+
+
+def test_check_knows_the_data_modules_by_name(capsys):
+    code, _, err = checked(capsys, "--data", "Nothing", "--root", "x")
+    assert code == 2
+    assert "invalid choice: 'Nothing'" in err
+    assert "VehicleID" in err
+    code, out, _ = checked(capsys, "--data", "InShop", "--help")
+    assert code == 0
+    assert "--high_res" in out

@@ -1,0 +1,114 @@
+"""Images per second from files, and the time and memory of indexing a list of 3.3 million of them.
+
+    python benchmarks/data.py
+
+Reading: JPEGs of 500 x 400 pixels, written to a temporary folder and so in the system's cache, are decoded, put through
+the transform of training (short side 256, random crop 224, flip) and made into batches of 64, by the training process,
+which uses as many threads as are stated, or by workers with one thread each that are already there. Indexing: lists as
+VGGFace2's are read, with their loose boxes and without, and again from the cached index; the memory is what that takes
+at its peak over what is held before. About four minutes on two cores.
+"""
+
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from timing import arguments, interleaved, peak_added_memory, report, setting
+from torch.utils.data import DataLoader
+
+from lightning_retrieval.datamodules import ImageIndex, ImageSet, reference_transform
+from lightning_retrieval.datamodules.vgg_face2 import VGGFace2
+
+MIB = 1 << 20
+WORKERS = (0, 2)
+PEOPLE, PICTURES = {"train": 8_631, "test": 500}, 363  # of each: 3,314,553 in all
+
+
+def write_images(folder: Path, count: int) -> list[str]:
+    """JPEGs of smooth noise, about 50 kB each."""
+    random = np.random.default_rng(0)
+    for i in range(count):
+        coarse = random.integers(0, 256, (80, 100, 3), dtype=np.uint8)
+        Image.fromarray(coarse).resize((500, 400), Image.Resampling.BICUBIC).save(folder / f"{i}.jpg", quality=90)
+    return [f"{i}.jpg" for i in range(count)]
+
+
+def reader(paths: list[str], folder: Path, workers: int) -> Callable[[], int]:
+    """Reads all images once."""
+    images = ImageSet(ImageIndex(paths, np.arange(len(paths))), folder, reference_transform("plain", train=True))
+    loader: DataLoader[Any] = DataLoader(
+        images, 64, num_workers=workers, persistent_workers=workers > 0, collate_fn=images.collate
+    )
+    return lambda: sum(len(batch["ids"]) for batch in loader)
+
+
+def stems(split: str, pictures: int) -> Iterator[str]:
+    begin = 0 if split == "train" else PEOPLE["train"]
+    people = range(begin, begin + PEOPLE[split])
+    return (f"n{person:06}/{i:04}_01" for person, i in itertools.product(people, range(pictures)))
+
+
+def write_lists(root: Path, pictures: int) -> None:
+    """VGGFace2's lists and boxes."""
+    for folder in ("meta", "bb_landmark"):
+        (root / folder).mkdir()
+    for split in PEOPLE:
+        with (root / "meta" / f"{split}_list.txt").open("w") as lines:
+            lines.writelines(f"{stem}.jpg\n" for stem in stems(split, pictures))
+        with (root / "bb_landmark" / f"loose_bb_{split}.csv").open("w") as lines:
+            lines.write("NAME_ID,X,Y,W,H\n")
+            lines.writelines(f'"{stem}",-3,12,{100 + i % 50},140\n' for i, stem in enumerate(stems(split, pictures)))
+
+
+def indexing(root: Path, boxes: bool, cache: Path | None) -> Callable[[], int]:
+    """Indexes both splits."""
+    return lambda: sum(map(len, VGGFace2(root, boxes=boxes, cache_dir=cache).splits.values()))
+
+
+def main() -> None:
+    options = arguments("Images per second, and indexing 3.3 million of them.")
+    quick = options.quick
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        paths = write_images(folder, 8 if quick else 200) * (1 if quick else 5)
+        readers = {f"{workers} workers": reader(paths, folder, workers) for workers in WORKERS}
+        timings = interleaved(readers, 1 if quick else 3, "cpu")
+        readers.clear()  # and with them the workers
+        for what, timing in timings.items():
+            rows.append(
+                {
+                    "what": f"reading, {what}",
+                    "images": len(paths),
+                    "time": timing,
+                    "images a second": len(paths) / timing.median,
+                }
+            )
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        write_lists(root, 1 if quick else PICTURES)
+        for boxes in (False, True):
+            cases = {"indexing": None, "cached index": root / "cache"}
+            functions = {what: indexing(root, boxes, cache) for what, cache in cases.items()}
+            functions["cached index"]()  # makes the cache
+            timings = interleaved(functions, 1 if quick else 3, "cpu", warm_up=0)
+            for what, cache in cases.items():
+                rows.append(
+                    {
+                        "what": f"{what}, boxes" if boxes else what,
+                        "images": sum(PEOPLE.values()) * (1 if quick else PICTURES),
+                        "time": timings[what],
+                        "images a second": sum(PEOPLE.values()) * (1 if quick else PICTURES) / timings[what].median,
+                        "added MiB": peak_added_memory(indexing, "cpu", root, boxes, cache) / MIB,
+                    }
+                )
+    title = "Reading and indexing images; median (lowest to highest)"
+    report(title, setting("cpu", "torchvision", "pillow", "numpy"), rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The list of a data set's images as arrays: millions of entries take little memory and are not copied to workers."""
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_retrieval.metrics import GALLERY, QUERY
+
+# What an image is in evaluation: ranked for, ranked, or both. A distractor is ranked and right for nobody.
+ROLES = {"query": QUERY, "gallery": GALLERY, "both": QUERY | GALLERY, "distractor": GALLERY}
+DISTRACTOR = -1  # the label of distractors
+_LEAVES = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")  # an absolute path, or one with a step up
+VERSION = 1  # of the cache's format
+
+
+class Paths(Sequence[str]):
+    """Strings as one array of bytes, so that they pickle, fork and save as arrays do.
+
+    Args:
+        strings: the paths.
+    """
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        encoded = [string.encode(errors="surrogateescape") for string in strings]  # file names may be any bytes
+        self.ends: NDArray[np.int64] = np.cumsum([len(string) for string in encoded], dtype=np.int64)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+
+    @classmethod
+    def of_arrays(cls, data: NDArray[np.uint8], ends: NDArray[np.int64]) -> "Paths":
+        """The paths whose arrays these are."""
+        paths = cls.__new__(cls)
+        paths.bytes, paths.ends = data, ends
+        return paths
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, (int, np.integer)):
+            return Paths(self[i] for i in np.arange(len(self))[index])
+        place = range(len(self))[index]
+        begin = int(self.ends[place - 1]) if place else 0
+        return self.bytes[begin : int(self.ends[place])].tobytes().decode(errors="surrogateescape")
+
+    def __iter__(self) -> Iterator[str]:
+        data, begin = self.bytes.tobytes(), 0
+        for end in self.ends.tolist():
+            yield data[begin:end].decode(errors="surrogateescape")
+            begin = end
+
+
+class ImageIndex:
+    """Paths, labels and what else is known of the images of one split.
+
+    Args:
+        paths: relative to the data set's root, and inside it.
+        labels: the class of each image, integers; `DISTRACTOR` for none.
+        categories: a coarser class of each, or None.
+        levels: (images, L) labels, finest level first, for hierarchical losses, or None.
+        boxes: (images, 4) left, top, right, bottom in pixels of the image, or None; the image is cropped to it.
+        roles: of each image in evaluation, from `ROLES`; both where None.
+        names: of the classes, in the order of the labels 0, 1, ...; or None.
+
+    Raises:
+        ValueError: if there is no image, the lengths differ, a path leaves the root, or a box holds no pixel.
+
+    Example:
+        >>> from lightning_retrieval.datamodules import ImageIndex
+        >>> index = ImageIndex(["cats/1.jpg", "cats/2.jpg", "dogs/1.jpg"], [0, 0, 1], names=["cats", "dogs"])
+        >>> len(index), index.paths[2], list(index[index.labels == 0].paths)
+        (3, 'dogs/1.jpg', ['cats/1.jpg', 'cats/2.jpg'])
+
+    Relations:
+        `ImageSet` reads the images, `ImageDataModule.read` gives an index of each split.
+    """
+
+    def __init__(
+        self,
+        paths: Paths | Sequence[str],
+        labels: Any,
+        *,
+        categories: Any = None,
+        levels: Any = None,
+        boxes: Any = None,
+        roles: Any = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
+        self.paths = paths if isinstance(paths, Paths) else Paths(paths)
+        self.labels: NDArray[np.int64] = np.asarray(labels, dtype=np.int64)
+        self.categories = None if categories is None else np.asarray(categories, dtype=np.int64)
+        self.levels = None if levels is None else np.asarray(levels, dtype=np.int64)
+        self.boxes = None if boxes is None else np.asarray(boxes, dtype=np.int32).reshape(-1, 4)
+        self.roles = None if roles is None else np.asarray(roles, dtype=np.uint8)
+        self.names = None if names is None else Paths(names)
+        if len(self) == 0:
+            raise ValueError("ImageIndex: `paths` must hold at least one image, got none.")
+        for name in ("labels", "categories", "levels", "boxes", "roles"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self):
+                raise ValueError(
+                    f"ImageIndex: `{name}` must have one entry for each of {len(self)} paths, got {len(values)}."
+                )
+        for path in self.paths:
+            if _LEAVES.search(path):
+                raise ValueError(f"ImageIndex: `paths` must lie inside the root, got {path!r}.")
+        if self.boxes is not None:
+            empty = np.flatnonzero((self.boxes[:, 2] <= self.boxes[:, 0]) | (self.boxes[:, 3] <= self.boxes[:, 1]))
+            if len(empty):
+                raise ValueError(
+                    f"ImageIndex: `boxes` must hold pixels, got {self.boxes[empty[0]].tolist()} for "
+                    f"{self.paths[int(empty[0])]} ({len(empty)} such boxes)."
+                )
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, rows: Any) -> "ImageIndex":
+        """The images at these places: a slice, a mask or integers."""
+        parts = {name: None if value is None else value[rows] for name, value in self._columns().items()}
+        return ImageIndex(self.paths[rows], **parts, names=self.names)
+
+    def _columns(self) -> dict[str, NDArray[Any] | None]:
+        return {name: getattr(self, name) for name in ("labels", "categories", "levels", "boxes", "roles")}
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """All of it as arrays."""
+        found: dict[str, NDArray[Any]] = {"paths": self.paths.bytes, "ends": self.paths.ends}
+        found |= {name: value for name, value in self._columns().items() if value is not None}
+        return found if self.names is None else {**found, "names": self.names.bytes, "name_ends": self.names.ends}
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> "ImageIndex":
+        """The index whose `arrays()` these are, as it was checked when it was made."""
+        index = cls.__new__(cls)
+        index.paths = Paths.of_arrays(arrays["paths"], arrays["ends"])
+        for name in ("labels", "categories", "levels", "boxes", "roles"):
+            setattr(index, name, arrays.get(name))
+        index.names = Paths.of_arrays(arrays["names"], arrays["name_ends"]) if "names" in arrays else None
+        return index
+
+
+def class_numbers(originals: Sequence[Any] | NDArray[Any]) -> tuple[NDArray[np.int64], list[str]]:
+    """Labels 0, 1, ... in the order of the sorted original ids, and these as text."""
+    values = originals.tolist() if isinstance(originals, np.ndarray) else originals
+    found = sorted(set(values))
+    number = {name: place for place, name in enumerate(found)}
+    return np.fromiter((number[value] for value in values), np.int64, len(values)), [str(name) for name in found]
+
+
+def cached(
+    read: Callable[[], Mapping[str, ImageIndex]], sources: Sequence[Path], settings: Any, folder: Path
+) -> dict[str, ImageIndex]:
+    """What `read()` gives, kept in `folder` for as long as the sources and settings stay as they are.
+
+    Args:
+        read: makes the index of each split.
+        sources: the files that it reads, whose sizes and times of change decide.
+        settings: what else decides, plain values.
+        folder: where the cache lies; made where missing.
+    """
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
+    key = hashlib.sha256(json.dumps([VERSION, stats, settings], default=str).encode()).hexdigest()[:24]
+    file = folder / f"index-{key}.npz"
+    if file.exists():
+        with np.load(file, allow_pickle=False) as arrays:
+            splits: dict[str, dict[str, NDArray[Any]]] = {}
+            for name in arrays.files:
+                split, _, part = name.rpartition("/")
+                splits.setdefault(split, {})[part] = arrays[name]
+        return {split: ImageIndex.of_arrays(parts) for split, parts in splits.items()}
+    result = dict(read())
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".npz")
+    parts: dict[str, Any] = {f"{s}/{name}": a for s, index in result.items() for name, a in index.arrays().items()}
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            np.savez(stream, **parts)
+        os.replace(temporary, file)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return result

@@ -1,0 +1,211 @@
+"""The base of data modules that read images from files: splits, transforms, the layout's check."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
+from torch import Tensor
+
+from lightning_retrieval.checks import check_choice, check_finite_number
+from lightning_retrieval.datamodules.base import RetrievalDataModule
+from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex, cached
+from lightning_retrieval.datamodules.image_set import ImageSet
+from lightning_retrieval.datamodules.transforms import ReferenceName, reference_transform
+
+Transform = Callable[[Any], Tensor]
+
+
+@dataclass
+class LayoutReport:
+    """What `check()` found: the splits with the papers' counts beside them, and files that are missing.
+
+    Args:
+        splits: name, (images, classes) found, and (images, classes) of the paper or None.
+        missing: paths of images that are listed and not there.
+        odd: sentences about anything else.
+
+    Example:
+        >>> from lightning_retrieval.datamodules import LayoutReport
+        >>> report = LayoutReport({"train": ((2, 1), (3, 1))}, missing=["cats/3.jpg"])
+        >>> report.ok
+        False
+        >>> print(report)
+        split                     images     classes   paper: images     classes
+        train                          2           1               3           1
+        missing: cats/3.jpg
+    """
+
+    splits: dict[str, tuple[tuple[int, int], tuple[int, int] | None]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    odd: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is missing or odd, and the counts are the papers'."""
+        return not (self.missing or self.odd) and all(paper in (None, found) for found, paper in self.splits.values())
+
+    def __str__(self) -> str:
+        lines = [f"{'split':<20}{'images':>12}{'classes':>12}{'paper: images':>16}{'classes':>12}"]
+        for name, (found, paper) in self.splits.items():
+            expected = ("", "") if paper is None else tuple(f"{count:,}" for count in paper)
+            lines.append(f"{name:<20}{found[0]:>12,}{found[1]:>12,}{expected[0]:>16}{expected[1]:>12}")
+        shown = [f"missing: {path}" for path in self.missing[:10]]
+        more = [f"... and {len(self.missing) - 10:,} more are missing"] if len(self.missing) > 10 else []
+        return "\n".join([*lines, *shown, *more, *(f"odd: {sentence}" for sentence in self.odd)])
+
+
+class ImageDataModule(RetrievalDataModule):
+    """Base of the data modules of images in files.
+
+    A subclass says in `read` which images each split has: `"train"`, `"test"` or several of other names for evaluation,
+    and perhaps `"val"`, what checkpoints are chosen by.
+
+    Args:
+        root: the data set's folder, as it was unpacked.
+        transform: the paper whose transforms are taken, see `reference_transform`.
+        train_transform: from a PIL image to a tensor, in place of that for training.
+        eval_transform: the same for evaluation.
+        on_error: what happens at an image that cannot be decoded: `"raise"`, or `"skip"`, with a warning and counted.
+        val_share: the share of training classes, from 0 to below 1, that is held out to choose checkpoints by; with 0
+            the test set is taken for that, as the papers do. A split `"val"` goes before.
+        cache_dir: where the index of images is kept, so that it is read only once; nowhere where None.
+        settings: those of `RetrievalDataModule`: `classes_per_batch`, `samples_per_class`, `num_workers` and so on.
+
+    Raises:
+        FileNotFoundError: if `root` does not hold the files, saying where they may be.
+        ValueError: if a file is not as it should be, a class is in training and in evaluation, a split is empty, or a
+            setting is unknown.
+    """
+
+    paper: ClassVar[Mapping[str, tuple[int, int]]] = {}  # images and classes of each split
+    shared_classes: ClassVar[bool] = False  # whether classes may be in training and in evaluation
+
+    def __init__(
+        self,
+        root: str | Path,
+        transform: ReferenceName = "plain",
+        train_transform: Transform | None = None,
+        eval_transform: Transform | None = None,
+        on_error: Literal["raise", "skip"] = "raise",
+        val_share: float = 0.0,
+        cache_dir: str | Path | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        who = type(self).__name__
+        self.root = Path(root)
+        self.transform: ReferenceName = transform
+        self.train_transform = (
+            reference_transform(transform, train=True) if train_transform is None else train_transform
+        )
+        self.eval_transform = reference_transform(transform, train=False) if eval_transform is None else eval_transform
+        self.on_error: Literal["raise", "skip"] = check_choice(who, "on_error", on_error, ("raise", "skip"))
+        if not 0 <= check_finite_number(who, "val_share", val_share) < 1:
+            raise ValueError(f"{who}: `val_share` must be from 0 to below 1, got {val_share}.")
+        self.val_share = val_share
+        self.cache_dir = cache_dir
+        self._not_of_read = frozenset(vars(self))  # what a subclass sets besides decides what it reads
+
+    @abstractmethod
+    def read(self) -> Mapping[str, ImageIndex]:
+        """The images of each split: `"train"`, and `"test"` or several by their own names."""
+
+    def sources(self) -> list[Path]:
+        """The files that `read` reads, whose change makes it read again; none where nothing is to be cached."""
+        return []
+
+    def prepare_data(self) -> None:
+        """Read the splits, so that a mistake in the layout shows before anything else."""
+        self.splits  # noqa: B018
+
+    @cached_property
+    def splits(self) -> dict[str, ImageIndex]:
+        """The images of each split."""
+        who, sources = type(self).__name__, self.sources()
+        if self.cache_dir is None or not sources:
+            splits = dict(self.read())
+        else:
+            kinds = (str, int, float, tuple, list, Path)
+            own = {k: v for k, v in vars(self).items() if k not in self._not_of_read and isinstance(v, kinds)}
+            splits = cached(self.read, sources, [who, self.root, own], Path(self.cache_dir))
+        self._refuse_shared_classes(splits)
+        return splits
+
+    def _refuse_shared_classes(self, splits: Mapping[str, ImageIndex]) -> None:
+        train = set(splits["train"].names or ()) if "train" in splits else set()
+        for name, index in splits.items():
+            shared = [] if name == "train" or self.shared_classes else sorted(train & set(index.names or ()))
+            if shared:
+                raise ValueError(
+                    f"{type(self).__name__}: classes must be in training or in evaluation, not in both, got "
+                    f"{len(shared)} in train and {name}, such as {shared[0]!r}."
+                )
+
+    @cached_property
+    def train_set(self) -> ImageSet:  # type: ignore[override]
+        """The training images, augmented, without the classes held out."""
+        return self._images(self._training[0], train=True)
+
+    @cached_property
+    def val_set(self) -> ImageSet | dict[str, ImageSet]:  # type: ignore[override]
+        """The split `"val"` where there is one, else the images of the classes held out, else the test set."""
+        if "val" in self.splits:
+            return self._images(self.splits["val"])
+        held_out = self._training[1]
+        return self.test_set if held_out is None else self._images(held_out)
+
+    @cached_property
+    def test_set(self) -> ImageSet | dict[str, ImageSet]:  # type: ignore[override]
+        """The split `"test"`, or all other splits by name; the split `"val"` where there is none."""
+        sets = {name: self._images(index) for name, index in self.splits.items() if name not in ("train", "val")}
+        if not sets:
+            sets = {"test": self._images(self._split("val"))}
+        return sets["test"] if list(sets) == ["test"] else sets
+
+    def val_dataloader(self) -> Any:
+        """The validation set, in order; nothing where training images are all there is."""
+        alone = set(self.splits) == {"train"} and not self.val_share
+        return [] if alone else super().val_dataloader()
+
+    def _split(self, name: str) -> ImageIndex:
+        if name not in self.splits:
+            raise ValueError(f"{type(self).__name__}: has no split {name!r}, only {', '.join(map(repr, self.splits))}.")
+        return self.splits[name]
+
+    @cached_property
+    def _training(self) -> tuple[ImageIndex, ImageIndex | None]:
+        """The training images, and those of the classes held out."""
+        train = self._split("train")
+        classes = np.unique(train.labels)
+        held = round(self.val_share * len(classes))
+        if self.val_share and not 0 < held < len(classes):
+            raise ValueError(
+                f"{type(self).__name__}: `val_share` must leave classes on both sides, got {self.val_share} of "
+                f"{len(classes)} classes."
+            )
+        if not held:
+            return train, None
+        mask = np.isin(train.labels, np.random.default_rng(self.seed).permutation(classes)[:held])
+        return train[~mask], train[mask]
+
+    def _images(self, index: ImageIndex, train: bool = False) -> ImageSet:
+        return ImageSet(index, self.root, self.train_transform if train else self.eval_transform, self.on_error)
+
+    def check(self) -> LayoutReport:
+        """Look at the layout before training: counts beside the papers', and files that are missing."""
+        report = LayoutReport()
+        for name, index in self.splits.items():
+            classes = np.unique(index.labels)
+            found = (len(index), int((classes != DISTRACTOR).sum()))
+            report.splits[name] = (found, self.paper.get(name))
+            paths = Tqdm(index.paths, desc=f"Looking for the images of {name}", delay=2, leave=False)
+            report.missing += [path for path in paths if not (self.root / path).is_file()]
+            twice = len(index) - len(set(index.paths)) if index.boxes is None else 0
+            if twice:
+                report.odd.append(f"{twice} paths are listed twice in {name}")
+        return report

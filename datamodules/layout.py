@@ -1,0 +1,120 @@
+"""Finding and reading a data set's own files: what is missing or odd is named with its place."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+DEPTH = 2  # folders below the root, and one above it, in which something like the file is looked for
+
+
+def find_file(who: str, root: Path, *candidates: str) -> Path:
+    """The first of these paths below the root that is there, a file or a folder.
+
+    Raises:
+        FileNotFoundError: if none is, saying where one of that name lies.
+    """
+    for candidate in candidates:
+        if (root / candidate).exists():
+            return root / candidate
+    wanted = " or ".join(candidates)
+    if not root.is_dir():
+        raise FileNotFoundError(f"{who}: `root` must be a folder that holds {wanted}, got {root}, which is not there.")
+    wishes = sorted((Path(candidate).parts for candidate in candidates), key=len, reverse=True)
+    for folder in (root.absolute(), root.absolute().parent):
+        places = list(_below(folder, DEPTH))
+        bases = [place.parents[len(w) - 1] for w in wishes for place in places if place.parts[-len(w) :] == w]
+        likes = [place for place in places if place.name in {wish[-1] for wish in wishes}]
+        if bases or likes:
+            cure = f"give root={bases[0]}" if bases else f"a {likes[0].name} lies in {likes[0].parent}"
+            raise FileNotFoundError(f"{who}: `root` must hold {wanted}, which {root} does not; {cure}.")
+    raise FileNotFoundError(f"{who}: `root` must hold {wanted}, which {root} does not, nor a folder near it.")
+
+
+def _below(folder: Path, depth: int) -> Iterator[Path]:
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError:
+        return
+    yield from entries
+    if depth:
+        for entry in entries[:1000]:
+            if entry.is_dir():
+                yield from _below(entry, depth - 1)
+
+
+def read_rows(
+    who: str,
+    path: Path,
+    fields: int,
+    *,
+    header: Sequence[str] | None = None,
+    skip: int = 0,
+    separator: str | None = None,
+    more: bool = False,
+) -> Iterator[list[str]]:
+    """The fields of each line that is not blank.
+
+    Args:
+        who: begins every message.
+        path: a text file in UTF-8.
+        fields: how many a line must have.
+        header: the fields that the first line after `skip` must be, or None where there is no header.
+        skip: lines before it.
+        separator: between fields; any white space where None.
+        more: whether a line may have more fields.
+
+    Raises:
+        ValueError: if the header is another, or lines have other numbers of fields, with their line numbers.
+    """
+    odd: list[int] = []
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if number <= skip:
+                continue
+            found = [field.strip() for field in line.split(separator)] if line.strip() else []
+            if header is not None and number == skip + 1:
+                if found != list(header):
+                    raise ValueError(
+                        f"{who}: line {number} of {path} must be the header {' '.join(header)!r}, got {line.strip()!r}."
+                    )
+                continue
+            if not found:
+                continue
+            if len(found) < fields or (len(found) > fields and not more):
+                odd.append(number)
+            elif not odd:
+                yield found
+    if odd:
+        shown = ", ".join(map(str, odd[:5])) + (", ..." if len(odd) > 5 else "")
+        raise ValueError(
+            f"{who}: each line of {path} must have {fields} fields, which {len(odd)} have not (line {shown})."
+        )
+
+
+def integers(who: str, path: Path, column: str, values: Sequence[str]) -> list[int]:
+    """The values as integers, refused with the file's and the column's name if one is none."""
+    try:
+        return [int(value) for value in values]
+    except ValueError:
+        odd = next(value for value in values if not value.lstrip("+-").isdigit())
+        raise ValueError(f"{who}: `{column}` must be integers in {path}, got {odd!r}.") from None
+
+
+def refuse_duplicates(who: str, path: Path, column: str, values: Sequence[object]) -> None:
+    """Refuse values that occur twice."""
+    seen: set[object] = set()
+    for value in values:
+        if value in seen:
+            raise ValueError(f"{who}: `{column}` must be different in each line of {path}, got {value!r} twice.")
+        seen.add(value)
+
+
+def line_of(path: Path, row: Sequence[str]) -> int:
+    """The number of the first line that has these fields, for a message about them."""
+    with path.open(encoding="utf-8-sig") as lines:
+        return next((number for number, line in enumerate(lines, 1) if line.split() == list(row)), 0)
+
+
+def refuse_empty(who: str, path: Path, split: str, rows: Sequence[object]) -> None:
+    """Refuse a split without images."""
+    if not rows:
+        raise ValueError(f"{who}: the split {split!r} must hold at least one image, got none in {path}.")

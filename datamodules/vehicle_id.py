@@ -1,0 +1,153 @@
+"""PKU VehicleID: cars seen by surveillance cameras, each from the front or from behind."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_retrieval.checks import check_choice
+from lightning_retrieval.datamodules.image_index import ROLES, ImageIndex, class_numbers
+from lightning_retrieval.datamodules.image_module import ImageDataModule
+from lightning_retrieval.datamodules.layout import find_file, integers, read_rows, refuse_duplicates, refuse_empty
+
+Size = Literal["small", "medium", "large"]
+VEHICLES = {"small": 800, "medium": 1600, "large": 2400}
+PAPER = {"train": (110178, 13134), "small": (7332, 800), "medium": (12995, 1600), "large": (20038, 2400)}
+DRAWS = 10
+LISTS = "train_test_split"
+
+
+class VehicleID(ImageDataModule):
+    """PKU VehicleID: 221,763 images of 26,267 vehicles, with test sets of 800, 1,600 and 2,400 vehicles.
+
+    There are two protocols, whose numbers are not comparable. In `"retrieval"` (Smooth-AP, XBM) each image of a test
+    set is ranked for against all others. In `"reid"` one random image of each vehicle is the gallery and all other
+    images are queries, ten times over: the test set `small` becomes `small/0` to `small/9`, whose draws follow from
+    `seed`, and the protocol's number is the mean over the ten. Each of the ten embeds all images anew.
+
+    The categories are the vehicles' models, where `attribute/model_attr.txt` is there; the vehicles without a model are
+    one category of their own.
+
+    Args:
+        root: the folder that holds `train_test_split` with the lists, and the images in `image` or `images`.
+        sizes: which test sets: `"small"`, `"medium"`, `"large"`, or several.
+        protocol: `"retrieval"` or `"reid"`.
+        select_by_vid: take all images that `attribute/img2vid.txt` has of a list's vehicles (FastAP), in place of those
+            listed.
+        settings: those of `ImageDataModule`: `transform`, `on_error`, `num_workers` and so on.
+
+    Raises:
+        FileNotFoundError: if the lists or the images are not there, saying where they may be.
+        ValueError: if a size or the protocol is unknown; if a list has lines with missing fields, a vehicle's id that
+            is no integer, an image twice, or a vehicle without images.
+
+    Example:
+        >>> from lightning_retrieval.datamodules import VehicleID
+        >>> VehicleID("VehicleID_V1.0", sizes=["small", "tiny"])
+        Traceback (most recent call last):
+            ...
+        ValueError: VehicleID: `sizes` must be one of 'small', 'medium', 'large', got 'tiny'.
+
+    Relations:
+        The test sets hold vehicles in common, so the metrics of each bear its name: `val/small/mAP`.
+
+    Source:
+        Liu, Tian, Wang, Pang and Huang, Deep Relative Distance Learning: Tell the Difference Between Similar Vehicles,
+        CVPR 2016.
+    """
+
+    paper: ClassVar[dict[str, tuple[int, int]]] = {
+        **PAPER,
+        **{f"{size}/{draw}": PAPER[size] for size in VEHICLES for draw in range(DRAWS)},
+    }
+
+    def __init__(
+        self,
+        root: str | Path,
+        sizes: Size | Sequence[Size] = ("small", "medium", "large"),
+        protocol: Literal["retrieval", "reid"] = "retrieval",
+        select_by_vid: bool = False,
+        **settings: Any,
+    ) -> None:
+        super().__init__(root, **settings)
+        who = type(self).__name__
+        listed = [sizes] if isinstance(sizes, str) else list(sizes)
+        if not listed:
+            raise ValueError(f"{who}: `sizes` must name at least one test set, got {sizes!r}.")
+        self.sizes: list[Size] = [check_choice(who, "sizes", size, tuple(VEHICLES)) for size in dict.fromkeys(listed)]
+        self.protocol: Literal["retrieval", "reid"] = check_choice(who, "protocol", protocol, ("retrieval", "reid"))
+        self.select_by_vid = select_by_vid
+
+    def sources(self) -> list[Path]:
+        """The lists and, where they are needed or there, the tables of all images and of the models."""
+        who = type(self).__name__
+        names = [f"{LISTS}/{name}" for name in self._lists().values()]
+        names += ["attribute/img2vid.txt"] if self.select_by_vid else []
+        models = self.root / "attribute/model_attr.txt"
+        return [*(find_file(who, self.root, name) for name in names), *([models] if models.exists() else [])]
+
+    def read(self) -> Mapping[str, ImageIndex]:
+        """The images of the lists, in their order; those of `img2vid.txt` in its order."""
+        who = type(self).__name__
+        self.sources()  # all of them are there
+        folder = find_file(who, self.root, "image", "images").name
+        every = self._rows("attribute/img2vid.txt") if self.select_by_vid else None
+        models = self._models()
+        splits: dict[str, ImageIndex] = {}
+        for split, name in self._lists().items():
+            images, vehicles = self._rows(f"{LISTS}/{name}")
+            refuse_empty(who, self.root / LISTS / name, split, images)
+            if every is not None:
+                images, vehicles = self._images_of(vehicles, *every)
+            labels, names = class_numbers(vehicles)
+            paths = [f"{folder}/{image}.jpg" for image in images]
+            categories = None if models is None else [models.get(vid, models[None]) for vid in vehicles]
+            if split == "train" or self.protocol == "retrieval":
+                splits[split] = ImageIndex(paths, labels, categories=categories, names=names)
+                continue
+            for draw in range(DRAWS):
+                roles = self._draw(labels, draw)
+                splits[f"{split}/{draw}"] = ImageIndex(paths, labels, categories=categories, roles=roles, names=names)
+        return splits
+
+    def _lists(self) -> dict[str, str]:
+        return {"train": "train_list.txt", **{size: f"test_list_{VEHICLES[size]}.txt" for size in self.sizes}}
+
+    def _rows(self, name: str) -> tuple[list[str], list[int]]:
+        """The images as text, since their numbers begin with zeros, and the vehicles' ids."""
+        who, path = type(self).__name__, self.root / name
+        rows = list(read_rows(who, path, 2))
+        images = [row[0] for row in rows]
+        refuse_duplicates(who, path, "image", images)
+        return images, integers(who, path, "vehicle id", [row[1] for row in rows])
+
+    def _images_of(self, wanted: list[int], images: list[str], vehicles: list[int]) -> tuple[list[str], list[int]]:
+        among = set(wanted)
+        without = sorted(among.difference(vehicles))
+        if without:
+            raise ValueError(
+                f"{type(self).__name__}: {self.root / 'attribute/img2vid.txt'} must hold images of each listed "
+                f"vehicle, which {len(without)} have not, such as {without[0]}."
+            )
+        found = [(image, vid) for image, vid in zip(images, vehicles) if vid in among]
+        return [image for image, _ in found], [vid for _, vid in found]
+
+    def _models(self) -> dict[int | None, int] | None:
+        """The model's number by vehicle, and by None that of the vehicles without one."""
+        who, path = type(self).__name__, self.root / "attribute/model_attr.txt"
+        if not path.exists():
+            return None
+        rows = sorted({(row[0], row[1]) for row in read_rows(who, path, 2)})  # a line may come twice, saying the same
+        vehicles = integers(who, path, "vehicle id", [vid for vid, _ in rows])
+        refuse_duplicates(who, path, "vehicle id", vehicles)
+        numbers, names = class_numbers(integers(who, path, "model id", [model for _, model in rows]))
+        return {None: len(names), **dict(zip(vehicles, numbers.tolist()))}
+
+    def _draw(self, labels: NDArray[np.int64], draw: int) -> NDArray[np.uint8]:
+        """Roles: one random image of each vehicle is the gallery."""
+        order = np.random.default_rng([self.seed, draw]).permutation(len(labels))
+        roles = np.full(len(labels), ROLES["query"], dtype=np.uint8)
+        roles[order[np.unique(labels[order], return_index=True)[1]]] = ROLES["gallery"]
+        return roles

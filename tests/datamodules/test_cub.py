@@ -1,0 +1,124 @@
+"""CUB-200-2011: read as written, refused where odd, trained on."""
+
+import re
+
+import pytest
+
+from lightning_retrieval.datamodules.cub import CUB200
+from tests.datamodules.short_run import QUIET, SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
+from tests.datamodules.trees import write_cub
+
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+ALBATROSS = "001.Black_footed_Albatross/Black_footed_Albatross"
+
+
+@pytest.mark.parametrize("boxes", [False, True])
+def test_images_are_read_as_they_were_written(tmp_path, boxes):
+    written = write_cub(tmp_path)
+    splits = CUB200(tmp_path, boxes=boxes).splits
+    assert list(splits) == ["train", "test"]
+    for split, index in splits.items():
+        rows = [row for row in written if (row[2] <= 100) == (split == "train")]
+        assert list(index.paths) == [f"images/{name}" for _, name, _, _ in rows]
+        assert all((tmp_path / path).is_file() for path in index.paths)
+        assert [int(index.names[label]) for label in index.labels] == [number for _, _, number, _ in rows]
+        numbers = {"train": [1, 2, 20, 100], "test": [101, 102, 200]}[split]
+        assert index.labels.tolist() == [numbers.index(number) for _, _, number, _ in rows]
+        if boxes:  # x 3.5, 4.5, 5.5, y 2, width 20.25, height 30
+            assert index.boxes.tolist() == [[3, 2, 24, 32], [4, 2, 25, 32], [5, 2, 26, 32]] * len(numbers)
+        else:
+            assert index.boxes is None
+        assert index.categories is index.roles is None
+
+
+def test_images_come_as_rgb_cropped_to_their_box(tmp_path):
+    write_cub(tmp_path)
+    whole, birds = CUB200(tmp_path).train_set, CUB200(tmp_path, boxes=True).train_set
+    assert {(whole.read(place).mode, whole.read(place).size) for place in range(12)} == {("RGB", (60, 50))}
+    assert {(birds.read(place).mode, birds.read(place).size) for place in range(12)} == {("RGB", (21, 30))}
+
+
+def test_the_report_has_the_papers_counts(tmp_path):
+    write_cub(tmp_path)
+    report = CUB200(tmp_path).check()
+    assert report.splits == {"train": ((12, 4), (5864, 100)), "test": ((9, 3), (5924, 100))}
+    assert not report.missing
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("boxes", [False, True])
+def test_fit_and_validate(tmp_path, num_workers, boxes):
+    write_cub(tmp_path)
+    metrics = fit_and_validate(CUB200(tmp_path, boxes=boxes, num_workers=num_workers, **SETTINGS))
+    assert {"val/mAP", "val/R@1"} <= set(metrics)
+    assert 0 < metrics["val/mAP"] <= 1
+
+
+def test_a_truncated_image_is_refused_or_skipped(tmp_path):
+    written = write_cub(tmp_path)
+    refuse_then_skip_truncated(CUB200, tmp_path, f"images/{written[-2][1]}")
+
+
+PATHS, CLASSES, BOXES = "images.txt", "image_class_labels.txt", "bounding_boxes.txt"
+REFUSALS = {
+    "missing path": (PATHS, f"2 {ALBATROSS}_1_1.jpg", "2", r"images.txt must have 2 fields, which 1 have not \(line 2"),
+    "missing class": (CLASSES, "20 200\n", "20\n", r"labels.txt must have 2 fields, which 1 have not \(line 3\)"),
+    "missing height": (BOXES, "2.0 20.25 30.0", "2.0 20.25", r"boxes.txt must have 5 fields, .* \(line 2\)"),
+    "id twice": (PATHS, "2 001", "1 001", "`image_id` must be different in each line of .*images.txt, got 1 twice"),
+    "class's id twice": (CLASSES, "20 200", "21 200", "must be different .*image_class_labels.txt, got 21 twice"),
+    "box's id twice": (BOXES, "20 4.5", "21 4.5", "must be different .*bounding_boxes.txt, got 21 twice"),
+    "id that is no number": (PATHS, "2 001", "b 001", "`image_id` must be integers in .*images.txt, got 'b'"),
+    "image without class": (CLASSES, "20 200\n", "", "got 1 in .*images.txt that are not in .*labels.txt, such as 20"),
+    "class without image": (CLASSES, "20 200", "99 1\n20 200", "got 1 in .*labels.txt that are not in .*such as 99"),
+    "image without box": (BOXES, "20 4.5 2.0 20.25 30.0\n", "", "got 1 in .*images.txt that are not in .*such as 20"),
+    "box without image": (BOXES, "20 4.5", "99 1 1 1 1\n20 4.5", "got 1 in .*boxes.txt that are not .* such as 99"),
+    "class beyond": (CLASSES, "20 200", "20 201", "from 1 to 200, got '201' for image 20 in line 3 of .*labels.txt"),
+    "class zero": (CLASSES, "20 200", "20 0", "from 1 to 200, got '0' for image 20"),
+    "class that is no number": (CLASSES, "20 200", "20 -2", "from 1 to 200, got '-2' for image 20"),
+    "box that is no number": (
+        BOXES,
+        "20 4.5",
+        "20 left",
+        "four finite numbers, got 'left 2.0 20.25 30.0' in line 3 of",
+    ),
+    "infinite box": (BOXES, "20 4.5 2.0", "20 4.5 inf", "four finite numbers, got '4.5 inf 20.25 30.0' in line 3 of"),
+    "box of NaN": (BOXES, "20 4.5 2.0", "20 4.5 nan", "four finite numbers, got '4.5 nan 20.25 30.0' in line 3 of"),
+    "empty box": (BOXES, "20 4.5 2.0 20.25", "20 4.0 2.0 0.0", r"`boxes` must hold pixels, got \[4, 2, 4, 32\] for im"),
+    "path out of the root": (PATHS, "2 001", "2 ../../001", "must lie inside the root, got 'images/../../001.Black"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_odd_is_refused(tmp_path, case):
+    name, old, new, message = REFUSALS[case]
+    write_cub(tmp_path)
+    replace(tmp_path / name, old, new)
+    data = CUB200(tmp_path, boxes=name == BOXES)
+    with pytest.raises(ValueError, match=message):
+        data.prepare_data()
+
+
+@pytest.mark.parametrize(("split", "odd"), [("train", range(12)), ("test", range(12, 21))])
+def test_an_empty_split_is_refused(tmp_path, split, odd):
+    written = write_cub(tmp_path)
+    rows = [row for place, row in enumerate(written) if place not in odd]
+    (tmp_path / PATHS).write_text("".join(f"{image} {name}\n" for image, name, _, _ in rows))
+    (tmp_path / CLASSES).write_text("".join(f"{image} {number}\n" for image, _, number, _ in rows))
+    with pytest.raises(ValueError, match=f"the split '{split}' must hold at least one image, got none in .*labels.txt"):
+        CUB200(tmp_path).prepare_data()
+
+
+@pytest.mark.parametrize("given", [".", "CUB_200_2011/images", "CUB_200_2011/attributes"])
+def test_a_root_one_folder_off_is_told_the_right_one(tmp_path, given):
+    write_cub(tmp_path / "CUB_200_2011")
+    (tmp_path / given).mkdir(exist_ok=True)
+    with pytest.raises(FileNotFoundError, match=re.escape(f"give root={tmp_path / 'CUB_200_2011'}.")):
+        CUB200(tmp_path / given).prepare_data()
+
+
+@pytest.mark.parametrize("name", ["images", "bounding_boxes.txt", "image_class_labels.txt"])
+def test_what_is_missing_is_named(tmp_path, name):
+    write_cub(tmp_path / "birds")
+    (tmp_path / "birds" / name).rename(tmp_path / "birds/away")
+    with pytest.raises(FileNotFoundError, match=f"must hold {name}, which .*birds does not, nor a folder near it"):
+        CUB200(tmp_path / "birds", boxes=True).prepare_data()

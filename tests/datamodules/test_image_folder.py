@@ -1,0 +1,176 @@
+"""ImageFolder: classes in folders, split by class with a seed or by folders, through to training."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+from lightning_retrieval.datamodules.image_folder import ImageFolder, split_by_class
+from tests.datamodules.trees import truncate, write_image, write_text
+from tests.datamodules.trees_more import QUICK, QUIET, fit_and_validate, write_folders
+
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+NAMES = ["a 1", "b", "c", "łódź", "日本"]
+
+
+def described(index):
+    """(path, name of the class) of each image."""
+    return list(zip(index.paths, (index.names[label] for label in index.labels), strict=True))
+
+
+def test_all_images_are_read_with_the_class_of_their_folder(tmp_path):
+    paths = write_folders(tmp_path, NAMES)
+    splits = ImageFolder(tmp_path).splits
+    assert list(splits) == ["train", "test"]
+    both = described(splits["train"]) + described(splits["test"])
+    assert sorted(both) == sorted((path, path.split("/")[0]) for path in paths)
+    for index in splits.values():
+        assert index.labels.tolist() == np.repeat(np.arange(len(index.names)), 3).tolist()
+        assert list(index.names) == sorted(index.names)
+        assert index.categories is None
+
+
+def test_split_is_by_class_and_follows_from_the_seed(tmp_path):
+    names = [f"class {i}" for i in range(12)]
+    write_folders(tmp_path, names, images=1)
+
+    def test_names(**settings):
+        splits = ImageFolder(tmp_path, **settings).splits
+        assert sorted([*splits["train"].names, *splits["test"].names]) == sorted(names)
+        return list(splits["test"].names)
+
+    assert len(test_names(test_share=0.25)) == 3
+    assert test_names() == test_names(split_seed=0, seed=5)
+    assert test_names() != test_names(split_seed=1)
+    drawn = np.random.default_rng(1).permutation(12)[:6]
+    assert set(test_names(split_seed=1)) == {sorted(names)[i] for i in drawn}
+    # The order in which the folders are found has no say.
+    assert split_by_class("x", names, 0.5, 3) == split_by_class("x", names[::-1], 0.5, 3)
+
+
+def test_categories_are_the_folders_above(tmp_path):
+    paths = write_folders(tmp_path, ["pets/1", "pets/2", "birds/1", "birds/2", "ants/7", "ants/8"], images=2)
+    splits = ImageFolder(tmp_path, categories=True).splits
+    both = described(splits["train"]) + described(splits["test"])
+    assert sorted(both) == sorted((path, path.rsplit("/", 1)[0]) for path in paths)
+    numbers = {"ants": 0, "birds": 1, "pets": 2}
+    for index in splits.values():
+        assert index.categories.tolist() == [numbers[path.split("/")[0]] for path in index.paths]
+
+
+def test_train_and_test_folders_are_the_split(tmp_path):
+    write_folders(tmp_path, ["train/a", "train/b", "test/c"])
+    splits = ImageFolder(tmp_path, test_share=0.9).splits
+    assert {name: list(index.names) for name, index in splits.items()} == {"train": ["a", "b"], "test": ["c"]}
+    assert list(splits["test"].paths) == ["test/c/0.jpg", "test/c/1.jpg", "test/c/2.jpg"]
+
+
+def test_a_class_in_both_folders_is_refused(tmp_path):
+    write_folders(tmp_path, ["train/a", "train/b", "test/b"])
+    with pytest.raises(ValueError, match=r"in training or in evaluation, not in both, got 1 in train and test.*'b'"):
+        ImageFolder(tmp_path).prepare_data()
+
+
+def test_a_val_folder_beside_them_is_the_validation_set(tmp_path):
+    write_folders(tmp_path, ["train/a", "train/b", "test/c", "val/d"])
+    data = ImageFolder(tmp_path, **QUICK)
+    assert list(data.splits["val"].names) == ["d"]
+    assert list(data.val_set.index.paths) == ["val/d/0.jpg", "val/d/1.jpg", "val/d/2.jpg"]
+    assert list(data.test_set.index.names) == ["c"]
+
+
+def test_suffixes_of_any_case_are_read_and_hidden_files_passed_over(tmp_path):
+    wanted = ["a/1.JPG", "a/2.Jpeg", "a/3.png", "b/1.webp", "b/2.TIF", "b/3.bmp"]
+    for path in [*wanted, "a/x.jpg"]:
+        write_image(tmp_path / path)
+    (tmp_path / "a" / "x.jpg").rename(tmp_path / "a" / "._1.JPG")
+    write_text(tmp_path / ".DS_Store", "")
+    write_image(tmp_path / ".thumbnails" / "1.jpg")
+    splits = ImageFolder(tmp_path).splits
+    assert sorted([*splits["train"].paths, *splits["test"].paths]) == wanted
+
+
+def test_other_files_are_counted_in_one_warning(tmp_path):
+    write_folders(tmp_path, ["a", "b"])
+    write_text(tmp_path / "read me.txt", "")
+    write_text(tmp_path / "a" / "notes.csv", "")
+    write_image(tmp_path / "alone.jpg")
+    write_image(tmp_path / "b" / "deep" / "1.jpg")
+    data = ImageFolder(tmp_path)
+    with pytest.warns(UserWarning, match=r"left out 4 files or folders .* of a class, such as a/notes.csv") as caught:
+        data.prepare_data()
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sum(map(len, data.splits.values())) == 6
+
+
+def test_empty_folders_are_left_out_with_one_warning(tmp_path):
+    write_folders(tmp_path, ["a", "b"])
+    (tmp_path / "c").mkdir()
+    (tmp_path / "d").mkdir()
+    with pytest.warns(UserWarning, match=r"left out 2 folders in .* that hold no image, such as c\.") as caught:
+        splits = ImageFolder(tmp_path).splits
+    assert len(caught) == 1
+    assert sorted([*splits["train"].names, *splits["test"].names]) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("names", "categories", "cure"),
+    [
+        ([""], False, r"its 3 images lie in no folder: move those of each class into a folder, or use ImageTable"),
+        (["pets/a", "birds/b"], False, r"one folder deeper: set categories=True"),
+        (["a", "b"], True, r"one folder higher: set categories=False"),
+        ([], False, r"no image lies there"),
+    ],
+)
+def test_a_root_without_classes_is_refused_with_the_cure(tmp_path, names, categories, cure):
+    for name in names:
+        write_folders(tmp_path / name if name else tmp_path, ["."])
+    with pytest.raises(ValueError, match=rf"ImageFolder: `root` must hold images as <.*which .* does not; .*{cure}"):
+        ImageFolder(tmp_path, categories=categories).prepare_data()
+
+
+def test_what_is_refused_at_once(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"`root` must be a folder of class folders, got .*nowhere: not there"):
+        ImageFolder(tmp_path / "nowhere", cache_dir=tmp_path / "cache").prepare_data()
+    for share in (0, 1, -0.5):
+        with pytest.raises(ValueError, match=rf"ImageFolder: `test_share` must be between 0 and 1, got {share}"):
+            ImageFolder(tmp_path, test_share=share)
+    with pytest.raises(ValueError, match=r"`split_seed` must be an integer >= 0, got -1"):
+        ImageFolder(tmp_path, split_seed=-1)
+    write_folders(tmp_path, ["a", "b", "c"])
+    with pytest.raises(ValueError, match=r"`test_share` must leave classes on both sides, got 0.1 of 3 classes"):
+        ImageFolder(tmp_path, test_share=0.1).prepare_data()
+
+
+def test_cached_index_is_read_again_when_an_image_comes(tmp_path):
+    root = tmp_path / "images"
+    write_folders(root, ["train/a", "train/b", "test/c"])
+    first = ImageFolder(root, cache_dir=tmp_path / "cache").splits
+    again = ImageFolder(root, cache_dir=tmp_path / "cache").splits
+    assert described(again["train"]) == described(first["train"])
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    write_image(root / "train" / "b" / "new.jpg")
+    assert "train/b/new.jpg" in list(ImageFolder(root, cache_dir=tmp_path / "cache").splits["train"].paths)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_trains_and_validates(tmp_path, num_workers):
+    write_folders(tmp_path, NAMES, suffix=".JPG")
+    write_image(tmp_path / "b" / "0.JPG", "CMYK")
+    logged = fit_and_validate(ImageFolder(tmp_path, num_workers=num_workers, **QUICK))
+    assert 0 < logged["val/mAP"] <= 1
+
+
+def test_a_truncated_image_is_named_or_skipped(tmp_path):
+    write_folders(tmp_path, ["a", "b"])
+    for name in ("a", "b"):
+        truncate(tmp_path / name / "1.jpg")
+    with pytest.raises(ValueError, match=r"cannot read the image .*1\.jpg .*on_error='skip'"):
+        next(iter(ImageFolder(tmp_path, **QUICK).val_dataloader()))
+    data = ImageFolder(tmp_path, on_error="skip", **QUICK)
+    with pytest.warns(UserWarning, match=r"skipped .*1\.jpg"):
+        batch = next(iter(data.val_dataloader()))
+    assert batch["ids"].tolist() == [0, 2]
+    assert [path.split("/")[1] for path in data.test_set.skipped] == ["1.jpg"]

@@ -1,0 +1,290 @@
+"""ImageTable: CSV and Parquet, splits, roles and boxes, refusals with their lines, through to training."""
+
+import csv
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES
+from lightning_retrieval.datamodules.image_table import ImageTable
+from tests.datamodules.trees import truncate, write_image, write_text
+from tests.datamodules.trees_more import QUICK, QUIET, begin_with_byte_order_mark, fit_and_validate, write_images
+
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+refusal = pytest.mark.refusal
+
+
+def write_csv(root, *rows):
+    """A table of these rows, the header first."""
+    root.mkdir(exist_ok=True)
+    with (root / "images.csv").open("w", encoding="utf-8", newline="") as stream:
+        csv.writer(stream).writerows(rows)
+    return root
+
+
+def read(root, table="images.csv", **settings):
+    return ImageTable(root, table, **settings).splits
+
+
+SPLIT_ROWS = [
+    ("label", "image", "note", "split"),
+    ("20", "a, b.jpg", "comma", "train"),
+    ("100", "b/ß 日.JPG", "", "train"),
+    ("3", "c.jpg", "x", "train"),
+    ("20", "d.jpg", "", "train"),
+    ("7", "e.jpg", "", "test"),
+    ("-1", "f.jpg", "", "test"),
+]
+
+
+def test_columns_in_any_order_and_labels_by_number(tmp_path):
+    splits = read(write_csv(tmp_path, *SPLIT_ROWS))
+    train, test = splits["train"], splits["test"]
+    assert list(train.paths) == ["a, b.jpg", "b/ß 日.JPG", "c.jpg", "d.jpg"]
+    assert train.labels.tolist() == [1, 2, 0, 1]
+    assert list(train.names) == ["3", "20", "100"]
+    assert list(test.paths) == ["e.jpg", "f.jpg"]
+    assert (test.labels.tolist(), list(test.names)) == ([1, 0], ["-1", "7"])
+    for index in splits.values():
+        assert index.roles is index.boxes is index.categories is None
+
+
+def test_labels_are_text_where_one_is_not_an_integer_as_it_is_written(tmp_path):
+    rows = [("image", "label", "split"), *[(f"{i}.jpg", name, "train") for i, name in enumerate(["7", "007", "10"])]]
+    splits = read(write_csv(tmp_path, *rows, ("t.jpg", "8", "test")))
+    assert list(splits["train"].names) == ["007", "10", "7"]
+    assert splits["train"].labels.tolist() == [2, 0, 1]
+
+
+def test_without_a_split_the_classes_are_split_with_the_seed(tmp_path):
+    names = [f"class {i}" for i in range(10)]
+    rows = [(f"{name}/{i}.jpg", name) for name in names for i in range(2)]
+    root = write_csv(tmp_path, ("image", "label"), *rows)
+    splits = read(root, test_share=0.3, split_seed=4)
+    drawn = {names[i] for i in np.random.default_rng(4).permutation(10)[:3]}
+    assert list(splits["test"].names) == sorted(drawn)
+    assert list(splits["train"].names) == sorted(set(names) - drawn)
+    assert list(splits["test"].paths) == [path for path, name in rows if name in drawn]
+    assert list(read(root, test_share=0.3, split_seed=5)["test"].names) != sorted(drawn)
+
+
+def test_val_rows_are_the_validation_set_and_others_are_test_sets(tmp_path):
+    rows = [(f"{split}{i}.jpg", split, split) for split in ("train", "val", "easy", "hard") for i in range(2)]
+    data = ImageTable(write_csv(tmp_path, ("image", "label", "split"), *rows), "images.csv")
+    assert list(data.val_set.index.paths) == ["val0.jpg", "val1.jpg"]
+    assert {name: list(part.index.paths) for name, part in data.test_set.items()} == {
+        "easy": ["easy0.jpg", "easy1.jpg"],
+        "hard": ["hard0.jpg", "hard1.jpg"],
+    }
+
+
+def test_roles_and_distractors(tmp_path):
+    rows = [
+        ("image", "label", "split", "role"),
+        *[(f"{i}.jpg", "a", "train", "") for i in range(2)],
+        ("q.jpg", "b", "test", "query"),
+        ("g.jpg", "b", "test", "gallery"),
+        ("d.jpg", "", "test", "distractor"),
+        ("e.jpg", "whatever", "test", "distractor"),
+        ("f.jpg", "b", "test", ""),
+    ]
+    splits = read(write_csv(tmp_path, *rows))
+    assert splits["train"].roles is None
+    wanted = [ROLES[role] for role in ("query", "gallery", "distractor", "distractor", "both")]
+    assert splits["test"].roles.tolist() == wanted
+    assert splits["test"].labels.tolist() == [0, 0, DISTRACTOR, DISTRACTOR, 0]
+    assert list(splits["test"].names) == ["b"]
+
+
+def test_distractors_are_of_the_test_where_the_classes_are_split(tmp_path):
+    rows = [(f"{i}.jpg", i % 4, "both") for i in range(8)] + [("d.jpg", "", "distractor")]
+    splits = read(write_csv(tmp_path, ("image", "label", "role"), *rows))
+    assert splits["test"].labels.tolist() == [0, 1, 0, 1, DISTRACTOR]
+    assert splits["train"].labels.tolist() == [0, 1, 0, 1]
+
+
+def test_categories_have_one_number_in_all_splits(tmp_path):
+    rows = [
+        ("image", "label", "category", "split"),
+        *[(f"{i}.jpg", i, category, "train" if i < 3 else "test") for i, category in enumerate([30, 4, 30, 5, 4])],
+    ]
+    splits = read(write_csv(tmp_path, *rows))
+    assert splits["train"].categories.tolist() == [2, 0, 2]
+    assert splits["test"].categories.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("columns", [1, 4])
+def test_boxes_are_cut_to_the_image_and_may_be_empty(tmp_path, columns):
+    write_images(tmp_path, ["0.png", "1.png", "2.png"])
+    boxes = ["-5 4 12.4 99", "10 4 30 20", ""]
+    if columns == 4:
+        header = ("bottom", "left", "top", "right")
+        cells = [(b.split()[3], *b.split()[:3]) if b else ("",) * 4 for b in boxes]
+    else:
+        header, cells = ("box",), [(box,) for box in boxes]
+    rows = [(f"{i}.png", i, "train" if i < 2 else "test", *cell) for i, cell in enumerate(cells)]
+    data = ImageTable(write_csv(tmp_path, ("image", "label", "split", *header), *rows), "images.csv")
+    assert data.splits["train"].boxes.tolist() == [[-5, 4, 12, 99], [10, 4, 30, 20]]
+    whole = Image.open(tmp_path / "0.png").convert("RGB")
+    assert np.array_equal(np.asarray(data.train_set.read(0)), np.asarray(whole.crop((0, 4, 12, 40))))
+    assert data.train_set.read(1).size == (20, 16)
+    assert data.test_set.read(0).size == (48, 40)
+
+
+def test_an_image_may_be_listed_twice_with_boxes(tmp_path):
+    rows = [
+        ("image", "label", "split", "box"),
+        *[("a.jpg", i, s, f"{i} 0 9 9") for i, s in enumerate(["train", "test"])],
+    ]
+    assert read(write_csv(tmp_path, *rows))["test"].boxes.tolist() == [[1, 0, 9, 9]]
+
+
+def test_parquet_gives_what_csv_does(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    columns = {
+        "split": ["train", "train", "test", "test"],
+        "label": pyarrow.array([20, 3, 100, None]),
+        "image": ["a.jpg", "ß b.JPG", "c.jpg", "d.jpg"],
+        "box": pyarrow.array([[0, 1, 2, 3], [4, 5, 6, 7], None, [1, 1, 9, 9]]),
+        "role": [None, None, "query", "distractor"],
+        "note": [1.0, 2.0, 3.0, 4.0],
+    }
+    parquet.write_table(pyarrow.table(columns), tmp_path / "images.parquet")
+    boxes = ["0 1 2 3", "4 5 6 7", "", "1 1 9 9"]
+    texts = {**columns, "label": ["20", "3", "100", ""], "box": boxes, "role": ["", "", "query", "distractor"]}
+    write_csv(tmp_path, tuple(texts), *zip(*texts.values(), strict=True))
+    of_csv, of_parquet = read(tmp_path), read(tmp_path, "images.parquet")
+    assert list(of_csv) == list(of_parquet) == ["train", "test"]
+    for split, index in of_csv.items():
+        wanted, found = index.arrays(), of_parquet[split].arrays()
+        assert wanted.keys() == found.keys()
+        assert all(np.array_equal(wanted[name], found[name]) for name in wanted)
+    assert of_csv["test"].labels.tolist() == [0, DISTRACTOR]
+
+
+@refusal
+def test_parquet_names_the_row(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+
+    table = pyarrow.table({"image": ["a.jpg", "b.jpg"], "label": ["x", None]})
+    parquet.write_table(table, tmp_path / "images.parquet")
+    with pytest.raises(ValueError, match=r"`label` must not be empty in any row, at row 2 of .*images\.parquet\."):
+        read(tmp_path, "images.parquet")
+
+
+@refusal
+def test_missing_pyarrow_is_named_with_its_cure(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # as if it were not installed
+    write_text(tmp_path / "images.parquet", "")
+    with pytest.raises(ModuleNotFoundError, match=r"pyarrow must be .*: pip install lightning-retrieval\[parquet\]"):
+        read(tmp_path, "images.parquet")
+
+
+TRAIN, TEST = ("a.jpg", "1", "train"), ("b.jpg", "2", "test")
+PLAIN = ("image", "label", "split")
+
+
+@refusal
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (
+            [("path", "label")],
+            r"line 1 of .*images.csv must name the columns image and label.*; image missing in 'path,l",
+        ),
+        ([("image;label",)], r"separated by commas; image, label missing in 'image;label'"),
+        ([("image", "label", "left", "top")], r"; right, bottom missing in"),
+        ([("image", "label", "image")], r"must name each column once, got image twice"),
+        ([PLAIN], r"images.csv must have rows, got the header alone"),
+        ([PLAIN, TRAIN, (), ("c.jpg", "3")], r"must have the header's 3 fields, got 2, at line 4 of .*images.csv"),
+        ([PLAIN, TRAIN, ("", "1", "train")], r"`image` must not be empty in any row, at line 3 of"),
+        ([PLAIN, TRAIN, ("c.jpg", " ", "test")], r"`label` must not be empty in any row, at line 3 of"),
+        (
+            [PLAIN, TRAIN, ("b.jpg", "2", "a/b")],
+            r"`split` must be train, val, test or another name .*got 'a/b', at line 3",
+        ),
+        ([PLAIN, TRAIN, ("b.jpg", "2", "")], r"`split` must be train.* got '', at line 3"),
+        ([PLAIN, TRAIN], r"`split` must have rows of train and of val, test or others, got 'train' in"),
+        ([PLAIN, ("a.jpg", "1", "Train"), TEST], r"must have rows of train and of .*got 'Train', 'test' in"),
+        (
+            [PLAIN, TRAIN, TEST, TEST, TEST],
+            r"`image` must be another .*got 'b.jpg' as in line 3, at line 4 of .*\(2 such",
+        ),
+        ([(*PLAIN, "role"), (*TRAIN, ""), (*TEST, "Query")], r"`role` must be one of query, .*got 'Query', at line 3"),
+        (
+            [(*PLAIN, "role"), (*TRAIN, "distractor"), (*TEST, "")],
+            r"query, gallery or both in training, got 'distractor'",
+        ),
+        ([(*PLAIN, "category"), (*TRAIN, "1"), (*TEST, "")], r"`category` must not be empty in any row, at line 3"),
+        (
+            [(*PLAIN, "box"), (*TRAIN, "1 2 3"), (*TEST, "")],
+            r"`box` must be `left top right bottom` .*got '1 2 3', at line 2",
+        ),
+        (
+            [(*PLAIN, "box"), (*TRAIN, "1 2 1 9"), (*TEST, "x 1 2 3")],
+            r"right > left .*got '1 2 1 9', at line 2.*\(2 such",
+        ),
+        ([(*PLAIN, "box"), (*TRAIN, "1 2 nan 9"), (*TEST, "")], r"got '1 2 nan 9', at line 2"),
+        ([PLAIN, ("../a.jpg", "1", "train"), TEST], r"`paths` must lie inside the root, got '\.\./a\.jpg'"),
+        ([PLAIN, TRAIN, ("b.jpg", "1", "test")], r"in training or in evaluation, not in both, got 1 .*'1'"),
+        ([("image", "label"), ("a.jpg", "1")], r"`test_share` must leave classes on both sides, got 0.5 of 1 classes"),
+    ],
+)
+def test_rows_that_are_refused(tmp_path, rows, message):
+    with pytest.raises(ValueError, match=f"(?s)^ImageTable: .*{message}|^ImageIndex: .*{message}"):
+        read(write_csv(tmp_path, *rows))
+
+
+@refusal
+def test_a_table_that_is_not_there(tmp_path):
+    write_csv(tmp_path / "deeper", *SPLIT_ROWS)
+    with pytest.raises(FileNotFoundError, match=r"`root` must hold images.csv, .*; give root=.*deeper"):
+        read(tmp_path)
+    with pytest.raises(ValueError, match=r"ImageTable: `test_share` must be between 0 and 1, got 1\.5"):
+        ImageTable(tmp_path, "images.csv", test_share=1.5)
+    with pytest.raises(TypeError, match=r"`split_seed` must be an integer >= 0, got 0\.5"):
+        ImageTable(tmp_path, "images.csv", split_seed=0.5)
+
+
+def test_a_table_may_lie_elsewhere_and_begin_with_a_byte_order_mark(tmp_path, monkeypatch):
+    write_csv(tmp_path / "tables", *SPLIT_ROWS)
+    table = tmp_path / "tables" / "images.csv"
+    begin_with_byte_order_mark(table)
+    (tmp_path / "images").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for found in (read("images", table), read("images", "tables/images.csv")):
+        assert len(found["train"]) == 4
+
+
+def test_the_cache_follows_the_settings(tmp_path):
+    root = write_csv(tmp_path, ("image", "label"), *[(f"{i}.jpg", i) for i in range(12)])
+    cache = tmp_path / "cache"
+    first = read(root, cache_dir=cache)["test"]
+    assert list(read(root, cache_dir=cache, num_workers=2)["test"].names) == list(first.names)
+    assert len(list(cache.iterdir())) == 1
+    assert list(read(root, cache_dir=cache, split_seed=1)["test"].names) != list(first.names)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_trains_and_validates(tmp_path, num_workers):
+    paths = [f"ä {i}.JPG" for i in range(11)]
+    write_images(tmp_path, paths)
+    write_image(tmp_path / paths[2], "CMYK")
+    labels = ["x", "x", "y", "y", "z", "z", "u", "u", "v", "v", ""]
+    split = ["train"] * 6 + ["val"] * 5
+    roles = [""] * 6 + ["query", "gallery"] * 2 + ["distractor"]
+    root = write_csv(tmp_path, ("image", "label", "split", "role"), *zip(paths, labels, split, roles, strict=True))
+    logged = fit_and_validate(ImageTable(root, "images.csv", num_workers=num_workers, **QUICK))
+    assert 0 < logged["val/mAP"] <= 1
+
+
+def test_a_truncated_image_is_named(tmp_path):
+    write_images(tmp_path, ["a.jpg", "b.jpg"])
+    truncate(tmp_path / "b.jpg")
+    data = ImageTable(write_csv(tmp_path, PLAIN, TRAIN, TEST), "images.csv", **QUICK)
+    assert data.train_set[0]["images"].shape == (3, 16, 16)
+    with pytest.raises(ValueError, match=r"cannot read the image .*b\.jpg"):
+        data.test_set[0]

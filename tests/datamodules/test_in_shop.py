@@ -1,0 +1,155 @@
+"""In-Shop Clothes Retrieval: read as written, refused where odd, trained on with queries and gallery."""
+
+import re
+
+import pytest
+
+from lightning_retrieval.datamodules.image_index import ROLES
+from lightning_retrieval.datamodules.in_shop import InShop
+from tests.datamodules.short_run import QUIET, SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
+from tests.datamodules.trees import write_in_shop
+
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+LAYOUTS = {"as unpacked": ("Eval/", "Img/"), "flat": ("", ""), "Anno": ("Anno/", "Img/"), "Eval": ("Eval/", "")}
+PARTITION, BOXES = "Eval/list_eval_partition.txt", "Eval/list_bbox_inshop.txt"
+FIRST = "img/MEN/Denim/id_00000001/01_1_front.jpg"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("extra", [{}, {"boxes": True}, {"high_res": True}], ids=str)
+def test_images_are_read_as_they_were_written(tmp_path, layout, extra):
+    lists, images = LAYOUTS[layout]
+    written = write_in_shop(tmp_path, lists, images)
+    splits = InShop(tmp_path, **extra).splits
+    assert list(splits) == ["train", "test"]
+    for split, index in splits.items():
+        rows = [row for row in written if (row[2] == "train") == (split == "train")]
+        names, items, statuses, boxes = zip(*rows)
+        folder = "img_highres" if extra.get("high_res") else "img"
+        assert list(index.paths) == [f"{images}{folder}{name[3:]}" for name in names]
+        assert all((tmp_path / path).is_file() for path in index.paths)
+        assert [index.names[label] for label in index.labels] == list(items)
+        assert index.labels.tolist() == [sorted(set(items)).index(item) for item in items]
+        assert index.categories.tolist() == [{"MEN": 0, "WOMEN": 1}[name.split("/")[1]] for name in names]
+        assert index.boxes is None if "boxes" not in extra else index.boxes.tolist() == [list(box) for box in boxes]
+        roles = None if index.roles is None else index.roles.tolist()
+        assert roles == (None if split == "train" else [ROLES[status] for status in statuses])
+
+
+def test_images_are_those_of_the_folder_and_cropped_to_their_box(tmp_path):
+    written = write_in_shop(tmp_path)
+    left, top, right, bottom = next(box for _, _, status, box in written if status == "train")
+    assert InShop(tmp_path).train_set.read(0).size == (32, 32)
+    assert InShop(tmp_path, high_res=True).train_set.read(0).size == (64, 80)
+    assert InShop(tmp_path, boxes=True).train_set.read(0).size == (right - left, bottom - top)
+    assert {InShop(tmp_path).test_set.read(place).mode for place in range(9)} == {"RGB"}
+
+
+def test_the_report_has_the_papers_counts(tmp_path):
+    write_in_shop(tmp_path)
+    report = InShop(tmp_path).check()
+    assert report.splits == {"train": ((12, 4), (25882, 3997)), "test": ((9, 3), (26830, 3985))}
+    assert not report.missing
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("extra", [{}, {"boxes": True}], ids=str)
+def test_fit_and_validate(tmp_path, num_workers, extra):
+    write_in_shop(tmp_path)
+    metrics = fit_and_validate(InShop(tmp_path, num_workers=num_workers, **extra, **SETTINGS))
+    assert {"val/mAP", "val/R@1"} <= set(metrics)
+    assert 0 < metrics["val/mAP"] <= 1
+
+
+def test_only_queries_are_ranked_for_and_only_against_the_gallery(tmp_path):
+    """An item all of whose images are queries has nothing right in the gallery."""
+    write_in_shop(tmp_path)
+    loader = InShop(tmp_path, **SETTINGS).test_dataloader()
+    roles = [role for batch in loader for role in batch["roles"].tolist()]
+    assert roles == [ROLES["query"], ROLES["gallery"], ROLES["gallery"]] * 3
+    assert fit_and_validate(InShop(tmp_path, **SETTINGS))["val/left_out"] == 0
+    for _ in range(2):
+        replace(tmp_path / PARTITION, "id_00000001     gallery", "id_00000001     query")
+    assert fit_and_validate(InShop(tmp_path, **SETTINGS))["val/left_out"] == 3
+
+
+def test_a_truncated_image_is_refused_or_skipped(tmp_path):
+    write_in_shop(tmp_path)
+    refuse_then_skip_truncated(InShop, tmp_path, FIRST)
+
+
+def test_the_cache_tells_boxes_and_resolutions_apart(tmp_path):
+    write_in_shop(tmp_path / "data")
+    settings = [{}, {"boxes": True}, {"high_res": True}] * 2
+    splits = [InShop(tmp_path / "data", cache_dir=tmp_path / "cache", **extra).splits["test"] for extra in settings]
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+    assert [split.boxes is not None for split in splits] == [False, True, False] * 2
+    assert [split.paths[0].startswith("img_highres/") for split in splits] == [False, False, True] * 2
+    assert splits[4].roles.tolist() == splits[1].roles.tolist()
+
+
+REFUSALS = {
+    "another count": (PARTITION, "21\n", "22\n", "must hold as many images as its first line says, 22, got 21"),
+    "no count": (PARTITION, "21\n", "", "`the number of images in line 1` must be integers .*, got 'image_name item"),
+    "other header": (PARTITION, "item_id", "item", "line 2 of .* must be the header 'image_name item_id evaluation_"),
+    "missing fields": (PARTITION, "id_00000001     query", "query", r"3 fields, which 1 have not \(line 3\)"),
+    "unknown status": (PARTITION, "query", "probe", "query or gallery, got 'probe' in line 3 of .*partition.txt"),
+    "image twice": (PARTITION, "01_2_side", "01_1_front", f"`image_name` must be different .* '{FIRST}' twice"),
+    "no folders": (PARTITION, FIRST, "img/id_00000001.jpg", "img/gender/kind/..., got 'img/id_00000001.jpg' in line 3"),
+    "another folder": (PARTITION, FIRST, FIRST[4:], "img/gender/kind/..., got 'MEN/Denim/.*' in line 3"),
+    "item in both splits": (PARTITION, "id_00000001     query", "id_00000002     query", "in train and test, such as"),
+    "path out of the root": (PARTITION, FIRST, "img/MEN/../../../x.jpg", "inside the root, got 'img/MEN/../../../x"),
+    "another count of boxes": (BOXES, "21\n", "20\n", "list_bbox_inshop.txt must hold as many .* says, 20, got 21"),
+    "other header of boxes": (BOXES, "x_1 y_1", "x1 y1", "line 2 of .*list_bbox_inshop.txt must be the header"),
+    "missing corner": (BOXES, " 030\n", "\n", r"7 fields, which 1 have not \(line 3\)"),
+    "corner that is no number": (BOXES, " 030\n", " 3x\n", "`y_2` must be integers .*, got '3x'"),
+    "empty box": (BOXES, " 030\n", " 002\n", r"`boxes` must hold pixels, got \[3, 2, 30, 2\] for img/"),
+    "no box": (BOXES, FIRST, "img/other.jpg", f"must hold a box for each image, which 1 have not, such as {FIRST}"),
+    "box twice": (BOXES, "01_4_full", "01_2_side", "`image_name` must be different .*list_bbox_inshop.txt"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_odd_is_refused(tmp_path, case):
+    name, old, new, message = REFUSALS[case]
+    write_in_shop(tmp_path)
+    replace(tmp_path / name, old, new)
+    data = InShop(tmp_path, boxes=name == BOXES)
+    with pytest.raises(ValueError, match=message):
+        data.prepare_data()
+
+
+@pytest.mark.parametrize(("split", "statuses"), [("train", ["train"]), ("test", ["query", "gallery"])])
+def test_an_empty_split_is_refused(tmp_path, split, statuses):
+    write_in_shop(tmp_path)
+    lines = (tmp_path / PARTITION).read_text().splitlines()
+    kept = [line for line in lines[2:] if line and line.split()[2] not in statuses]
+    (tmp_path / PARTITION).write_text("\n".join([str(len(kept)), lines[1], *kept]))
+    with pytest.raises(ValueError, match=f"the split '{split}' must hold at least one image, got none in .*partition"):
+        InShop(tmp_path).prepare_data()
+    (tmp_path / PARTITION).write_text(f"0\n{lines[1]}\n")
+    with pytest.raises(ValueError, match="the split 'train' must hold at least one image"):
+        InShop(tmp_path).prepare_data()
+
+
+def test_boxes_of_other_pixels_are_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match="`boxes` are in pixels of the images of 256 x 256, not of those of `high_res`"
+    ):
+        InShop(tmp_path, boxes=True, high_res=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("given", [".", "In-shop/Img", "In-shop/other"])
+def test_a_root_one_folder_off_is_told_the_right_one(tmp_path, layout, given):
+    lists, images = LAYOUTS[layout]
+    write_in_shop(tmp_path / "In-shop", lists, images)
+    (tmp_path / given).mkdir(exist_ok=True)
+    with pytest.raises(FileNotFoundError, match=re.escape(f"give root={tmp_path / 'In-shop'}.")):
+        InShop(tmp_path / given).prepare_data()
+
+
+def test_missing_images_are_looked_for_near_by(tmp_path):
+    write_in_shop(tmp_path, "Eval/", "Img/")
+    with pytest.raises(FileNotFoundError, match=re.escape(f"img/MEN, which {tmp_path / 'Eval'} does not; give root=")):
+        InShop(tmp_path / "Eval").prepare_data()

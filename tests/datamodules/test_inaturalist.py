@@ -1,0 +1,162 @@
+"""INaturalist: Smooth-AP's lists, the taxonomy as levels, refusals, through to training."""
+
+import json
+
+import numpy as np
+import pytest
+
+from lightning_retrieval.datamodules.inaturalist import LEVELS, INaturalist
+from tests.datamodules.trees import truncate, write_image, write_text
+from tests.datamodules.trees_more import (
+    GROUPS,
+    QUICK,
+    QUIET,
+    begin_with_byte_order_mark,
+    fit_and_validate,
+    write_inaturalist,
+)
+
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+refusal = pytest.mark.refusal
+
+
+@pytest.mark.parametrize("lists", ["Inat_dataset_splits", ""])
+def test_lists_are_read_with_classes_by_number(tmp_path, lists):
+    paths = write_inaturalist(tmp_path, lists, images=False)
+    begin_with_byte_order_mark(tmp_path / lists / "Inaturalist_train_set1.txt")
+    splits = INaturalist(tmp_path).splits
+    assert {split: list(index.paths) for split, index in splits.items()} == paths
+    assert list(splits["train"].names) == ["9", "10", "100"]
+    assert splits["train"].labels.tolist() == [1, 1, 1, 0, 0, 0, 2, 2, 2]
+    assert (list(splits["test"].names), splits["test"].labels.tolist()) == (["7", "8"], [0, 0, 0, 1, 1, 1])
+    groups = sorted(set(GROUPS.values()))
+    for index in splits.values():
+        assert [groups[i] for i in index.categories] == [path.split("/")[1] for path in index.paths]
+        assert index.levels is None
+
+
+def test_levels_are_the_taxonomy_finest_first(tmp_path):
+    write_inaturalist(tmp_path, images=False)
+    splits = INaturalist(tmp_path, levels=LEVELS).splits
+    # Species 9 and 100 are two birds of one genus; the plant, 10, has a genus of the same name.
+    of_class = {9: [0, 0, 0, 0, 0, 0, 0], 10: [1, 1, 1, 1, 1, 1, 1], 100: [2, 0, 0, 0, 0, 0, 0]}
+    assert splits["train"].levels.tolist() == [of_class[c] for c in (10, 9, 100) for _ in range(3)]
+    assert [len(np.unique(column)) for column in splits["test"].levels.T] == [2, 2, 2, 2, 2, 2, 1]
+    some = INaturalist(tmp_path, levels=["species", "class"]).splits["train"]
+    assert some.levels.tolist() == [[of_class[c][0], of_class[c][4]] for c in (10, 9, 100) for _ in range(3)]
+    assert np.array_equal(some.levels[:, 0], some.labels)
+
+
+def test_the_first_file_with_all_ranks_is_taken(tmp_path):
+    write_inaturalist(tmp_path, images=False)
+    wanted = INaturalist(tmp_path, levels=LEVELS).splits["train"].levels
+    complete = (tmp_path / "train2018.json").read_text()
+    write_text(tmp_path / "categories.json", json.dumps(json.loads(complete)["categories"]))
+    hidden = [{"id": c, "name": str(c), "supercategory": "x"} for c in GROUPS]
+    write_text(tmp_path / "train2018.json", json.dumps({"categories": hidden}))
+    assert np.array_equal(INaturalist(tmp_path, levels=LEVELS).splits["train"].levels, wanted)
+    (tmp_path / "categories.json").rename(tmp_path / "train2018.json")
+    write_text(tmp_path / "val2018.json", json.dumps({"categories": hidden}))
+    assert np.array_equal(INaturalist(tmp_path, levels=LEVELS).splits["train"].levels, wanted)
+
+
+def test_the_cache_follows_the_levels(tmp_path):
+    write_inaturalist(tmp_path, images=False)
+    cache = tmp_path / "cache"
+    assert INaturalist(tmp_path, cache_dir=cache).splits["train"].levels is None
+    for _ in range(2):
+        assert INaturalist(tmp_path, levels=["species", "kingdom"], cache_dir=cache).splits["train"].levels.shape == (
+            9,
+            2,
+        )
+    assert INaturalist(tmp_path, levels=LEVELS, cache_dir=cache).splits["train"].levels.shape == (9, 7)
+    assert len(list(cache.iterdir())) == 3
+
+
+def test_the_cache_sees_another_taxonomy(tmp_path):
+    write_inaturalist(tmp_path, images=False)
+    settings = {"levels": ["species", "genus"], "cache_dir": tmp_path / "cache"}
+    assert INaturalist(tmp_path, **settings).splits["train"].levels.max(0).tolist() == [2, 1]
+    text = (tmp_path / "train2018.json").read_text()
+    write_text(tmp_path / "train2018.json", text.replace("Prunellidae", "Another", 1))  # of one of the two birds
+    assert INaturalist(tmp_path, **settings).splits["train"].levels.max(0).tolist() == [2, 2]
+
+
+@refusal
+@pytest.mark.parametrize("levels", [["genus"], ["genus", "species"], ["species", "tribe"], [], ["species", "species"]])
+def test_other_levels_are_refused(tmp_path, levels):
+    with pytest.raises(ValueError, match=r"`levels` must be species and any of genus, .*in this order, got \["):
+        INaturalist(tmp_path, levels=levels)
+
+
+@refusal
+def test_a_missing_taxonomy_is_refused(tmp_path):
+    write_inaturalist(tmp_path, images=False)
+    taxonomy = json.loads((tmp_path / "train2018.json").read_text())
+    path = tmp_path / "train2018.json"
+
+    def refused(content, message, error=ValueError):
+        write_text(path, json.dumps(content))
+        with pytest.raises(error, match=message):
+            INaturalist(tmp_path, levels=LEVELS).prepare_data()
+
+    few = [category for category in taxonomy["categories"] if category["id"] not in (9, 100)]
+    refused({"categories": few}, r"`levels` need the taxonomy of each category, got none for 2 of 3, such as 9\.")
+    hidden = [{name: value for name, value in category.items() if name != "genus"} for category in few]
+    refused({"categories": hidden}, r"`levels` need categories with genus, .*, with genus missing in .*train2018.json")
+    refused({"images": []}, r"train2018.json must be JSON with a list of categories, .*KeyError\('categories'\)")
+    refused({"categories": []}, r"all categories missing in .*train2018.json")
+    path.unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"INaturalist: `root` must hold train2018.json or val2018.json or categ"
+    ):
+        INaturalist(tmp_path, levels=LEVELS).prepare_data()
+
+
+@refusal
+def test_lists_that_are_missing_or_odd(tmp_path):
+    write_inaturalist(tmp_path / "inat", images=False)
+    with pytest.raises(
+        FileNotFoundError, match=r"must hold Inat_dataset_splits/Inat.*train_set1.txt.*give root=.*/inat\."
+    ):
+        INaturalist(tmp_path).prepare_data()
+    path = tmp_path / "inat" / "Inat_dataset_splits" / "Inaturalist_train_set1.txt"
+    for line in ("Aves/x.jpg", "train_val2018/Aves/owl/x.jpg"):
+        write_text(path, f"train_val2018/Aves/3/a.jpg\n\n{line}\n")
+        with pytest.raises(ValueError, match=rf"<supercategory>/<category id>/<image>, got '{line}' \(line 3\)"):
+            INaturalist(tmp_path / "inat").prepare_data()
+    write_text(path, "\n")
+    with pytest.raises(ValueError, match=r"train_set1.txt must name at least one image, got none"):
+        INaturalist(tmp_path / "inat").prepare_data()
+    write_text(path, "train_val2018/Aves/7/a.jpg\n")
+    with pytest.raises(
+        ValueError, match=r"in training or in evaluation, not in both, got 1 in train and test, such as '7'"
+    ):
+        INaturalist(tmp_path / "inat").prepare_data()
+
+
+def test_check_counts_beside_the_paper(tmp_path):
+    paths = write_inaturalist(tmp_path)
+    (tmp_path / paths["test"][4]).unlink()
+    report = INaturalist(tmp_path).check()
+    assert report.splits == {"train": ((9, 3), (325_846, 5_690)), "test": ((6, 2), (136_093, 2_452))}
+    assert report.missing == [paths["test"][4]]
+    assert not report.ok
+
+
+@pytest.mark.parametrize(("num_workers", "levels"), [(0, None), (2, None), (0, ["species", "genus"])])
+def test_trains_and_validates(tmp_path, num_workers, levels):
+    paths = write_inaturalist(tmp_path)
+    write_image(tmp_path / paths["train"][3], "CMYK")
+    data = INaturalist(tmp_path, levels=levels, num_workers=num_workers, **QUICK)
+    shape = next(iter(data.val_dataloader()))["labels"].shape
+    assert shape == ((4,) if levels is None else (4, 2))
+    logged = fit_and_validate(data)
+    assert 0 < logged["val/mAP"] <= 1
+
+
+def test_a_truncated_image_is_named(tmp_path):
+    paths = write_inaturalist(tmp_path)
+    truncate(tmp_path / paths["train"][1])
+    with pytest.raises(ValueError, match=rf"cannot read the image .*{paths['train'][1]}"):
+        INaturalist(tmp_path, **QUICK).train_set[1]

@@ -1,0 +1,138 @@
+"""LandmarksClean: lists of URLs and of paths, missing files and shared file names, through to training."""
+
+import pytest
+
+from lightning_retrieval.datamodules.landmarks import LandmarksClean
+from tests.datamodules.trees import truncate, write_image, write_text
+from tests.datamodules.trees_more import QUICK, QUIET, fit_and_validate, write_images, write_landmarks
+
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+refusal = pytest.mark.refusal
+
+
+def described(index):
+    return [(path, int(index.names[label])) for path, label in zip(index.paths, index.labels, strict=True)]
+
+
+@pytest.mark.parametrize(("images", "folder"), [("images", "annotations"), ("jpg/all", "")])
+def test_urls_are_looked_for_by_their_last_part(tmp_path, images, folder):
+    written = write_landmarks(tmp_path, images, folder)
+    splits = LandmarksClean(tmp_path, images=images).splits
+    assert described(splits["train"]) == written["train"]
+    assert described(splits["test"]) == written["val"]
+    # The splits share their landmarks and so the numbers of these.
+    assert list(splits["train"].names) == list(splits["test"].names) == ["3", "20", "100"]
+    assert splits["train"].labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert splits["test"].labels.tolist() == [2, 2, 0, 0]
+
+
+def test_escaped_names_are_found_as_they_are_and_unescaped(tmp_path):
+    urls = ["http://x.org/caf%C3%A9.jpg", "http://x.org/a%20b.JPG"]
+    write_text(tmp_path / "annotation_clean_train.txt", "".join(f"{url} 1\n" for url in urls))
+    write_images(tmp_path, ["images/café.jpg", "images/a%20b.JPG"])
+    assert list(LandmarksClean(tmp_path).splits["train"].paths) == ["images/café.jpg", "images/a%20b.JPG"]
+
+
+def test_a_rewritten_list_holds_paths(tmp_path):
+    paths = ["jpg/3/ä.JPG", "jpg/3/b.jpg", "jpg/20/b.jpg"]
+    text = "".join(f"{path} {path.split('/')[1]} more\n" for path in paths)
+    write_text(tmp_path / "annotations" / "annotation_clean_train.txt", text + "\n")
+    splits = LandmarksClean(tmp_path).splits
+    assert list(splits) == ["train"]
+    assert described(splits["train"]) == [(path, int(path.split("/")[1])) for path in paths]
+
+
+def test_missing_files_are_left_out_with_one_warning(tmp_path):
+    written = write_landmarks(tmp_path)
+    for path in (written["train"][1][0], written["train"][5][0], written["val"][2][0]):
+        (tmp_path / path).unlink()
+    message = r"left out 3 images that are not in .*images \(2 of 9 of train, 1 of 4 of test\), such as that of http://farm1\."
+    with pytest.warns(UserWarning, match=message) as caught:
+        splits = LandmarksClean(tmp_path).splits
+    assert len(caught) == 1
+    assert described(splits["train"]) == [row for i, row in enumerate(written["train"]) if i not in (1, 5)]
+    assert described(splits["test"]) == [row for i, row in enumerate(written["val"]) if i != 2]
+
+
+def test_names_of_several_urls_are_warned_of(tmp_path):
+    lines = ["a/same.jpg 1", "b/same.jpg 1", "c/unclear.jpg 1", "d/unclear.jpg 2", "e/fine.jpg 2", "f/gone.jpg 2"]
+    write_text(tmp_path / "annotation_clean_train.txt", "".join(f"http://x.org/{line}\n" for line in lines))
+    write_text(tmp_path / "annotation_clean_val.txt", "http://x.org/g/same.jpg 1\nhttp://x.org/h/val.jpg 2\n")
+    write_images(tmp_path / "images", ["same.jpg", "unclear.jpg", "fine.jpg", "val.jpg"])
+    with pytest.warns(UserWarning) as caught:  # noqa: PT030
+        splits = LandmarksClean(tmp_path).splits
+    missing, shared = (str(warning.message) for warning in caught)
+    assert "left out 1 images" in missing
+    assert (
+        "2 file names are those of several lines, such as http://x.org/a/same.jpg and http://x.org/b/same.jpg" in shared
+    )
+    assert "left out 4 lines, all of 1 names with several landmarks" in shared
+    assert described(splits["train"]) == [("images/same.jpg", 1), ("images/fine.jpg", 2)]
+    assert described(splits["test"]) == [("images/val.jpg", 2)]
+
+
+@refusal
+def test_what_is_refused(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=r"must hold annotations/annotation_clean_train.txt or annotation_clean_tr"
+    ):
+        LandmarksClean(tmp_path).prepare_data()
+    path = tmp_path / "annotation_clean_train.txt"
+    write_text(path, "http://x.org/a.jpg 1\nhttp://x.org/b.jpg\n")
+    with pytest.raises(ValueError, match=r"annotation_clean_train.txt must have 2 fields, .*\(line 2\)"):
+        LandmarksClean(tmp_path).prepare_data()
+    write_text(path, "http://x.org/a.jpg one\n")
+    with pytest.raises(ValueError, match=r"`landmark` must be integers in .*, got 'one'"):
+        LandmarksClean(tmp_path).prepare_data()
+    write_text(path, "http://x.org/a.jpg 1\n")
+    with pytest.raises(FileNotFoundError, match=r"`root` must hold images, which"):
+        LandmarksClean(tmp_path).prepare_data()
+    (tmp_path / "images").mkdir()
+    with (
+        pytest.warns(UserWarning, match=r"left out 1 images"),
+        pytest.raises(
+            ValueError, match=r"must hold images of annotation_clean_train.txt, got .*images with none of 1\."
+        ),
+    ):
+        LandmarksClean(tmp_path).prepare_data()
+    write_text(path, "../a.jpg 1\n")
+    with pytest.raises(ValueError, match=r"`paths` must lie inside the root, got '\.\./a\.jpg'"):
+        LandmarksClean(tmp_path).prepare_data()
+
+
+def test_the_cache_sees_new_images(tmp_path):
+    written = write_landmarks(tmp_path)
+    (tmp_path / written["train"][0][0]).rename(tmp_path / "away.jpg")
+    with pytest.warns(UserWarning, match=r"left out 1 images"):
+        assert len(LandmarksClean(tmp_path, cache_dir=tmp_path / "cache").splits["train"]) == 8
+    (tmp_path / "away.jpg").rename(tmp_path / written["train"][0][0])
+    assert len(LandmarksClean(tmp_path, cache_dir=tmp_path / "cache").splits["train"]) == 9
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_trains_and_validates(tmp_path, num_workers):
+    written = write_landmarks(tmp_path)
+    write_image(tmp_path / written["train"][3][0], "CMYK")
+    logged = fit_and_validate(LandmarksClean(tmp_path, num_workers=num_workers, **QUICK))
+    assert 0 < logged["val/mAP"] <= 1
+
+
+def test_trains_on_the_training_list_alone_with_classes_held_out(tmp_path):
+    write_landmarks(tmp_path)
+    (tmp_path / "annotations" / "annotation_clean_val.txt").unlink()
+    logged = fit_and_validate(LandmarksClean(tmp_path, val_share=0.3, **QUICK))
+    assert 0 < logged["val/mAP"] <= 1
+
+
+@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero:UserWarning")
+def test_trains_on_the_training_list_alone_without_evaluation(tmp_path):
+    write_landmarks(tmp_path)
+    (tmp_path / "annotations" / "annotation_clean_val.txt").unlink()
+    assert "val/mAP" not in fit_and_validate(LandmarksClean(tmp_path, **QUICK), validate=False)
+
+
+def test_a_truncated_image_is_named(tmp_path):
+    written = write_landmarks(tmp_path)
+    truncate(tmp_path / written["train"][2][0])
+    with pytest.raises(ValueError, match=rf"cannot read the image .*{written['train'][2][0]}"):
+        LandmarksClean(tmp_path, **QUICK).train_set[2]

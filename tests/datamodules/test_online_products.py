@@ -1,0 +1,130 @@
+"""Stanford Online Products: read as written, refused where odd, trained on."""
+
+import re
+
+import pytest
+from PIL import Image
+
+from lightning_retrieval.datamodules.online_products import StanfordOnlineProducts
+from tests.datamodules.short_run import QUIET, SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
+from tests.datamodules.trees import write_online_products
+
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+LAYOUTS = {"as unpacked": ("", ""), "online_products": ("Info_Files/", "images/"), "mixed": ("Info_Files/", "")}
+HEADER = "image_id class_id super_class_id path"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_images_are_read_as_they_were_written(tmp_path, layout):
+    lists, images = LAYOUTS[layout]
+    written = write_online_products(tmp_path, lists, images)
+    splits = StanfordOnlineProducts(tmp_path).splits
+    assert list(splits) == ["train", "test"]
+    for split, index in splits.items():
+        paths, classes, categories, _ = zip(*written[split])
+        assert list(index.paths) == list(paths)
+        assert [int(index.names[label]) for label in index.labels] == list(classes)
+        assert index.labels.tolist() == [sorted(set(classes)).index(number) for number in classes]
+        assert index.categories.tolist() == [{2: 0, 12: 1}[category] for category in categories]
+        assert index.roles is index.boxes is None
+        assert all((tmp_path / path).is_file() for path in index.paths)
+
+
+def test_grey_print_and_other_images_come_as_rgb_in_their_size(tmp_path):
+    written = write_online_products(tmp_path)
+    images = StanfordOnlineProducts(tmp_path, **SETTINGS).train_set
+    modes = []
+    for place, (path, _, _, size) in enumerate(written["train"]):
+        with Image.open(tmp_path / path) as file:
+            modes.append(file.mode)
+        assert (images.read(place).mode, images.read(place).size) == ("RGB", size)
+        assert images[place]["images"].shape == (3, 16, 16)
+    assert modes[:3] == ["L", "CMYK", "RGB"]
+
+
+def test_the_report_has_the_papers_counts_and_what_is_missing(tmp_path):
+    written = write_online_products(tmp_path)
+    (tmp_path / written["test"][4][0]).unlink()
+    report = StanfordOnlineProducts(tmp_path).check()
+    assert report.splits == {"train": ((12, 4), (59551, 11318)), "test": ((9, 3), (60502, 11316))}
+    assert report.missing == [written["test"][4][0]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("sampler", ["pk", "category"])
+def test_fit_and_validate(tmp_path, num_workers, sampler):
+    write_online_products(tmp_path)
+    metrics = fit_and_validate(StanfordOnlineProducts(tmp_path, num_workers=num_workers, sampler=sampler, **SETTINGS))
+    assert {"val/mAP", "val/R@1"} <= set(metrics)
+    assert 0 < metrics["val/mAP"] <= 1
+
+
+def test_the_cache_gives_what_was_read(tmp_path):
+    write_online_products(tmp_path / "data")
+    first, second = (StanfordOnlineProducts(tmp_path / "data", cache_dir=tmp_path / "cache").splits for _ in range(2))
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    for split, index in first.items():
+        assert list(second[split].paths) == list(index.paths)
+        assert second[split].categories.tolist() == index.categories.tolist()
+
+
+def test_a_truncated_image_is_refused_or_skipped(tmp_path):
+    written = write_online_products(tmp_path)
+    refuse_then_skip_truncated(StanfordOnlineProducts, tmp_path, written["test"][2][0])
+
+
+REFUSALS = {
+    "other header": ("train", HEADER, "image_id class_id path", "line 1 of .*Ebay_train.txt must be the header"),
+    "no header": ("test", f"{HEADER}\n", "", "line 1 of .*Ebay_test.txt must be the header .* got '13 11319 2 "),
+    "missing fields": ("train", "2 8 12 ", "2 12 ", r"Ebay_train.txt must have 4 fields, which 1 have not \(line 3\)"),
+    "id twice": ("train", "\n2 8", "\n1 8", r"`image_id` must be different .*Ebay_\{train,test\}.txt, got 1 twice"),
+    "id in both lists": ("test", "\n13 ", "\n1 ", r"`image_id` must be different .*Ebay_\{train,test\}.txt, got 1 "),
+    "id that is no number": ("train", "\n2 8", "\nb 8", "`image_id` must be integers .*, got 'b'"),
+    "class that is no number": ("test", "13 11319", "13 c11319", "`class_id` must be integers .*, got 'c11319'"),
+    "category that is no number": ("test", "11319 2", "11319 mug", "`super_class_id` must be integers .*, got 'mug'"),
+    "class in both splits": ("test", "13 11319", "13 9", "not in both, got 1 in train and test, such as '9'"),
+    "path out of the root": ("test", "2 cabinet", "2 ../cabinet", r"must lie inside the root, got '\.\./cabinet_final"),
+    "first path out of the root": ("train", "12 toaster", "12 ../toaster", "must lie inside the root, got"),
+    "absolute path": ("test", "2 cabinet", "2 /cabinet", "must lie inside the root, got '/cabinet_final"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_odd_is_refused(tmp_path, case):
+    split, old, new, message = REFUSALS[case]
+    write_online_products(tmp_path)
+    replace(tmp_path / f"Ebay_{split}.txt", old, new)
+    data = StanfordOnlineProducts(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        data.prepare_data()
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_an_empty_split_is_refused(tmp_path, split):
+    write_online_products(tmp_path)
+    (tmp_path / f"Ebay_{split}.txt").write_text(f"{HEADER}\n\n")
+    with pytest.raises(ValueError, match=f"the split '{split}' must hold at least one image, got none in .*{split}"):
+        StanfordOnlineProducts(tmp_path).prepare_data()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("given", [".", "products/toaster_final", "products/other"])
+def test_a_root_one_folder_off_is_told_the_right_one(tmp_path, layout, given):
+    lists, images = LAYOUTS[layout]
+    write_online_products(tmp_path / "products", lists, images)
+    (tmp_path / given).mkdir(exist_ok=True)
+    with pytest.raises(FileNotFoundError, match=re.escape(f"give root={tmp_path / 'products'}.")):
+        StanfordOnlineProducts(tmp_path / given).prepare_data()
+
+
+def test_missing_folders_and_files_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"got .*nowhere, which is not there"):
+        StanfordOnlineProducts(tmp_path / "nowhere").prepare_data()
+    written = write_online_products(tmp_path)
+    (tmp_path / "toaster_final").rename(tmp_path / "gone")
+    with pytest.raises(FileNotFoundError, match="must hold toaster_final or images/toaster_final, which"):
+        StanfordOnlineProducts(tmp_path).prepare_data()
+    (tmp_path / "gone").rename(tmp_path / "toaster_final")
+    (tmp_path / written["train"][0][0]).unlink()
+    with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / written["train"][0][0]))):
+        StanfordOnlineProducts(tmp_path, **SETTINGS).train_set[0]

@@ -1,0 +1,207 @@
+"""PKU VehicleID: read as written, both protocols, refused where odd, trained on."""
+
+import re
+
+import numpy as np
+import pytest
+
+from lightning_retrieval.datamodules.image_index import ROLES
+from lightning_retrieval.datamodules.vehicle_id import VehicleID
+from tests.datamodules.short_run import QUIET, SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
+from tests.datamodules.trees import write_vehicle_id
+
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+NUMBERS = {"train": [9, 10, 11, 20], "small": [30, 31], "medium": [30, 31, 32], "large": [5, 30, 31, 32]}
+MODELS = {20: 0, 9: 1, 31: 1}  # models 7 and 101; the others have none, which is a category of its own
+TRAIN, SMALL_LIST = "train_test_split/train_list.txt", "train_test_split/test_list_800.txt"
+ALL, ATTRIBUTE = "attribute/img2vid.txt", "attribute/model_attr.txt"
+
+
+@pytest.mark.parametrize("images", ["image", "images"])
+def test_images_are_read_as_they_were_written(tmp_path, images):
+    written = write_vehicle_id(tmp_path, images)
+    splits = VehicleID(tmp_path).splits
+    assert list(splits) == ["train", "small", "medium", "large"]
+    for split, index in splits.items():
+        assert list(index.paths) == [f"{images}/{name}.jpg" for name, _ in written[split]]
+        assert index.paths[0].startswith(f"{images}/000")
+        assert all((tmp_path / path).is_file() for path in index.paths)
+        assert index.labels.tolist() == [NUMBERS[split].index(vehicle) for _, vehicle in written[split]]
+        assert list(index.names) == [str(vehicle) for vehicle in NUMBERS[split]]
+        assert index.categories.tolist() == [MODELS.get(vehicle, 2) for _, vehicle in written[split]]
+        assert index.roles is None
+
+
+def test_images_come_as_rgb(tmp_path):
+    write_vehicle_id(tmp_path)
+    images = VehicleID(tmp_path).train_set
+    assert {(images.read(place).mode, images.read(place).size) for place in range(12)} == {("RGB", (40, 40))}
+
+
+def test_models_are_optional(tmp_path):
+    write_vehicle_id(tmp_path)
+    (tmp_path / ATTRIBUTE).unlink()
+    for cache in (None, tmp_path / "cache"):
+        assert all(index.categories is None for index in VehicleID(tmp_path, cache_dir=cache).splits.values())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"), [("small", ["small"]), (["large", "small"], ["large", "small"]), (["medium"], ["medium"])]
+)
+def test_only_the_lists_of_the_sizes_are_read(tmp_path, sizes, expected):
+    write_vehicle_id(tmp_path)
+    for path in (tmp_path / "train_test_split").iterdir():
+        size = {"800": "small", "1600": "medium", "2400": "large"}.get(path.stem.split("_")[-1])
+        if size is not None and size not in expected:
+            path.unlink()
+    assert list(VehicleID(tmp_path, sizes=sizes).splits) == ["train", *expected]
+
+
+def test_vehicles_of_the_lists_bring_all_their_images(tmp_path):
+    written = write_vehicle_id(tmp_path)
+    listed, every = (VehicleID(tmp_path, select_by_vid=select).splits for select in (False, True))
+    vehicles = dict(line.split() for line in (tmp_path / ALL).read_text().splitlines())
+    for split, index in every.items():
+        assert (len(listed[split]), len(index)) == (3 * len(NUMBERS[split]), 4 * len(NUMBERS[split]))
+        found = [path[len("image/") : -len(".jpg")] for path in index.paths]
+        assert found == [name for name, vehicle in vehicles.items() if int(vehicle) in NUMBERS[split]]
+        assert [int(vehicles[name]) for name in found] == [NUMBERS[split][label] for label in index.labels]
+        assert set(found) > {name for name, _ in written[split]}
+
+
+def test_the_reid_protocol_draws_ten_galleries_from_the_seed(tmp_path):
+    written = write_vehicle_id(tmp_path)
+    splits, again, other = (VehicleID(tmp_path, protocol="reid", seed=seed).splits for seed in (0, 0, 1))
+    sets = [f"{size}/{draw}" for size in ("small", "medium", "large") for draw in range(10)]
+    assert list(splits) == ["train", *sets]
+    assert splits["train"].roles is None
+    galleries = {}
+    for name in sets:
+        index, size = splits[name], name.split("/")[0]
+        assert list(index.paths) == [f"image/{image}.jpg" for image, _ in written[size]]
+        assert set(index.roles.tolist()) == {ROLES["query"], ROLES["gallery"]}
+        gallery = np.flatnonzero(index.roles == ROLES["gallery"])
+        assert sorted(index.labels[gallery]) == list(range(len(NUMBERS[size])))  # one of each vehicle
+        galleries.setdefault(size, []).append(gallery.tolist())
+        assert again[name].roles.tolist() == index.roles.tolist()
+    assert len({str(gallery) for gallery in galleries["large"]}) > 5
+    assert {place for gallery in galleries["large"] for place in gallery} == set(range(12))
+    assert any(other[name].roles.tolist() != splits[name].roles.tolist() for name in sets)
+
+
+@pytest.mark.parametrize("protocol", ["retrieval", "reid"])
+def test_the_cache_gives_what_was_read(tmp_path, protocol):
+    write_vehicle_id(tmp_path / "data")
+    first, second = (
+        VehicleID(tmp_path / "data", protocol=protocol, cache_dir=tmp_path / "cache").splits for _ in range(2)
+    )
+    assert list(second) == list(first)
+    for split, index in first.items():
+        assert list(second[split].paths) == list(index.paths)
+        assert second[split].labels.tolist() == index.labels.tolist()
+    smaller = VehicleID(tmp_path / "data", sizes="small", protocol=protocol, cache_dir=tmp_path / "cache").splits
+    assert len(smaller) < len(first)
+
+
+def test_the_report_has_the_papers_counts(tmp_path):
+    write_vehicle_id(tmp_path)
+    report = VehicleID(tmp_path, sizes=["small", "large"]).check()
+    assert report.splits["train"] == ((12, 4), (110178, 13134))
+    assert report.splits["small"] == ((6, 2), (7332, 800))
+    assert report.splits["large"] == ((12, 4), (20038, 2400))
+    reid = VehicleID(tmp_path, protocol="reid").check()
+    assert reid.splits["medium/9"] == ((9, 3), (12995, 1600))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_fit_and_validate(tmp_path, num_workers):
+    write_vehicle_id(tmp_path)
+    metrics = fit_and_validate(VehicleID(tmp_path, num_workers=num_workers, sizes=["small", "large"], **SETTINGS))
+    assert {name for name in metrics if name.endswith("/mAP")} == {"val/small/mAP", "val/large/mAP"}
+    assert all(0 < metrics[f"val/{size}/mAP"] <= 1 for size in ("small", "large"))
+
+
+def test_fit_and_validate_with_ten_galleries(tmp_path):
+    write_vehicle_id(tmp_path)
+    metrics = fit_and_validate(VehicleID(tmp_path, sizes="small", protocol="reid", **SETTINGS))
+    assert {name for name in metrics if name.endswith("/R@1")} == {f"val/small/{draw}/R@1" for draw in range(10)}
+    # One positive for each query, of two vehicles: right or second.
+    assert all(metrics[f"val/small/{draw}/mAP"] == (1 + metrics[f"val/small/{draw}/R@1"]) / 2 for draw in range(10))
+
+
+def test_fit_with_batches_of_two_models(tmp_path):
+    write_vehicle_id(tmp_path)
+    metrics = fit_and_validate(VehicleID(tmp_path, sizes="small", sampler="category", **SETTINGS), steps=1)
+    assert 0 < metrics["val/small/mAP"] <= 1
+
+
+def test_a_truncated_image_is_refused_or_skipped(tmp_path):
+    written = write_vehicle_id(tmp_path)
+    refuse_then_skip_truncated(VehicleID, tmp_path, f"image/{written['small'][3][0]}.jpg")
+
+
+REFUSALS = {
+    "missing fields": (TRAIN, "0000008 10", "0000008", r"train_list.txt must have 2 fields, .*1 have not \(line 2\)"),
+    "more fields": (SMALL_LIST, " 30\n", " 30 1\n", r"test_list_800.txt must have 2 fields, .*1 have not \(line 1\)"),
+    "image twice": (TRAIN, "0000008 10", "0000001 10", "`image` must be different .*train_list.txt, got '0000001' tw"),
+    "vehicle that is no number": (TRAIN, "0000008 10", "0000008 x", "`vehicle id` must be integers .*, got 'x'"),
+    "vehicle in both splits": (
+        TRAIN,
+        "0000008 10",
+        "0000008 30",
+        "not in both, got 1 in train and small, such as '30'",
+    ),
+    "path out of the root": (SMALL_LIST, "00", "../../00", "must lie inside the root, got 'image/../../00"),
+    "vehicle without images": (TRAIN, "0000008 10", "0000008 77", "of each listed vehicle, which 1 have not, .* as 77"),
+    "missing vehicle": (ALL, "0000001  9", "0000001", r"img2vid.txt must have 2 fields, which 1 have not \(line 1\)"),
+    "image in two vehicles": (ALL, "0000008", "0000001", "`image` must be different .*img2vid.txt, got '0000001' tw"),
+    "missing model": (ATTRIBUTE, "9 101", "9", r"model_attr.txt must have 2 fields, which 1 have not \(line 1\)"),
+    "model that is no number": (ATTRIBUTE, "9 101", "9 Audi", "`model id` must be integers .*, got 'Audi'"),
+    "two models": (ATTRIBUTE, "20 7", "9 7", "`vehicle id` must be different .*model_attr.txt, got 9 twice"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_odd_is_refused(tmp_path, case):
+    name, old, new, message = REFUSALS[case]
+    write_vehicle_id(tmp_path)
+    replace(tmp_path / name, old, new)
+    data = VehicleID(tmp_path, select_by_vid=name == ALL or case == "vehicle without images")
+    with pytest.raises(ValueError, match=message):
+        data.prepare_data()
+
+
+@pytest.mark.parametrize(("split", "name"), [("train", TRAIN), ("small", SMALL_LIST)])
+def test_an_empty_split_is_refused(tmp_path, split, name):
+    write_vehicle_id(tmp_path)
+    (tmp_path / name).write_text("\n")
+    with pytest.raises(ValueError, match=f"the split '{split}' must hold at least one image, got none in .*{name}"):
+        VehicleID(tmp_path).prepare_data()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sizes": ["small", "tiny"]}, "`sizes` must be one of 'small', 'medium', 'large', got 'tiny'"),
+        ({"sizes": []}, r"`sizes` must name at least one test set, got \[\]"),
+        ({"protocol": "re-id"}, "`protocol` must be one of 'retrieval', 'reid', got 're-id'"),
+    ],
+)
+def test_settings_out_of_range_are_refused(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=f"VehicleID: {message}"):
+        VehicleID(tmp_path, **settings)
+
+
+@pytest.mark.parametrize("given", [".", "VehicleID_V1.0/train_test_split", "VehicleID_V1.0/attribute"])
+def test_a_root_one_folder_off_is_told_the_right_one(tmp_path, given):
+    write_vehicle_id(tmp_path / "VehicleID_V1.0")
+    with pytest.raises(FileNotFoundError, match=re.escape(f"give root={tmp_path / 'VehicleID_V1.0'}.")):
+        VehicleID(tmp_path / given).prepare_data()
+
+
+@pytest.mark.parametrize("name", ["image", "attribute/img2vid.txt", "train_test_split/test_list_1600.txt"])
+def test_what_is_missing_is_named(tmp_path, name):
+    write_vehicle_id(tmp_path / "cars")
+    (tmp_path / "cars" / name).rename(tmp_path / "cars/away")
+    with pytest.raises(FileNotFoundError, match=f"must hold {name}.*, which .*cars does not, nor a folder near it"):
+        VehicleID(tmp_path / "cars", select_by_vid=True).prepare_data()

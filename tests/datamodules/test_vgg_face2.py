@@ -1,0 +1,156 @@
+"""VGGFace2: lists with and without the split, folders without lists, boxes, refusals, through to training."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lightning_retrieval.datamodules.vgg_face2 import VGGFace2
+from tests.datamodules.trees import truncate, write_image, write_text
+from tests.datamodules.trees_more import QUICK, QUIET, begin_with_byte_order_mark, fit_and_validate, write_vgg_face2
+
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+refusal = pytest.mark.refusal
+
+
+@pytest.mark.parametrize("folder", ["", "meta"])
+@pytest.mark.parametrize("prefixed", [False, True])
+def test_lists_are_read_with_people_in_order(tmp_path, prefixed, folder):
+    paths = write_vgg_face2(tmp_path, prefixed, folder)
+    begin_with_byte_order_mark(tmp_path / folder / "train_list.txt")
+    splits = VGGFace2(tmp_path).splits
+    assert {split: list(index.paths) for split, index in splits.items()} == paths
+    assert list(splits["train"].names) == ["n000002", "n000007", "n000010"]
+    assert splits["train"].labels.tolist() == [0, 0, 0, 2, 2, 2, 1, 1, 1]
+    assert splits["test"].labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert splits["train"].boxes is None
+
+
+def test_folders_are_walked_where_there_are_no_lists(tmp_path):
+    paths = write_vgg_face2(tmp_path)
+    for split in paths:
+        (tmp_path / "meta" / f"{split}_list.txt").unlink()
+    write_image(tmp_path / "train" / "n000002" / "9 ß.JPG")
+    write_text(tmp_path / "train" / "n000002" / "._0001_01.jpg", "")
+    write_text(tmp_path / "train" / "n000002" / "notes.txt", "")
+    splits = VGGFace2(tmp_path, cache_dir=tmp_path / "cache").splits
+    assert list(splits["train"].paths) == sorted([*paths["train"], "train/n000002/9 ß.JPG"])
+    assert splits["train"].labels.tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert list(splits["test"].paths) == paths["test"]
+    write_image(tmp_path / "test" / "n000001" / "more.jpg")
+    assert len(VGGFace2(tmp_path, cache_dir=tmp_path / "cache").splits["test"]) == 7
+
+
+def reorder(path, order):
+    header, *rows = path.read_text().splitlines()
+    write_text(path, "\n".join([header, *(rows[i] for i in order)]) + "\n")
+
+
+@pytest.mark.parametrize("order", [range(9), [8, 0, 1, 5, 3, 4, 2, 7, 6]])
+def test_boxes_are_joined_by_name_and_cut_to_the_image(tmp_path, order):
+    paths = write_vgg_face2(tmp_path)
+    reorder(tmp_path / "bb_landmark" / "loose_bb_train.csv", order)
+    data = VGGFace2(tmp_path, boxes=True)
+    wanted = [[-3 - i, i, 17, 30 + i] for i in range(9)]
+    assert data.splits["train"].boxes.tolist() == wanted
+    assert data.splits["test"].boxes.tolist() == wanted[:6]
+    whole = Image.open(tmp_path / paths["train"][4])
+    assert np.array_equal(np.asarray(data.train_set.read(4)), np.asarray(whole.crop((0, 4, 17, 34))))
+
+
+def test_boxes_of_other_images_are_passed_over(tmp_path):
+    paths = write_vgg_face2(tmp_path)
+    write_text(tmp_path / "meta" / "train_list.txt", f"{paths['train'][7]}\n{paths['train'][1]}\n")
+    data = VGGFace2(tmp_path, boxes=True)
+    assert data.splits["train"].boxes.tolist() == [[-10, 7, 17, 37], [-4, 1, 17, 31]]
+
+
+@refusal
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("0001_01.jpg", r"must be <person>/<image> or train/<person>/<image>, got '0001_01\.jpg' \(line 2\)"),
+        ("test/n000001/0001_01.jpg", r"got 'test/n000001/0001_01\.jpg' \(line 2\)"),
+        ("../x.jpg", r"`paths` must lie inside the root, got 'train/\.\./x\.jpg'"),
+        (
+            "n000001/0001_01.jpg",
+            r"in training or in evaluation, not in both, got 1 in train and test, such as 'n000001'",
+        ),
+    ],
+)
+def test_lines_that_are_refused(tmp_path, line, message):
+    write_vgg_face2(tmp_path)
+    write_text(tmp_path / "meta" / "train_list.txt", f"n000002/0001_01.jpg\n{line}\n")
+    with pytest.raises(ValueError, match=message):
+        VGGFace2(tmp_path).prepare_data()
+
+
+@refusal
+def test_files_that_are_missing_or_empty(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"VGGFace2: `root` must hold meta/train_list.txt or train_list.txt"):
+        VGGFace2(tmp_path).prepare_data()
+    write_vgg_face2(tmp_path / "vgg")
+    with pytest.raises(FileNotFoundError, match=r"must hold meta/train_list.txt .*; give root=.*/vgg\."):
+        VGGFace2(tmp_path).prepare_data()
+    (tmp_path / "vgg" / "meta" / "test_list.txt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"must hold meta/test_list.txt or test_list.txt"):
+        VGGFace2(tmp_path / "vgg").prepare_data()
+    write_text(tmp_path / "vgg" / "meta" / "test_list.txt", "\n")
+    with pytest.raises(ValueError, match=r"test_list.txt must name at least one image, got none"):
+        VGGFace2(tmp_path / "vgg").prepare_data()
+    for split in ("train", "test"):
+        (tmp_path / "empty" / split).mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"must hold lists, or images as train/<person>/<image>; there is none in"):
+        VGGFace2(tmp_path / "empty").prepare_data()
+
+
+@refusal
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("NAME,X,Y,W,H\n", r"line 1 of .*loose_bb_train.csv must be the header 'NAME_ID,X,Y,W,H', got 'NAME,X,Y,W,H'"),
+        ('NAME_ID,X,Y,W,H\n"n000002/0001_01",1,2,3\n', r"must be a name and four integers, got .*,1,2,3' \(line 2\)"),
+        ('NAME_ID,X,Y,W,H\n"n000002/0001_01",1,2,3,x\n', r"four integers, got .*,1,2,3,x' \(line 2\)"),
+        (
+            'NAME_ID,X,Y,W,H\n"n000002/0001_01",1,2,3,4\n',
+            r"a box for each image of train, got none for train/n000002/0002_01",
+        ),
+    ],
+)
+def test_boxes_that_are_refused(tmp_path, text, message):
+    write_vgg_face2(tmp_path)
+    write_text(tmp_path / "bb_landmark" / "loose_bb_train.csv", text)
+    with pytest.raises(ValueError, match=message):
+        VGGFace2(tmp_path, boxes=True).prepare_data()
+    VGGFace2(tmp_path).prepare_data()
+
+
+@refusal
+def test_boxes_that_are_not_there(tmp_path):
+    write_vgg_face2(tmp_path)
+    (tmp_path / "bb_landmark" / "loose_bb_test.csv").unlink()
+    with pytest.raises(FileNotFoundError, match=r"must hold bb_landmark/loose_bb_test.csv"):
+        VGGFace2(tmp_path, boxes=True).prepare_data()
+
+
+def test_the_cache_follows_the_boxes(tmp_path):
+    write_vgg_face2(tmp_path)
+    cache = tmp_path / "cache"
+    for boxes in (False, True, False, True):
+        index = VGGFace2(tmp_path, boxes=boxes, cache_dir=cache).splits["train"]
+        assert (index.boxes is not None) == boxes
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize(("num_workers", "boxes"), [(0, True), (2, False)])
+def test_trains_and_validates(tmp_path, num_workers, boxes):
+    paths = write_vgg_face2(tmp_path)
+    write_image(tmp_path / paths["train"][3], "CMYK")
+    logged = fit_and_validate(VGGFace2(tmp_path, boxes=boxes, num_workers=num_workers, **QUICK))
+    assert 0 < logged["val/mAP"] <= 1
+
+
+def test_a_truncated_image_is_named(tmp_path):
+    paths = write_vgg_face2(tmp_path)
+    truncate(tmp_path / paths["test"][0])
+    with pytest.raises(ValueError, match=rf"cannot read the image .*{paths['test'][0]}"):
+        VGGFace2(tmp_path, **QUICK).test_set[0]
