@@ -12,10 +12,10 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from lightning_retrieval.callbacks.evaluation import RetrievalEvaluation, _listed
+from lightning_retrieval.callbacks.evaluation import RetrievalEvaluation, _listed, _names
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.distributed import gather_rows
-from lightning_retrieval.metrics import RetrievalMetrics
+from lightning_retrieval.metrics import GALLERY, QUERY, RetrievalMetrics
 from lightning_retrieval.similarity import normalize
 
 _RIGHT, _WRONG, _QUERY, _PAPER, _INK = (34, 160, 70), (208, 48, 48), (120, 120, 120), (255, 255, 255), (60, 60, 60)
@@ -68,7 +68,7 @@ class RetrievalGallery(pl.Callback):
 
     def _write(self, trainer: pl.Trainer, pl_module: pl.LightningModule, name: str, loaders: Any) -> None:
         folder = Path(trainer.log_dir or trainer.default_root_dir) / "retrieval"  # log_dir is asked for on all ranks
-        loaders = _listed(loaders)
+        names, loaders = _names(loaders), _listed(loaders)
         for index, metrics in sorted(self._evaluation(trainer).metrics.items()):
             if metrics.embeddings and not metrics.ids:
                 warnings.warn(
@@ -80,7 +80,8 @@ class RetrievalGallery(pl.Callback):
             rows = _nearest(metrics, self.queries, self.k)
             if trainer.is_global_zero and rows:
                 dataset = getattr(loaders[index], "dataset", None)
-                title = name if len(loaders) == 1 else f"{name}-set={index}"
+                of_set = names[index].rstrip("/").replace("/", "-")
+                title = f"{name}-set={of_set}" if of_set else name
                 try:
                     picture = _draw(rows, lambda ids, source=dataset: _images(pl_module, source, ids), self.k)
                 except (ValueError, TypeError, RuntimeError) as error:  # a picture is not worth a run
@@ -104,15 +105,16 @@ class RetrievalGallery(pl.Callback):
 
 def _nearest(metrics: RetrievalMetrics, queries: int, k: int) -> list[tuple[int, list[tuple[int, bool]]]]:
     """For each chosen query its id and the (id, right or wrong) of its nearest images, the same on every rank."""
-    local, labels, ids = _rows(metrics)
-    every = torch.unique(gather_rows(ids))
+    local, labels, ids, roles = _rows(metrics)
+    is_query, is_gallery = roles & QUERY > 0, roles & GALLERY > 0
+    every = torch.unique(gather_rows(ids[is_query]))
     queries = min(queries, len(every))
     chosen = every[torch.arange(queries, device=every.device) * (len(every) - 1) // max(queries - 1, 1)]
-    mine = torch.isin(ids, chosen)
+    mine = torch.isin(ids, chosen) & is_query
     query_ids, query_labels, query_rows = gather_rows(ids[mine]), gather_rows(labels[mine]), gather_rows(local[mine])
     first = torch.stack([(query_ids == q).nonzero()[0, 0] for q in chosen])
     scores = query_rows[first] @ local.T  # (query, gallery)
-    scores.masked_fill_(chosen[:, None] == ids, -torch.inf)
+    scores.masked_fill_((chosen[:, None] == ids) | ~is_gallery, -torch.inf)
     best = scores.topk(min(k + 1, len(ids)), dim=1)  # one more: a padded sampler may bring an image twice
     found = [gather_rows(t.T.contiguous()).T for t in (best.values, ids[best.indices], labels[best.indices])]
     results = []
@@ -125,14 +127,15 @@ def _nearest(metrics: RetrievalMetrics, queries: int, k: int) -> list[tuple[int,
     return results
 
 
-def _rows(metrics: RetrievalMetrics) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's unit embeddings, labels and ids; a rank without any brings none, of the others' dimension."""
+def _rows(metrics: RetrievalMetrics) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """This rank's unit embeddings, labels, ids and roles; a rank without any brings none, of the others' dimension."""
     dim = metrics.embeddings[0].shape[1] if metrics.embeddings else 0
     dim = int(gather_rows(torch.tensor([dim], device=metrics.device)).max())
     if not metrics.embeddings:
         none = torch.zeros(0, dtype=torch.int64, device=metrics.device)
-        return torch.zeros(0, dim, device=metrics.device), none, none
-    return normalize(torch.cat(metrics.embeddings)).float(), torch.cat(metrics.labels), torch.cat(metrics.ids)
+        return torch.zeros(0, dim, device=metrics.device), none, none, none
+    labels, ids, roles = (torch.cat(parts) for parts in (metrics.labels, metrics.ids, metrics.roles))
+    return normalize(torch.cat(metrics.embeddings)).float(), labels, ids, roles
 
 
 def _images(pl_module: pl.LightningModule, dataset: Any, ids: list[int]) -> list[Image.Image]:

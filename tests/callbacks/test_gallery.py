@@ -126,8 +126,8 @@ def test_several_sets_have_a_picture_each(tmp_path):
     run.validate(module(), [loader(), loader(size=9)], verbose=False)
     run.test(module(), {"a": loader(), "b": loader(size=9)}, verbose=False)
     assert sorted(path.name for path in tmp_path.rglob("*.*")) == [
-        "test-set=0.png",
-        "test-set=1.png",
+        "test-set=a.png",
+        "test-set=b.png",
         "val-epoch=000-set=0.png",
         "val-epoch=000-set=1.png",
     ]
@@ -236,3 +236,17 @@ def test_what_is_no_image_is_not_drawn(tmp_path):
     with pytest.warns(UserWarning, match=r"images must have shape \(channels, height, width\) .*, got \(24,\)\. No"):
         run.validate(module(), vectors, verbose=False)
     assert list(tmp_path.rglob("*.*")) == []
+
+
+def test_queries_are_shown_with_what_is_ranked_for_them():
+    """Six queries, and a gallery without them; against a loop."""
+    embeddings = torch.randn(14, 3, generator=torch.Generator().manual_seed(3))
+    labels, ids = torch.arange(14) % 3, torch.arange(14) + 50
+    metrics = RetrievalMetrics()
+    metrics.update(embeddings, labels, ids, is_query=torch.arange(14) < 6, is_gallery=torch.arange(14) >= 6)
+    unit = nn.functional.normalize(embeddings)
+    expected = []
+    for query in range(6):
+        nearest = sorted(range(6, 14), key=lambda other, q=query: -float(unit[q] @ unit[other]))[:4]
+        expected.append((query + 50, [(other + 50, bool(labels[other] == labels[query])) for other in nearest]))
+    assert _nearest(metrics, 6, 4) == expected
