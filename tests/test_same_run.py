@@ -24,6 +24,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_metric_learning.losses import MultiSimilarityLoss, ProxyAnchorLoss
 from torch import nn
@@ -42,6 +43,7 @@ COLLECTIVES = [
     *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter"),
     *("reduce_scatter_tensor", "scatter", "send", "recv"),
 ]
+CUT = 7  # the step of a checkpoint
 TIMEOUT = 30  # seconds of the process group with a dying process
 
 
@@ -158,7 +160,7 @@ def flat(tensors):
     return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
 
 
-def fit(world, module, data, precision="64-true", steps=STEPS, strategy="ddp"):
+def fit(world, module, data, precision="64-true", steps=STEPS, strategy="ddp", keep=(), ckpt_path=None):
     watch, evaluation = Watch(), RetrievalEvaluation(ks=(1, 5))
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -169,14 +171,14 @@ def fit(world, module, data, precision="64-true", steps=STEPS, strategy="ddp"):
         max_steps=steps,
         val_check_interval=min(steps, STEPS // 2),
         check_val_every_n_epoch=None,
-        callbacks=[watch, evaluation],
+        callbacks=[watch, evaluation, *keep],
         log_every_n_steps=1,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=bool(keep),
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, datamodule=data)
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
     return {
         "weights": flat(module.parameters()),
         "losses": watch.losses,
@@ -223,11 +225,15 @@ def plain_loop():
     return losses, flat(module.parameters())
 
 
-def runs(rank, world):
+def runs(rank, world, folder):
     """All that is compared, as one of `world` processes sees it."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")  # as a launcher does; the group is there already
     warnings.filterwarnings("ignore")
     seen = {name: fit(world, retrieval_module(loss=name), FewGlyphs()) for name in SCENARIOS}
+    keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=CUT, save_top_k=-1)
+    fit(world, retrieval_module(loss="memory"), FewGlyphs(), steps=CUT, keep=[keep])
+    path = Path(folder) / f"step={CUT}.ckpt"
+    seen["resumed"] = fit(world, retrieval_module(loss="memory"), FewGlyphs(), ckpt_path=path)
     for name in IN_FLOAT32:
         seen[name]["float32"] = fit(world, retrieval_module(loss=name), FewGlyphs(), "32-true", steps=1)["gradient"]
     local = functools.partial(retrieval_module, gather=False)
@@ -248,7 +254,8 @@ def seen(run_processes, tmp_path_factory):
     all_glyphs()  # into the cache, before seven processes look there
     tmp_path_factory.getbasetemp()  # made at its first use, which threads must not have at the same time
     with ThreadPoolExecutor(len(WORLDS)) as pool:
-        started = {world: pool.submit(run_processes, runs, world, timeout=300) for world in WORLDS}
+        folders = {world: str(tmp_path_factory.mktemp(f"checkpoints{world}")) for world in WORLDS}
+        started = {world: pool.submit(run_processes, runs, world, folders[world], timeout=300) for world in WORLDS}
         return {world: future.result() for world, future in started.items()}
 
 
@@ -307,6 +314,16 @@ def test_gradients_are_summed_in_one_collective_a_step_whatever_its_chunks(seen,
                 ["all_gather"] * 3 + ["all_to_all_single"] * (not foreign) + ["all_reduce"] * (1 + counts)
             )
     assert all(not step for step in seen[1][0][name]["collectives"])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_resumed_run_ends_as_the_whole_run(seen, world):
+    """Chunks and memory together, cut in the middle of the first epoch; bit by bit."""
+    for process in seen[world]:
+        whole, resumed = process["memory"], process["resumed"]
+        assert torch.equal(resumed["weights"], whole["weights"])
+        assert resumed["losses"] == whole["losses"][CUT:]
+        assert resumed["metrics"] == whole["metrics"]
 
 
 def test_without_gathering_the_loss_is_the_mean_of_the_processes_losses(seen):
