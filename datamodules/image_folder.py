@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from lightning_retrieval.checks import check_finite_number, check_integer
-from lightning_retrieval.datamodules.image_index import ImageIndex
+from lightning_retrieval.datamodules.image_index import ImageIndex, split_by_class
 from lightning_retrieval.datamodules.image_module import ImageDataModule
 
 SPLITS = ("train", "test")
@@ -88,7 +88,7 @@ class ImageFolder(ImageDataModule):
             found = {part: self._classes(self.root / part, litter, empty) for part in parts}
         else:
             classes = self._classes(self.root, litter, empty)
-            test = split_by_class(who, list(classes), self.test_share, self.split_seed)
+            test = split_by_class(who, "test_share", list(classes), self.test_share, self.split_seed)
             found = {
                 "train": {name: paths for name, paths in classes.items() if name not in test},
                 "test": {name: paths for name, paths in classes.items() if name in test},
@@ -160,21 +160,6 @@ def check_test_share(who: str, test_share: float) -> float:
     if not 0 < check_finite_number(who, "test_share", test_share) < 1:
         raise ValueError(f"{who}: `test_share` must be between 0 and 1, got {test_share}.")
     return test_share
-
-
-def split_by_class(who: str, names: Sequence[Any], test_share: float, seed: int) -> set[Any]:
-    """The classes, drawn from the sorted names, that are for the test.
-
-    Raises:
-        ValueError: if no class is left on one of the sides.
-    """
-    held = round(test_share * len(names))
-    if not 0 < held < len(names):
-        raise ValueError(
-            f"{who}: `test_share` must leave classes on both sides, got {test_share} of {len(names)} classes."
-        )
-    ordered = sorted(names)
-    return {ordered[i] for i in np.random.default_rng(seed).permutation(len(ordered))[:held]}
 
 
 def _listed(folder: Path) -> tuple[list[Path], list[Path]]:

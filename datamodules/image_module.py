@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_choice, check_finite_number
 from lightning_retrieval.datamodules.base import RetrievalDataModule
-from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex, cached
+from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex, cached, split_by_class
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.transforms import ReferenceName, reference_transform
 
@@ -181,16 +181,11 @@ class ImageDataModule(RetrievalDataModule):
     def _training(self) -> tuple[ImageIndex, ImageIndex | None]:
         """The training images, and those of the classes held out."""
         train = self._split("train")
-        classes = np.unique(train.labels)
-        held = round(self.val_share * len(classes))
-        if self.val_share and not 0 < held < len(classes):
-            raise ValueError(
-                f"{type(self).__name__}: `val_share` must leave classes on both sides, got {self.val_share} of "
-                f"{len(classes)} classes."
-            )
-        if not held:
+        if not self.val_share:
             return train, None
-        mask = np.isin(train.labels, np.random.default_rng(self.seed).permutation(classes)[:held])
+        classes = np.unique(train.labels).tolist()
+        held = split_by_class(type(self).__name__, "val_share", classes, self.val_share, self.seed)
+        mask = np.isin(train.labels, sorted(held))
         return train[~mask], train[mask]
 
     def _images(self, index: ImageIndex, train: bool = False) -> ImageSet:

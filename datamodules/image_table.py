@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.datamodules.image_folder import check_test_share, split_by_class
-from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, ImageIndex, class_numbers
+from lightning_retrieval.datamodules.image_folder import check_test_share
+from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, ImageIndex, class_numbers, split_by_class
 from lightning_retrieval.datamodules.image_module import ImageDataModule
 from lightning_retrieval.datamodules.layout import find_file
 
@@ -88,9 +88,8 @@ class ImageTable(ImageDataModule):
         labels = table.labels(distractors)
         splits = table.splits()
         if splits is None:
-            test = split_by_class(
-                "ImageTable", np.unique(labels[~distractors]).tolist(), self.test_share, self.split_seed
-            )
+            classes = np.unique(labels[~distractors]).tolist()
+            test = split_by_class("ImageTable", "test_share", classes, self.test_share, self.split_seed)
             held = distractors | np.isin(labels, sorted(test))
             splits = np.where(held, "test", "train")
         else:

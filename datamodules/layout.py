@@ -48,7 +48,6 @@ def read_rows(
     *,
     header: Sequence[str] | None = None,
     skip: int = 0,
-    separator: str | None = None,
     more: bool = False,
 ) -> Iterator[list[str]]:
     """The fields of each line that is not blank.
@@ -59,7 +58,6 @@ def read_rows(
         fields: how many a line must have.
         header: the fields that the first line after `skip` must be, or None where there is no header.
         skip: lines before it.
-        separator: between fields; any white space where None.
         more: whether a line may have more fields.
 
     Raises:
@@ -70,7 +68,7 @@ def read_rows(
         for number, line in enumerate(lines, 1):
             if number <= skip:
                 continue
-            found = [field.strip() for field in line.split(separator)] if line.strip() else []
+            found = line.split()
             if header is not None and number == skip + 1:
                 if found != list(header):
                     raise ValueError(

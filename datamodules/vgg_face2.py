@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.datamodules.image_folder import image_suffixes
-from lightning_retrieval.datamodules.image_index import ImageIndex
+from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule
 from lightning_retrieval.datamodules.layout import find_file
 
@@ -78,9 +78,7 @@ class VGGFace2(ImageDataModule):
             else:
                 people, paths = _read_list(path, split)
             boxes = _read_boxes(self._boxes(split), split, paths) if self.boxes else None
-            names = sorted(set(people))
-            number = {name: i for i, name in enumerate(names)}
-            labels = np.fromiter(map(number.__getitem__, people), dtype=np.int64, count=len(people))
+            labels, names = class_numbers(people)
             del people
             splits[split] = ImageIndex(paths, labels, boxes=boxes, names=names)
         return splits

@@ -68,12 +68,23 @@ def check_finite(who: str, name: str, values: Tensor) -> None:
 def check_integers(who: str, name: str, values: Tensor, rows: int, of: str) -> None:
     """Refuse anything but one integer for each of the `rows` rows of `of`."""
     check_tensor(who, name, values)
-    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+    if not is_integer(values):
         raise TypeError(f"{who}: `{name}` must be integers, got {values.dtype}.")
     if values.shape != (rows,):
         raise ValueError(
             f"{who}: `{name}` must have shape ({rows},), one for each row of `{of}`, got {tuple(values.shape)}."
         )
+
+
+def is_integer(values: Tensor) -> bool:
+    """Whether a tensor holds integers, bool not being one."""
+    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+
+
+def check_labels(who: str, name: str, labels: Tensor, rows: int, of: str) -> None:
+    """Refuse anything but one integer for each of the `rows` rows of `of`, or several, finest level first."""
+    levels = isinstance(labels, Tensor) and labels.ndim == 2 and labels.shape[1] > 0
+    check_integers(who, name, labels[:, 0] if levels else labels, rows, of)
 
 
 def check_finite_number(who: str, name: str, value: float) -> float:

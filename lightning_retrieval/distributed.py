@@ -14,6 +14,8 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_retrieval.checks import is_integer
+
 
 def world_size() -> int:
     """Number of processes, 1 where there is no process group."""
@@ -62,8 +64,8 @@ def gather_batch(
     counts = [len(embeddings)]
     if world_size() > 1:
         levels = labels.shape[1] if labels.ndim == 2 else 0
-        fits = _is_integer(labels) and labels.ndim in (1, 2)
-        fits = fits and (ids is None or (_is_integer(ids) and ids.shape == labels.shape[:1]))
+        fits = is_integer(labels) and labels.ndim in (1, 2)
+        fits = fits and (ids is None or (is_integer(ids) and ids.shape == labels.shape[:1]))
         kind = [len(embeddings), embeddings.shape[1], levels, ids is not None, fits]
         shapes = gather_rows(torch.tensor([kind], device=embeddings.device), [1] * world_size()).tolist()
         if not min([shape.pop() for shape in shapes]):
@@ -94,10 +96,6 @@ def gather_batch(
         None if ids is None else integers[:, -1],
         counts,
     )
-
-
-def _is_integer(values: Tensor) -> bool:
-    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
 
 
 def gather_rows(rows: Shaped[Tensor, "share ..."], counts: Sequence[int] | None = None) -> Shaped[Tensor, "batch ..."]:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_embeddings, check_integer, check_integers
+from lightning_retrieval.checks import check_embeddings, check_integer, check_integers, check_labels
 
 
 class CrossBatchMemory(nn.Module):
@@ -116,8 +116,7 @@ class CrossBatchMemory(nn.Module):
     def _checked(self, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """The batch in the memory's own precision, float32 or better."""
         check_embeddings("CrossBatchMemory", "embeddings", embeddings)
-        levels = isinstance(labels, Tensor) and labels.ndim == 2 and labels.shape[1] > 0
-        check_integers("CrossBatchMemory", "labels", labels[:, 0] if levels else labels, len(embeddings), "embeddings")
+        check_labels("CrossBatchMemory", "labels", labels, len(embeddings), "embeddings")
         if ids is None:
             raise TypeError(
                 "CrossBatchMemory: `ids` must be given, the dataset index of each row, since an image is remembered "

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_retrieval.checks import check_embeddings, check_finite, check_integers, check_tensor
+from lightning_retrieval.checks import check_embeddings, check_finite, check_integers, check_labels, check_tensor
 from lightning_retrieval.similarity import normalize
 
 
@@ -80,7 +80,7 @@ class EmbeddingLists(RankedLists):
         check_embeddings(who, "embeddings", embeddings)
         if len(embeddings) == 0:
             raise ValueError(f"{who}: `embeddings` must hold at least one row, got shape {tuple(embeddings.shape)}.")
-        _check_labels(who, "labels", labels, len(embeddings), "embeddings")
+        check_labels(who, "labels", labels, len(embeddings), "embeddings")
         if ids is not None:
             check_integers(who, "ids", ids, len(embeddings), "embeddings")
         _check_references(who, embeddings, ref_emb, ref_labels, ids, ref_ids)
@@ -193,12 +193,6 @@ class ScoreLists(RankedLists):
         raise NotImplementedError("a score matrix has no classes")  # refused in from_scores
 
 
-def _check_labels(who: str, name: str, labels: Tensor, rows: int, of: str) -> None:
-    """One integer a row, or several, finest level first."""
-    levels = isinstance(labels, Tensor) and labels.ndim == 2 and labels.shape[1] > 0
-    check_integers(who, name, labels[:, 0] if levels else labels, rows, of)
-
-
 def _check_levels(who: str, labels: Tensor, ref_labels: Tensor) -> None:
     if labels.ndim != 2 or ref_labels.ndim != 2 or labels.shape[1] != ref_labels.shape[1]:
         raise ValueError(
@@ -237,7 +231,7 @@ def _check_references(
             f"{who}: `ref_emb` must have the dimension of `embeddings`, got {tuple(ref_emb.shape)} "
             f"against {tuple(embeddings.shape)}."
         )
-    _check_labels(who, "ref_labels", ref_labels, len(ref_emb), "ref_emb")
+    check_labels(who, "ref_labels", ref_labels, len(ref_emb), "ref_emb")
     if (ids is None) != (ref_ids is None):
         missing, given = ("ids", "ref_ids") if ids is None else ("ref_ids", "ids")
         raise ValueError(f"{who}: `{given}` came without `{missing}`; with `ref_emb` give both or neither.")

@@ -5,7 +5,8 @@ import warnings
 import numpy as np
 import pytest
 
-from lightning_retrieval.datamodules.image_folder import ImageFolder, split_by_class
+from lightning_retrieval.datamodules.image_folder import ImageFolder
+from lightning_retrieval.datamodules.image_index import split_by_class
 from tests.datamodules.trees import truncate, write_image, write_text
 from tests.datamodules.trees_more import QUICK, QUIET, fit_and_validate, write_folders
 
@@ -45,7 +46,7 @@ def test_split_is_by_class_and_follows_from_the_seed(tmp_path):
     drawn = np.random.default_rng(1).permutation(12)[:6]
     assert set(test_names(split_seed=1)) == {sorted(names)[i] for i in drawn}
     # The order in which the folders are found has no say.
-    assert split_by_class("x", names, 0.5, 3) == split_by_class("x", names[::-1], 0.5, 3)
+    assert split_by_class("x", "share", names, 0.5, 3) == split_by_class("x", "share", names[::-1], 0.5, 3)
 
 
 def test_categories_are_the_folders_above(tmp_path):
