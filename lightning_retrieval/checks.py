@@ -43,25 +43,26 @@ def check_tensor(who: str, name: str, value: Any) -> None:
         raise TypeError(f"{who}: `{name}` must be a tensor, got {type(value).__name__}.")
 
 
-def check_embeddings(who: str, name: str, embeddings: Tensor) -> None:
+def check_embeddings(who: str, name: str, embeddings: Tensor, ids: Tensor | None = None) -> None:
     """Refuse anything but a floating-point matrix (rows, D) with D > 0 and only finite numbers in it."""
     check_tensor(who, name, embeddings)
     if embeddings.ndim != 2 or embeddings.shape[1] == 0:
         raise ValueError(f"{who}: `{name}` must have shape (rows, D) with D > 0, got {tuple(embeddings.shape)}.")
     if not embeddings.is_floating_point():
         raise TypeError(f"{who}: `{name}` must be floating point, got {embeddings.dtype}.")
-    check_finite(who, name, embeddings)
+    check_finite(who, name, embeddings, ids)
 
 
-def check_finite(who: str, name: str, values: Tensor) -> None:
-    """Refuse NaN and infinities, naming the first rows that hold one."""
+def check_finite(who: str, name: str, values: Tensor, ids: Tensor | None = None) -> None:
+    """Refuse NaN and infinities, naming the first rows that hold one, by their ids where there are any."""
     finite = torch.isfinite(values)
     if not bool(finite.all()):
-        rows = (~finite).reshape(len(values), -1).any(1).nonzero()[:, 0].tolist()
+        wrong = (~finite).reshape(len(values), -1).any(1).nonzero()[:, 0]
+        rows = (wrong if ids is None else ids[wrong]).tolist()
         shown = ", ".join(map(str, rows[:5])) + (", ..." if len(rows) > 5 else "")
         raise ValueError(
             f"{who}: `{name}` must hold finite numbers only, got NaN or inf in {len(rows)} of {len(values)} rows "
-            f"({shown})."
+            f"({'' if ids is None else 'ids '}{shown})."
         )
 
 

@@ -98,12 +98,15 @@ def gather_batch(
     )
 
 
-def gather_rows(rows: Shaped[Tensor, "share ..."], counts: Sequence[int] | None = None) -> Shaped[Tensor, "batch ..."]:
+def gather_rows(
+    rows: Shaped[Tensor, "share ..."], counts: Sequence[int] | None = None, group: Any = None
+) -> Shaped[Tensor, "batch ..."]:
     """The rows of all processes in rank order, as many from each as it has, without a gradient.
 
     Args:
         rows: of this process.
         counts: rows of each process; asked for in a collective of its own where not given.
+        group: the processes, with `counts`; all where not given.
     """
     if world_size() == 1:
         return rows.detach()
@@ -112,7 +115,7 @@ def gather_rows(rows: Shaped[Tensor, "share ..."], counts: Sequence[int] | None 
     padded = rows.new_zeros(max(counts), *rows.shape[1:])
     padded[: len(rows)] = rows.detach()
     parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded)
+    dist.all_gather(parts, padded, group=group)
     return torch.cat([part[:count] for part, count in zip(parts, counts)])
 
 

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_retrieval.labels import finest
+
 # The losses of pytorch-metric-learning that rank references, whatever their order, and leave out the pairs that
 # `indices_tuple` does not name. NCALoss takes references too, but counts the query's own copy among them whatever is
 # named; ThresholdConsistentMarginLoss and LiftedStructureLoss take the places of references for places of queries.
@@ -62,8 +64,3 @@ def call_foreign(
     other = torch.ones_like(same) if ids is None or ref_ids is None else ids[:, None] != ref_ids
     pairs = *torch.where(same & other), *torch.where(~same & other)
     return loss(embeddings, labels, pairs, ref_emb, ref_labels)
-
-
-def finest(labels: Tensor) -> Tensor:
-    """The labels of the first, finest level, where they have levels."""
-    return labels if labels.ndim == 1 else labels[:, 0]

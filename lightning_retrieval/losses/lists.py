@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_embeddings, check_finite, check_integers, check_labels, check_tensor
+from lightning_retrieval.labels import check_nesting
 from lightning_retrieval.similarity import normalize
 
 
@@ -199,15 +200,7 @@ def _check_levels(who: str, labels: Tensor, ref_labels: Tensor) -> None:
             f"{who}: labels must have shape (rows, levels), finest level first, got `labels` {tuple(labels.shape)} and "
             f"`ref_labels` {tuple(ref_labels.shape)}."
         )
-    every = torch.unique(torch.cat([labels, ref_labels]), dim=0)
-    for level in range(labels.shape[1] - 1):
-        pairs = torch.unique(every[:, level : level + 2], dim=0)
-        if len(torch.unique(pairs[:, 0])) < len(pairs):
-            fine = pairs[:-1, 0][pairs[1:, 0] == pairs[:-1, 0]][0]
-            raise ValueError(
-                f"{who}: label levels must nest, one label of level {level} within one of level {level + 1}, got label "
-                f"{int(fine)} within {pairs[pairs[:, 0] == fine, 1].tolist()}."
-            )
+    check_nesting(who, torch.cat([labels, ref_labels]))
 
 
 def _check_references(

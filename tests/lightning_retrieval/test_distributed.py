@@ -78,6 +78,16 @@ def at_work(this, world):
     results["kept"] = sum(map(len, metrics.embeddings)), len(mine)
     metrics.reset()
 
+    # Levels, instances, the table of the queries, embeddings in the main memory: all of them at once.
+    deep = torch.stack([labels, labels // 4], 1)
+    instances = torch.arange(ROWS) // 2 * 2  # pairs, of which one image is on another rank
+    deep = deep[instances]
+    several = [RetrievalMetrics((1, 5), (3,), sync_on_compute=s, embeddings_on_cpu=not s) for s in (False, True)]
+    several[0].update(x, deep, torch.arange(ROWS), instances=instances)
+    for batch in mine.split(50):
+        several[1].update(x[batch], deep[batch], batch, instances=instances[batch])
+    results["levels alone"], results["levels together"] = [{**m.compute(), **m.per_query()} for m in several]
+
     # Metrics refuse alike on every rank, and can be used again afterwards.
     few = torch.arange(4)
     refusals = {}
@@ -95,6 +105,11 @@ def at_work(this, world):
     metrics.reset()
     metrics.update(x[few], few % 2 + this, few)
     refusals["two labels"] = message(metrics.compute)
+    metrics.reset()
+    broken = x[few].clone()
+    broken[2, 0] = torch.nan if this == 1 else 0.0
+    metrics.update(broken, few % 2, few)
+    refusals["one rank's"] = message(metrics.compute)
     metrics.reset()
     results["refusals"] = refusals
     metrics.update(x[few + 4 * this], labels[few], few + 4 * this)
@@ -159,7 +174,7 @@ def ranks(request, run_processes):
 
 
 def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    return a.keys() == b.keys() and all(torch.equal(a[n].nan_to_num(-1.0), b[n].nan_to_num(-1.0)) for n in a)
 
 
 def test_rank_and_number(ranks):
@@ -175,6 +190,13 @@ def test_metrics_are_bit_equal_to_one_process(ranks):
     assert ranks[0]["alone"]["left_out"] > 0
 
 
+def test_metrics_of_levels_and_instances_are_bit_equal_too(ranks):
+    for result in ranks:
+        assert same(result["levels together"], result["levels alone"])
+    assert len(ranks[0]["levels alone"]["ids"]) == (ROWS + 1) // 2
+    assert 0 < ranks[0]["levels alone"]["H-AP"].mean() < 1
+
+
 def test_metrics_keep_this_ranks_rows_after_compute(ranks):
     for result in ranks:
         rows_kept, rows_given = result["kept"]
@@ -185,10 +207,12 @@ def test_metrics_refuse_alike_on_every_rank(ranks):
     world = len(ranks)
     expected = {
         "without ids": f"RetrievalMetrics: `ids` are needed where there are {world} processes",
-        "dimension": "RetrievalMetrics: ranks must bring rows alike, got (D, dtype, with ids) of "
-        "[(5, 'torch.float32', True), (8, 'torch.float32', True)]",
-        "dtype": "RetrievalMetrics: ranks must bring rows alike, got (D, dtype, with ids) of "
-        "[(8, 'torch.float32', True), (8, 'torch.float64', True)]",
+        "dimension": "RetrievalMetrics: ranks must bring rows alike, got (D, dtype, label levels, with ids, with "
+        "instances) of [(5, 'torch.float32', (), True, False), (8, 'torch.float32', (), True, False)]",
+        "dtype": "RetrievalMetrics: ranks must bring rows alike, got (D, dtype, label levels, with ids, with "
+        "instances) of [(8, 'torch.float32', (), True, False), (8, 'torch.float64', (), True, False)]",
+        "one rank's": "RetrievalMetrics: `embeddings` must hold finite numbers only, got NaN or inf in 1 of 4 rows "
+        "(ids 2), on rank 1.",
         "two labels": "RetrievalMetrics: `ids` must name one image each, got id 0 with two different labels",
     }
     for result in ranks:

@@ -26,10 +26,10 @@ from lightning_retrieval.metrics import RetrievalMetrics
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "golden.json").read_text())["cases"]
 GOLDEN = {case["id"]: case for case in GOLDEN if case["loss"] == "metrics"}
 # Golden cases and numbers that are left out, since RetrievalMetrics does not give them:
-# - metrics.hap.*: hierarchical AP, for labels of several levels;
+# - metrics.hap.*: in test_metrics_levels.py, with the graded NDCG;
 # - metrics.torchmetrics_nonpositive_scores: its scores come without embeddings; only its right AP is compared (with the
 #   ranks, below), not the fault of torchmetrics that it documents;
-# - ndcg, ndcg_graded_*: no NDCG here; precision_at_1 is recall_at_1;
+# - ndcg_graded_linear: our gain is 2^level - 1; precision_at_1 is recall_at_1;
 # - mean_over_all_queries_lone_as_zero: queries without a positive are dropped here, never counted as 0.
 NAMES = {
     "average_precision": "mAP",
@@ -40,6 +40,7 @@ NAMES = {
     "recall_at_4": "R@4",
     "recall_at_8": "R@8",
     "precision_at_1": "R@1",
+    "ndcg": "NDCG",
 }
 KS = (1, 2, 4, 8)
 
@@ -63,7 +64,7 @@ def compute(embeddings, labels, ks=KS, **kwargs):
 
 
 def by_loops(scores, relevant, candidate, ks=KS):
-    """The conventions of the module, one query and one candidate at a time."""
+    """The conventions of the module, one query and one candidate at a time; the mean over the queries."""
     totals, counted = {}, 0
     for s, is_relevant, is_candidate in zip(scores, relevant, candidate):
         listed = [j for j in range(len(s)) if is_candidate[j]]
@@ -81,6 +82,9 @@ def by_loops(scores, relevant, candidate, ks=KS):
             values["R-Precision"] += 1 / size if rank <= size else 0.0
         best = max(s[i] for i in positives)
         first_hit = 1 + sum(s[j] >= best for j in listed if not is_relevant[j])
+        above = sorted(sum(s[j] >= s[i] for j in listed if not is_relevant[j]) for i in positives)
+        gain = sum(1 / math.log2(1 + i + wrong) for i, wrong in enumerate(above, 1))
+        values["NDCG"] = gain / sum(1 / math.log2(1 + i) for i in range(1, size + 1))
         values["MRR"] = 1 / first_hit
         values.update({f"R@{k}": float(first_hit <= k) for k in ks})
         totals = {name: totals.get(name, 0.0) + value for name, value in values.items()}
@@ -379,6 +383,123 @@ def test_nothing_is_as_large_as_the_score_matrix(monkeypatch):
     assert largest.elements <= 64 * 1536  # 64 queries, the gallery padded to whole multiples of 384
 
 
+def test_map_at_k():
+    """Divided by min(k, R), against scikit-learn where k is the whole list, and a loop elsewhere."""
+    x, labels = torch.randn(60, 5, dtype=torch.float64), torch.randint(0, 6, (60,))
+    metrics = RetrievalMetrics(ks=(1,), map_ks=(1, 7, 59))
+    metrics.update(x, labels)
+    found = metrics.compute()
+    unit = normalize(x)
+    scores = (unit @ unit.T).fill_diagonal_(-2)
+    expected = {1: [], 7: [], 59: []}
+    for query in range(60):
+        hits = (labels[scores[query].argsort(descending=True)] == labels[query])[:-1].tolist()
+        for k, values in expected.items():
+            precisions = [sum(hits[: i + 1]) / (i + 1) for i in range(k) if hits[i]]
+            values.append(sum(precisions) / min(k, sum(hits)))
+    for k, values in expected.items():
+        assert found[f"mAP@{k}"].item() == pytest.approx(sum(values) / 60, abs=1e-12)
+    assert found["mAP@59"] == pytest.approx(found["mAP"].item(), abs=1e-12)
+    assert found["mAP@1"] == found["R@1"]
+
+
+def test_per_query():
+    """One row for each query in the order of the ids, whatever order they came in."""
+    x, labels = torch.randn(40, 5, dtype=torch.float64), torch.randint(0, 20, (40,))
+    labels[3] = 77  # alone
+    ids = torch.randperm(40) * 3
+    metrics = RetrievalMetrics(ks=(1, 4), map_ks=(2,))
+    metrics.update(x[:11], labels[:11], ids[:11], is_query=torch.arange(11) > 1)
+    metrics.update(x[11:], labels[11:], ids[11:])
+    table = metrics.per_query()
+    order = ids[2:].argsort()
+    assert table["ids"].tolist() == ids[2:][order].tolist()
+    assert table["labels"].tolist() == labels[2:][order].tolist()
+    unit = normalize(x)
+    scores = (unit @ unit.T).fill_diagonal_(-2)
+    for row, query in enumerate((order + 2).tolist()):
+        hits = (labels == labels[query])[scores[query].argsort(descending=True)][:-1]
+        if not hits.any():
+            assert table["AP"][row].isnan()
+            continue
+        expected = average_precision_score(hits.numpy(), -np.arange(39))
+        assert table["AP"][row].item() == pytest.approx(expected, abs=1e-12)
+        assert table["first_hit"][row] == hits.nonzero()[0, 0] + 1
+    means = metrics.compute()
+    assert means["mAP"].item() == table["AP"].nanmean().item()
+    assert means["left_out"] == table["AP"].isnan().sum() > 0
+    metrics.update(x, labels, ids + 1)
+    assert len(metrics.per_query()["AP"]) == 78  # not the table of before
+
+
+def test_the_images_of_an_instance_count_as_their_mean():
+    x, labels = torch.randn(50, 5), torch.arange(50) % 7
+    instances = torch.where(torch.arange(50) < 21, labels, 100 + torch.arange(50))  # three images of each, then one
+    ids = torch.randperm(50)
+    metrics = RetrievalMetrics(ks=(1, 3))
+    for part in torch.arange(50).split(13):
+        metrics.update(x[part], labels[part], ids[part], instances=instances[part])
+    unit = normalize(x)
+    means = torch.stack([unit[instances == i].mean(0) for i in instances.unique()])
+    of_mean = [int(labels[instances == i][0]) for i in instances.unique()]
+    expected = compute(means, torch.tensor(of_mean), ks=(1, 3))
+    assert {name: value.item() for name, value in metrics.compute().items()} == pytest.approx(expected, abs=1e-12)
+    least = [int(ids[instances == i].min()) for i in instances.unique()]
+    assert metrics.per_query()["ids"].tolist() == sorted(least)
+
+
+def test_post_processing_comes_before_ranking():
+    """The gallery first, then the queries, which see it and their own place in it."""
+    seen = []
+
+    def halve(gallery):
+        seen.append(gallery.clone())
+        return gallery.flip(0)
+
+    def expand(queries, gallery, own):
+        seen.append((queries, gallery, own))
+        return queries.roll(1, 1)
+
+    x, labels = normalize(torch.randn(12, 4)), torch.arange(12) % 3
+    is_query = torch.arange(12) < 9
+    metrics = RetrievalMetrics((1,), query_expansion=expand, database_augmentation=halve)
+    metrics.update(x, labels, is_query=is_query, is_gallery=torch.arange(12) > 2)
+    found = {name: value.item() for name, value in metrics.compute().items()}
+    gallery, (queries, augmented, own) = seen
+    assert torch.equal(augmented, gallery.flip(0))
+    assert len(gallery) == 9
+    assert len(queries) == 9
+    assert (own >= 0).sum() == 6
+    torch.testing.assert_close(queries[own >= 0], gallery[own[own >= 0]])
+    order = torch.arange(12)[3:][labels[3:].argsort(stable=True)]
+    expected = RetrievalMetrics((1,))
+    expected.update(gallery.flip(0), labels[order], order + 100, is_query=torch.zeros(9, dtype=torch.bool))
+    asked = torch.arange(9)[labels[:9].argsort(stable=True)]
+    expected.update(queries.roll(1, 1), labels[asked], asked, is_gallery=torch.zeros(9, dtype=torch.bool))
+    if (own < 0).all():  # else a query would find itself
+        assert found == {name: value.item() for name, value in expected.compute().items()}
+
+
+def test_embeddings_on_the_cpu_and_a_gallery_in_pieces(monkeypatch):
+    x, labels = torch.randn(900, 6), torch.randint(0, 30, (900,))
+    whole = compute(x, labels)
+    monkeypatch.setattr(ranks, "_PIECE", 384)
+    monkeypatch.setattr(ranks, "_pieces", lambda columns, *devices: ranks._PIECE)
+    metrics = RetrievalMetrics(ks=KS, embeddings_on_cpu=True)
+    metrics.update(x, labels)
+    assert {name: value.item() for name, value in metrics.compute().items()} == whole
+
+
+def test_how_many_are_ranked():
+    metrics = RetrievalMetrics(ks=(1, 3))
+    metrics.update(X, Y)
+    metrics.compute()
+    assert metrics.ranked == 3  # the others
+    metrics.update(X, Y, is_query=B, is_gallery=~B)
+    metrics.compute()
+    assert metrics.ranked == 6
+
+
 # The life of a metric.
 
 
@@ -481,6 +602,22 @@ def test_bad_ks(error, match, ks):
 
 
 @pytest.mark.refusal
+def test_embeddings_that_are_not_finite_are_named_by_their_ids():
+    x = X.clone()
+    x[2, 1] = math.nan
+    with pytest.raises(ValueError, match=r"`embeddings` must hold finite .* in 1 of 4 rows \(ids 30\)"):
+        RetrievalMetrics().update(x, Y, torch.tensor([10, 20, 30, 40]))
+
+
+@pytest.mark.refusal
+def test_one_instance_with_two_labels():
+    metrics = RetrievalMetrics()
+    metrics.update(X, Y, torch.arange(4), instances=torch.tensor([1, 2, 2, 3]))
+    with pytest.raises(ValueError, match="`instances` must name one class each, got instance 2 with two different"):
+        metrics.compute()
+
+
+@pytest.mark.refusal
 @pytest.mark.parametrize("first", [None, torch.arange(4)])
 def test_ids_with_some_updates_only(first):
     match = "RetrievalMetrics: `ids` must come with every update or with none, got both"
@@ -510,7 +647,7 @@ def test_one_id_with_two_labels():
 def test_updates_of_different_dimension():
     metrics = RetrievalMetrics()
     metrics.update(X, Y)
-    match = r"RetrievalMetrics: `embeddings` must have the dimension of the updates before, 3, got shape \(4, 2\)"
+    match = r"RetrievalMetrics: `embeddings` must have the dimension of the updates before, \(3,\), got shape \(4, 2\)"
     with pytest.raises(ValueError, match=match):
         metrics.update(X[:, :2], Y)
 

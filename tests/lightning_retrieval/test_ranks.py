@@ -1,4 +1,4 @@
-"""Ranks of positives against loops, by each of the three roads on which candidates are counted."""
+"""Ranks of positives against loops, by both roads on which candidates are counted."""
 
 import math
 
@@ -8,18 +8,7 @@ import torch
 from lightning_retrieval import ranks
 from lightning_retrieval.ranks import positive_ranks
 
-ROADS = {  # (share of candidates up to which they are picked out, positives up to which each is a pass)
-    "few": (1.0, -1),
-    "passes": (-1.0, 10**9),
-    "sorted in": (-1.0, -1),
-    "as set": (ranks._FEW, ranks._PASSES),
-}
-
-
-def take(road, monkeypatch):
-    few, passes = ROADS[road]
-    monkeypatch.setattr(ranks, "_FEW", few)
-    monkeypatch.setattr(ranks, "_PASSES", passes)
+ROADS = {"few": 1.0, "sorted": -1.0, "as set": ranks._FEW}  # share of candidates up to which they are picked out
 
 
 def unit_rows(rows, dtype=torch.float32):
@@ -48,7 +37,8 @@ def by_loops(queries, query_labels, gallery, gallery_labels, own):
 def as_dict(blocks):
     result = {}
     for block in blocks:
-        for query, rank, among, real in zip(block.queries, block.rank, block.rank_among_positives, block.real):
+        for query, rank, among, level in zip(block.queries, block.rank, block.rank_among_positives, block.level):
+            real = level > 0
             assert real.tolist() == sorted(real.tolist(), reverse=True)  # padding comes last
             assert int(query) not in result
             result[int(query)] = list(zip(rank[real].tolist(), among[real].tolist()))
@@ -61,18 +51,19 @@ def problem(queries=70, gallery=90, classes=4, dtype=torch.float32):
     query_labels = torch.where(own >= 0, gallery_labels[own], torch.randint(0, classes + 1, (queries,)))
     g, q = unit_rows(gallery, dtype), unit_rows(queries, dtype)
     q = torch.where((own >= 0)[:, None], g[own], q)
-    return q, query_labels, g, gallery_labels, own
+    return q, query_labels[:, None], g, gallery_labels[:, None], own
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("classes", [2, 30])
 @pytest.mark.parametrize("road", ROADS)
 def test_against_loops(road, classes, dtype, monkeypatch):
-    take(road, monkeypatch)
+    monkeypatch.setattr(ranks, "_FEW", ROADS[road])
     monkeypatch.setattr(ranks, "_BLOCK_SCORES", 1)  # the smallest blocks, 64 queries: two of them, the second cut short
     given = problem(classes=classes, dtype=dtype)
     found = as_dict(positive_ranks(*given))
-    assert found == by_loops(*[x.tolist() if x.ndim == 1 else x for x in given])
+    q, query_labels, g, gallery_labels, own = given
+    assert found == by_loops(q, query_labels[:, 0].tolist(), g, gallery_labels[:, 0].tolist(), own.tolist())
     assert any(not pairs for pairs in found.values())  # queries without a positive were among them
 
 
@@ -81,7 +72,7 @@ def test_against_loops(road, classes, dtype, monkeypatch):
 @pytest.mark.parametrize("width", [1, 3, 40])
 @pytest.mark.parametrize("spread", [2, 1000])
 def test_count_at_least(spread, width, road, dtype, monkeypatch):
-    take(road, monkeypatch)
+    monkeypatch.setattr(ranks, "_FEW", ROADS[road])
     scores = torch.randint(-spread, spread + 1, (7, 300)).to(dtype) / spread
     scores[2] *= 1e-40 if dtype == torch.float32 else 1e-310  # denormal numbers are in order too
     scores[3][scores[3] == 0] = -0.0
@@ -90,24 +81,22 @@ def test_count_at_least(spread, width, road, dtype, monkeypatch):
     positives[3][positives[3] == 0] = 0.0  # ties with -0.0
     real = torch.tensor([0, 1, width, width, max(1, width // 2), width, width])
     positives = positives.masked_fill(torch.arange(width) >= real[:, None], math.inf).sort(1).values
-    counts = ranks._count_at_least(scores, positives)
+    counts = ranks.count_at_least(scores.clone(), positives)
     for row in range(7):
         expected = [sum(s >= p for s in scores[row].tolist()) for p in positives[row, : real[row]].tolist()]
         assert counts[row, : real[row]].tolist() == expected
 
 
 @pytest.mark.parametrize(
-    ("width", "worst", "dtype", "searches"),
+    ("width", "worst", "dtype", "keys"),
     [
-        (1, 0.99, torch.float32, [torch.int64]),  # a good model: few candidates reach the worst positive
-        (40, 0.99, torch.float32, [torch.int64]),
-        (16, 0.0, torch.float32, []),  # a bad one with few positives: passes
-        (17, 0.0, torch.float32, [torch.float32]),  # and with many: candidates are sorted in
-        (1, 0.99, torch.float64, []),  # float64 is never squeezed into integers
-        (40, 0.99, torch.float64, [torch.float64]),
+        (1, 0.99, torch.float32, torch.int64),  # a good model: few candidates reach the worst positive
+        (40, 0.99, torch.float32, torch.int64),
+        (16, 0.0, torch.float32, torch.float32),  # a bad one: all are sorted
+        (1, 0.99, torch.float64, torch.float64),  # float64 is never squeezed into integers
     ],
 )
-def test_which_road_is_taken(width, worst, dtype, searches, monkeypatch):
+def test_which_road_is_taken(width, worst, dtype, keys, monkeypatch):
     scores = torch.rand(5, 2000, dtype=dtype)
     positives = torch.full((5, width), 0.999, dtype=dtype)
     positives[:, 0] = worst
@@ -119,9 +108,23 @@ def test_which_road_is_taken(width, worst, dtype, searches, monkeypatch):
 
     true_search = torch.searchsorted
     monkeypatch.setattr(torch, "searchsorted", searchsorted)
-    counts = ranks._count_at_least(scores, positives)
-    assert taken == searches
+    counts = ranks.count_at_least(scores.clone(), positives)
+    assert taken == [keys]
     assert torch.equal(counts, (scores[:, None] >= positives[..., None]).sum(2))
+
+
+def test_levels():
+    """How many levels each positive shares, and of those that tie the most alike first."""
+    gallery_labels = torch.tensor([[0, 0], [1, 0], [1, 0], [2, 1], [3, 1]])
+    query_labels = torch.tensor([[1, 0], [2, 1], [9, 7]])
+    gallery = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
+    queries = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
+    own = torch.tensor([-1, -1, -1])
+    (block,) = positive_ranks(queries, query_labels, gallery, gallery_labels, own)
+    assert block.level.tolist() == [[2, 2, 1], [2, 1, 0], [0, 0, 0]]
+    assert block.rank[0].tolist() == [5, 3, 3]
+    assert block.rank_among_positives[0].tolist() == [3, 2, 2]
+    assert block.rank[1, :2].tolist() == [5, 2]
 
 
 def test_ordered_integers_keep_the_order():
@@ -163,6 +166,6 @@ def test_equal_embeddings_have_equal_scores(gallery, dim, dtype):
     labels = torch.arange(gallery) * 2 // gallery
     own = torch.arange(gallery)
     positives = (labels == 0).sum().item(), (labels == 1).sum().item()
-    for query, pairs in as_dict(positive_ranks(g, labels, g, labels, own)).items():
+    for query, pairs in as_dict(positive_ranks(g, labels[:, None], g, labels[:, None], own)).items():
         among = positives[labels[query]] - 1
         assert pairs == [(gallery - 1, among)] * among

@@ -1,0 +1,167 @@
+"""Metrics of labels with several levels, against golden numbers and plain loops."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from sklearn.metrics import ndcg_score
+from torch.nn.functional import normalize
+
+from lightning_retrieval.losses import HAPLoss
+from lightning_retrieval.metrics import RetrievalMetrics
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "golden.json").read_text())["cases"]
+GOLDEN = {case["id"]: case for case in GOLDEN if case["loss"] == "metrics"}
+
+
+def of_levels(case):
+    inputs = {name: torch.tensor(values) for name, values in case["inputs"].items()}
+    embeddings = torch.tensor(case["inputs"]["embeddings"], dtype=torch.float64)
+    return embeddings, torch.stack([inputs["labels"], inputs["coarse_of_class"][inputs["labels"]]], 1)
+
+
+def by_loops(scores, levels, candidate, depth, alpha):
+    """{name: [value of each query]}; of ties, what is not relevant comes first, then what shares least."""
+    results = {"H-AP": [], "ASI": [], "NDCG-levels": []}
+    for s, level, listed in zip(scores, levels, candidate):
+        listed = [j for j in range(len(s)) if listed[j]]
+        related = [j for j in listed if level[j] > 0]
+        if not related:
+            continue
+        exactly = {v: sum(level[j] == v for j in listed) for v in range(1, depth + 1)}
+        rel = {j: (level[j] / depth) ** alpha / exactly[level[j]] for j in related}
+        total = 0.0
+        for i in related:
+            rank = sum(s[j] >= s[i] for j in listed)
+            total += sum(min(rel[i], rel[j]) for j in related if s[j] >= s[i]) / rank
+        results["H-AP"].append(total / sum(rel.values()))
+        ranked = sorted(listed, key=lambda j: (-s[j], level[j]))
+        ideal = sorted((level[j] for j in listed), reverse=True)
+        shares = []
+        for n in range(1, len(related) + 1):
+            found = [level[j] for j in ranked[:n]]
+            shares.append(sum(min(found.count(v), ideal[:n].count(v)) for v in range(1, depth + 1)) / n)
+        results["ASI"].append(sum(shares) / len(related))
+        gain = sum((2 ** level[j] - 1) / math.log2(1 + place) for place, j in enumerate(ranked, 1))
+        results["NDCG-levels"].append(gain / sum((2**v - 1) / math.log2(1 + n) for n, v in enumerate(ideal, 1)))
+    return {name: sum(values) / len(values) for name, values in results.items()}
+
+
+def random_levels(rows, depth):
+    """A tree: each label within one of the next level."""
+    labels = [torch.randint(0, 3 * 2**depth, (rows,))]
+    for _ in range(depth - 1):
+        labels.append(labels[-1] // 2)
+    return torch.stack(labels, 1)
+
+
+def quarters(rows):
+    """Rows of six coordinates, four of them +-1: cosine scores are multiples of 1/4, exactly, with many ties."""
+    x = torch.zeros(rows, 6)
+    for row in x:
+        row[torch.randperm(6)[:4]] = torch.randint(0, 2, (4,)).float() * 2 - 1
+    return x
+
+
+@pytest.mark.parametrize("alpha", [1.0, 2.0])
+def test_golden_hap(alpha):
+    case = GOLDEN[f"metrics.hap.leave_one_out.alpha{alpha}"]
+    embeddings, labels = of_levels(case)
+    metrics = RetrievalMetrics(ks=(1,), alpha=alpha)
+    metrics.update(embeddings, labels)
+    assert metrics.compute()["H-AP"].item() == pytest.approx(case["expected"]["hap"], abs=1e-12)
+    found = metrics.per_query()["H-AP"].tolist()
+    assert found == pytest.approx([math.nan if v is None else v for v in case["expected"]["per_query"]], nan_ok=True)
+
+
+def test_golden_of_the_finest_level_and_graded_ndcg():
+    case = GOLDEN["metrics.leave_one_out"]
+    embeddings, labels = of_levels(case)
+    metrics = RetrievalMetrics(ks=(1, 2, 4, 8))
+    metrics.update(embeddings, labels)
+    found = metrics.compute()
+    flat = RetrievalMetrics(ks=(1, 2, 4, 8))
+    flat.update(embeddings, labels[:, 0])
+    for name, value in flat.compute().items():  # levels change nothing of what looks at classes
+        assert found[name].item() == pytest.approx(value.item(), abs=1e-12), name
+    of_query = [q["ndcg_graded_exp"] for q in case["expected"]["per_query"] if q is not None]
+    ours = metrics.per_query()
+    counted = ours["NDCG-levels"][~ours["AP"].isnan()]
+    assert counted.tolist() == pytest.approx(of_query, abs=1e-12)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["ties", "no ties"])
+def test_loops(kind, depth):
+    x = quarters(60) if kind == "ties" else torch.randn(60, 5, dtype=torch.float64)
+    labels = random_levels(60, depth)
+    labels[7] = 10_000  # shares nothing with anybody
+    scores = (x @ x.T).tolist() if kind == "ties" else (normalize(x) @ normalize(x).T).tolist()
+    levels = (labels[:, None] == labels).sum(2).tolist()
+    candidate = (~torch.eye(60, dtype=torch.bool)).tolist()
+    metrics = RetrievalMetrics(ks=(1,), alpha=1.5)
+    metrics.update(x, labels)
+    found = metrics.compute()
+    expected = by_loops(scores, levels, candidate, depth, 1.5)
+    if depth == 1:
+        assert not set(expected) & set(found)
+        assert found["NDCG"].item() == pytest.approx(expected["NDCG-levels"], abs=1e-12)
+        assert found["mAP"].item() == pytest.approx(expected["H-AP"], abs=1e-12)
+        return
+    assert {name: found[name].item() for name in expected} == pytest.approx(expected, abs=1e-12)
+
+
+def test_scikit_learn():
+    x, labels = torch.randn(40, 5, dtype=torch.float64), random_levels(40, 3)
+    metrics = RetrievalMetrics(ks=(1,))
+    metrics.update(x, labels)
+    scores = normalize(x) @ normalize(x).T
+    gain = 2.0 ** (labels[:, None] == labels).sum(2) - 1
+    off = ~torch.eye(40, dtype=torch.bool)
+    theirs = ndcg_score(gain[off].view(40, 39).numpy(), scores[off].view(40, 39).numpy())
+    assert metrics.compute()["NDCG-levels"].item() == pytest.approx(theirs, abs=1e-12)
+
+
+def test_a_perfect_order_and_one_point():
+    """Near what shares much: all are 1. All embeddings equal: what is worst comes first."""
+    labels = torch.tensor([[0, 0], [0, 0], [1, 0], [1, 0], [2, 1], [2, 1]])
+    x = torch.zeros(6, 5)
+    x[torch.arange(6), labels[:, 0]] = 1.0
+    x[torch.arange(6), 3 + labels[:, 1]] = 1.0
+    metrics = RetrievalMetrics(ks=(1,))
+    metrics.update(x, labels)
+    assert all(value == 1 for name, value in metrics.compute().items() if name != "left_out")
+    metrics.reset()
+    metrics.update(torch.ones(6, 3), labels)
+    found = metrics.compute()
+    others = (~torch.eye(6, dtype=torch.bool)).tolist()
+    expected = by_loops([[1.0] * 6] * 6, (labels[:, None] == labels).sum(2).tolist(), others, 2, 1.0)
+    assert {name: found[name].item() for name in expected} == pytest.approx(expected, abs=1e-12)
+    assert found["ASI"] < 0.5
+
+
+def test_hap_is_what_the_loss_goes_to():
+    """1 - HAPLoss with a small tau, where no scores are near each other."""
+    x, labels = torch.randn(30, 5, dtype=torch.float64), random_levels(30, 3)
+    metrics = RetrievalMetrics(ks=(1,))
+    metrics.update(x, labels)
+    loss = HAPLoss(tau=1e-7, rho=1e-9, delta=1e-6, offset=1.0, start=0.0)(x, labels)
+    assert metrics.compute()["H-AP"].item() == pytest.approx(1 - loss.item(), abs=1e-4)
+
+
+@pytest.mark.refusal
+def test_levels_that_do_not_nest():
+    metrics = RetrievalMetrics()
+    metrics.update(torch.randn(3, 2), torch.tensor([[0, 0], [0, 1], [1, 1]]))
+    with pytest.raises(ValueError, match=r"label levels must nest, .* got label 0 within \[0, 1\]"):
+        metrics.compute()
+
+
+@pytest.mark.refusal
+def test_updates_with_other_levels():
+    metrics = RetrievalMetrics()
+    metrics.update(torch.randn(3, 2), torch.zeros(3, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"`labels` must have the dimension of the updates before, \(2,\), got shape"):
+        metrics.update(torch.randn(3, 2), torch.zeros(3, dtype=torch.int64))

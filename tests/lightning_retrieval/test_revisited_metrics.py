@@ -1,0 +1,320 @@
+"""RevisitedMetrics against golden numbers, the official protocol in a plain loop, and what ties and holes must give."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_retrieval.metrics import RevisitedMetrics, revisited
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "revisited.json").read_text())["cases"][0]
+SETUPS = ("easy", "medium", "hard")
+refusal = pytest.mark.refusal
+
+
+class Largest(TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that any operation gives back."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+def compute(gallery, queries, easy, hard, junk, ks=(1, 5, 10), **settings):
+    """The metrics of a gallery with the ids 0, 1, ... and queries with those after it; the lists are of each query."""
+    lists = [dict(enumerate(of_all, len(gallery))) for of_all in (easy, hard, junk)]
+    metrics = RevisitedMetrics(*lists, ks=ks, **settings)
+    rows = torch.cat([gallery, queries])
+    ids = torch.arange(len(rows))
+    for part in torch.randperm(len(rows)).split(100):  # whatever the order in which rows come
+        is_query = ids[part] >= len(gallery)
+        metrics.update(rows[part], torch.zeros_like(part), ids[part], is_query, ~is_query)
+    return {name: value.item() for name, value in metrics.compute().items()}
+
+
+def official(scores, ok, ignored, ks):
+    """The protocol for one query as the official code has it: sort, take junk out, sum trapezoids."""
+    ranked = sorted(range(len(scores)), key=lambda image: -scores[image])
+    kept = [image for image in ranked if image not in ignored]
+    places = [place for place, image in enumerate(kept) if image in ok]
+    values = [0.0]
+    for number, place in enumerate(places):
+        before = 1.0 if place == 0 else number / place
+        values[0] += (before + (number + 1) / (place + 1)) / 2 / len(ok)
+    for k in ks:
+        lowered = min(k, max(place + 1 for place in places))
+        values.append(sum(place + 1 <= lowered for place in places) / lowered)
+    return values
+
+
+def with_ties(scores, ok, ignored, ks):
+    """The same where scores may be equal and images missing: every image that scores as high counts."""
+    kept = [image for image in range(len(scores)) if image not in ignored]
+    found = [image for image in ok if image < len(scores)]
+    rank = {p: sum(scores[image] >= scores[p] for image in kept) for p in found}
+    among = {p: sum(scores[image] >= scores[p] for image in found) for p in found}
+    values = [0.0]
+    for p in found:
+        before = 1.0 if rank[p] == 1 else (among[p] - 1) / (rank[p] - 1)
+        values[0] += (before + among[p] / rank[p]) / 2 / len(ok)
+    for k in ks:
+        lowered = min([k, max(rank.values(), default=1)])
+        values.append(sum(r <= lowered for r in rank.values()) / lowered)
+    return values
+
+
+def by_loops(protocol, scores, easy, hard, junk, ks=(1, 5, 10)):
+    results = {}
+    for setup in SETUPS:
+        found = []
+        for s, e, h, j in zip(scores, easy, hard, junk, strict=True):
+            ok = {"easy": e, "medium": e + h, "hard": h}[setup]
+            if ok:
+                found.append(protocol(s, ok, [i for i in e + h + j if i not in ok], ks))
+        names = [f"mAP/{setup}", *(f"mP@{k}/{setup}" for k in ks)]
+        results |= {name: sum(v[i] for v in found) / len(found) for i, name in enumerate(names)}
+        results[f"left_out/{setup}"] = len(scores) - len(found)
+    return {"mAP": results["mAP/medium"], **results}
+
+
+def draw_lists(queries, images, seed=0):
+    """Disjoint lists of each query; the first has nothing easy, the second nothing hard, the third no junk."""
+    torch.manual_seed(seed)
+    lists = [], [], []
+    for query in range(queries):
+        order = torch.randperm(images).tolist()
+        sizes = [[0, 4, 3], [5, 0, 2], [2, 3, 0]][query] if query < 3 else torch.randint(0, 7, (3,)).tolist()
+        for of_kind, size in zip(lists, sizes, strict=True):
+            of_kind.append([order.pop() for _ in range(size)])
+    return lists
+
+
+def on_sphere(scores):
+    """Embeddings whose cosines are these scores up to one factor."""
+    queries = len(scores)
+    rest = (queries - scores.square().sum(0)).sqrt()
+    return torch.cat([scores, rest[None]]).T, torch.eye(queries, queries + 1, dtype=scores.dtype)
+
+
+def quarters(rows):
+    """Rows of six coordinates, four of them +-1: cosine scores are multiples of 1/4, exactly, with many ties."""
+    x = torch.zeros(rows, 6)
+    for row in x:
+        row[torch.randperm(6)[:4]] = torch.randint(0, 2, (4,)).float() * 2 - 1
+    return x
+
+
+def test_golden_numbers():
+    inputs, expected = GOLDEN["inputs"], GOLDEN["expected"]
+    gallery, queries = on_sphere(torch.tensor(inputs["scores"], dtype=torch.float64))
+    found = compute(gallery, queries, inputs["easy"], inputs["hard"], inputs["junk"])
+    for setup in SETUPS:
+        assert found[f"mAP/{setup}"] == pytest.approx(expected[setup]["map"], abs=1e-14)
+        for k, value in expected[setup]["mp_at_k"].items():
+            assert found[f"mP@{k}/{setup}"] == pytest.approx(value, abs=1e-14)
+        assert found[f"left_out/{setup}"] == expected[setup]["ap"].count(None)
+    assert found["mAP"] == found["mAP/medium"]
+    assert found["mAP"] != pytest.approx(expected["medium"]["map_finite_sum"], abs=1e-3)
+
+
+def test_golden_numbers_of_each_query():
+    inputs, expected = GOLDEN["inputs"], GOLDEN["expected"]
+    gallery, queries = on_sphere(torch.tensor(inputs["scores"], dtype=torch.float64))
+    for query in range(len(queries)):
+        lists = [[inputs[kind][query]] for kind in ("easy", "hard", "junk")]
+        if not all(lists[0] + lists[1]):
+            continue
+        found = compute(gallery, queries[query : query + 1], *lists)
+        for setup in SETUPS:
+            assert found[f"mAP/{setup}"] == pytest.approx(expected[setup]["ap"][query], abs=1e-14)
+            precision = [found[f"mP@{k}/{setup}"] for k in (1, 5, 10)]
+            assert precision == pytest.approx(expected[setup]["p_at_k"][query], abs=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("images", [40, 900])
+@pytest.mark.parametrize("block", [384, revisited._BLOCK])
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_official_protocol_in_a_loop(monkeypatch, dtype, images, block, on_cpu):
+    monkeypatch.setattr(revisited, "_BLOCK", block)
+    gallery, queries = torch.randn(images, 5, dtype=dtype), torch.randn(9, 5, dtype=dtype)
+    lists = draw_lists(9, images)
+    unit = torch.nn.functional.normalize
+    scores = (unit(queries) @ unit(gallery).T).tolist()
+    found = compute(gallery, queries, *lists, ks=(1, 3, 100), embeddings_on_cpu=on_cpu)
+    expected = by_loops(official, scores, *lists, ks=(1, 3, 100))
+    assert list(found) == list(expected)
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("queries", [5, 140])
+def test_ties_count_against_the_model(monkeypatch, queries):
+    monkeypatch.setattr(revisited, "_BLOCK", 384)
+    gallery, of_queries = quarters(900), quarters(queries)
+    lists = draw_lists(queries, 900)
+    scores = (of_queries @ gallery.T).tolist()
+    assert compute(gallery, of_queries, *lists) == pytest.approx(by_loops(with_ties, scores, *lists), abs=1e-12)
+
+
+def test_one_point_scores_what_chance_would():
+    found = compute(
+        torch.ones(100, 3), torch.ones(1, 3), [list(range(5))], [list(range(5, 15))], [list(range(90, 100))]
+    )
+    assert found["mAP/easy"] == pytest.approx((5 / 80 + 4 / 79) / 2)
+    assert found["mAP/medium"] == pytest.approx((15 / 90 + 14 / 89) / 2)
+    assert found["mP@10/medium"] == 0  # all have the rank 90
+
+
+def test_junk_is_not_in_the_list():
+    scores = torch.tensor([[0.9, 0.8, 0.7, 0.6, 0.5]], dtype=torch.float64)
+    found = compute(*on_sphere(scores), [[1]], [[3]], [[0]])
+    assert (found["mAP/easy"], found["mAP/medium"], found["mAP/hard"]) == (1, (1 + (1 / 2 + 2 / 3) / 2) / 2, 1 / 4)
+
+
+def test_k_is_lowered_to_the_last_positive():
+    scores = torch.tensor([[0.9, 0.8, 0.7, 0.6, 0.5]], dtype=torch.float64)
+    found = compute(*on_sphere(scores), [[0, 2]], [[4]], [[]], ks=(1, 2, 3, 10))
+    assert [found[f"mP@{k}/easy"] for k in (1, 2, 3, 10)] == [1, 1 / 2, 2 / 3, 2 / 3]
+    assert [found[f"mP@{k}/hard"] for k in (1, 2, 3, 10)] == [0, 0, 1 / 3, 1 / 3]
+
+
+def test_positives_that_the_gallery_lacks_are_never_found():
+    gallery, queries = quarters(50), quarters(4)
+    lists = draw_lists(4, 60)
+    scores = (queries @ gallery.T).tolist()
+    assert any(image >= 50 for of_query in lists[0] + lists[1] for image in of_query)
+    found = RevisitedMetrics(*(dict(enumerate(of_all, 100)) for of_all in lists))
+    found.update(gallery, torch.zeros(50).long(), torch.arange(50), torch.zeros(50).bool(), torch.ones(50).bool())
+    found.update(queries, torch.zeros(4).long(), torch.arange(100, 104), torch.ones(4).bool(), torch.zeros(4).bool())
+    values = {name: value.item() for name, value in found.compute().items()}
+    assert values == pytest.approx(by_loops(with_ties, scores, *lists), abs=1e-12)
+
+
+def test_none_found_at_all_is_zero():
+    found = compute(torch.randn(5, 3), torch.randn(1, 3), [[70]], [[71]], [[]])
+    assert {found[f"{name}/{setup}"] for name in ("mAP", "mP@1", "mP@10") for setup in SETUPS} == {0}
+
+
+def test_queries_that_are_missing_are_not_evaluated():
+    """Their images could not be read: the dataset has said so."""
+    gallery, queries = torch.randn(30, 4), torch.randn(6, 4)
+    easy, hard, junk = draw_lists(6, 30)
+    all_lists = [dict(enumerate(of_all, 30)) for of_all in (easy, hard, junk)]
+    metrics = RevisitedMetrics(*all_lists)
+    kept = [0, 2, 3, 5]
+    ids = torch.tensor([*range(30), *(30 + query for query in kept)])
+    is_query = ids >= 30
+    metrics.update(torch.cat([gallery, queries[kept]]), torch.zeros_like(ids), ids, is_query, ~is_query)
+    expected = compute(gallery, queries[kept], *([of_all[q] for q in kept] for of_all in (easy, hard, junk)))
+    assert {name: value.item() for name, value in metrics.compute().items()} == expected
+
+
+def test_a_query_is_not_in_its_own_list():
+    rows = quarters(40)
+    easy, hard, junk = draw_lists(40, 40)
+    for of_kind in (easy, hard, junk):
+        of_kind[:] = [[image for image in images if image != query] for query, images in enumerate(of_kind)]
+    metrics = RevisitedMetrics(*(dict(enumerate(of_all)) for of_all in (easy, hard, junk)))
+    metrics.update(rows, torch.arange(40), torch.arange(40))
+    scores = (rows @ rows.T).fill_diagonal_(-9).tolist()
+    values = {name: value.item() for name, value in metrics.compute().items()}
+    assert values == pytest.approx(by_loops(with_ties, scores, easy, hard, junk), abs=1e-12)
+
+
+def test_labels_do_not_matter():
+    gallery, queries = torch.randn(30, 4), torch.randn(6, 4)
+    lists = draw_lists(6, 30)
+    metrics = RevisitedMetrics(*(dict(enumerate(of_all, 30)) for of_all in lists))
+    is_query = torch.arange(36) >= 30
+    metrics.update(torch.cat([gallery, queries]), torch.randint(-9, 9, (36,)), torch.arange(36), is_query, ~is_query)
+    found = {name: value.item() for name, value in metrics.compute().items()}
+    assert found == pytest.approx(compute(gallery, queries, *lists), abs=1e-15)
+    right = metrics.relevant(torch.tensor([31, 30]), torch.zeros(2).long(), torch.arange(36), torch.zeros(36).long())
+    assert [row.nonzero()[:, 0].tolist() for row in right] == [sorted(lists[0][i] + lists[1][i]) for i in (1, 0)]
+
+
+def test_setups_without_positives_are_nan():
+    with pytest.warns(UserWarning, match="no query has positives in the setup easy, so its metrics are NaN"):
+        found = compute(torch.randn(5, 3), torch.randn(2, 3), [[], []], [[1], []], [[], [2]])
+    assert math.isnan(found["mAP/easy"])
+    assert math.isnan(found["mP@5/easy"])
+    assert (found["left_out/easy"], found["left_out/medium"], found["left_out/hard"]) == (2, 1, 1)
+    assert 0 < found["mAP"] == found["mAP/hard"] <= 1
+
+
+@pytest.mark.parametrize(("images", "queries"), [(0, 2), (5, 0)])
+def test_an_empty_gallery_or_no_query_is_nan(images, queries):
+    with pytest.warns(UserWarning, match="setup easy and medium and hard, so"):
+        found = compute(torch.randn(images, 3), torch.randn(queries, 3), *([[9 + i]] * queries for i in range(3)))
+    assert math.isnan(found["mAP"])
+    assert found["left_out/medium"] == queries
+
+
+def test_memory_does_not_grow_with_queries_times_images(monkeypatch):
+    monkeypatch.setattr(revisited, "_BLOCK", 384)
+    gallery, queries = torch.randn(20_000, 4), torch.randn(60, 4)
+    lists = draw_lists(60, 20_000)
+    with Largest() as largest:
+        compute(gallery, queries, *lists)
+    assert largest.elements <= 20_100 * 4  # the embeddings; a table of all scores has 1,200,000
+
+
+def share_of_a_process(rank, world_size):
+    """A share of unequal size, in which images of the others come again."""
+    torch.manual_seed(3)
+    rows, ids = quarters(1000), torch.arange(1000)
+    lists = draw_lists(80, 920)
+    metrics = RevisitedMetrics(*(dict(enumerate(of_all, 920)) for of_all in lists))
+    mine = torch.cat([ids[rank::world_size], ids[: 30 * rank]])
+    is_query = mine >= 920
+    metrics.update(rows[mine] * 1.1, torch.zeros_like(mine), mine, is_query, ~is_query)
+    first = {name: value.item() for name, value in metrics.compute().items()}
+    assert metrics.compute()["mAP"].item() == first["mAP"]
+    return first
+
+
+def test_processes_agree_to_the_last_bit(run_processes):
+    alone = share_of_a_process(0, 1)
+    assert run_processes(share_of_a_process, 2) == [alone] * 2
+
+
+REFUSALS = {
+    "no mapping": (([[0]], {5: []}, {5: []}), TypeError, "`easy` must map each query's id to ids of images, got list"),
+    "no list": (({5: None}, {5: []}, {5: []}), TypeError, "`easy` must map integers .*, got None for 5"),
+    "no integers": (({5: [0.5]}, {5: []}, {5: []}), TypeError, r"`easy` must map integers .*, got \[0.5\] for 5"),
+    "other queries": (({5: [0]}, {6: []}, {5: []}), ValueError, "`hard` must have the queries of `easy`, .* query 5"),
+    "image twice": (({5: [0]}, {5: [1]}, {5: [0]}), ValueError, "once for a query, .* got image 0 twice for query 5"),
+    "query": (({5: [5]}, {5: [1]}, {5: [0]}), ValueError, "and not the query, got image 5 twice for query 5"),
+}
+
+
+@refusal
+@pytest.mark.parametrize("case", REFUSALS)
+def test_odd_lists_are_refused(case):
+    lists, kind, message = REFUSALS[case]
+    with pytest.raises(kind, match=f"RevisitedMetrics: .*{message}"):
+        RevisitedMetrics(*lists)
+
+
+@refusal
+def test_odd_ks_are_refused():
+    with pytest.raises(ValueError, match="`ks` must be an integer >= 1, got 0"):
+        RevisitedMetrics({}, {}, {}, ks=(1, 0))
+    with pytest.raises(ValueError, match=r"`ks` must hold at least one k, such as \(1, 10\), got \(\)"):
+        RevisitedMetrics({}, {}, {}, ks=())
+
+
+@refusal
+def test_a_query_without_lists_is_refused():
+    metrics = RevisitedMetrics({3: [0]}, {3: []}, {3: []})
+    metrics.update(torch.randn(5, 2), torch.zeros(5).long(), torch.arange(5), torch.arange(5) > 2, torch.arange(5) < 3)
+    with pytest.raises(ValueError, match="must have all queries, got 1 of 2 without, such as query 4"):
+        metrics.compute()
