@@ -9,25 +9,36 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
+from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
-from lightning_retrieval.metrics import GALLERY, QUERY, RetrievalMetrics
+from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
+from lightning_retrieval.metrics.store import GALLERY, QUERY
+from lightning_retrieval.postprocessing import DatabaseAugmentation, QueryExpansion
 
 
 class RetrievalEvaluation(pl.Callback):
     """Computes `RetrievalMetrics` over each validation and test set, and logs `val/mAP`, `test/R@1` and so on.
 
     It takes up what the module's `validation_step` and `test_step` return: a dict with `embeddings`, `labels` and,
-    where the batches have them, `ids` and `roles` (1 for a query, 2 for an image of the gallery, 3 for both). Every
-    process ends with the same numbers and logs them, so that `ModelCheckpoint(monitor="val/mAP", mode="max")` and early
-    stopping work. Several evaluation sets are logged as `val/0/mAP`, `val/1/mAP`, or by the names of a dict of loaders,
-    `val/small/mAP`. The sanity check is skipped: it sees a piece of the set only.
+    where the batches have them, `ids`, `roles` (1 for a query, 2 for an image of the gallery, 3 for both) and
+    `instances` (the images of one are averaged). Every process ends with the same numbers and logs them, so that
+    `ModelCheckpoint(monitor="val/mAP", mode="max")` and early stopping work. Several evaluation sets are logged as
+    `val/0/mAP`, `val/1/mAP`, or by the names of a dict of loaders, `val/small/mAP`. The sanity check is skipped: it
+    sees a piece of the set only.
+
+    A data set with a protocol of its own has a method `metrics(ks, **settings)` that gives another `EmbeddingMetric`.
 
     Args:
         ks: the k of R@k, each >= 1.
         before_fit: evaluate the test set with the untrained model before training, logged as `test/...` at step 0;
             skipped where a run is resumed.
+        map_ks: the k of mAP@k, each >= 1; none where empty.
+        query_expansion: put before ranking, such as `QueryExpansion(alpha=2, k=10)`; none where None.
+        database_augmentation: the same for the gallery, such as `DatabaseAugmentation()`; none where None.
+        embeddings_on_cpu: keep embeddings in the main memory until they are ranked, and bring them to the device in
+            pieces.
 
     Raises:
         ValueError: if a k is below 1, or `before_fit` is asked for without a test set.
@@ -42,10 +53,22 @@ class RetrievalEvaluation(pl.Callback):
         `RetrievalGallery` draws what this callback collects.
     """
 
-    def __init__(self, ks: Sequence[int] = (1, 10, 100), before_fit: bool = False) -> None:
-        self.ks = RetrievalMetrics(ks).ks  # which refuses now what it would refuse after the first epoch
+    def __init__(
+        self,
+        ks: Sequence[int] = (1, 10, 100),
+        before_fit: bool = False,
+        map_ks: Sequence[int] = (),
+        query_expansion: QueryExpansion | None = None,
+        database_augmentation: DatabaseAugmentation | None = None,
+        embeddings_on_cpu: bool = False,
+    ) -> None:
+        checked = RetrievalMetrics(ks, map_ks)  # which refuses now what it would refuse after the first epoch
+        self.ks, self.map_ks = checked.ks, checked.map_ks
         self.before_fit = before_fit
-        self.metrics: dict[int, RetrievalMetrics] = {}
+        self.query_expansion = query_expansion
+        self.database_augmentation = database_augmentation
+        self.embeddings_on_cpu = embeddings_on_cpu
+        self.metrics: dict[int, EmbeddingMetric] = {}
         self.table: dict[str, dict[str, float]] = {}
         self._positions: dict[int, Iterator[list[int]]] = {}
 
@@ -63,10 +86,10 @@ class RetrievalEvaluation(pl.Callback):
             logger.log_metrics(self.table["untrained"], step=0)
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start(trainer.val_dataloaders)
+        self._start(trainer.val_dataloaders, pl_module.device)
 
     def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._start(trainer.test_dataloaders)
+        self._start(trainer.test_dataloaders, pl_module.device)
 
     def on_validation_batch_end(
         self,
@@ -100,13 +123,27 @@ class RetrievalEvaluation(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._print(trainer, "val")
 
-    def _start(self, loaders: Any) -> None:
+    def _start(self, loaders: Any, device: torch.device) -> None:
         self.metrics = {}
         self._positions = {}
         for index, loader in enumerate(_listed(loaders)):
+            self.metrics[index] = self._metrics(loader).to(device)
             positions = _positions(loader)
             if positions is not None:
                 self._positions[index] = positions
+
+    def _metrics(self, loader: Any) -> EmbeddingMetric:
+        """A set's own metric if it has one, else `RetrievalMetrics`."""
+        settings: dict[str, Any] = {
+            "query_expansion": self.query_expansion,
+            "database_augmentation": self.database_augmentation,
+            "embeddings_on_cpu": self.embeddings_on_cpu,
+        }
+        own = getattr(getattr(loader, "dataset", None), "metrics", None)
+        metrics: EmbeddingMetric = (
+            own(self.ks, **settings) if own else RetrievalMetrics(self.ks, self.map_ks, **settings)
+        )
+        return metrics
 
     def _collect(self, pl_module: pl.LightningModule, outputs: Any, index: int) -> None:
         if not isinstance(outputs, Mapping) or not {"embeddings", "labels"} <= set(outputs):
@@ -120,11 +157,9 @@ class RetrievalEvaluation(pl.Callback):
         if index in self._positions:
             positions = next(self._positions[index])
             ids = torch.tensor(positions, device=embeddings.device) if ids is None else ids
-        if index not in self.metrics:
-            self.metrics[index] = RetrievalMetrics(self.ks).to(embeddings.device)
         roles = outputs.get("roles")
         masks = {} if roles is None else {"is_query": roles & QUERY > 0, "is_gallery": roles & GALLERY > 0}
-        self.metrics[index].update(embeddings, outputs["labels"], ids, **masks)
+        self.metrics[index].update(embeddings, outputs["labels"], ids, **masks, instances=outputs.get("instances"))
 
     def _log(self, trainer: pl.Trainer, stage: str, batches: Sequence[float], loaders: Any) -> None:
         for index, loader in enumerate(_listed(loaders)):
@@ -136,22 +171,24 @@ class RetrievalEvaluation(pl.Callback):
                 )
         results: dict[str, Tensor] = {}
         for index, name in enumerate(_names(loaders)):
-            # A rank without any batch of this set still takes part in its computation.
-            metrics = self.metrics.setdefault(index, RetrievalMetrics(self.ks).to(trainer.strategy.root_device))
-            results.update(_named(stage, name, metrics.compute()))
+            metrics = self.metrics[index]
+            with warnings.catch_warnings():  # a rank without any batch of this set takes part in its computation
+                warnings.filterwarnings("ignore", "The ``compute`` method of metric .* was called before")
+                results.update(_named(stage, name, metrics.compute()))
+            if isinstance(metrics, RetrievalMetrics) and metrics.ranked < max(metrics.ks):
+                beyond = ", ".join(f"R@{k}" for k in metrics.ks if k > metrics.ranked)
+                rank_zero_warn(
+                    f"RetrievalEvaluation: {stage}/{name}{beyond} look at more images than the {metrics.ranked} that "
+                    "are ranked, so they are 1; give smaller `ks`."
+                )
         self.table[stage] = {name: float(value) for name, value in results.items()}
-        for name in results:  # every rank has the same value: reducing it again would change its last digits
-            warnings.filterwarnings("ignore", rf".*self\.log\('{re.escape(name)}', \.\.\., sync_dist=True")
-        # Lightning gives every callback the module's log_dict.
-        self.log_dict(results, rank_zero_only=False, sync_dist=False)  # type: ignore[attr-defined]
+        log_alike(self, results)
 
-    def _evaluate(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any, index: int
-    ) -> RetrievalMetrics:
+    def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any, index: int) -> EmbeddingMetric:
         """The test set outside of the Trainer's test loop, with the module as it is."""
         shared = isinstance(loader.sampler, DistributedSampler)  # else each process goes through the whole set
-        self._start([None] * index + [loader])
-        self.metrics[index] = RetrievalMetrics(self.ks, sync_on_compute=shared).to(pl_module.device)
+        self._start([None] * index + [loader], pl_module.device)
+        self.metrics[index].sync_on_compute = shared
         modes = {module: module.training for module in pl_module.modules()}
         pl_module.eval()
         silent = trainer.progress_bar_callback is None or not trainer.is_global_zero
@@ -175,10 +212,18 @@ class RetrievalEvaluation(pl.Callback):
         width = max(map(len, self.table[stage]))
         lines = [" " * width + "".join(f"{title:>12}" for title in columns)] if len(columns) > 1 else []
         for name in self.table[stage]:
-            digits = 0 if name.endswith("left_out") else 4
+            digits = 0 if "left_out" in name else 4
             values = (column.get(name, float("nan")) for column in columns.values())
             lines.append(f"{name:<{width}}" + "".join(f"{value:>12.{digits}f}" for value in values))
         print("\n" + "\n".join(lines), flush=True)
+
+
+def log_alike(callback: pl.Callback, results: Mapping[str, Tensor]) -> None:
+    """Log what every rank has the same value of: reducing it again would change its last digits."""
+    for name in results:
+        warnings.filterwarnings("ignore", rf".*self\.log\('{re.escape(name)}', \.\.\., sync_dist=True")
+    # Lightning gives every callback the module's log_dict.
+    callback.log_dict(results, rank_zero_only=False, sync_dist=False)  # type: ignore[attr-defined]
 
 
 def _named(stage: str, of_set: str, results: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ Lightning.
 from typing import TYPE_CHECKING, Any
 
 from lightning_retrieval.backprop import chunked_backward, largest_chunk_size
+from lightning_retrieval.index import RetrievalIndex
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
     BlackboxMAPLoss,
@@ -25,6 +26,14 @@ from lightning_retrieval.losses import (
 from lightning_retrieval.memory import CrossBatchMemory
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models import Embedder
+from lightning_retrieval.postprocessing import (
+    DatabaseAugmentation,
+    PCAWhitening,
+    QueryExpansion,
+    database_augmentation,
+    multi_scale,
+    query_expansion,
+)
 
 if TYPE_CHECKING:
     from lightning_retrieval.module import RetrievalModule
@@ -35,12 +44,16 @@ __all__ = [
     "BlackboxRecallLoss",
     "CalibrationLoss",
     "CrossBatchMemory",
+    "DatabaseAugmentation",
     "Embedder",
     "FastAPLoss",
     "HAPLoss",
+    "PCAWhitening",
     "QuantizedAPLoss",
+    "QueryExpansion",
     "ROADMAPLoss",
     "RecallAtKLoss",
+    "RetrievalIndex",
     "RetrievalMetrics",
     "RetrievalModule",
     "SmoothAPLoss",
@@ -48,7 +61,10 @@ __all__ = [
     "WeightedSum",
     "blackbox_rank",
     "chunked_backward",
+    "database_augmentation",
     "largest_chunk_size",
+    "multi_scale",
+    "query_expansion",
 ]
 __version__ = "0.1.0"
 

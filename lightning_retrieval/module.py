@@ -3,7 +3,7 @@
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -30,11 +30,13 @@ from lightning_retrieval.distributed import (
     sum_over_ranks,
     world_size,
 )
+from lightning_retrieval.labels import finest
 from lightning_retrieval.losses.base import QueryShare
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
 from lightning_retrieval.losses.combined import WeightedSum, call_loss, is_ours, without_references
-from lightning_retrieval.losses.foreign import TAKE_REFERENCES, finest
+from lightning_retrieval.losses.foreign import TAKE_REFERENCES
 from lightning_retrieval.memory import CrossBatchMemory
+from lightning_retrieval.postprocessing import PCAWhitening, check_scales, multi_scale
 from lightning_retrieval.recipe import describe, rebuild, rebuild_factory
 
 Unpacked = tuple[Tensor, Tensor, Tensor | None]
@@ -73,6 +75,10 @@ class RetrievalModule(pl.LightningModule):
             term of that weight, the loss of the batch's queries against memory and batch without gradient (ROADMAP's
             code has 1).
         gather: False keeps lists to each process' own share, and takes the mean of the processes' losses.
+        eval_scales: sizes, as factors of the images' own, that are embedded and averaged in evaluation and prediction
+            (`multi_scale`); embeddings stay as `forward` gives them where there is only 1.
+        whitening: applied in evaluation and prediction once it has learned, by its `fit` or by the callback
+            `LearnWhitening`.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -107,14 +113,16 @@ class RetrievalModule(pl.LightningModule):
         memory: CrossBatchMemory | None = None,
         memory_weight: float | None = None,
         gather: bool = True,
+        eval_scales: Sequence[float] = (1.0,),
+        whitening: PCAWhitening | None = None,
     ) -> None:
         super().__init__()
         who = type(self).__name__
-        self.save_hyperparameters(ignore=["embedder", "loss", "memory", "optimizer", "lr_scheduler"])
+        self.save_hyperparameters(ignore=["embedder", "loss", "memory", "whitening", "optimizer", "lr_scheduler"])
         if "_instantiator" in self.hparams:  # under LightningCLI they are the configuration, plain already
             self.save_hyperparameters()
         else:
-            modules = {"embedder": embedder, "loss": loss, "memory": memory}
+            modules = {"embedder": embedder, "loss": loss, "memory": memory, "whitening": whitening}
             given = {**modules, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
             self.save_hyperparameters(describe({**self.hparams, **given}))
         self.automatic_optimization = False
@@ -140,6 +148,8 @@ class RetrievalModule(pl.LightningModule):
         if not isinstance(gather, bool):
             raise TypeError(f"{who}: `gather` must be True or False, got {gather!r}.")
         self.gather = gather
+        self.eval_scales = check_scales(who, "eval_scales", eval_scales)
+        self.whitening = None if whitening is None else rebuild(who, "whitening", whitening, PCAWhitening)
         self._begun = False
         self.lr_scheduler_interval = check_choice(
             who, "lr_scheduler_interval", lr_scheduler_interval, ("epoch", "step")
@@ -495,12 +505,24 @@ class RetrievalModule(pl.LightningModule):
                     )
                 self.lr_scheduler_step(config.scheduler, value)
 
+    def embed(self, images: Tensor, whiten: bool = True) -> Float[Tensor, "batch dim"]:
+        """What evaluation and prediction embed images by: `forward` at each of `eval_scales`, then `whitening`.
+
+        Args:
+            images: as for `forward`.
+            whiten: False leaves out the whitening, as what it learns from must.
+        """
+        embeddings: Tensor = self(images) if self.eval_scales == (1,) else multi_scale(self, images, self.eval_scales)
+        if whiten and self.whitening is not None and self.whitening.learned is not None:
+            embeddings = self.whitening(embeddings)
+        return embeddings
+
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Embeddings, labels and, where the batch has them, ids and roles: what `RetrievalEvaluation` takes up."""
+        """Embeddings, labels and, where the batch has them, ids, roles and instances, for `RetrievalEvaluation`."""
         images, labels, ids = self.unpack_batch(batch)
-        output = {"embeddings": self(images), "labels": finest(labels)}
-        if isinstance(batch, dict) and "roles" in batch:
-            output["roles"] = batch["roles"]
+        output = {"embeddings": self.embed(images), "labels": labels}
+        if isinstance(batch, dict):
+            output.update({name: batch[name] for name in ("roles", "instances") if name in batch})
         return output if ids is None else {**output, "ids": ids}
 
     def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
@@ -510,7 +532,7 @@ class RetrievalModule(pl.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """As `validation_step`; a batch of images alone gives embeddings alone."""
         if isinstance(batch, Tensor):
-            return {"embeddings": self(batch)}
+            return {"embeddings": self.embed(batch)}
         return self.validation_step(batch, batch_idx, dataloader_idx)
 
 

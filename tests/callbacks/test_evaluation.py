@@ -209,9 +209,9 @@ def test_before_fit_is_skipped_where_a_run_is_resumed(tmp_path):
 def test_before_fit_sees_what_the_test_will_see(monkeypatch, limit, batches):
     given, real = [], RetrievalMetrics.update
 
-    def update(self, embeddings, labels, ids=None):
+    def update(self, embeddings, labels, ids=None, **kwargs):
         given.append(ids.tolist())
-        real(self, embeddings, labels, ids)
+        real(self, embeddings, labels, ids, **kwargs)
 
     monkeypatch.setattr(RetrievalMetrics, "update", update)
     run = trainer(RetrievalEvaluation(KS, before_fit=True), limit_test_batches=limit, limit_val_batches=0)
@@ -289,9 +289,9 @@ def test_ids_are_the_positions_where_the_batches_have_none(monkeypatch, shuffle)
     """Known for loaders that go in order; where they shuffle, ids would be a guess."""
     given, real = [], RetrievalMetrics.update
 
-    def update(self, embeddings, labels, ids=None):
+    def update(self, embeddings, labels, ids=None, **kwargs):
         given.append(ids if ids is None else ids.tolist())
-        real(self, embeddings, labels, ids)
+        real(self, embeddings, labels, ids, **kwargs)
 
     monkeypatch.setattr(RetrievalMetrics, "update", update)
     loader = DataLoader(points(2), batch_size=5, shuffle=shuffle)

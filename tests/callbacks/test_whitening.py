@@ -1,0 +1,278 @@
+"""LearnWhitening: each checkpoint holds the whitening of its own weights, learned by hand from the same files."""
+
+import functools
+import os
+import warnings
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+import yaml
+from PIL import Image
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader
+from torchvision.transforms import v2
+
+from lightning_retrieval import PCAWhitening, RetrievalMetrics, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks import LearnWhitening, RetrievalEvaluation
+from lightning_retrieval.cli import main
+from lightning_retrieval.datamodules import Glyphs, ImageFolder
+
+QUIET = [
+    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
+    "ignore:The '(train|val|test|predict)_dataloader' does not have many workers:UserWarning",
+    "ignore:GPU available but not used:UserWarning",
+    "ignore:You defined a `validation_step` but have no `val_dataloader`:UserWarning",
+    "ignore:Checkpoint directory .* exists and is not empty:UserWarning",
+    r"ignore:The number of training batches \([12]\) is smaller than the logging interval:UserWarning",
+    "ignore:RetrievalEvaluation. val metrics are those of 2 of:UserWarning",
+    "ignore:LightningCLI's args parameter is intended to run from within Python:UserWarning",
+    r"ignore:\s*By default only one JsonargparseDeprecationWarning per type is shown:DeprecationWarning",
+    r"ignore:\s*.* was deprecated in v4.49.0 and will be removed in v5.0.0:DeprecationWarning",
+]
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+
+PIXELS = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+NOISY = v2.Compose([PIXELS, v2.GaussianNoise(sigma=0.5)])
+
+
+class Dots(nn.Module):
+    """A small network whose embeddings depend on batch norm and, in training, on dropout."""
+
+    def __init__(self, dim=5):
+        super().__init__()
+        self.dim = dim
+        self.layers = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Tanh(), nn.Dropout(0.3), nn.Flatten())
+        self.head = nn.Linear(6 * 6 * 8, dim)
+
+    def forward(self, images):
+        return self.head(self.layers(images))
+
+
+def module(**settings) -> RetrievalModule:
+    torch.manual_seed(3)
+    sgd = functools.partial(torch.optim.SGD, lr=0.5)
+    settings = {"whitening": PCAWhitening(dim=3), **settings}
+    return RetrievalModule(Dots(), SmoothAPLoss(tau=0.1), optimizer=sgd, **settings)
+
+
+def trainer(folder, *callbacks, devices=1, **kwargs) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy="auto" if devices == 1 else "ddp",
+        callbacks=list(callbacks),
+        default_root_dir=folder,
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"logger": False, "max_epochs": 1, "enable_checkpointing": False, **kwargs},
+    )
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Files of 27 training images of 6 classes and 12 test images of 3."""
+    root = tmp_path_factory.mktemp("images")
+    random = np.random.default_rng(0)
+    for split, sizes in {"train": (4, 5, 4, 5, 4, 5), "test": (4, 4, 4)}.items():
+        for label, size in enumerate(sizes):
+            folder = root / split / f"{split}{label}"
+            folder.mkdir(parents=True)
+            middle = random.integers(0, 256, (8, 10, 3))
+            for i in range(size):
+                noise = random.integers(-60, 60, (8, 10, 3))
+                Image.fromarray((middle + noise).clip(0, 255).astype(np.uint8)).save(folder / f"{i}.png")
+    return root
+
+
+def folder_data(root) -> ImageFolder:
+    return ImageFolder(
+        root,
+        train_transform=NOISY,
+        eval_transform=PIXELS,
+        classes_per_batch=4,
+        samples_per_class=3,
+        eval_batch_size=5,
+        seed=1,
+    )
+
+
+def by_hand(model, root, split, **settings) -> torch.Tensor:
+    """Embeddings of a split from its files, in the order of their names."""
+    images = [PIXELS(Image.open(path)) for path in sorted(root.glob(f"{split}/*/*.png"))]
+    with torch.no_grad():
+        return model.eval().embed(torch.stack(images), **settings)
+
+
+def assert_same(learned, expected) -> None:
+    for part, other in zip(learned, expected, strict=True):
+        torch.testing.assert_close(part, other, rtol=1e-4, atol=1e-5)
+
+
+def test_each_checkpoint_holds_the_whitening_of_its_weights(tmp_path, root):
+    saving = ModelCheckpoint(tmp_path, filename="{epoch}", monitor="val/mAP", save_top_k=-1)
+    callbacks = [RetrievalEvaluation(ks=(1,)), LearnWhitening(), saving]
+    run, model = trainer(tmp_path, *callbacks, max_epochs=3, enable_checkpointing=True), module()
+    run.fit(model, datamodule=folder_data(root))
+    seen = []
+    for epoch in range(3):
+        loaded = RetrievalModule.load_from_checkpoint(tmp_path / f"epoch={epoch}.ckpt", weights_only=True, strict=True)
+        rows = by_hand(loaded, root, "train", whiten=False)
+        fresh = PCAWhitening(dim=3).fit(rows)
+        assert_same(loaded.whitening.learned, fresh.learned)
+        seen.append(loaded.whitening.learned.mean)
+        predicted = trainer(tmp_path).predict(loaded, datamodule=folder_data(root), weights_only=True)
+        found = torch.cat([batch["embeddings"] for batch in predicted])
+        torch.testing.assert_close(found, fresh(by_hand(loaded, root, "test", whiten=False)), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(seen[0], seen[2], atol=1e-3)
+    metrics = RetrievalMetrics()
+    metrics.update(by_hand(model, root, "test"), torch.arange(12) // 4)
+    assert run.callback_metrics["val/mAP"].item() == pytest.approx(metrics.compute()["mAP"].item())
+
+
+def test_the_sanity_check_is_not_whitened(tmp_path, root):
+    class Watch(pl.Callback):
+        def on_sanity_check_end(self, trainer, pl_module):
+            self.learned = pl_module.whitening.learned
+
+    watch = Watch()
+    trainer(tmp_path, LearnWhitening(), watch).fit(module(), datamodule=folder_data(root))
+    assert watch.learned is None
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_other_stages_learn_only_what_is_not_there(tmp_path, root, stage):
+    model, data = module(), folder_data(root)
+    getattr(trainer(tmp_path, LearnWhitening()), stage)(model, datamodule=data)
+    learned = model.whitening.learned
+    assert_same(learned, PCAWhitening(dim=3).fit(by_hand(model, root, "train", whiten=False)).learned)
+    with torch.no_grad():
+        model.embedder.head.weight.mul_(2)
+    getattr(trainer(tmp_path, LearnWhitening()), stage)(model, datamodule=data)
+    assert model.whitening.learned is learned
+
+
+def test_images_are_spread_evenly_and_scales_are_those_of_evaluation(tmp_path, root):
+    model = module(eval_scales=(1.0, 1.0))
+    trainer(tmp_path, LearnWhitening(images=7)).validate(model, datamodule=folder_data(root), verbose=False)
+    rows = by_hand(model, root, "train", whiten=False)[[0, 3, 7, 11, 15, 19, 23]]  # of 27
+    torch.testing.assert_close(rows.norm(dim=1), torch.ones(7))  # several scales end on the sphere
+    assert_same(model.whitening.learned, PCAWhitening(dim=3).fit(rows).learned)
+
+
+def test_glyphs_are_not_augmented(tmp_path):
+    data = Glyphs(classes_per_batch=4, samples_per_class=2, eval_batch_size=64)
+    model = RetrievalModule(
+        nn.Sequential(nn.Flatten(), nn.Linear(1024, 4)), SmoothAPLoss(), whitening=PCAWhitening(dim=3)
+    )
+    run = trainer(tmp_path, LearnWhitening(images=100), limit_train_batches=1, limit_val_batches=1)
+    run.fit(model, datamodule=data)
+    plain = Glyphs(augment=False).train_set
+    images = torch.stack([plain[i * len(plain) // 100]["images"] for i in range(100)])
+    with torch.no_grad():
+        assert_same(model.whitening.learned, PCAWhitening(dim=3).fit(model.eval()(images)).learned)
+    assert data.train_set.augment
+
+
+def test_loaders_without_a_data_module(tmp_path, root):
+    data, model = folder_data(root), module()
+    images = [{**item, "images": item["images"][:, :, :10]} for item in data.test_set]
+    loader = DataLoader(images, batch_size=12)
+    trainer(tmp_path, LearnWhitening()).fit(model, loader, DataLoader(images, batch_size=6))
+    assert_same(model.whitening.learned, PCAWhitening(dim=3).fit(by_hand(model, root, "test", whiten=False)).learned)
+
+
+def test_learning_changes_nothing_in_training(tmp_path, root):
+    weights = []
+    for callbacks in ([], [LearnWhitening()]):
+        model = module()
+        trainer(tmp_path, *callbacks, max_epochs=2).fit(model, datamodule=folder_data(root))
+        weights.append(torch.cat([value.detach().flatten() for value in model.embedder.state_dict().values()]))
+    assert torch.equal(*weights)
+
+
+@pytest.mark.refusal
+def test_what_cannot_be_learned_is_refused_at_the_start(tmp_path, root):
+    data = folder_data(root)
+    with pytest.raises(ValueError, match="LearnWhitening: RetrievalModule has no whitening to be learned; give it one"):
+        trainer(tmp_path, LearnWhitening()).fit(module(whitening=None), datamodule=data)
+    with pytest.raises(ValueError, match="LearnWhitening: `images` must be more than the whitening's dim, 3, got 3"):
+        trainer(tmp_path, LearnWhitening(images=3)).fit(module(), datamodule=data)
+    with pytest.raises(ValueError, match=r"LearnWhitening: the training images must be known, .* got NoneType"):
+        trainer(tmp_path, LearnWhitening()).predict(module(), data.predict_dataloader())
+    with pytest.raises(ValueError, match="LearnWhitening: `images` must be an integer >= 2, got 1"):
+        LearnWhitening(images=1)
+
+
+def test_a_fit_without_validation_is_warned_of(tmp_path, root):
+    run = trainer(tmp_path, LearnWhitening(), limit_val_batches=0)
+    with pytest.warns(UserWarning, match="LearnWhitening: nothing was learned, since the fit ended without a valid"):
+        run.fit(module(), datamodule=folder_data(root))
+
+
+def fit_on_rank(rank, world_size, root, folder):
+    """One process of the fit below: what it has learned."""
+    warnings.simplefilter("ignore")
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
+    run, model = trainer(folder, LearnWhitening(images=26), devices=world_size), module()
+    run.fit(model, datamodule=folder_data(root))
+    run.save_checkpoint(folder / "model.ckpt", weights_only=True)
+    return [part.tolist() for part in model.whitening.learned]
+
+
+def test_two_processes_learn_the_same(tmp_path, root, run_processes):
+    """Their batch norms differ after training; evaluation, and so the whitening, is that of rank 0's."""
+    learned = run_processes(fit_on_rank, 2, root, tmp_path)
+    assert learned[0] == learned[1]
+    loaded = RetrievalModule.load_from_checkpoint(tmp_path / "model.ckpt", embedder=Dots(), weights_only=True)
+    rows = by_hand(loaded, root, "train", whiten=False)[[i * 27 // 26 for i in range(26)]]
+    assert_same(loaded.whitening.learned, PCAWhitening(dim=3).fit(rows).learned)
+
+
+def test_it_is_configured_in_yaml(tmp_path, capsys):
+    callbacks = [
+        {"class_path": "lightning_retrieval.callbacks.LearnWhitening", "init_args": {"images": 200}},
+        {
+            "class_path": "lightning_retrieval.callbacks.RetrievalEvaluation",
+            "init_args": {"ks": [1], "query_expansion": {"alpha": 3.0, "k": 4}, "database_augmentation": {"k": 2}},
+        },
+    ]
+    whitening = {"class_path": "lightning_retrieval.PCAWhitening", "init_args": {"dim": 6, "power": 0.25}}
+    embedder = {"backbone": "glyph_net", "embedding_dim": 8}
+    settings = {
+        "embedder": {"class_path": "lightning_retrieval.Embedder", "init_args": embedder},
+        "loss": {"class_path": "lightning_retrieval.SmoothAPLoss"},
+        "eval_scales": [1.0, 0.75],
+        "whitening": whitening,
+    }
+    data = {"classes_per_batch": 4, "eval_batch_size": 64}
+    configuration = {
+        "seed_everything": 0,
+        "model": {"class_path": "lightning_retrieval.RetrievalModule", "init_args": settings},
+        "data": {"class_path": "lightning_retrieval.datamodules.Glyphs", "init_args": data},
+        "trainer": {
+            "accelerator": "cpu",
+            "max_epochs": 1,
+            "limit_train_batches": 2,  # 1 would be read as the share 1.0
+            "limit_val_batches": 2,
+            "num_sanity_val_steps": 0,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": str(tmp_path),
+            "logger": False,
+            "callbacks": callbacks,
+        },
+    }
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(configuration))
+    main(["fit", "--config", str(file)])
+    assert "val/mAP" in capsys.readouterr().out
+    (checkpoint,) = tmp_path.rglob("*.ckpt")
+    loaded = RetrievalModule.load_from_checkpoint(checkpoint, weights_only=True)
+    assert (loaded.eval_scales, loaded.whitening.dim, loaded.whitening.power) == ((1.0, 0.75), 6, 0.25)
+    assert loaded.whitening.learned.components.shape == (6, 8)
+    saved = torch.load(checkpoint, weights_only=True)
+    assert saved["hyper_parameters"]["whitening"]["init_args"]["dim"] == 6
