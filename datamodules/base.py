@@ -2,8 +2,9 @@
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, Literal, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 import pytorch_lightning as pl
 import torch
@@ -11,11 +12,14 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_retrieval.checks import check_choice, check_integer
+from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.all_classes_sampler import AllClassesSampler
 from lightning_retrieval.datamodules.category_sampler import CategorySampler
+from lightning_retrieval.datamodules.layout_report import Count, LayoutReport
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader, resume_position
 from lightning_retrieval.datamodules.samplers import GlobalBatchSampler, PKSampler
+
+SamplerName = Literal["pk", "category", "all_classes"]
 
 
 @runtime_checkable
@@ -43,17 +47,20 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         seed: what the batches and the augmentation follow from, together with the epoch; that of `seed_everything`
             where None, and 0 without one.
         sampler: of training batches: `"pk"` (`PKSampler`), `"category"` (`CategorySampler`, two categories a batch, of
-            the training set's `categories`) or `"all_classes"` (`AllClassesSampler`, of P K images).
+            the training set's `categories`) or `"all_classes"` (`AllClassesSampler`, of P K images); or a
+            `GlobalBatchSampler` that was made with the training set's labels, for which P and K here count nothing.
 
     Raises:
-        ValueError: if a number is out of its range or `sampler` is unknown; P and K against the data when training
-            begins.
-        TypeError: if a number is not an integer.
+        ValueError: if a number is out of its range or `sampler` is unknown; P and K, and a sampler of your own, against
+            the data when training begins.
+        TypeError: if a number is not an integer, or `sampler` is neither a name nor a `GlobalBatchSampler`.
 
     Relations:
         A run does not depend on the number of workers or processes, and goes on in the middle of an epoch with the next
         batch.
     """
+
+    paper: ClassVar[Mapping[str, Sequence[Count]]] = MappingProxyType({})  # published counts of each set, for `check`
 
     def __init__(
         self,
@@ -62,7 +69,7 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         eval_batch_size: int = 256,
         num_workers: int = 0,
         seed: int | None = None,
-        sampler: Literal["pk", "category", "all_classes"] = "pk",
+        sampler: SamplerName | GlobalBatchSampler = "pk",
     ) -> None:
         super().__init__()
         who = type(self).__name__
@@ -72,7 +79,7 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         self.num_workers = check_integer(who, "num_workers", num_workers, least=0)
         default = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         self.seed = default if seed is None else check_integer(who, "seed", seed, least=0)
-        self.sampler = check_choice(who, "sampler", sampler, ("pk", "category", "all_classes"))
+        self.sampler = _check_sampler(who, sampler)
 
     @property
     @abstractmethod
@@ -90,11 +97,18 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         """What is reported, or several such sets by name."""
 
     def train_sampler(self) -> GlobalBatchSampler:
-        """The sampler of the training batches. For one of your own, override this method and no other.
+        """The sampler of the training batches. For one that is made of the data read, override this method.
 
         It is asked for when training begins, and is made of the `train_set`'s labels and `self.seed`.
         """
         labels, P, K = self.train_set.labels, self.classes_per_batch, self.samples_per_class
+        if isinstance(self.sampler, GlobalBatchSampler):
+            if self.sampler.size != len(labels):
+                raise ValueError(
+                    f"{type(self).__name__}: `sampler` must be made with the labels of the {len(labels):,} training "
+                    f"images, got one made with {self.sampler.size:,}."
+                )
+            return self.sampler
         if self.sampler == "all_classes":
             return AllClassesSampler(labels, batch_size=P * K, seed=self.seed)
         if self.sampler == "category":
@@ -119,6 +133,20 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         """The test set, in order; a dict of loaders where there are several."""
         return self._evaluation(self.test_set)
 
+    def check(self) -> LayoutReport:
+        """Count the images and classes of each set, before training, beside the published counts."""
+        report = LayoutReport()
+        for stage, found in {"train": self.train_set, "val": self.val_set, "test": self.test_set}.items():
+            sets = (
+                {f"{stage}/{name}": part for name, part in found.items()}
+                if isinstance(found, Mapping)
+                else {stage: found}
+            )
+            for name, dataset in sets.items():
+                counts = (len(dataset), len(dataset.labels.unique()))
+                report.splits[name] = (counts, self.paper.get(name, ()))
+        return report
+
     def _evaluation(self, dataset: Any) -> Any:
         if isinstance(dataset, Mapping):
             return {name: self._evaluation(part) for name, part in dataset.items()}
@@ -131,3 +159,11 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
             "pin_memory": torch.cuda.is_available(),
             "collate_fn": getattr(dataset, "collate", None),
         }
+
+
+def _check_sampler(who: str, sampler: SamplerName | GlobalBatchSampler) -> SamplerName | GlobalBatchSampler:
+    if isinstance(sampler, GlobalBatchSampler) or sampler in get_args(SamplerName):
+        return sampler
+    kind = ValueError if isinstance(sampler, str) else TypeError
+    names = ", ".join(map(repr, get_args(SamplerName)))
+    raise kind(f"{who}: `sampler` must be one of {names}, or a GlobalBatchSampler, got {sampler!r}.")

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule
@@ -50,7 +51,7 @@ class CUB200(ImageDataModule):
         species is that of Oh Song et al., CVPR 2016.
     """
 
-    paper: ClassVar[dict[str, tuple[int, int]]] = {"train": (5864, 100), "test": (5924, 100)}
+    paper = MappingProxyType({"train": [(5_864, 100)], "test": [(5_924, 100)]})
 
     def __init__(self, root: str | Path, boxes: bool = False, **settings: Any) -> None:
         super().__init__(root, **settings)
@@ -66,6 +67,7 @@ class CUB200(ImageDataModule):
         who, (of_paths, of_classes, *of_boxes) = type(self).__name__, self.sources()
         find_file(who, self.root, "images")
         paths = self._by_id(of_paths, 2)
+        refuse_duplicates(who, of_paths, "path", [row[1] for row in paths.values()])
         classes = self._by_id(of_classes, 2)
         boxes = self._by_id(of_boxes[0], 5) if of_boxes else {}
         for path, others in [(of_classes, classes), *((path, boxes) for path in of_boxes)]:

@@ -26,6 +26,7 @@ import sys
 import unicodedata
 import warnings
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
@@ -36,6 +37,8 @@ import PIL
 from jaxtyping import Int64, Shaped, UInt8
 from PIL import Image, ImageDraw, ImageFont, features
 
+from lightning_retrieval.datamodules.layout_report import Count
+
 RECIPE = 1  # raise it when the drawing below changes: it is part of the name of the cache
 IMAGE_SIZE = 32  # pixels
 FONT_SIZE = 22  # pixels
@@ -43,6 +46,14 @@ BASELINE = (IMAGE_SIZE // 2, 23)  # where the middle of a character's advance st
 MIN_FONTS = 6
 LEFT_OUT_FONTS = frozenset({"LastResortHE-Regular", "cmex10", "cmmi10", "cmsy10"})
 TABLE = Path(__file__).with_name("glyph_classes.csv")
+TABLE_FONTS = """
+    DejaVuSans DejaVuSans-Bold DejaVuSans-BoldOblique DejaVuSans-Oblique DejaVuSansDisplay DejaVuSansMono
+    DejaVuSansMono-Bold DejaVuSansMono-BoldOblique DejaVuSansMono-Oblique DejaVuSerif DejaVuSerif-Bold
+    DejaVuSerif-BoldItalic DejaVuSerif-Italic DejaVuSerifDisplay STIXGeneral STIXGeneralBol STIXGeneralBolIta
+    STIXGeneralItalic STIXNonUni STIXNonUniBol STIXNonUniBolIta STIXNonUniIta STIXSizFiveSymReg STIXSizFourSymBol
+    STIXSizFourSymReg STIXSizOneSymBol STIXSizOneSymReg STIXSizThreeSymBol STIXSizThreeSymReg STIXSizTwoSymBol
+    STIXSizTwoSymReg cmb10 cmr10 cmss10 cmti10 cmtt10
+"""  # those that the table was made with
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,6 +141,26 @@ def load_glyph_images(cache_dir: str | Path | None = None) -> GlyphImages:
         categories=tuple(row.category for row in classes),
         font_names=fonts.names,
     )
+
+
+def table_counts() -> dict[str, Count]:
+    """Images and classes of each split when the table was made.
+
+    Example:
+        >>> from lightning_retrieval.datamodules.glyph_images import table_counts
+        >>> table_counts()["val"]
+        (1571, 169)
+    """
+    classes = _read_table()
+    images = {split: [row.images for row in classes if row.split == split] for split in ("train", "val", "test")}
+    return {split: (sum(of_split), len(of_split)) for split, of_split in images.items()}
+
+
+def table_differences(font_names: Sequence[str]) -> tuple[list[str], str]:
+    """Which fonts of the table's are not among these, and a sentence about the versions, those here and the table's."""
+    made_with = TABLE.read_text(encoding="ascii").partition("\n")[0].removeprefix("# ")
+    missing = [f"{name}.ttf" for name in TABLE_FONTS.split() if name not in font_names]
+    return missing, f"drawn with {_Fonts().versions()}, the table's images with {made_with}"
 
 
 def make_class_table() -> str:
@@ -269,6 +300,7 @@ class _Class:
     characters: str
     category: str
     split: str
+    images: int  # when the table was made
 
 
 def _read_table() -> list[_Class]:
@@ -278,6 +310,7 @@ def _read_table() -> list[_Class]:
             characters="".join(chr(int(point.removeprefix("U+"), 16)) for point in row["code_points"].split()),
             category=row["category"],
             split=row["split"],
+            images=int(row["images"]),
         )
         for row in csv.DictReader(lines[1:])
     ]

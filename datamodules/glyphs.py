@@ -12,7 +12,13 @@ from torch.utils.data import Dataset
 
 from lightning_retrieval.checks import check_choice
 from lightning_retrieval.datamodules.base import RetrievalDataModule
-from lightning_retrieval.datamodules.glyph_images import GlyphImages, load_glyph_images
+from lightning_retrieval.datamodules.glyph_images import (
+    GlyphImages,
+    load_glyph_images,
+    table_counts,
+    table_differences,
+)
+from lightning_retrieval.datamodules.layout_report import LayoutReport
 from lightning_retrieval.datamodules.loader import index_generator
 
 # Largest change of an augmented glyph: turn and slant in radians, stretch and shift as shares of the image.
@@ -134,6 +140,16 @@ class Glyphs(RetrievalDataModule):
     @cached_property
     def test_set(self) -> GlyphDataset:
         return GlyphDataset(self._glyphs, "test", channels=self.channels)
+
+    def check(self) -> LayoutReport:
+        """Draw the images where the cache does not hold them; counts beside those that the classes' table has.
+
+        Other versions of fonts and renderer draw other images, which the counts show; a font may be missing.
+        """
+        counted = super().check().splits
+        report = LayoutReport({name: (found, [table_counts()[name]]) for name, (found, _) in counted.items()})
+        missing, versions = table_differences(self._glyphs.font_names)
+        return report if report.ok and not missing else LayoutReport(report.splits, missing, [versions])
 
     @cached_property
     def _glyphs(self) -> GlyphImages:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.metrics import GALLERY, QUERY
+from lightning_retrieval.datamodules.layout_report import with_warnings
+from lightning_retrieval.metrics.store import GALLERY, QUERY
 
 # What an image is in evaluation: ranked for, ranked, or both. A distractor is ranked and right for nobody.
 ROLES = {"query": QUERY, "gallery": GALLERY, "both": QUERY | GALLERY, "distractor": GALLERY}
 DISTRACTOR = -1  # the label of distractors
 _LEAVES = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")  # an absolute path, or one with a step up
-VERSION = 1  # of the cache's format
+VERSION = 2  # of the cache's format
+BLOCK = 1 << 16  # strings gathered at a time
+_COLUMNS = ("labels", "categories", "levels", "boxes", "roles", "instances")
 
 
 class Paths(Sequence[str]):
@@ -45,10 +49,22 @@ class Paths(Sequence[str]):
 
     def __getitem__(self, index: Any) -> Any:
         if not isinstance(index, (int, np.integer)):
-            return Paths(self[i] for i in np.arange(len(self))[index])
+            return self._gathered(np.arange(len(self))[index])
         place = range(len(self))[index]
         begin = int(self.ends[place - 1]) if place else 0
         return self.bytes[begin : int(self.ends[place])].tobytes().decode(errors="surrogateescape")
+
+    def _gathered(self, rows: NDArray[np.int64]) -> "Paths":
+        lengths = np.diff(self.ends, prepend=0)
+        begins, lengths = (self.ends - lengths)[rows], lengths[rows]
+        ends = np.cumsum(lengths, dtype=np.int64)
+        data = np.empty(int(lengths.sum()), dtype=np.uint8)
+        for block in range(0, len(rows), BLOCK):  # the places of all bytes at once would take 16 times their memory
+            part = slice(block, block + BLOCK)
+            first, last = int(ends[block] - lengths[block]), int(ends[part][-1])
+            into = np.arange(first, last)
+            data[first:last] = self.bytes[into + np.repeat(begins[part] - ends[part] + lengths[part], lengths[part])]
+        return Paths.of_arrays(data, ends)
 
     def __iter__(self) -> Iterator[str]:
         data, begin = self.bytes.tobytes(), 0
@@ -67,10 +83,13 @@ class ImageIndex:
         levels: (images, L) labels, finest level first, for hierarchical losses, or None.
         boxes: (images, 4) left, top, right, bottom in pixels of the image, or None; the image is cropped to it.
         roles: of each image in evaluation, from `ROLES`; both where None.
+        instances: what each image shows, any integers: in evaluation the images of one instance, such as a video's
+            frames, are averaged and count as one; each counts for itself where None.
         names: of the classes, in the order of the labels 0, 1, ...; or None.
 
     Raises:
-        ValueError: if there is no image, the lengths differ, a path leaves the root, or a box holds no pixel.
+        ValueError: if there is no image, the lengths differ, a path leaves the root, a box holds no pixel, or an
+            instance has images of several classes.
 
     Example:
         >>> from lightning_retrieval.datamodules import ImageIndex
@@ -91,6 +110,7 @@ class ImageIndex:
         levels: Any = None,
         boxes: Any = None,
         roles: Any = None,
+        instances: Any = None,
         names: Sequence[str] | None = None,
     ) -> None:
         self.paths = paths if isinstance(paths, Paths) else Paths(paths)
@@ -99,11 +119,11 @@ class ImageIndex:
         self.levels = None if levels is None else np.asarray(levels, dtype=np.int64)
         self.boxes = None if boxes is None else np.asarray(boxes, dtype=np.int32).reshape(-1, 4)
         self.roles = None if roles is None else np.asarray(roles, dtype=np.uint8)
+        self.instances = None if instances is None else np.asarray(instances, dtype=np.int64)
         self.names = None if names is None else Paths(names)
         if len(self) == 0:
             raise ValueError("ImageIndex: `paths` must hold at least one image, got none.")
-        for name in ("labels", "categories", "levels", "boxes", "roles"):
-            values = getattr(self, name)
+        for name, values in self._columns().items():
             if values is not None and len(values) != len(self):
                 raise ValueError(
                     f"ImageIndex: `{name}` must have one entry for each of {len(self)} paths, got {len(values)}."
@@ -118,17 +138,29 @@ class ImageIndex:
                     f"ImageIndex: `boxes` must hold pixels, got {self.boxes[empty[0]].tolist()} for "
                     f"{self.paths[int(empty[0])]} ({len(empty)} such boxes)."
                 )
+        if self.instances is not None:
+            _, first, of_each = np.unique(self.instances, return_index=True, return_inverse=True)
+            odd = np.flatnonzero(self.labels != self.labels[first[of_each]])
+            if len(odd):
+                other = int(first[of_each[odd[0]]])
+                raise ValueError(
+                    f"ImageIndex: `instances` must have one label each, got {self.labels[[other, odd[0]]].tolist()} "
+                    f"for instance {self.instances[other]} ({self.paths[other]} and {self.paths[int(odd[0])]})."
+                )
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def __getitem__(self, rows: Any) -> "ImageIndex":
         """The images at these places: a slice, a mask or integers."""
-        parts = {name: None if value is None else value[rows] for name, value in self._columns().items()}
-        return ImageIndex(self.paths[rows], **parts, names=self.names)
+        paths = self.paths[rows]
+        if len(paths) == 0:
+            raise ValueError(f"ImageIndex: `rows` must take at least one image, got none of {len(self)}.")
+        parts = {name: value[rows] for name, value in self._columns().items() if value is not None}
+        return ImageIndex.of_arrays({**self.arrays(), **parts, "paths": paths.bytes, "ends": paths.ends})
 
     def _columns(self) -> dict[str, NDArray[Any] | None]:
-        return {name: getattr(self, name) for name in ("labels", "categories", "levels", "boxes", "roles")}
+        return {name: getattr(self, name) for name in _COLUMNS}
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """All of it as arrays."""
@@ -141,7 +173,7 @@ class ImageIndex:
         """The index whose `arrays()` these are, as it was checked when it was made."""
         index = cls.__new__(cls)
         index.paths = Paths.of_arrays(arrays["paths"], arrays["ends"])
-        for name in ("labels", "categories", "levels", "boxes", "roles"):
+        for name in _COLUMNS:
             setattr(index, name, arrays.get(name))
         index.names = Paths.of_arrays(arrays["names"], arrays["name_ends"]) if "names" in arrays else None
         return index
@@ -171,7 +203,7 @@ def split_by_class(who: str, setting: str, classes: Sequence[Any], share: float,
 def cached(
     read: Callable[[], Mapping[str, ImageIndex]], sources: Sequence[Path], settings: Any, folder: Path
 ) -> dict[str, ImageIndex]:
-    """What `read()` gives, kept in `folder` for as long as the sources and settings stay as they are.
+    """What `read()` gives and warns of, kept in `folder` for as long as the sources and settings stay as they are.
 
     Args:
         read: makes the index of each split.
@@ -188,11 +220,16 @@ def cached(
             for name in arrays.files:
                 split, _, part = name.rpartition("/")
                 splits.setdefault(split, {})[part] = arrays[name]
+        said = splits.pop("")
+        for message in Paths.of_arrays(said["warnings"], said["warning_ends"]):
+            warnings.warn(message, stacklevel=2)
         return {split: ImageIndex.of_arrays(parts) for split, parts in splits.items()}
-    result = dict(read())
+    result, warned = with_warnings(lambda: dict(read()))
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".npz")
     parts: dict[str, Any] = {f"{s}/{name}": a for s, index in result.items() for name, a in index.arrays().items()}
+    said_now = Paths(warned)
+    parts |= {"warnings": said_now.bytes, "warning_ends": said_now.ends}
     try:
         with os.fdopen(descriptor, "wb") as stream:
             np.savez(stream, **parts)

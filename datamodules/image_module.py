@@ -1,8 +1,8 @@
 """The base of data modules that read images from files: splits, transforms, the layout's check."""
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -15,48 +15,10 @@ from lightning_retrieval.checks import check_choice, check_finite_number
 from lightning_retrieval.datamodules.base import RetrievalDataModule
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex, cached, split_by_class
 from lightning_retrieval.datamodules.image_set import ImageSet
+from lightning_retrieval.datamodules.layout_report import LayoutReport, with_warnings
 from lightning_retrieval.datamodules.transforms import ReferenceName, reference_transform
 
 Transform = Callable[[Any], Tensor]
-
-
-@dataclass
-class LayoutReport:
-    """What `check()` found: the splits with the papers' counts beside them, and files that are missing.
-
-    Args:
-        splits: name, (images, classes) found, and (images, classes) of the paper or None.
-        missing: paths of images that are listed and not there.
-        odd: sentences about anything else.
-
-    Example:
-        >>> from lightning_retrieval.datamodules import LayoutReport
-        >>> report = LayoutReport({"train": ((2, 1), (3, 1))}, missing=["cats/3.jpg"])
-        >>> report.ok
-        False
-        >>> print(report)
-        split                     images     classes   paper: images     classes
-        train                          2           1               3           1
-        missing: cats/3.jpg
-    """
-
-    splits: dict[str, tuple[tuple[int, int], tuple[int, int] | None]] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    odd: list[str] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is missing or odd, and the counts are the papers'."""
-        return not (self.missing or self.odd) and all(paper in (None, found) for found, paper in self.splits.values())
-
-    def __str__(self) -> str:
-        lines = [f"{'split':<20}{'images':>12}{'classes':>12}{'paper: images':>16}{'classes':>12}"]
-        for name, (found, paper) in self.splits.items():
-            expected = ("", "") if paper is None else tuple(f"{count:,}" for count in paper)
-            lines.append(f"{name:<20}{found[0]:>12,}{found[1]:>12,}{expected[0]:>16}{expected[1]:>12}")
-        shown = [f"missing: {path}" for path in self.missing[:10]]
-        more = [f"... and {len(self.missing) - 10:,} more are missing"] if len(self.missing) > 10 else []
-        return "\n".join([*lines, *shown, *more, *(f"odd: {sentence}" for sentence in self.odd)])
 
 
 class ImageDataModule(RetrievalDataModule):
@@ -82,7 +44,6 @@ class ImageDataModule(RetrievalDataModule):
             setting is unknown.
     """
 
-    paper: ClassVar[Mapping[str, tuple[int, int]]] = {}  # images and classes of each split
     shared_classes: ClassVar[bool] = False  # whether classes may be in training and in evaluation
 
     def __init__(
@@ -123,18 +84,30 @@ class ImageDataModule(RetrievalDataModule):
         """Read the splits, so that a mistake in the layout shows before anything else."""
         self.splits  # noqa: B018
 
+    def setup(self, stage: str) -> None:
+        """Have the training images before the model sees any other, so that a set without them is refused first."""
+        if stage == "fit":
+            self.train_set  # noqa: B018
+
     @cached_property
     def splits(self) -> dict[str, ImageIndex]:
         """The images of each split."""
-        who, sources = type(self).__name__, self.sources()
-        if self.cache_dir is None or not sources:
-            splits = dict(self.read())
-        else:
-            kinds = (str, int, float, tuple, list, Path)
-            own = {k: v for k, v in vars(self).items() if k not in self._not_of_read and isinstance(v, kinds)}
-            splits = cached(self.read, sources, [who, self.root, own], Path(self.cache_dir))
+        return self._read[0]
+
+    @cached_property
+    def _read(self) -> tuple[dict[str, ImageIndex], list[str]]:
+        """The images of each split, and what reading them warned of."""
+        splits, warned = with_warnings(self._read_or_cached)
         self._refuse_shared_classes(splits)
-        return splits
+        return splits, warned
+
+    def _read_or_cached(self) -> dict[str, ImageIndex]:
+        sources = self.sources()
+        if self.cache_dir is None or not sources:
+            return dict(self.read())
+        kinds = (str, int, float, tuple, list, Path)
+        own = {k: v for k, v in vars(self).items() if k not in self._not_of_read and isinstance(v, kinds)}
+        return cached(self.read, sources, [type(self).__name__, self.root, own], Path(self.cache_dir))
 
     def _refuse_shared_classes(self, splits: Mapping[str, ImageIndex]) -> None:
         train = set(splits["train"].names or ()) if "train" in splits else set()
@@ -149,23 +122,31 @@ class ImageDataModule(RetrievalDataModule):
     @cached_property
     def train_set(self) -> ImageSet:  # type: ignore[override]
         """The training images, augmented, without the classes held out."""
-        return self._images(self._training[0], train=True)
+        return ImageSet(self._training[0], self.root, self.train_transform, self.on_error)
 
     @cached_property
     def val_set(self) -> ImageSet | dict[str, ImageSet]:  # type: ignore[override]
         """The split `"val"` where there is one, else the images of the classes held out, else the test set."""
         if "val" in self.splits:
-            return self._images(self.splits["val"])
-        held_out = self._training[1]
-        return self.test_set if held_out is None else self._images(held_out)
+            return self.evaluation_set("val", self.splits["val"])
+        held_out = self._training[1] if self.val_share else None
+        return self.test_set if held_out is None else self.evaluation_set("val", held_out)
 
     @cached_property
     def test_set(self) -> ImageSet | dict[str, ImageSet]:  # type: ignore[override]
         """The split `"test"`, or all other splits by name; the split `"val"` where there is none."""
-        sets = {name: self._images(index) for name, index in self.splits.items() if name not in ("train", "val")}
-        if not sets:
-            sets = {"test": self._images(self._split("val"))}
+        names = [name for name in self.splits if name not in ("train", "val")] or ["val"]
+        sets = {name: self.evaluation_set(name, self._split(name)) for name in names}
+        if names == ["val"]:
+            return sets["val"]
         return sets["test"] if list(sets) == ["test"] else sets
+
+    def evaluation_set(self, name: str, index: ImageIndex) -> ImageSet:
+        """The images of an evaluation split, by its name. For one with a protocol of its own, override this method.
+
+        The `ImageSet` that it then makes says in `metrics(ks, **settings)` by which metrics it is evaluated.
+        """
+        return ImageSet(index, self.root, self.eval_transform, self.on_error)
 
     def val_dataloader(self) -> Any:
         """The validation set, in order; nothing where training images are all there is."""
@@ -174,7 +155,10 @@ class ImageDataModule(RetrievalDataModule):
 
     def _split(self, name: str) -> ImageIndex:
         if name not in self.splits:
-            raise ValueError(f"{type(self).__name__}: has no split {name!r}, only {', '.join(map(repr, self.splits))}.")
+            cure = "; train on another data module, and evaluate on this one" if name == "train" else ""
+            raise ValueError(
+                f"{type(self).__name__}: has no split {name!r}, only {', '.join(map(repr, self.splits))}{cure}."
+            )
         return self.splits[name]
 
     @cached_property
@@ -188,16 +172,16 @@ class ImageDataModule(RetrievalDataModule):
         mask = np.isin(train.labels, sorted(held))
         return train[~mask], train[mask]
 
-    def _images(self, index: ImageIndex, train: bool = False) -> ImageSet:
-        return ImageSet(index, self.root, self.train_transform if train else self.eval_transform, self.on_error)
-
     def check(self) -> LayoutReport:
-        """Look at the layout before training: counts beside the papers', and files that are missing."""
-        report = LayoutReport()
-        for name, index in self.splits.items():
+        """Look at the layout before training: counts beside the published ones, and files that are missing."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what reading warns of stands in the report
+            splits, warned = self._read
+        report = LayoutReport(odd=list(warned))
+        for name, index in splits.items():
             classes = np.unique(index.labels)
             found = (len(index), int((classes != DISTRACTOR).sum()))
-            report.splits[name] = (found, self.paper.get(name))
+            report.splits[name] = (found, self.paper.get(name, ()))
             paths = Tqdm(index.paths, desc=f"Looking for the images of {name}", delay=2, leave=False)
             report.missing += [path for path in paths if not (self.root / path).is_file()]
             twice = len(index) - len(set(index.paths)) if index.boxes is None else 0

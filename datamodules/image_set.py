@@ -16,7 +16,7 @@ from lightning_retrieval.datamodules.loader import SeededIndex
 
 
 class ImageSet(Dataset[dict[str, Any]]):
-    """A map-style dataset whose items are dicts with `images`, `labels`, `ids` and, where there are any, `roles`.
+    """A map-style dataset of dicts with `images`, `labels`, `ids` and, where there are any, `roles` and `instances`.
 
     Images are decoded to RGB and turned as their EXIF orientation says, then cropped to their box. An image that
     cannot be decoded is refused with its path, or skipped, warned of and counted.
@@ -58,7 +58,8 @@ class ImageSet(Dataset[dict[str, Any]]):
         self.labels = torch.from_numpy(index.labels)
         self.categories = None if index.categories is None else torch.from_numpy(index.categories)
         self._targets = self.labels if index.levels is None else torch.from_numpy(index.levels)
-        self._roles = None if index.roles is None else torch.from_numpy(index.roles)
+        of_index = {"roles": index.roles, "instances": index.instances}
+        self._for_metrics = {name: torch.from_numpy(part) for name, part in of_index.items() if part is not None}
         self._skipped = torch.zeros(len(index), dtype=torch.bool).share_memory_()  # also what workers have skipped
 
     @property
@@ -101,7 +102,7 @@ class ImageSet(Dataset[dict[str, Any]]):
             if isinstance(index, SeededIndex):
                 torch.manual_seed(index.seed)
             item = {"images": self.transform(image), "labels": self._targets[place], "ids": torch.tensor(place)}
-        return item if self._roles is None else {**item, "roles": self._roles[place]}
+        return {**item, **{name: part[place] for name, part in self._for_metrics.items()}}
 
     def read(self, place: int) -> Image.Image:
         """The image as it is, in RGB and upright, cropped to its box."""

@@ -1,9 +1,8 @@
 """The user's own images in a table: CSV or Parquet, with their labels and, where wanted, splits, roles and boxes."""
 
-import csv
 import importlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.image_folder import check_test_share
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, ImageIndex, class_numbers, split_by_class
 from lightning_retrieval.datamodules.image_module import ImageDataModule
-from lightning_retrieval.datamodules.layout import find_file
+from lightning_retrieval.datamodules.layout import csv_rows, find_file
 
 SIDES = ("left", "top", "right", "bottom")
 COLUMNS = ("image", "label", "category", "split", "role", "box", *SIDES)
@@ -220,30 +219,22 @@ class _Table:
 
 
 def _csv(path: Path) -> _Table:
-    with path.open(encoding="utf-8-sig", newline="") as stream:
-        reader = csv.reader(stream)
-        header = [name.strip() for name in next(reader, [])]
-        _check_header(path, header)
-        places = [(name, header.index(name)) for name in COLUMNS if name in header]
-        columns: dict[str, list[str]] = {name: [] for name, _ in places}
-        lines: list[int] = []
-        for row, line in _rows(reader):
-            if len(row) != len(header):
-                raise ValueError(
-                    f"ImageTable: each row must have the header's {len(header)} fields, got {len(row)}, at line {line} "
-                    f"of {path}."
-                )
-            lines.append(line)
-            for name, place in places:
-                columns[name].append(row[place].strip())
+    rows = csv_rows("ImageTable", path)
+    header = [name.strip() for name in next(rows, ([], 1))[0]]
+    _check_header(path, header)
+    places = [(name, header.index(name)) for name in COLUMNS if name in header]
+    columns: dict[str, list[str]] = {name: [] for name, _ in places}
+    lines: list[int] = []
+    for row, line in rows:
+        if len(row) != len(header):
+            raise ValueError(
+                f"ImageTable: each row must have the header's {len(header)} fields, got {len(row)}, at line {line} "
+                f"of {path}."
+            )
+        lines.append(line)
+        for name, place in places:
+            columns[name].append(row[place].strip())
     return _Table(path, columns, lines)
-
-
-def _rows(reader: Any) -> Iterator[tuple[list[str], int]]:
-    """Rows that are not blank, each with the line that it ends at."""
-    for row in reader:
-        if row:
-            yield row, reader.line_num
 
 
 def _parquet(path: Path) -> _Table:

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,7 @@ from lightning_retrieval.datamodules.layout import (
     read_rows,
     refuse_duplicates,
     refuse_empty,
+    text_lines,
 )
 
 PARTITION = ("image_name", "item_id", "evaluation_status")
@@ -58,7 +60,7 @@ class InShop(ImageDataModule):
         Annotations, CVPR 2016.
     """
 
-    paper: ClassVar[dict[str, tuple[int, int]]] = {"train": (25882, 3997), "test": (26830, 3985)}
+    paper = MappingProxyType({"train": [(25_882, 3_997)], "test": [(26_830, 3_985)]})
 
     def __init__(self, root: str | Path, boxes: bool = False, high_res: bool = False, **settings: Any) -> None:
         super().__init__(root, **settings)
@@ -106,8 +108,8 @@ class InShop(ImageDataModule):
     def _counted(self, path: Path, header: tuple[str, ...]) -> list[list[str]]:
         """The rows of a list whose first line says how many there are."""
         who = type(self).__name__
-        with path.open(encoding="utf-8-sig") as lines:
-            (count,) = integers(who, path, "the number of images in line 1", [lines.readline().strip()])
+        first = next(text_lines(who, path), "")
+        (count,) = integers(who, path, "the number of images in line 1", [first.strip()])
         rows = list(read_rows(who, path, len(header), header=header, skip=1))
         if count != len(rows):
             raise ValueError(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule
-from lightning_retrieval.datamodules.layout import find_file
+from lightning_retrieval.datamodules.layout import find_file, refuse_duplicates, text_lines
 
 LEVELS = ("species", "genus", "family", "order", "class", "phylum", "kingdom")
 LISTS = {"train": "Inaturalist_train_set1.txt", "test": "Inaturalist_test_set1.txt"}
@@ -33,7 +34,7 @@ class INaturalist(ImageDataModule):
     Raises:
         FileNotFoundError: if a list, or the taxonomy for `levels`, is not there.
         ValueError: if `levels` are others or in another order, a line is no path of an image in the folder of its
-            category, or the taxonomy lacks one of the categories.
+            category or comes twice, or the taxonomy lacks one of the categories.
 
     Example:
         >>> from pathlib import Path
@@ -54,7 +55,7 @@ class INaturalist(ImageDataModule):
         ECCV 2022.
     """
 
-    paper = {"train": (325_846, 5_690), "test": (136_093, 2_452)}  # noqa: RUF012
+    paper = MappingProxyType({"train": [(325_846, 5_690)], "test": [(136_093, 2_452)]})
 
     def __init__(self, root: str | Path, levels: Sequence[str] | None = None, **settings: Any) -> None:
         super().__init__(root, **settings)
@@ -134,11 +135,10 @@ class INaturalist(ImageDataModule):
 
 def _read_list(path: Path) -> tuple[list[str], list[int], list[str]]:
     """Paths, category ids and supercategories."""
-    lines = path.read_text(encoding="utf-8-sig").splitlines()
     paths: list[str] = []
     classes: list[int] = []
     groups: list[str] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text_lines("INaturalist", path), 1):
         image = line.strip()
         if not image:
             continue
@@ -153,4 +153,5 @@ def _read_list(path: Path) -> tuple[list[str], list[int], list[str]]:
         groups.append(parts[-3])
     if not paths:
         raise ValueError(f"INaturalist: {path} must name at least one image, got none.")
+    refuse_duplicates("INaturalist", path, "image", paths)
     return paths, classes, groups

@@ -5,6 +5,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
@@ -62,7 +63,7 @@ class LandmarksClean(ImageDataModule):
         ECCV 2016. As training set of AP-GeM: Revaud et al., ICCV 2019.
     """
 
-    paper = {"train": (42_410, 586)}  # noqa: RUF012
+    paper = MappingProxyType({"train": [(42_410, 586)], "test": [(6_382, 586)]})
     shared_classes = True
 
     def __init__(self, root: str | Path, images: str = "images", **settings: Any) -> None:

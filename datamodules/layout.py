@@ -1,7 +1,10 @@
 """Finding and reading a data set's own files: what is missing or odd is named with its place."""
 
+import csv
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
 
 DEPTH = 2  # folders below the root, and one above it, in which something like the file is looked for
 
@@ -41,6 +44,24 @@ def _below(folder: Path, depth: int) -> Iterator[Path]:
                 yield from _below(entry, depth - 1)
 
 
+def text_lines(who: str, path: Path) -> Iterator[str]:
+    """The lines of a text file in UTF-8 with their ends, without the byte order mark that some editors begin it with.
+
+    Raises:
+        ValueError: at a line in another encoding, with its number.
+    """
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{who}: {path} must be text in UTF-8, got the byte {line[error.start]:#x} in line {number}; save "
+                    "it as UTF-8."
+                ) from None
+            yield text
+
+
 def read_rows(
     who: str,
     path: Path,
@@ -61,26 +82,70 @@ def read_rows(
         more: whether a line may have more fields.
 
     Raises:
-        ValueError: if the header is another, or lines have other numbers of fields, with their line numbers.
+        ValueError: if the file is not in UTF-8, the header is another, or lines have other numbers of fields, with
+            their line numbers.
     """
+    odd: list[int] = []  # lines
+    for number, line in enumerate(text_lines(who, path), 1):
+        if number <= skip:
+            continue
+        found = line.split()
+        if header is not None and number == skip + 1:
+            if found != list(header):
+                raise ValueError(
+                    f"{who}: line {number} of {path} must be the header {' '.join(header)!r}, got {line.strip()!r}."
+                )
+            continue
+        if not found:
+            continue
+        if len(found) < fields or (len(found) > fields and not more):
+            odd.append(number)
+        elif not odd:
+            yield found
+    _refuse_lines(who, path, fields, odd)
+
+
+def csv_rows(who: str, path: Path) -> Iterator[tuple[list[str], int]]:
+    """The fields of each row of a CSV file that is not blank, the header first, each with the line that it ends at.
+
+    Raises:
+        ValueError: if the file is in another encoding or no CSV.
+    """
+    reader = csv.reader(text_lines(who, path), skipinitialspace=True)
+    try:
+        for row in reader:
+            if row:
+                yield row, reader.line_num
+    except csv.Error as error:
+        raise ValueError(f"{who}: {path} must be a CSV file, got {error} in line {reader.line_num}.") from None
+
+
+def csv_columns(who: str, path: Path, columns: Sequence[str]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """The fields of each row of a CSV file that stand below these names, wherever they are, and the row's line.
+
+    Raises:
+        ValueError: if the header lacks a name, or rows end before a column, with their line numbers.
+    """
+    rows = csv_rows(who, path)
+    header = [name.strip() for name in next(rows, ([], 1))[0]]
+    missing = [name for name in columns if name not in header]
+    if missing:
+        raise ValueError(
+            f"{who}: line 1 of {path} must name the columns {', '.join(columns)}, separated by commas; "
+            f"{', '.join(missing)} missing in {','.join(header)!r}."
+        )
+    places = [header.index(name) for name in columns]
+    least = max(places) + 1
     odd: list[int] = []
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            if number <= skip:
-                continue
-            found = line.split()
-            if header is not None and number == skip + 1:
-                if found != list(header):
-                    raise ValueError(
-                        f"{who}: line {number} of {path} must be the header {' '.join(header)!r}, got {line.strip()!r}."
-                    )
-                continue
-            if not found:
-                continue
-            if len(found) < fields or (len(found) > fields and not more):
-                odd.append(number)
-            elif not odd:
-                yield found
+    for row, line in rows:
+        if len(row) < least:
+            odd.append(line)
+        elif not odd:
+            yield tuple(row[place].strip() for place in places), line
+    _refuse_lines(who, path, least, odd)
+
+
+def _refuse_lines(who: str, path: Path, fields: int, odd: Sequence[int]) -> None:
     if odd:
         shown = ", ".join(map(str, odd[:5])) + (", ..." if len(odd) > 5 else "")
         raise ValueError(
@@ -99,6 +164,9 @@ def integers(who: str, path: Path, column: str, values: Sequence[str]) -> list[i
 
 def refuse_duplicates(who: str, path: Path, column: str, values: Sequence[object]) -> None:
     """Refuse values that occur twice."""
+    hashes = np.fromiter(map(hash, values), np.int64, len(values))  # of millions of paths, a set of them is large
+    if len(np.unique(hashes)) == len(values):
+        return
     seen: set[object] = set()
     for value in values:
         if value in seen:

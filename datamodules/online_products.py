@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any
 
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule
@@ -34,9 +35,9 @@ class StanfordOnlineProducts(ImageDataModule):
         ...     with open(f"Ebay_{name}.txt", "w") as file:
         ...         print("image_id class_id super_class_id path", row, sep=chr(10), file=file)
         >>> print(StanfordOnlineProducts(".").check())
-        split                     images     classes   paper: images     classes
-        train                          1           1          59,551      11,318
-        test                           1           1          60,502      11,316
+        split  images  classes  published: images  classes
+        train       1        1             59,551   11,318
+        test        1        1             60,502   11,316
         missing: mug_final/1_0.JPG
         missing: mug_final/2_0.JPG
 
@@ -47,7 +48,7 @@ class StanfordOnlineProducts(ImageDataModule):
         Oh Song, Xiang, Jegelka and Savarese, Deep Metric Learning via Lifted Structured Feature Embedding, CVPR 2016.
     """
 
-    paper: ClassVar[dict[str, tuple[int, int]]] = {"train": (59551, 11318), "test": (60502, 11316)}
+    paper = MappingProxyType({"train": [(59_551, 11_318)], "test": [(60_502, 11_316)]})
 
     def __init__(self, root: str | Path, **settings: Any) -> None:
         super().__init__(root, **settings)
@@ -74,6 +75,7 @@ class StanfordOnlineProducts(ImageDataModule):
         for split, path in lists.items():
             labels, names = class_numbers(integers(who, path, "class_id", [row[1] for row in rows[split]]))
             paths = [prefix + row[3] for row in rows[split]]
+            refuse_duplicates(who, path, "path", paths)
             end = begin + len(paths)
             splits[split] = ImageIndex(paths, labels, categories=categories[begin:end], names=names)
             begin = end

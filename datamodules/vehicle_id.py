@@ -2,21 +2,31 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from types import MappingProxyType
+from typing import Any, Literal
 
 from lightning_retrieval.checks import check_choice
-from lightning_retrieval.datamodules.image_index import ROLES, ImageIndex, class_numbers
+from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule
+from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.layout import find_file, integers, read_rows, refuse_duplicates, refuse_empty
+from lightning_retrieval.metrics import RandomGalleryMetrics
 
 Size = Literal["small", "medium", "large"]
 VEHICLES = {"small": 800, "medium": 1600, "large": 2400}
-PAPER = {"train": (110178, 13134), "small": (7332, 800), "medium": (12995, 1600), "large": (20038, 2400)}
-DRAWS = 10
 LISTS = "train_test_split"
+
+
+class _RandomGallerySet(ImageSet):
+    """Images evaluated by random galleries of one image of each vehicle."""
+
+    def __init__(self, *args: Any, seed: int, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.seed = seed
+
+    def metrics(self, ks: Sequence[int], **settings: Any) -> RandomGalleryMetrics:
+        """The metrics that `RetrievalEvaluation` takes for this set, with its settings."""
+        return RandomGalleryMetrics(ks, draws=10, seed=self.seed, **settings)
 
 
 class VehicleID(ImageDataModule):
@@ -24,8 +34,8 @@ class VehicleID(ImageDataModule):
 
     There are two protocols, whose numbers are not comparable. In `"retrieval"` (Smooth-AP, XBM) each image of a test
     set is ranked for against all others. In `"reid"` one random image of each vehicle is the gallery and all other
-    images are queries, ten times over: the test set `small` becomes `small/0` to `small/9`, whose draws follow from
-    `seed`, and the protocol's number is the mean over the ten. Each of the ten embeds all images anew.
+    images are queries, ten times over, with draws that follow from `seed`; the metrics are the means over the ten. The
+    images are embedded once.
 
     The categories are the vehicles' models, where `attribute/model_attr.txt` is there; the vehicles without a model are
     one category of their own.
@@ -58,10 +68,14 @@ class VehicleID(ImageDataModule):
         CVPR 2016.
     """
 
-    paper: ClassVar[dict[str, tuple[int, int]]] = {
-        **PAPER,
-        **{f"{size}/{draw}": PAPER[size] for size in VEHICLES for draw in range(DRAWS)},
-    }
+    paper = MappingProxyType(  # as in the papers, and as fast-reid's reader of the same lists has them
+        {
+            "train": [(110_178, 13_134), (113_346, 13_164)],
+            "small": [(7_332, 800), (6_493, 800)],
+            "medium": [(12_995, 1_600), (13_377, 1_600)],
+            "large": [(20_038, 2_400), (19_777, 2_400)],
+        }
+    )
 
     def __init__(
         self,
@@ -104,13 +118,14 @@ class VehicleID(ImageDataModule):
             labels, names = class_numbers(vehicles)
             paths = [f"{folder}/{image}.jpg" for image in images]
             categories = None if models is None else [models.get(vid, models[None]) for vid in vehicles]
-            if split == "train" or self.protocol == "retrieval":
-                splits[split] = ImageIndex(paths, labels, categories=categories, names=names)
-                continue
-            for draw in range(DRAWS):
-                roles = self._draw(labels, draw)
-                splits[f"{split}/{draw}"] = ImageIndex(paths, labels, categories=categories, roles=roles, names=names)
+            splits[split] = ImageIndex(paths, labels, categories=categories, names=names)
         return splits
+
+    def evaluation_set(self, name: str, index: ImageIndex) -> ImageSet:
+        """The images of a test set, or of training vehicles held out, with the protocol's metrics."""
+        if self.protocol == "retrieval":
+            return super().evaluation_set(name, index)
+        return _RandomGallerySet(index, self.root, self.eval_transform, self.on_error, seed=self.seed)
 
     def _lists(self) -> dict[str, str]:
         return {"train": "train_list.txt", **{size: f"test_list_{VEHICLES[size]}.txt" for size in self.sizes}}
@@ -144,10 +159,3 @@ class VehicleID(ImageDataModule):
         refuse_duplicates(who, path, "vehicle id", vehicles)
         numbers, names = class_numbers(integers(who, path, "model id", [model for _, model in rows]))
         return {None: len(names), **dict(zip(vehicles, numbers.tolist()))}
-
-    def _draw(self, labels: NDArray[np.int64], draw: int) -> NDArray[np.uint8]:
-        """Roles: one random image of each vehicle is the gallery."""
-        order = np.random.default_rng([self.seed, draw]).permutation(len(labels))
-        roles = np.full(len(labels), ROLES["query"], dtype=np.uint8)
-        roles[order[np.unique(labels[order], return_index=True)[1]]] = ROLES["gallery"]
-        return roles

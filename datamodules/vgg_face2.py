@@ -1,10 +1,10 @@
 """VGGFace2: faces, told apart by whose they are."""
 
-import csv
 import os
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lightning_retrieval.datamodules.image_folder import image_suffixes
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule
-from lightning_retrieval.datamodules.layout import find_file
+from lightning_retrieval.datamodules.layout import csv_rows, find_file, refuse_duplicates, text_lines
 
 SPLITS = ("train", "test")
 BOX_HEADER = ["NAME_ID", "X", "Y", "W", "H"]
@@ -32,7 +32,7 @@ class VGGFace2(ImageDataModule):
 
     Raises:
         FileNotFoundError: if neither lists nor folders are there, or `boxes` are wanted and their files are not.
-        ValueError: if a line is no path of an image in a person's folder, or an image has no box.
+        ValueError: if a line is no path of an image in a person's folder, or an image comes twice or has no box.
 
     Example:
         >>> from pathlib import Path
@@ -52,7 +52,7 @@ class VGGFace2(ImageDataModule):
         Cao et al., "VGGFace2: a dataset for recognising faces across pose and age", FG 2018.
     """
 
-    paper = {"train": (3_141_890, 8_631), "test": (169_396, 500)}  # noqa: RUF012
+    paper = MappingProxyType({"train": [(3_141_890, 8_631)], "test": [(169_396, 500)]})
 
     def __init__(self, root: str | Path, boxes: bool = False, **settings: Any) -> None:
         super().__init__(root, **settings)
@@ -97,12 +97,11 @@ class VGGFace2(ImageDataModule):
 
 def _read_list(path: Path, split: str) -> tuple[list[str], list[str]]:
     """Whose image each is, and its path from the root."""
-    lines = path.read_text(encoding="utf-8-sig").split("\n")
     people: list[str] = []
     paths: list[str] = []
     known: dict[str, str] = {}  # one string for each person, not for each image
     prefix = f"{split}/"
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text_lines("VGGFace2", path), 1):
         image = line.strip()
         if not image:
             continue
@@ -120,6 +119,7 @@ def _read_list(path: Path, split: str) -> tuple[list[str], list[str]]:
         paths.append(image)
     if not paths:
         raise ValueError(f"VGGFace2: {path} must name at least one image, got none.")
+    refuse_duplicates("VGGFace2", path, "image", paths)
     return people, paths
 
 
@@ -152,32 +152,27 @@ def _read_boxes(path: Path, split: str, paths: Sequence[str]) -> NDArray[np.int3
     """(images, 4) left, top, right, bottom, in the order of the paths; the official rows have it already."""
     prefix, sides, order = f"{split}/", array("i"), array("q")
     place: dict[str, int] | None = None
-    with path.open(encoding="utf-8-sig", newline="") as stream:
-        reader = csv.reader(stream, skipinitialspace=True)
-        header = [name.strip() for name in next(reader, [])]
-        if header != BOX_HEADER:
+    rows = csv_rows("VGGFace2", path)
+    header = [name.strip() for name in next(rows, ([], 1))[0]]
+    if header != BOX_HEADER:
+        raise ValueError(
+            f"VGGFace2: line 1 of {path} must be the header {','.join(BOX_HEADER)!r}, got {','.join(header)!r}."
+        )
+    for row, (fields, line) in enumerate(rows):
+        try:
+            name, (x, y, width, height) = fields[0], map(int, fields[1:])
+        except (ValueError, IndexError):
             raise ValueError(
-                f"VGGFace2: line 1 of {path} must be the header {','.join(BOX_HEADER)!r}, got {','.join(header)!r}."
-            )
-        row = 0
-        for fields in reader:
-            if not fields:
-                continue
-            try:
-                name, (x, y, width, height) = fields[0], map(int, fields[1:])
-            except (ValueError, IndexError):
-                raise ValueError(
-                    f"VGGFace2: each line of {path} must be a name and four integers, got {','.join(fields)!r} (line "
-                    f"{reader.line_num})."
-                ) from None
-            stem = prefix + name
-            if place is None and (row >= len(paths) or _stem(paths[row]) != stem):
-                place = {_stem(image): i for i, image in enumerate(paths)}
-            found = row if place is None else place.get(stem, -1)
-            row += 1
-            if found >= 0:
-                sides.extend((x, y, x + width, y + height))
-                order.append(found)
+                f"VGGFace2: each line of {path} must be a name and four integers, got {','.join(fields)!r} (line "
+                f"{line})."
+            ) from None
+        stem = prefix + name
+        if place is None and (row >= len(paths) or _stem(paths[row]) != stem):
+            place = {_stem(image): i for i, image in enumerate(paths)}
+        found = row if place is None else place.get(stem, -1)
+        if found >= 0:
+            sides.extend((x, y, x + width, y + height))
+            order.append(found)
     boxes = np.zeros((len(paths), 4), dtype=np.int32)
     given = np.zeros(len(paths), dtype=bool)
     boxes[np.asarray(order, dtype=np.int64)] = np.asarray(sides, dtype=np.int32).reshape(-1, 4)

@@ -1,14 +1,23 @@
-"""What all data modules share: one method decides about the training batches."""
+"""What all data modules share: who decides about the training batches, how images are loaded, what is counted."""
 
 import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from jsonargparse import ArgumentParser
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
-from lightning_retrieval.datamodules import AllClassesSampler, CategorySampler, Glyphs, PKSampler
+from lightning_retrieval.datamodules import (
+    AllClassesSampler,
+    CategorySampler,
+    Glyphs,
+    ImageFolder,
+    PKSampler,
+    RetrievalDataModule,
+)
+from tests.datamodules.trees_more import QUICK, fit_and_validate, write_folders
 
 QUIET = [
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
@@ -18,6 +27,8 @@ QUIET = [
     "ignore:CategorySampler. fewer classes than the 4 that a batch takes of a category:UserWarning",
     "ignore:Using ModelCheckpoint with manual optimization and every_n_train_steps:UserWarning",
     "ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be:UserWarning",
+    r"ignore:\s*By default only one JsonargparseDeprecationWarning per type is shown:DeprecationWarning",
+    r"ignore:\s*.* was deprecated in v4.49.0 and will be removed in v5.0.0:DeprecationWarning",
 ]
 pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 
@@ -103,3 +114,80 @@ def test_a_data_module_trains_on_all_classes():
     data = GlyphsOfAllClasses()
     _, (batch,) = fit(data, limit_train_batches=1, max_epochs=1)
     assert data.train_set.labels[batch].unique().tolist() == data.train_set.labels.unique().tolist()
+
+
+# --- a sampler of one's own
+
+
+class Bunches(PKSampler):
+    """Begins each epoch with the first images of the first two classes."""
+
+    def draw(self, generator):
+        for number, batch in enumerate(super().draw(generator)):
+            yield np.array([0, 1, 3, 4]) if number == 0 else batch
+
+
+def test_a_data_module_trains_with_a_sampler_of_its_own(tmp_path):
+    write_folders(tmp_path, ["a", "b", "c", "d", "e", "f"])
+    labels = ImageFolder(tmp_path, **QUICK).train_set.labels
+    sampler = Bunches(labels, classes_per_batch=2, samples_per_class=2, seed=3)
+    data = ImageFolder(tmp_path, sampler=sampler, num_workers=2, **QUICK)
+    assert data.train_sampler() is sampler
+    assert next(iter(data.train_dataloader()))["ids"].tolist() == [0, 1, 3, 4]
+    assert 0 < fit_and_validate(data)["val/mAP"] <= 1
+
+
+@pytest.mark.refusal
+def test_a_sampler_of_other_data_is_refused(tmp_path):
+    write_folders(tmp_path, ["a", "b", "c", "d"])
+    sampler = PKSampler([0, 0, 1, 1], classes_per_batch=2, samples_per_class=2)
+    message = "ImageFolder: `sampler` must be made with the labels of the 6 training images, got one made with 4"
+    with pytest.raises(ValueError, match=f"^{message}"):
+        ImageFolder(tmp_path, sampler=sampler, **QUICK).train_dataloader()
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(("sampler", "kind"), [("pkk", ValueError), (PKSampler, TypeError), (None, TypeError)])
+def test_what_is_no_sampler_is_refused(tmp_path, sampler, kind):
+    message = "`sampler` must be one of 'pk', 'category', 'all_classes', or a GlobalBatchSampler, got "
+    with pytest.raises(kind, match=f"^ImageFolder: {message}"):
+        ImageFolder(tmp_path, sampler=sampler)
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_sampler_comes_from_a_configuration(tmp_path, by_name):
+    write_folders(tmp_path, ["a", "b", "c", "d"])
+    settings = {"labels": [0, 0, 0, 1, 1, 1], "classes_per_batch": 2, "samples_per_class": 2}
+    own = {"class_path": "lightning_retrieval.datamodules.PKSampler", "init_args": settings}
+    parser = ArgumentParser()
+    parser.add_subclass_arguments(RetrievalDataModule, "data")
+    init = {"root": str(tmp_path), "sampler": "all_classes" if by_name else own, "classes_per_batch": 1}
+    config = {"data": {"class_path": "lightning_retrieval.datamodules.ImageFolder", "init_args": init}}
+    sampler = parser.instantiate_classes(parser.parse_object(config)).data.train_sampler()
+    assert type(sampler) is (AllClassesSampler if by_name else PKSampler)
+    assert by_name or (sampler.classes_per_batch, sampler.samples_per_class) == (2, 2)
+
+
+# --- loading and counting
+
+
+@pytest.mark.parametrize(("workers", "cuda"), [(0, False), (2, True)])
+def test_memory_is_pinned_for_a_gpu_and_workers_stay(tmp_path, monkeypatch, workers, cuda):
+    write_folders(tmp_path, ["a", "b", "c", "d"])
+    data = ImageFolder(tmp_path, num_workers=workers, **QUICK)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    for loader in (data.train_dataloader(), data.val_dataloader(), data.predict_dataloader()):
+        assert (loader.num_workers, loader.persistent_workers, loader.pin_memory) == (workers, workers > 0, cuda)
+
+
+class TwoTests(Glyphs):
+    @property
+    def test_set(self):
+        return {"small": self.val_set, "large": super().test_set}
+
+
+def test_a_check_counts_each_set():
+    data = TwoTests()
+    counts = {name: found for name, (found, _) in RetrievalDataModule.check(data).splits.items()}
+    sets = {"train": data.train_set, "val": data.val_set, **{f"test/{k}": v for k, v in data.test_set.items()}}
+    assert counts == {name: (len(part), len(set(part.labels.tolist()))) for name, part in sets.items()}

@@ -41,7 +41,7 @@ def test_images_come_as_rgb_cropped_to_their_box(tmp_path):
 def test_the_report_has_the_papers_counts(tmp_path):
     write_cub(tmp_path)
     report = CUB200(tmp_path).check()
-    assert report.splits == {"train": ((12, 4), (5864, 100)), "test": ((9, 3), (5924, 100))}
+    assert report.splits == {"train": ((12, 4), [(5864, 100)]), "test": ((9, 3), [(5924, 100)])}
     assert not report.missing
 
 

@@ -1,7 +1,11 @@
 """Glyphs: splits, augmentation, and runs that do not depend on the number of workers."""
 
+import csv
 import functools
+import shutil
+from pathlib import Path
 
+import matplotlib
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -9,7 +13,7 @@ from torch import nn
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.datamodules import GlyphDataset, Glyphs, SeededIndex
+from lightning_retrieval.datamodules import GlyphDataset, Glyphs, SeededIndex, glyph_images
 from lightning_retrieval.datamodules.glyph_images import load_glyph_images
 
 QUIET = [
@@ -182,3 +186,33 @@ def test_another_split_is_refused(glyphs):
 def test_more_classes_than_there_are_is_refused():
     with pytest.raises(ValueError, match=r"`classes_per_batch` must be at most .*, got 9000 for \d+ such classes"):
         Glyphs(classes_per_batch=9000).train_dataloader()
+
+
+def test_a_check_has_the_tables_counts_beside_those_drawn(glyphs):
+    """With the versions that the table was made with, else the versions stand below."""
+    report = Glyphs().check()
+    for split, (found, (published,)) in report.splits.items():
+        labels = glyphs.labels[glyphs.splits == split]
+        assert found == (len(labels), len(set(labels.tolist())))
+        with glyph_images.TABLE.open(encoding="ascii") as table:
+            rows = [row for row in csv.DictReader(list(table)[1:]) if row["split"] == split]
+        assert published == (sum(int(row["images"]) for row in rows), len(rows))
+    assert list(report.splits) == ["train", "val", "test"]
+    assert not report.missing
+    counts_differ = any(found not in published for found, published in report.splits.values())
+    assert [line.split(",")[0].split()[:3] for line in report.odd] == [["drawn", "with", "matplotlib"]] * counts_differ
+
+
+def test_a_check_names_the_fonts_that_are_missing(tmp_path, monkeypatch):
+    """Some of matplotlib's fonts in a folder of their own, as where a distribution takes them apart."""
+    few = "DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif", "STIXGeneral"
+    (tmp_path / "fonts/ttf").mkdir(parents=True)
+    for name in few:
+        shutil.copy(Path(matplotlib.get_data_path(), "fonts/ttf", f"{name}.ttf"), tmp_path / "fonts/ttf")
+    monkeypatch.setattr(matplotlib, "get_data_path", lambda: str(tmp_path))
+    with pytest.warns(UserWarning, match="classes have no images"):
+        report = Glyphs(cache_dir=tmp_path).check()
+    assert set(report.missing) == {f"{name}.ttf" for name in glyph_images.TABLE_FONTS.split() if name not in few}
+    assert "DejaVuSansMono.ttf" in report.missing
+    assert not report.ok
+    assert "odd: drawn with matplotlib " in str(report)

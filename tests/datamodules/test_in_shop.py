@@ -48,7 +48,7 @@ def test_images_are_those_of_the_folder_and_cropped_to_their_box(tmp_path):
 def test_the_report_has_the_papers_counts(tmp_path):
     write_in_shop(tmp_path)
     report = InShop(tmp_path).check()
-    assert report.splits == {"train": ((12, 4), (25882, 3997)), "test": ((9, 3), (26830, 3985))}
+    assert report.splits == {"train": ((12, 4), [(25882, 3997)]), "test": ((9, 3), [(26830, 3985)])}
     assert not report.missing
 
 

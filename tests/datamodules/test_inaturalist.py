@@ -139,7 +139,7 @@ def test_check_counts_beside_the_paper(tmp_path):
     paths = write_inaturalist(tmp_path)
     (tmp_path / paths["test"][4]).unlink()
     report = INaturalist(tmp_path).check()
-    assert report.splits == {"train": ((9, 3), (325_846, 5_690)), "test": ((6, 2), (136_093, 2_452))}
+    assert report.splits == {"train": ((9, 3), [(325_846, 5_690)]), "test": ((6, 2), [(136_093, 2_452)])}
     assert report.missing == [paths["test"][4]]
     assert not report.ok
 

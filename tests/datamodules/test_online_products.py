@@ -46,7 +46,7 @@ def test_the_report_has_the_papers_counts_and_what_is_missing(tmp_path):
     written = write_online_products(tmp_path)
     (tmp_path / written["test"][4][0]).unlink()
     report = StanfordOnlineProducts(tmp_path).check()
-    assert report.splits == {"train": ((12, 4), (59551, 11318)), "test": ((9, 3), (60502, 11316))}
+    assert report.splits == {"train": ((12, 4), [(59551, 11318)]), "test": ((9, 3), [(60502, 11316)])}
     assert report.missing == [written["test"][4][0]]
 
 

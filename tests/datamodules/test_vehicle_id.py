@@ -2,13 +2,13 @@
 
 import re
 
-import numpy as np
 import pytest
 
-from lightning_retrieval.datamodules.image_index import ROLES
+from lightning_retrieval.datamodules import ImageSet, LayoutReport
 from lightning_retrieval.datamodules.vehicle_id import VehicleID
+from lightning_retrieval.metrics import RandomGalleryMetrics
 from tests.datamodules.short_run import QUIET, SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
-from tests.datamodules.trees import write_vehicle_id
+from tests.datamodules.trees import write_image, write_vehicle_id
 
 pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 NUMBERS = {"train": [9, 10, 11, 20], "small": [30, 31], "medium": [30, 31, 32], "large": [5, 30, 31, 32]}
@@ -69,24 +69,20 @@ def test_vehicles_of_the_lists_bring_all_their_images(tmp_path):
         assert set(found) > {name for name, _ in written[split]}
 
 
-def test_the_reid_protocol_draws_ten_galleries_from_the_seed(tmp_path):
-    written = write_vehicle_id(tmp_path)
-    splits, again, other = (VehicleID(tmp_path, protocol="reid", seed=seed).splits for seed in (0, 0, 1))
-    sets = [f"{size}/{draw}" for size in ("small", "medium", "large") for draw in range(10)]
-    assert list(splits) == ["train", *sets]
-    assert splits["train"].roles is None
-    galleries = {}
-    for name in sets:
-        index, size = splits[name], name.split("/")[0]
-        assert list(index.paths) == [f"image/{image}.jpg" for image, _ in written[size]]
-        assert set(index.roles.tolist()) == {ROLES["query"], ROLES["gallery"]}
-        gallery = np.flatnonzero(index.roles == ROLES["gallery"])
-        assert sorted(index.labels[gallery]) == list(range(len(NUMBERS[size])))  # one of each vehicle
-        galleries.setdefault(size, []).append(gallery.tolist())
-        assert again[name].roles.tolist() == index.roles.tolist()
-    assert len({str(gallery) for gallery in galleries["large"]}) > 5
-    assert {place for gallery in galleries["large"] for place in gallery} == set(range(12))
-    assert any(other[name].roles.tolist() != splits[name].roles.tolist() for name in sets)
+def test_the_reid_protocol_has_random_galleries(tmp_path):
+    """Ten of them from the seed, for the same images as the other protocol's."""
+    write_vehicle_id(tmp_path)
+    reid, retrieval = (VehicleID(tmp_path, protocol=protocol, seed=4) for protocol in ("reid", "retrieval"))
+    assert list(reid.splits) == list(retrieval.splits)
+    for size, images in reid.test_set.items():
+        assert list(images.index.paths) == list(retrieval.test_set[size].index.paths)
+        assert images.index.roles is None
+        metrics = images.metrics((1, 5))
+        assert type(metrics) is RandomGalleryMetrics
+        assert (metrics.ks, metrics.draws, metrics.seed) == ((1, 5), 10, 4)
+        assert type(retrieval.test_set[size]) is ImageSet
+    held = VehicleID(tmp_path, protocol="reid", val_share=0.5).val_set  # checkpoints are chosen by what is reported
+    assert type(held.metrics((1,))) is RandomGalleryMetrics
 
 
 @pytest.mark.parametrize("protocol", ["retrieval", "reid"])
@@ -106,11 +102,19 @@ def test_the_cache_gives_what_was_read(tmp_path, protocol):
 def test_the_report_has_the_papers_counts(tmp_path):
     write_vehicle_id(tmp_path)
     report = VehicleID(tmp_path, sizes=["small", "large"]).check()
-    assert report.splits["train"] == ((12, 4), (110178, 13134))
-    assert report.splits["small"] == ((6, 2), (7332, 800))
-    assert report.splits["large"] == ((12, 4), (20038, 2400))
-    reid = VehicleID(tmp_path, protocol="reid").check()
-    assert reid.splits["medium/9"] == ((9, 3), (12995, 1600))
+    assert report.splits["train"] == ((12, 4), [(110178, 13134), (113346, 13164)])
+    assert report.splits["small"] == ((6, 2), [(7332, 800), (6493, 800)])
+    assert report.splits["large"] == ((12, 4), [(20038, 2400), (19777, 2400)])
+    assert "7,332 or 6,493" in str(report)
+
+
+@pytest.mark.parametrize("published", [0, 1])
+def test_either_of_the_published_counts_is_right(published):
+    """The papers' and those of fast-reid; but not one of each."""
+    counts = {name: alternatives[published] for name, alternatives in VehicleID.paper.items()}
+    assert LayoutReport({name: (found, VehicleID.paper[name]) for name, found in counts.items()}).ok
+    mixed = (VehicleID.paper["train"][published][0], VehicleID.paper["train"][1 - published][1])
+    assert not LayoutReport({"train": (mixed, VehicleID.paper["train"])}).ok
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -121,12 +125,16 @@ def test_fit_and_validate(tmp_path, num_workers):
     assert all(0 < metrics[f"val/{size}/mAP"] <= 1 for size in ("small", "large"))
 
 
-def test_fit_and_validate_with_ten_galleries(tmp_path):
-    write_vehicle_id(tmp_path)
-    metrics = fit_and_validate(VehicleID(tmp_path, sizes="small", protocol="reid", **SETTINGS))
-    assert {name for name in metrics if name.endswith("/R@1")} == {f"val/small/{draw}/R@1" for draw in range(10)}
-    # One positive for each query, of two vehicles: right or second.
-    assert all(metrics[f"val/small/{draw}/mAP"] == (1 + metrics[f"val/small/{draw}/R@1"]) / 2 for draw in range(10))
+def test_fit_and_validate_with_random_galleries(tmp_path):
+    """What is logged is the mean over ten galleries, of embeddings computed once."""
+    for number, (name, _) in enumerate(write_vehicle_id(tmp_path)["large"]):
+        write_image(tmp_path / f"image/{name}.jpg", seed=number)  # those of a vehicle are no longer alike
+    data = VehicleID(tmp_path, sizes=["small", "large"], protocol="reid", **SETTINGS)
+    metrics = fit_and_validate(data)
+    assert {name for name in metrics if name.endswith("/R@1")} == {"val/small/R@1", "val/large/R@1"}
+    # One right image in each gallery, of two vehicles: first or second.
+    assert 0 < metrics["val/small/R@1"] < 1
+    assert metrics["val/small/mAP"] == pytest.approx((1 + metrics["val/small/R@1"]) / 2)
 
 
 def test_fit_with_batches_of_two_models(tmp_path):

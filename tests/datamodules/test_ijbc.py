@@ -1,0 +1,353 @@
+"""IJB-C: both layouts read as written, videos as one instance, refused where odd, evaluated against a plain loop."""
+
+import logging
+import math
+import re
+import warnings
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from PIL import Image
+from torch import nn
+
+from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks import RetrievalEvaluation
+from lightning_retrieval.datamodules import IJBC
+from tests.datamodules.short_run import QUIET, SETTINGS, refuse_then_skip_truncated, replace
+from tests.datamodules.trees import write_image
+from tests.datamodules.trees_ijbc import write_ijbc, write_ijbc_repack
+
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+refusal = pytest.mark.refusal
+G1, G2, MIXED = (f"ijbc_1N_{name}.csv" for name in ("gallery_G1", "gallery_G2", "probe_mixed"))
+LAYOUTS = {"release": (write_ijbc, "protocols"), "re-pack": (write_ijbc_repack, "meta")}
+
+
+def groups(keys):
+    """Which places have one key, as sets that do not depend on the keys' names."""
+    return {frozenset(place for place, other in enumerate(keys) if other == key) for key in keys}
+
+
+@pytest.mark.parametrize("folder", ["protocols", "protocols/archive"])
+def test_the_release_is_read_with_each_face_once(tmp_path, folder):
+    faces = write_ijbc(tmp_path, folder)
+    data = IJBC(tmp_path, least_instances=1)
+    assert list(data.splits) == ["test"]
+    index = data.splits["test"]
+    assert list(index.paths) == [f"images/{face.file}" for face in faces]
+    assert "images/img/ü 12.jpg" in list(index.paths)
+    assert list(index.names) == ["5", "12", "100"]
+    assert index.labels.tolist() == [[5, 12, 100].index(face.subject) for face in faces]
+    assert index.boxes.tolist() == [
+        [math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)]
+        for x, y, width, height in (face.box for face in faces)
+    ]
+    assert groups(index.instances.tolist()) == groups([face.sighting for face in faces])
+    assert sorted(set(index.instances.tolist())) == list(range(len({face.sighting for face in faces})))
+    whole = Image.open(tmp_path / "images/frames/21.png")
+    place = [face.file for face in faces].index("frames/21.png")
+    assert np.array_equal(np.asarray(data.test_set.read(place)), np.asarray(whole.crop((0, 0, 26, 28))))
+
+
+def test_the_repack_is_read_with_all_crops(tmp_path):
+    crops = write_ijbc_repack(tmp_path)
+    data = IJBC(tmp_path, least_instances=1)
+    index = data.splits["test"]
+    assert list(index.paths) == [path for path, _ in crops]
+    assert index.labels.tolist() == [[5, 12, 100].index(row.subject) for _, row in crops]
+    assert groups(index.instances.tolist()) == groups([row.sighting for _, row in crops])
+    assert index.boxes is None
+    assert data.test_set.read(0).size == (30, 30)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("settings", "names"), [({}, ["5", "12"]), ({"least_instances": 6}, ["12"])])
+def test_people_with_few_instances_are_left_out_and_counted(tmp_path, caplog, layout, settings, names):
+    LAYOUTS[layout][0](tmp_path)
+    with caplog.at_level(logging.INFO, logger="pytorch_lightning"):
+        index = IJBC(tmp_path, **settings).splits["test"]
+    assert list(index.names) == names
+    assert len(set(index.instances.tolist())) == {1: 6, 2: 11}[len(names)]
+    least = settings.get("least_instances", 5)
+    assert f"left out {3 - len(names)} of 3 subjects, which have fewer than {least} instances" in caplog.text
+
+
+def test_the_release_and_the_repack_have_the_same_instances(tmp_path):
+    write_ijbc(tmp_path / "release")
+    write_ijbc_repack(tmp_path / "re-pack")
+    one, other = (IJBC(tmp_path / layout).splits["test"] for layout in LAYOUTS)
+    assert len(one) < len(other)
+    assert [dict(zip(index.instances.tolist(), index.labels.tolist())) for index in (one, other)] == [
+        dict(enumerate([0, 0, 1, 1, 0, 1, 1, 1, 1, 0, 0]))
+    ] * 2
+
+
+@pytest.mark.parametrize("value", ["", "NaN"])
+def test_faces_without_subject_or_box_are_counted_in_one_warning(tmp_path, value):
+    faces = write_ijbc(tmp_path)
+    replace(tmp_path / "protocols" / G2, "2,12,img/11.jpg", f"2,{value},img/11.jpg")
+    replace(tmp_path / "protocols" / MIXED, "111,2.5,", f"111,{value},")
+    for cache in (None, tmp_path / "cache", tmp_path / "cache"):
+        data = IJBC(tmp_path, least_instances=1, cache_dir=cache)
+        with pytest.warns(
+            UserWarning, match=r"^IJBC: left out 2 rows of faces without a subject or a box\.$"
+        ) as caught:
+            paths = list(data.splits["test"].paths)
+        assert len(caught) == 1
+        left_out = ("img/11.jpg", "img/16.jpg")
+        assert paths == [f"images/{face.file}" for face in faces if face.file not in left_out]
+
+
+def test_crops_without_subject_are_counted_in_one_warning(tmp_path):
+    crops = write_ijbc_repack(tmp_path)
+    for subject in ("9,100,img/15.jpg", "9,100,frames/30.png"):
+        replace(tmp_path / "meta" / G2, subject, subject.replace("100", "nan"))
+    with pytest.warns(UserWarning, match=r"^IJBC: left out 2 rows of faces without a subject\.$"):
+        paths = list(IJBC(tmp_path, least_instances=1).splits["test"].paths)
+    assert paths == [path for path, row in crops if row.template != 9]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_images_come_as_rgb_with_their_instance(tmp_path, layout):
+    LAYOUTS[layout][0](tmp_path)  # the first images are grey and CMYK
+    data = IJBC(tmp_path, **SETTINGS)
+    batches = list(data.test_dataloader())
+    assert {tuple(batch["images"].shape[1:]) for batch in batches} == {(3, 16, 16)}
+    assert torch.cat([batch["instances"] for batch in batches]).tolist() == data.splits["test"].instances.tolist()
+    assert "roles" not in batches[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_report_counts_images_and_names_the_missing(tmp_path, layout):
+    LAYOUTS[layout][0](tmp_path)
+    data = IJBC(tmp_path)
+    report = data.check()
+    index = data.splits["test"]
+    assert report.splits["test"][0] == (len(index), 2)
+    assert report.ok
+    (tmp_path / index.paths[3]).unlink()
+    assert IJBC(tmp_path).check().missing == [index.paths[3]]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_cache_gives_what_was_read(tmp_path, layout):
+    LAYOUTS[layout][0](tmp_path / "data")
+    first, second = (IJBC(tmp_path / "data", cache_dir=tmp_path / "cache").splits["test"] for _ in range(2))
+    assert first.arrays().keys() == second.arrays().keys()
+    assert all(np.array_equal(part, second.arrays()[name]) for name, part in first.arrays().items())
+    assert len(IJBC(tmp_path / "data", least_instances=6, cache_dir=tmp_path / "cache").splits["test"]) < len(first)
+
+
+def trainer_and_module():
+    torch.manual_seed(2)
+    module = RetrievalModule(nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 8)), SmoothAPLoss())
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=1,
+        callbacks=[RetrievalEvaluation((1, 3), before_fit=True)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    return trainer, module
+
+
+def by_plain_loop(embeddings, labels, instances):
+    """mAP and R@1 of the instances' mean embeddings, each ranked for against all others."""
+    rows = {}
+    for embedding, label, instance in zip(embeddings, labels, instances):
+        rows.setdefault(instance, (label, []))[1].append(embedding / np.linalg.norm(embedding))
+    means = [(label, np.mean(of_one, axis=0)) for label, of_one in rows.values()]
+    precisions, hits = [], []
+    for place, (label, query) in enumerate(means):
+        others = [other for i, other in enumerate(means) if i != place]
+        others.sort(key=lambda other: -np.dot(query, other[1]) / np.linalg.norm(other[1]))
+        right = [other == label for other, _ in others]
+        at_hits = [sum(right[: rank + 1]) / (rank + 1) for rank, hit in enumerate(right) if hit]
+        precisions.append(sum(at_hits) / len(at_hits))
+        hits.append(right[0])
+    return np.mean(precisions), np.mean(hits)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_evaluation_averages_the_images_of_an_instance(tmp_path, layout, num_workers):
+    LAYOUTS[layout][0](tmp_path)
+    data = IJBC(tmp_path, num_workers=num_workers, **SETTINGS)
+    trainer, module = trainer_and_module()
+    (validated,) = trainer.validate(module, datamodule=data, verbose=False)
+    (tested,) = trainer.test(module, datamodule=data, verbose=False)
+    items = [data.test_set[place] for place in range(len(data.test_set))]
+    with torch.no_grad():
+        embeddings = module.eval()(torch.stack([item["images"] for item in items])).double().numpy()
+    labels, instances = ([int(item[name]) for item in items] for name in ("labels", "instances"))
+    mean_precision, recall = by_plain_loop(embeddings, labels, instances)
+    for stage, found in (("val", validated), ("test", tested)):
+        assert found[f"{stage}/mAP"] == pytest.approx(mean_precision, abs=1e-6)
+        assert found[f"{stage}/R@1"] == pytest.approx(recall, abs=1e-6)
+        assert found[f"{stage}/left_out"] == 0
+    apart, _ = by_plain_loop(embeddings, labels, range(len(labels)))
+    assert abs(apart - mean_precision) > 1e-3  # without averaging it is another number
+
+
+@refusal
+def test_training_is_refused_before_anything_is_evaluated(tmp_path):
+    write_ijbc(tmp_path)
+    trainer, module = trainer_and_module()
+    embedded = []
+    module.register_forward_hook(lambda *_: embedded.append(True))
+    sentence = "^IJBC: has no split 'train', only 'test'; train on another data module, and evaluate on this one"
+    with pytest.raises(ValueError, match=sentence):
+        trainer.fit(module, datamodule=IJBC(tmp_path, **SETTINGS))
+    assert not embedded
+    with pytest.raises(ValueError, match=r"^IJBC: has no split 'train'"):
+        _ = IJBC(tmp_path, val_share=0.5).val_set
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_truncated_image_is_refused_or_skipped(tmp_path, layout):
+    LAYOUTS[layout][0](tmp_path)
+    path = {"release": "images/img/16.jpg", "re-pack": "loose_crop/9.jpg"}[layout]
+    refuse_then_skip_truncated(IJBC, tmp_path, path)
+
+
+REFUSALS = {
+    "another header": (
+        "release",
+        G1,
+        "SUBJECT_ID",
+        "SUBJECT",
+        r"G1.csv must name the columns .*; SUBJECT_ID missing in",
+    ),
+    "no header": (
+        "re-pack",
+        MIXED,
+        "TEMPLATE_ID,",
+        "1,",
+        "probe_mixed.csv must name .*; TEMPLATE_ID missing in '1,SUB",
+    ),
+    "missing fields": ("release", G2, ",20.25", "\n20.25", r"G2.csv must have 8 fields, which 1 have not \(line 2\)"),
+    "missing subject": ("re-pack", G1, "1,5,img", "1\n1,5,img", r"must have 2 fields, which 1 have not \(line 2\)"),
+    "subject that is no number": (
+        "release",
+        G1,
+        "1,5,",
+        "1,S5,",
+        r"must be an integer, or empty, got 'S5' in line 2 of",
+    ),
+    "no file": ("release", MIXED, "img/14.jpg", "", r"`FILENAME` must not be empty in line 12 of .*probe_mixed.csv"),
+    "no sighting": ("release", MIXED, ",106,", ",,", r"`SIGHTING_ID` must not be empty in line 12 of .*probe_mixed"),
+    "box that is no number": ("release", G1, "2.5,3.0", "2.5,x", r"must be numbers.* got '2.5,x,20.25,25.0' in line 2"),
+    "infinite box": ("release", G1, "2.5,3.0", "2.5,inf", r"got '2.5,inf,20.25,25.0' in line 2 of .*G1.csv"),
+    "box beyond any image": ("release", G1, "2.5,3.0", "2.5,3e12", r"got '2.5,3e12,20.25,25.0' in line 2 of .*G1.csv"),
+    "box without pixels": ("release", G1, "20.25,25.0", "20.25,-1", r"the latter two above 0.*20.25,-1' in line 2 of"),
+    "path out of the root": ("release", G1, "img/10.jpg", "../../10.jpg", "inside the root, got 'images/../../10.jpg'"),
+    "crop out of the root": ("re-pack", "ijbc_face_tid_mid.txt", "2.jpg", "../../2.jpg", "got 'loose_crop/../../2.jpg"),
+    "missing medium": (
+        "re-pack",
+        "ijbc_face_tid_mid.txt",
+        " 101",
+        "",
+        r"must have 3 fields, which 1 have not \(line 1\)",
+    ),
+    "crop twice": (
+        "re-pack",
+        "ijbc_face_tid_mid.txt",
+        "2.jpg",
+        "1.jpg",
+        "`image` must be different .*, got '1.jpg' twi",
+    ),
+    "template of two": ("re-pack", MIXED, "4,12,img/16", "4,5,img/16", "one subject, got 4 of 12 and 5 in line 8 of"),
+    "no CSV": ("release", G1, "img/10.jpg", "img/\r10.jpg", r"G1.csv must be a CSV file, got .* in line 2"),
+}
+
+
+@refusal
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_odd_is_refused(tmp_path, case):
+    layout, name, old, new, message = REFUSALS[case]
+    write, folder = LAYOUTS[layout]
+    write(tmp_path)
+    replace(tmp_path / folder / name, old, new)
+    with pytest.raises(ValueError, match=message):
+        IJBC(tmp_path).prepare_data()
+
+
+@refusal
+def test_a_list_in_another_encoding_is_refused(tmp_path):
+    write_ijbc(tmp_path)
+    path = tmp_path / "protocols" / G2
+    path.write_bytes(path.read_bytes().decode().encode("latin-1"))
+    with pytest.raises(ValueError, match=r"^IJBC: .*G2.csv must be text in UTF-8, got the byte 0xfc in line 3"):
+        IJBC(tmp_path).prepare_data()
+
+
+@refusal
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_empty_split_is_refused(tmp_path, layout):
+    write, folder = LAYOUTS[layout]
+    write(tmp_path)
+    with pytest.raises(ValueError, match=r"^IJBC: `least_instances` must leave .* got 7, where the most .* are 6\."):
+        IJBC(tmp_path, least_instances=7).prepare_data()
+    for name in (G1, G2, MIXED):
+        path = tmp_path / folder / name
+        path.write_text(path.read_text().splitlines()[0] + "\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ValueError, match=r"^IJBC: the split 'test' must hold at least one image, got none in"):
+            IJBC(tmp_path).prepare_data()
+
+
+@refusal
+def test_settings_out_of_range_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"^IJBC: `least_instances` must be an integer >= 1, got 0"):
+        IJBC(tmp_path, least_instances=0)
+    with pytest.raises(TypeError, match=r"^IJBC: `least_instances` must be an integer >= 1, got 2\.5"):
+        IJBC(tmp_path, least_instances=2.5)
+
+
+@refusal
+@pytest.mark.parametrize(
+    ("layout", "given"),
+    [
+        ("release", ""),
+        ("release", "data/protocols"),
+        ("release", "data/images"),
+        ("re-pack", ""),
+        ("re-pack", "data/meta"),
+    ],
+)
+def test_a_root_one_folder_off_is_told_the_right_one(tmp_path, layout, given):
+    LAYOUTS[layout][0](tmp_path / "data")
+    with pytest.raises(FileNotFoundError, match=re.escape(f"give root={tmp_path / 'data'}.")):
+        IJBC(tmp_path / given).prepare_data()
+
+
+@refusal
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        *((layout, name) for layout in LAYOUTS for name in (G1, G2, MIXED)),
+        ("release", "images"),
+        ("re-pack", "loose_crop"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path, layout, name):
+    write, folder = LAYOUTS[layout]
+    write(tmp_path / "faces")
+    path = tmp_path / "faces" / (f"{folder}/{name}" if name.endswith("csv") else name)
+    path.rename(tmp_path / "faces/away")
+    with pytest.raises(FileNotFoundError, match=f"^IJBC: `root` must hold .*{name}.*, which .*faces does not"):
+        IJBC(tmp_path / "faces").prepare_data()
+
+
+def test_a_face_with_a_box_in_one_list_only_is_kept(tmp_path):
+    faces = write_ijbc(tmp_path)
+    replace(tmp_path / "protocols" / MIXED, "101,2.5,", "101,NaN,")
+    write_image(tmp_path / "images/img/spare.jpg")
+    with pytest.warns(UserWarning, match="left out 1 rows"):
+        assert len(IJBC(tmp_path, least_instances=1).splits["test"]) == len(faces)
