@@ -1,7 +1,19 @@
-"""Lightning callbacks: evaluation, galleries, curves."""
+"""Lightning callbacks: evaluation, monitors, and pictures beside the logs."""
 
+from lightning_retrieval.callbacks.ap_monitor import APMonitor
 from lightning_retrieval.callbacks.curve import TrainingCurve
 from lightning_retrieval.callbacks.evaluation import RetrievalEvaluation
 from lightning_retrieval.callbacks.gallery import RetrievalGallery
+from lightning_retrieval.callbacks.precision_recall import PrecisionRecallCurve
+from lightning_retrieval.callbacks.score_histogram import ScoreHistogram
+from lightning_retrieval.callbacks.whitening import LearnWhitening
 
-__all__ = ["RetrievalEvaluation", "RetrievalGallery", "TrainingCurve"]
+__all__ = [
+    "APMonitor",
+    "LearnWhitening",
+    "PrecisionRecallCurve",
+    "RetrievalEvaluation",
+    "RetrievalGallery",
+    "ScoreHistogram",
+    "TrainingCurve",
+]

@@ -1,17 +1,17 @@
 """A picture of how a metric rose during training."""
 
-import os
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+
+from lightning_retrieval.callbacks.pictures import Picture, log_folder, new_figure, publish
 
 
 class TrainingCurve(pl.Callback):
     """Draws a logged metric, and the training loss, against the optimizer steps: `curve.png` in the run's log folder.
 
-    The picture is written anew after each validation. Its points are kept in the checkpoint, so that a resumed run goes
-    on with the same curve.
+    The picture is written anew after each validation, and goes to every logger that takes images (TensorBoard, Weights
+    & Biases). Its points are kept in the checkpoint, so that a resumed run goes on with the same curve.
 
     Args:
         metric: the name it is logged under.
@@ -46,9 +46,9 @@ class TrainingCurve(pl.Callback):
                 f"{sorted(trainer.callback_metrics)}."
             )
         self.points.append([trainer.global_step, float(trainer.callback_metrics[self.metric])])
-        folder = trainer.log_dir or trainer.default_root_dir  # asked for on all ranks
+        folder = log_folder(trainer)
         if trainer.is_global_zero:
-            self._draw(Path(folder))
+            publish(trainer, folder / "curve.png", "retrieval/curve", self._draw())
 
     def state_dict(self) -> dict[str, Any]:
         return {"points": self.points, "losses": self.losses}
@@ -56,10 +56,8 @@ class TrainingCurve(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.points, self.losses = state_dict["points"], state_dict["losses"]
 
-    def _draw(self, folder: Path) -> None:
-        from matplotlib.figure import Figure  # without pyplot, which would keep global state
-
-        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    def _draw(self) -> Picture:
+        figure = new_figure()
         axes = figure.subplots()
         axes.plot(*zip(*self.points), color="tab:green", marker="o", markersize=4, label=self.metric)
         axes.set_xlabel("optimizer steps")
@@ -71,6 +69,4 @@ class TrainingCurve(pl.Callback):
             loss_axes.set_ylabel("train/loss", color="tab:gray")
             axes.set_zorder(loss_axes.get_zorder() + 1)
             axes.patch.set_visible(False)
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / "curve.part", format="png", dpi=110)
-        os.replace(folder / "curve.part", folder / "curve.png")
+        return figure

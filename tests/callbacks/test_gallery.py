@@ -8,12 +8,13 @@ import pytorch_lightning as pl
 import torch
 from PIL import Image
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger, WandbLogger
+from sklearn.metrics import average_precision_score
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
-from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery
-from lightning_retrieval.callbacks.gallery import _nearest
+from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery, gallery
+from lightning_retrieval.callbacks.gallery import _caption, _nearest
 from lightning_retrieval.metrics import RetrievalMetrics
 
 QUIET = [
@@ -67,9 +68,9 @@ def loader(**kwargs) -> DataLoader:
 
 
 def tile(picture: np.ndarray, row: int, column: int) -> np.ndarray:
-    """A tile with its border: 80 pixels, 6 between two, 12 more after the query, 18 of title."""
-    left = 6 + 86 * column + (12 if column else 0)
-    return picture[18 + 86 * row : 18 + 86 * row + 80, left : left + 80]
+    """A tile with its border: 80 pixels, 6 between two, 12 more after the query, 18 above it for AP, 18 of title."""
+    left, top = 6 + 86 * column + (12 if column else 0), 36 + 98 * row
+    return picture[top : top + 80, left : left + 80]
 
 
 def border(square: np.ndarray) -> tuple[int, int, int]:
@@ -89,12 +90,12 @@ def inside(image: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("stage", ["validate", "test"])
 def test_each_tile_is_the_image_that_brute_force_finds(tmp_path, stage, channels):
     model, data = module(channels), Tiles(channels=channels)
-    run = trainer(tmp_path, RetrievalEvaluation(), RetrievalGallery(queries=4, k=5))
+    run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=4, k=5))
     getattr(run, stage)(model, loader(channels=channels), verbose=False)
     (path,) = tmp_path.rglob("*.*")
     assert path == tmp_path / "retrieval" / ("test.png" if stage == "test" else "val-epoch=000.png")
     with Image.open(path) as picture:
-        assert (picture.format, picture.size) == ("PNG", (6 * 86 + 18, 4 * 86 + 24))
+        assert (picture.format, picture.size) == ("PNG", (6 * 86 + 18, 4 * 98 + 24))
         pixels = np.asarray(picture)
     with torch.no_grad():
         rows = nn.functional.normalize(model(data.images), dim=1)
@@ -111,9 +112,48 @@ def test_each_tile_is_the_image_that_brute_force_finds(tmp_path, stage, channels
     assert set(colours) == {GREEN, RED}
 
 
+def aps(model: RetrievalModule) -> np.ndarray:
+    """AP of each image as a query for the others, by scikit-learn."""
+    with torch.no_grad():
+        rows = nn.functional.normalize(model(Tiles().images).double(), dim=1)
+    others = ~np.eye(22, dtype=bool)
+    scores, relevant = (rows @ rows.T).numpy(), (LABELS[:, None] == LABELS).numpy()
+    return np.array([average_precision_score(relevant[q, others[q]], scores[q, others[q]]) for q in range(22)])
+
+
+@pytest.mark.parametrize("order", ["hardest", "quantiles"])
+def test_queries_are_chosen_by_their_ap(tmp_path, order, monkeypatch):
+    model, captions = module(), []
+    monkeypatch.setattr(gallery, "_caption", lambda ap: captions.append(ap) or _caption(ap))
+    trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=4, k=2, order=order)).test(
+        model, loader(), verbose=False
+    )
+    ap = aps(model)
+    places = [0, 1, 2, 3] if order == "hardest" else [0, 7, 14, 21]
+    with Image.open(tmp_path / "retrieval/test.png") as picture:
+        pixels = np.asarray(picture)
+    assert len(set(ap.round(6))) == 22
+    for row, query in enumerate(ap.argsort()[places]):
+        assert np.array_equal(tile(pixels, row, 0)[4:-4, 4:-4], inside(Tiles().images[query]))
+        title = pixels[36 + 98 * row - 18 : 36 + 98 * row, 6:86]
+        assert (title < 128).any()
+        assert (pixels[36 + 98 * row - 18 : 36 + 98 * row, 104:] == 255).all() or row == 0
+    assert captions == pytest.approx(ap, abs=1e-9)  # in the order of the ids
+    assert (_caption(0.25), _caption(float("nan"))) == ("AP = 0.250", "no AP")
+
+
+def test_queries_without_ap_are_drawn_by_spread_alone(tmp_path):
+    """Five images of four classes: only the classes of the first and the last have two."""
+    for order, rows in {"spread": 5, "hardest": 2, "quantiles": 2}.items():
+        run = trainer(tmp_path / order, RetrievalEvaluation((1,)), RetrievalGallery(k=2, order=order))
+        run.test(module(), loader(size=5), verbose=False)
+        with Image.open(tmp_path / order / "retrieval/test.png") as picture:
+            assert picture.height == 98 * rows + 24
+
+
 def test_it_is_written_beside_the_logs_when_it_is_due(tmp_path):
-    gallery = RetrievalGallery(queries=2, k=3, every_n_epochs=2)
-    run = trainer(tmp_path, gallery, RetrievalEvaluation(), logger=CSVLogger(tmp_path, version=0), max_epochs=4)
+    every_other = RetrievalGallery(queries=2, k=3, every_n_epochs=2)
+    run = trainer(tmp_path, every_other, RetrievalEvaluation((1,)), logger=CSVLogger(tmp_path, version=0), max_epochs=4)
     run.fit(module(), loader(), loader())
     assert sorted(path.name for path in (tmp_path / "lightning_logs/version_0").rglob("*.p*")) == [
         "val-epoch=001.png",
@@ -122,7 +162,7 @@ def test_it_is_written_beside_the_logs_when_it_is_due(tmp_path):
 
 
 def test_several_sets_have_a_picture_each(tmp_path):
-    run = trainer(tmp_path, RetrievalEvaluation(), RetrievalGallery(queries=2, k=3))
+    run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=2, k=3))
     run.validate(module(), [loader(), loader(size=9)], verbose=False)
     run.test(module(), {"a": loader(), "b": loader(size=9)}, verbose=False)
     assert sorted(path.name for path in tmp_path.rglob("*.*")) == [
@@ -134,10 +174,10 @@ def test_several_sets_have_a_picture_each(tmp_path):
 
 
 def test_a_set_smaller_than_k_leaves_the_other_tiles_empty(tmp_path):
-    run = trainer(tmp_path, RetrievalEvaluation(), RetrievalGallery(queries=8, k=6))
+    run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=8, k=6))
     run.test(module(), loader(size=5), verbose=False)
     with Image.open(tmp_path / "retrieval/test.png") as picture:
-        assert picture.size == (7 * 86 + 18, 5 * 86 + 24)  # five queries only
+        assert picture.size == (7 * 86 + 18, 5 * 98 + 24)  # five queries only
         pixels = np.asarray(picture)
     for row in range(5):
         assert [border(tile(pixels, row, column)) for column in (0, 5, 6)] == [GREY, WHITE, WHITE]
@@ -149,14 +189,17 @@ def test_it_arrives_in_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = trainer(
-        tmp_path, RetrievalEvaluation(), RetrievalGallery(queries=2, k=3), logger=TensorBoardLogger(tmp_path, version=0)
+        tmp_path,
+        RetrievalEvaluation((1,)),
+        RetrievalGallery(queries=2, k=3),
+        logger=TensorBoardLogger(tmp_path, version=0),
     )
     run.fit(module(), loader(), loader())
     run.logger.experiment.close()
     folder = tmp_path / "lightning_logs/version_0"
     events = EventAccumulator(str(folder), size_guidance={"images": 0})
     events.Reload()
-    (event,) = events.Images("retrieval/val-epoch=000")
+    (event,) = events.Images("retrieval/val")
     assert event.step == 3
     (tmp_path / "event.png").write_bytes(event.encoded_image_string)
     with Image.open(tmp_path / "event.png") as sent, Image.open(folder / "retrieval/val-epoch=000.png") as written:
@@ -169,7 +212,7 @@ def test_it_arrives_in_weights_and_biases_offline(tmp_path, monkeypatch):
     import wandb
 
     run = trainer(
-        tmp_path, RetrievalEvaluation(), RetrievalGallery(queries=2, k=3), logger=WandbLogger("run", tmp_path)
+        tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=2, k=3), logger=WandbLogger("run", tmp_path)
     )
     run.fit(module(), loader(), loader())
     wandb.finish()
@@ -187,7 +230,7 @@ def test_without_evaluation_it_is_refused(tmp_path):
 
 @pytest.mark.refusal
 def test_ids_that_do_not_index_the_dataset_draw_nothing(tmp_path):
-    run = trainer(tmp_path, RetrievalEvaluation(), RetrievalGallery(queries=1))
+    run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=1))
     with pytest.warns(UserWarning, match=r"ids must index the evaluated dataset, got \[40\] for one of 22 items \(Ind"):
         run.test(module(), loader(shift=40), verbose=False)
     with pytest.warns(UserWarning, match=r"ids must index .*, got id 1 for an image whose own id is 2\. No picture"):
@@ -204,11 +247,19 @@ def test_settings_are_checked(name):
         RetrievalGallery(**{name: 1.5})
 
 
+@pytest.mark.refusal
+def test_the_order_is_checked():
+    with pytest.raises(
+        ValueError, match=r"^RetrievalGallery: `order` must be one of 'spread', 'hardest', 'quantiles', g"
+    ):
+        RetrievalGallery(order="easiest")
+
+
 @pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled")
 def test_images_that_cannot_be_found_again_are_not_drawn(tmp_path):
     images, labels = torch.rand(8, 1, 4, 6), torch.arange(8) // 2
     shuffled = DataLoader(torch.utils.data.TensorDataset(images, labels), batch_size=4, shuffle=True)
-    run = trainer(tmp_path, RetrievalEvaluation(), RetrievalGallery())
+    run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery())
     with pytest.warns(
         UserWarning, match="RetrievalGallery: no picture is drawn of an evaluation set whose batches have"
     ):
@@ -221,7 +272,7 @@ def _nearest_of_my_rows(rank, world):
     metrics = RetrievalMetrics()
     if rank > 0:
         metrics.update(torch.eye(3), torch.tensor([1, 1, 2]), torch.tensor([4, 5, 6]))
-    return _nearest(metrics, queries=2, k=2)
+    return _nearest(metrics, torch.tensor([4, 6]), k=2)
 
 
 def test_a_rank_without_images_takes_part(run_processes):
@@ -232,7 +283,7 @@ def test_a_rank_without_images_takes_part(run_processes):
 
 def test_what_is_no_image_is_not_drawn(tmp_path):
     vectors = DataLoader(torch.utils.data.TensorDataset(torch.rand(8, 24), torch.arange(8) // 2), batch_size=4)
-    run = trainer(tmp_path, RetrievalEvaluation(), RetrievalGallery())
+    run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery())
     with pytest.warns(UserWarning, match=r"images must have shape \(channels, height, width\) .*, got \(24,\)\. No"):
         run.validate(module(), vectors, verbose=False)
     assert list(tmp_path.rglob("*.*")) == []
@@ -249,4 +300,4 @@ def test_queries_are_shown_with_what_is_ranked_for_them():
     for query in range(6):
         nearest = sorted(range(6, 14), key=lambda other, q=query: -float(unit[q] @ unit[other]))[:4]
         expected.append((query + 50, [(other + 50, bool(labels[other] == labels[query])) for other in nearest]))
-    assert _nearest(metrics, 6, 4) == expected
+    assert _nearest(metrics, torch.arange(6) + 50, 4) == expected

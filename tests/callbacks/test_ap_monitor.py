@@ -1,0 +1,286 @@
+"""APMonitor: AP and AP_e of the training batches against loops, the gap of the evaluation set."""
+
+import functools
+import math
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.demos.boring_classes import BoringModel
+from pytorch_lightning.loggers import CSVLogger
+from pytorch_metric_learning.losses import ContrastiveLoss
+from sklearn.metrics import average_precision_score
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_retrieval import CrossBatchMemory, RetrievalMetrics, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks import APMonitor, RetrievalEvaluation
+from lightning_retrieval.callbacks.ap_monitor import _sums_of_ap
+from lightning_retrieval.distributed import sum_over_ranks
+from lightning_retrieval.losses import (
+    BlackboxAPLoss,
+    CalibrationLoss,
+    FastAPLoss,
+    QuantizedAPLoss,
+    ROADMAPLoss,
+    SupAPLoss,
+    WeightedSum,
+)
+from lightning_retrieval.losses.base import QueryShare
+from lightning_retrieval.metrics.decomposability import decomposability_gap
+
+QUIET = [
+    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
+    "ignore:The '(train|val|test)_dataloader' does not have many workers:UserWarning",
+    "ignore:GPU available but not used:UserWarning",
+]
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+
+TAU = 0.1
+
+
+def data(seed: int, size: int = 24) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(size) % 12 // 3
+    labels[5] = 9  # a query without a positive
+    rows = torch.randn(10, 6, generator=generator)[labels] + torch.randn(size, 6, generator=generator)
+    return TensorDataset(rows, labels, torch.arange(size) + 100 * seed)
+
+
+class Record(pl.Callback):
+    """The embeddings that each step's loss sees, and what is logged after it."""
+
+    def __init__(self):
+        self.steps, self.losses = [], []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        with torch.no_grad():
+            self.steps.append((module(batch[0]), batch[1], batch[2]))
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.losses.append(trainer.callback_metrics["train/loss"].item())
+
+
+def fit(folder, loss, *callbacks, every=2, epochs=2, **kwargs):
+    torch.manual_seed(3)
+    optimizer = functools.partial(torch.optim.SGD, lr=0.5)
+    module = RetrievalModule(nn.Linear(6, 3), loss, optimizer=optimizer, **kwargs)
+    run = pl.Trainer(
+        max_epochs=epochs,
+        accelerator="cpu",
+        devices=1,
+        callbacks=[RetrievalEvaluation((1,)), *callbacks],
+        logger=CSVLogger(folder, version=0),
+        log_every_n_steps=every,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    run.fit(module, DataLoader(data(1), batch_size=8), DataLoader(data(2), batch_size=8))
+    return run
+
+
+def logged(folder) -> dict[int, dict[str, float]]:
+    header, *lines = (folder / "lightning_logs/version_0/metrics.csv").read_text().splitlines()
+    rows = {}
+    for line in lines:
+        values = dict(zip(header.split(","), line.split(","), strict=True))
+        rows.setdefault(int(values["step"]), {}).update({k: float(v) for k, v in values.items() if v})
+    return rows
+
+
+def lists(rows, labels):
+    """Of each query with a positive, the scores and the relevance of the others."""
+    unit = nn.functional.normalize(rows.double(), dim=1)
+    for query in range(len(labels)):
+        others = [other for other in range(len(labels)) if other != query]
+        relevant = [bool(labels[other] == labels[query]) for other in others]
+        if any(relevant):
+            yield [float(unit[query] @ unit[other]) for other in others], relevant
+
+
+def smooth_ap(scores, relevant) -> float:
+    """Equations 5 to 7 of Smooth-AP, for one list."""
+    total = 0.0
+    for i in [place for place, positive in enumerate(relevant) if positive]:
+        above = [1 / (1 + math.exp((scores[i] - score) / TAU)) for score in scores]
+        above[i] = 1.0
+        total += sum(a for a, positive in zip(above, relevant) if positive) / sum(above)
+    return total / sum(relevant)
+
+
+def mean(values) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize("settings", [{}, {"include_self": True}, {"class_balanced": True}, {"reduction": "sum"}])
+def test_ap_and_its_error_are_those_of_the_batches(tmp_path, settings):
+    record = Record()
+    fit(tmp_path, SmoothAPLoss(TAU, **settings), record, APMonitor())
+    rows = logged(tmp_path)
+    assert [step for step in rows if "train/AP" in rows[step]] == [1, 3, 5]
+    for step in (1, 3, 5):
+        found = list(lists(*record.steps[step][:2]))
+        ap = mean(average_precision_score(relevant, scores) for scores, relevant in found)
+        predicted = mean(smooth_ap(scores, relevant) for scores, relevant in found)
+        assert rows[step]["train/AP"] == pytest.approx(ap, abs=1e-6)
+        assert rows[step]["train/AP_e"] == pytest.approx(abs(predicted - ap), abs=1e-6)
+        if not settings:
+            assert 0.2 < ap < 0.99
+            assert rows[step]["train/AP_e"] == pytest.approx(abs(1 - rows[step]["train/loss"] - ap), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "term"),
+    [
+        (ROADMAPLoss(), "/sup_ap"),
+        (WeightedSum({"a": (1.0, CalibrationLoss()), "b": (2.0, QuantizedAPLoss())}), "/b"),
+        (FastAPLoss(), ""),
+        (SupAPLoss(), ""),
+        (BlackboxAPLoss(), ""),
+    ],
+    ids=["ROADMAP", "WeightedSum", "FastAP", "SupAP", "Blackbox"],
+)
+def test_of_a_sum_the_surrogate_of_ap_counts(tmp_path, loss, term):
+    fit(tmp_path, loss, APMonitor(), epochs=1)
+    row = logged(tmp_path)[1]
+    assert row["train/AP_e"] == pytest.approx(abs(1 - row[f"train/loss{term}"] - row["train/AP"]), abs=1e-6)
+
+
+@pytest.mark.parametrize("weight", [None, 1.0])
+def test_a_memory_is_in_the_lists_where_it_is_in_the_loss(tmp_path, weight):
+    record = Record()
+    fit(
+        tmp_path,
+        BlackboxAPLoss(margin=0.0),
+        record,
+        APMonitor(),
+        epochs=1,
+        memory=CrossBatchMemory(12),
+        memory_weight=weight,
+    )
+    row = logged(tmp_path)[1]
+    loss = row["train/loss" if weight is None else "train/loss/batch"]
+    assert row["train/AP"] == pytest.approx(1 - loss, abs=1e-6)
+    assert row["train/AP_e"] == pytest.approx(0, abs=1e-6)
+    of_batch = mean(average_precision_score(relevant, scores) for scores, relevant in lists(*record.steps[1][:2]))
+    assert (abs(row["train/AP"] - of_batch) < 1e-6) == (weight is not None)
+
+
+def test_with_another_librarys_loss_the_lists_are_the_batchs(tmp_path):
+    """Its third argument names pairs, and its references come after."""
+    record = Record()
+    with pytest.warns(UserWarning, match="APMonitor: train/AP_e is not logged, since ContrastiveLoss is no"):
+        fit(tmp_path, ContrastiveLoss(), record, APMonitor(), epochs=1, memory=CrossBatchMemory(12))
+    ap = mean(average_precision_score(relevant, scores) for scores, relevant in lists(*record.steps[1][:2]))
+    assert logged(tmp_path)[1]["train/AP"] == pytest.approx(ap, abs=1e-6)
+
+
+class PairDistance(nn.Module):
+    """As another library's: no ids, no references."""
+
+    def forward(self, embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None):
+        return torch.cdist(embeddings, embeddings)[labels[:, None] == labels].mean()
+
+
+@pytest.mark.parametrize("loss", [CalibrationLoss(), PairDistance()], ids=["ours", "another library's"])
+def test_other_losses_have_ap_but_no_error(tmp_path, loss):
+    record = Record()
+    with pytest.warns(UserWarning, match=rf"^APMonitor: train/AP_e is not logged, since {type(loss).__name__} is no"):
+        fit(tmp_path, loss, record, APMonitor())
+    row = logged(tmp_path)[3]
+    ap = mean(average_precision_score(relevant, scores) for scores, relevant in lists(*record.steps[3][:2]))
+    assert row["train/AP"] == pytest.approx(ap, abs=1e-6)
+    assert not any("AP_e" in name for step in logged(tmp_path).values() for name in step)
+
+
+def test_a_batch_without_any_positive_has_no_ap(tmp_path):
+    module = RetrievalModule(nn.Linear(6, 3), SmoothAPLoss())
+    run = pl.Trainer(
+        max_epochs=1, accelerator="cpu", devices=1, logger=CSVLogger(tmp_path, version=0), log_every_n_steps=1,
+        callbacks=[RetrievalEvaluation((1,)), APMonitor()], enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    nothing = DataLoader(TensorDataset(torch.randn(4, 6), torch.arange(4)), batch_size=4)
+    with pytest.warns(UserWarning, match="SmoothAPLoss: no row of the batch has a positive") as said:
+        run.fit(module, nothing, DataLoader(data(2), batch_size=8))
+    assert len([w for w in said if "no row" in str(w.message)]) == 1
+    assert "train/loss" in logged(tmp_path)[0]
+    assert "train/AP" not in logged(tmp_path)[0]
+
+
+def test_the_gap_is_that_of_batches_like_the_training_batches(tmp_path):
+    """Training batches have 8 images of 3 or 4 classes."""
+    monitor, gaps = APMonitor(), []
+
+    class Compare(pl.Callback):
+        def on_validation_epoch_end(self, trainer, module):
+            if not trainer.sanity_checking:
+                metrics = RetrievalMetrics()
+                with torch.no_grad():
+                    metrics.update(module(data(2)[:][0]), data(2)[:][1], data(2)[:][2])
+                gaps.append(float(decomposability_gap(metrics, *shape)))
+
+    first = data(1)[:8][1]
+    shape = (len(first.unique()), round(8 / len(first.unique())))
+    run = fit(tmp_path, SmoothAPLoss(TAU), monitor, Compare(), every=3)
+    rows = logged(tmp_path)
+    assert [rows[step]["val/decomposability_gap"] for step in (2, 5)] == pytest.approx(gaps, abs=1e-6)
+    assert gaps[0] != pytest.approx(gaps[1], abs=1e-4)
+    (tested,) = run.test(run.lightning_module, DataLoader(data(3), batch_size=8), verbose=False)
+    assert 0 < tested["test/decomposability_gap"] < 1
+    before_training = pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, callbacks=[RetrievalEvaluation((1,)), APMonitor()]
+    )
+    (validated,) = before_training.validate(run.lightning_module, DataLoader(data(2), batch_size=8), verbose=False)
+    assert "val/mAP" in validated
+    assert "val/decomposability_gap" not in validated
+
+
+def test_it_changes_nothing_of_the_run(tmp_path):
+    with_it, without = Record(), Record()
+    run = fit(tmp_path / "with", SmoothAPLoss(TAU), with_it, APMonitor(), every=1)
+    fit(tmp_path / "without", SmoothAPLoss(TAU), without, every=1)
+    assert with_it.losses == without.losses
+    assert len(run.lightning_module.loss._forward_hooks) == 0
+
+
+def test_the_hook_goes_where_a_step_fails(tmp_path):
+    class Failing(SmoothAPLoss):
+        def query_losses(self, *lists):
+            raise RuntimeError("no")
+
+    loss = Failing()
+    with pytest.raises(RuntimeError, match="no"):
+        fit(tmp_path, loss, APMonitor())
+    assert len(loss._forward_hooks) == 0
+
+
+def _shared_out(rank, world):
+    rows, labels, ids = data(4)[:]
+    share = QueryShare(0, 15, sum_over_ranks) if rank == 0 else QueryShare(15, 24, sum_over_ranks)
+    return sum_over_ranks(_sums_of_ap(SmoothAPLoss(TAU), rows, labels, ids=ids, queries=share))
+
+
+def test_two_processes_find_the_same(run_processes):
+    rows, labels, _ = data(4)[:]
+    expected = _sums_of_ap(SmoothAPLoss(TAU), rows.clone().requires_grad_(), labels)
+    assert not expected.requires_grad
+    assert expected[2] == sum(1 for _ in lists(rows, labels)) < 24
+    for found in run_processes(_shared_out, 2):
+        assert torch.allclose(found, expected, rtol=1e-6)
+
+
+@pytest.mark.refusal
+def test_what_it_needs_is_named():
+    settings = {"accelerator": "cpu", "logger": False, "max_epochs": 1, "enable_checkpointing": False}
+    run = pl.Trainer(**settings, callbacks=[APMonitor()])
+    module = RetrievalModule(nn.Linear(6, 3), SmoothAPLoss())
+    with pytest.raises(ValueError, match=r"^APMonitor: .* RetrievalEvaluation collects, which is not among the callb"):
+        run.fit(module, DataLoader(data(1)), DataLoader(data(2)))
+    run = pl.Trainer(**settings, callbacks=[RetrievalEvaluation(), APMonitor()])
+    with pytest.raises(
+        TypeError, match=r"^APMonitor: the module must have a `loss` that is a module, .* got method in"
+    ):
+        run.fit(BoringModel(), DataLoader(data(1)), DataLoader(data(2)))
