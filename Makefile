@@ -30,3 +30,4 @@ bench:  ## speed and memory, each one table
 	$(PYTHON) benchmarks/ddp.py
 	$(PYTHON) benchmarks/samplers.py
 	$(PYTHON) benchmarks/data.py
+	$(PYTHON) benchmarks/search.py

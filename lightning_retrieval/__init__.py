@@ -7,7 +7,6 @@ Lightning.
 from typing import TYPE_CHECKING, Any
 
 from lightning_retrieval.backprop import chunked_backward, largest_chunk_size
-from lightning_retrieval.index import RetrievalIndex
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
     BlackboxMAPLoss,
@@ -34,6 +33,7 @@ from lightning_retrieval.postprocessing import (
     multi_scale,
     query_expansion,
 )
+from lightning_retrieval.search.index import RetrievalIndex
 
 if TYPE_CHECKING:
     from lightning_retrieval.module import RetrievalModule

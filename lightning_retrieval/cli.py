@@ -1,16 +1,26 @@
-"""The command line: `lightning-retrieval fit|validate|test|predict --config FILE`, `check --data NAME --root DIR`."""
+"""The command line: `lightning-retrieval fit|validate|test|predict --config FILE`, `check --data NAME --root DIR`,
+`index --checkpoint C --images DIR --output INDEX`, `search --index INDEX IMAGE...`.
+"""
 
 import argparse
 import importlib
+import inspect
+import json
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from jsonargparse import ArgumentParser
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
 
 from lightning_retrieval.module import RetrievalModule
+from lightning_retrieval.search.images import TRANSFORMS, Answer, Unread, index_images, search_images, shown
+from lightning_retrieval.search.index import RECALL_AT, RetrievalIndex
+from lightning_retrieval.search.page import result_page
 
 
 class RetrievalCLI(LightningCLI):
@@ -35,15 +45,14 @@ class RetrievalCLI(LightningCLI):
 
 
 def check(args: Sequence[str]) -> int:
-    """Look at a data set's layout: 0 where all is as in the papers, 1 where not, 2 where it cannot be read.
+    """Look at a data set's layout: 0 where all is as published, 1 where not, 2 where it cannot be read.
 
     Args:
-        args: `--data NAME --root DIR`, and the data module's other settings.
+        args: `--data NAME --root DIR`, and the data module's other settings; `Glyphs` has no root.
     """
     rooms = importlib.import_module("lightning_retrieval.datamodules")  # found by name: the core imports no data module
     known = {name: getattr(rooms, name) for name in rooms.__all__}
-    known = {name: found for name, found in known.items() if callable(getattr(found, "check", None))}
-    known.pop("ImageDataModule")
+    known = {name: found for name, found in known.items() if hasattr(found, "check") and not inspect.isabstract(found)}
     first = argparse.ArgumentParser("lightning-retrieval check", add_help=False)
     first.add_argument("--data", choices=sorted(known))
     data, rest = first.parse_known_args(args)
@@ -66,11 +75,111 @@ def check(args: Sequence[str]) -> int:
     return 0 if report.ok else 1
 
 
+def index(args: Sequence[str]) -> int:
+    """Index the images of a folder: 0 where all could be read, 1 where some could not, 2 where there is no index.
+
+    Args:
+        args: `--checkpoint C --images DIR --output INDEX`, and how the index is made.
+    """
+    parser = argparse.ArgumentParser(
+        "lightning-retrieval index", description="Embed the images of a folder and write an index to search in."
+    )
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="C", help="what `fit` has written")
+    parser.add_argument("--images", type=Path, required=True, metavar="DIR", help="searched for images at any depth")
+    parser.add_argument("--output", type=Path, required=True, metavar="INDEX", help="a new folder, or an index")
+    parser.add_argument(
+        "--transform",
+        choices=TRANSFORMS,
+        help="how an image is prepared: as in a paper's evaluation, or light on dark in grey, 32 x 32 ('glyphs'); "
+        "by default 'plain', and 'glyphs' for a model of grey images",
+    )
+    parser.add_argument("--factory", default="Flat", help="faiss' factory string; Flat, which is exact, by default")
+    parser.add_argument("--parameters", default="", help="of the search, in faiss' words, such as nprobe=16")
+    parser.add_argument("--shards", type=int, default=1, help="parts of the index, each a file")
+    _add_embedding(parser)
+    settings = vars(parser.parse_args(args))
+    try:
+        made, unread = index_images(**settings)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    recall = "exact" if made.recall is None else f"recall@{RECALL_AT} {made.recall:.3f} against exact search"
+    images = "1 image" if len(made) == 1 else f"{len(made)} images"
+    print(f"{settings['output']}: {images}, {made.dim} dimensions, {made.factory} ({recall})")
+    return _complain("index", unread)
+
+
+def search(args: Sequence[str]) -> int:
+    """Print the images nearest to others: 0 where all could be read, 1 where some could not, 2 where nothing was found.
+
+    Args:
+        args: `--index INDEX IMAGE...`, and what is written where.
+    """
+    parser = argparse.ArgumentParser(
+        "lightning-retrieval search", description="Find the images of an index that are nearest to others."
+    )
+    parser.add_argument("queries", nargs="+", metavar="IMAGE", help="an image file")
+    parser.add_argument("--index", type=Path, required=True, metavar="INDEX", help="what `index` has written")
+    parser.add_argument("-k", type=int, default=10, help="results of each query, 10 by default")
+    parser.add_argument("--checkpoint", type=Path, metavar="C", help="where the index's checkpoint lies now, if moved")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the results there as a page for a browser")
+    parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
+    _add_embedding(parser)
+    settings = vars(parser.parse_args(args))
+    folder, page, as_json = settings.pop("index"), settings.pop("html"), settings.pop("json")
+    try:
+        searched = RetrievalIndex.load(folder, mapped=True)
+        answers, unread = search_images(searched, **settings)
+        if page is not None:
+            about = f"{settings['k']} nearest of {len(searched)} images in {shown(str(folder))}"
+            partial = page.with_name(f"{page.name}.part")
+            partial.write_text(result_page(answers, Path(searched.about["images"]), about), encoding="utf-8")
+            os.replace(partial, page)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(_plain(answers, unread), indent=1) if as_json else "\n\n".join(map(_table, answers)))
+    return _complain("search", unread)
+
+
+def _add_embedding(parser: argparse.ArgumentParser) -> None:
+    """What both commands let one say about embedding."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--batch_size", type=int, default=32, help="images embedded at a time, 32 by default")
+    parser.add_argument("--num_workers", type=int, default=0, help="processes that read images, none by default")
+    parser.add_argument("--device", default=device, help=f"that the model runs on, here {device} by default")
+
+
+def _complain(who: str, unread: Sequence[Unread]) -> int:
+    """Name the files that could not be read; the exit code that says so."""
+    for one in unread:
+        print(f"{who}: {one}; left out.", file=sys.stderr)
+    return 1 if unread else 0
+
+
+def _table(answer: Answer) -> str:
+    lines = [f"{hit.rank:>4}  {hit.similarity:>10.4f}  {hit.distance:>8.4f}  {shown(hit.path)}" for hit in answer.hits]
+    return "\n".join([shown(answer.query), "rank  similarity  distance  path", *lines])
+
+
+def _plain(answers: Sequence[Answer], unread: Sequence[Unread]) -> dict[str, Any]:
+    """The results as JSON has them."""
+    return {
+        "queries": [
+            {"query": a.query, "results": [{**vars(hit), "distance": hit.distance} for hit in a.hits]} for a in answers
+        ],
+        "unread": [vars(one) for one in unread],
+    }
+
+
+COMMANDS = {"check": check, "index": index, "search": search}
+
+
 def main(args: Any = None) -> None:
     """Run the command line, with `args` instead of the process's own where given."""
     given = sys.argv[1:] if args is None else args
-    if isinstance(given, (list, tuple)) and given[:1] in (["check"], ("check",)):
-        sys.exit(check(given[1:]))
+    if isinstance(given, (list, tuple)) and given and given[0] in COMMANDS:
+        sys.exit(COMMANDS[given[0]](given[1:]))
     RetrievalCLI(
         RetrievalModule,
         pl.LightningDataModule,
@@ -81,7 +190,8 @@ def main(args: Any = None) -> None:
         parser_kwargs={
             "prog": "lightning-retrieval",
             "description": "Train image retrieval directly for Average Precision.",
-            "epilog": "lightning-retrieval check --data NAME --root DIR looks at a data set's layout.",
+            "epilog": "lightning-retrieval check --data NAME --root DIR looks at a data set's layout; "
+            "lightning-retrieval index and search find images with a trained model: see their --help.",
         },
         args=args,
     )

@@ -17,6 +17,10 @@ COLUMNS = {
     "losses": {"loss", "batch", "time", "peer", "peer's time", "times faster", "added MiB"},
     "metrics": {"embeddings", "evaluation", "product alone", "ratio", "added MiB", "mAP", "R@1"},
     "samplers": {"sampler", "images", "classes", "categories", "batch", "first batch", "later batch", "added MiB"},
+    "search": {
+        *("factory", "parameters", "shards", "build", "search", "product alone", "ratio"),
+        *("recall@10", "bytes a row", "added MiB"),
+    },
 }
 
 

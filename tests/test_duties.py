@@ -74,8 +74,29 @@ TABLE = {
         {"embedder": nn.Linear(8, 4), "loss": SmoothAPLoss(tau=0.1), "chunk_size": 16, "seed": 3},
         shown=(),  # its repr is Lightning's: the parts; `hparams` holds the settings
     ),
+    # lightning_retrieval.postprocessing
+    "PCAWhitening": Duties({"dim": 3, "power": 0.25}),
+    "QueryExpansion": Duties({"alpha": 3.0, "k": 5}),
+    "DatabaseAugmentation": Duties({"alpha": 3.0, "k": 5}),
+    "query_expansion": Duties(without=ONLY_CALLED),
+    "database_augmentation": Duties(without=ONLY_CALLED),
+    "multi_scale": Duties(without=ONLY_CALLED),
+    "RetrievalIndex": Duties(
+        {"dim": 8, "factory": "HNSW8", "parameters": "efSearch=20", "shards": 2},
+        without={"copy": "faiss' objects do not compare; test_index.py copies an index and searches in both"},
+    ),
     # lightning_retrieval.metrics
-    "RetrievalMetrics": Duties({"ks": (1, 7)}),
+    "EmbeddingMetric": Duties(without=NEVER_MADE),
+    "RetrievalMetrics": Duties({"ks": (1, 7), "map_ks": (5,), "alpha": 2.0}),
+    "RandomGalleryMetrics": Duties({"ks": (1, 7), "draws": 3, "seed": 4}),
+    "RevisitedMetrics": Duties(
+        {
+            "easy": {0: [1], 1: [0], 2: [3], 3: [2]},
+            "hard": {0: [2], 1: [3], 2: [0], 3: [0]},
+            "junk": {0: [3], 1: [], 2: [], 3: [1]},
+            "ks": (1, 3),
+        }
+    ),
     # lightning_retrieval.models
     "Embedder": Duties(
         {"backbone": "glyph_net", "embedding_dim": 12, "pooling": "avg", "layer_norm": True, "freeze_batch_norm": True},
@@ -87,8 +108,12 @@ TABLE = {
     "GlyphNet": Duties({"width": 4, "in_channels": 3}, shown=()),  # its repr is its layers
     "gem": Duties(without=ONLY_CALLED),
     # lightning_retrieval.callbacks
+    "LearnWhitening": Duties({"images": 50}),
     "RetrievalEvaluation": Duties({"ks": (1, 7), "before_fit": True}),
-    "RetrievalGallery": Duties({"queries": 3, "k": 5, "every_n_epochs": 2}),
+    "RetrievalGallery": Duties({"queries": 3, "k": 5, "every_n_epochs": 2, "order": "hardest"}),
+    "APMonitor": Duties(),
+    "PrecisionRecallCurve": Duties({"every_n_epochs": 2}),
+    "ScoreHistogram": Duties({"bins": 50, "every_n_epochs": 2}),
     "TrainingCurve": Duties({"metric": "val/R@1"}),
     # lightning_retrieval.datamodules
     "GlobalBatchSampler": Duties(without=NEVER_MADE),
@@ -115,14 +140,17 @@ TABLE = {
     "ImageSet": Duties(
         {"index": ImageIndex(["a.jpg"], [0]), "root": ".", "transform": TRANSFORM, "on_error": "skip"},
     ),
-    "LayoutReport": Duties({"splits": {"train": ((2, 1), None)}, "missing": ["a.jpg"], "odd": ["odd"]}),
+    "LayoutReport": Duties({"splits": {"train": ((2, 1), ())}, "missing": ["a.jpg"], "odd": ["odd"]}),
     "reference_transform": Duties(without=ONLY_CALLED),
     "CUB200": Duties({"root": "CUB_200_2011", "boxes": True, "val_share": 0.1}),
+    "IJBC": Duties({"root": "IJB-C", "least_instances": 2, "cache_dir": "cache"}),
     "INaturalist": Duties({"root": "inat", "levels": ("species", "genus"), "transform": "smooth_ap"}),
     "ImageFolder": Duties({"root": "images", "test_share": 0.3, "categories": True, "split_seed": 2}),
     "ImageTable": Duties({"root": "images", "table": "table.csv", "on_error": "skip"}),
     "InShop": Duties({"root": "In-shop", "high_res": True, "samples_per_class": 3}),
     "LandmarksClean": Duties({"root": "landmarks"}),
+    "RevisitedOxford": Duties({"root": "data/roxford5k", "distractors": "data/revisitop1m", "crop_queries": False}),
+    "RevisitedParis": Duties({"root": "data", "image_size": 512, "transform": "plain", "eval_batch_size": 8}),
     "StanfordOnlineProducts": Duties({"root": "sop", "sampler": "category", "num_workers": 2}),
     "VGGFace2": Duties({"root": "vggface2", "cache_dir": "cache"}),
     "VehicleID": Duties({"root": "VehicleID_V1.0", "protocol": "reid", "select_by_vid": True}),

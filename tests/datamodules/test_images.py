@@ -22,11 +22,11 @@ from lightning_retrieval.datamodules import (
     ImageIndex,
     ImageSet,
     SeededIndex,
-    image_index,
     reference_transform,
 )
-from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, Paths, cached, class_numbers
+from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, cached, class_numbers
 from lightning_retrieval.datamodules.layout import find_file, integers, read_rows, refuse_duplicates
+from lightning_retrieval.paths import Paths
 
 QUIET = [
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
@@ -59,7 +59,7 @@ def test_paths_are_the_strings():
 
 @pytest.mark.parametrize("block", [1, 3, 1 << 16])
 def test_paths_are_gathered_as_a_loop_gathers_them(monkeypatch, block):
-    monkeypatch.setattr(image_index, "BLOCK", block)
+    monkeypatch.setattr("lightning_retrieval.paths.BLOCK", block)
     strings = [*STRINGS, "", b"\xff\xfe/caf\xe9.jpg".decode(errors="surrogateescape"), "𝄞.png", "z"]
     paths, n = Paths(strings), len(strings)
     mask = np.arange(n) % 3 != 1

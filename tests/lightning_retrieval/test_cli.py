@@ -227,11 +227,21 @@ def test_check_says_where_a_data_set_may_be(tmp_path, capsys):
     assert err.rstrip().endswith(f"give root={tmp_path}/set.")
 
 
+def test_check_of_the_embedded_data_set_needs_no_root(capsys):
+    code, out, err = checked(capsys, "--data", "Glyphs")
+    assert err == ""
+    rows = [line.split() for line in out.splitlines()[:4]]
+    assert rows[0] == ["split", "images", "classes", "published:", "images", "classes"]
+    assert [row[0] for row in rows[1:]] == ["train", "val", "test"]
+    assert (code == 0) == all(row[1:3] == row[3:] for row in rows[1:])  # as with the fonts of the table
+
+
 def test_check_knows_the_data_modules_by_name(capsys):
     code, _, err = checked(capsys, "--data", "Nothing", "--root", "x")
     assert code == 2
     assert "invalid choice: 'Nothing'" in err
     assert "VehicleID" in err
+    assert "DataModule" not in err  # not the classes that are made to be subclassed
     code, out, _ = checked(capsys, "--data", "InShop", "--help")
     assert code == 0
     assert "--high_res" in out

@@ -1,0 +1,1 @@
+"""Searching with a trained model: an index of embeddings, images of a folder, a page of results."""
