@@ -11,8 +11,10 @@ import torch
 from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
+from lightning_retrieval.checks import is_integer
+from lightning_retrieval.distributed import world_size
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
 from lightning_retrieval.metrics.store import GALLERY, QUERY
 from lightning_retrieval.postprocessing import DatabaseAugmentation, QueryExpansion
@@ -34,7 +36,7 @@ class RetrievalEvaluation(pl.Callback):
         ks: the k of R@k, each >= 1.
         before_fit: evaluate the test set with the untrained model before training, logged as `test/...` at step 0;
             skipped where a run is resumed.
-        map_ks: the k of mAP@k, each >= 1; none where empty.
+        map_ks: the k of mAP@k, each >= 1; none where empty. Not for sets with metrics of their own.
         query_expansion: put before ranking, such as `QueryExpansion(alpha=2, k=10)`; none where None.
         database_augmentation: the same for the gallery, such as `DatabaseAugmentation()`; none where None.
         embeddings_on_cpu: keep embeddings in the main memory until they are ranked, and bring them to the device in
@@ -123,21 +125,22 @@ class RetrievalEvaluation(pl.Callback):
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._print(trainer, "val")
 
-    def _start(self, loaders: Any, device: torch.device) -> None:
+    def _start(self, loaders: Any, device: torch.device, sync_on_compute: bool = True) -> None:
         self.metrics = {}
         self._positions = {}
         for index, loader in enumerate(_listed(loaders)):
-            self.metrics[index] = self._metrics(loader).to(device)
+            self.metrics[index] = self._metrics(loader, sync_on_compute).to(device)
             positions = _positions(loader)
             if positions is not None:
                 self._positions[index] = positions
 
-    def _metrics(self, loader: Any) -> EmbeddingMetric:
+    def _metrics(self, loader: Any, sync_on_compute: bool) -> EmbeddingMetric:
         """A set's own metric if it has one, else `RetrievalMetrics`."""
         settings: dict[str, Any] = {
             "query_expansion": self.query_expansion,
             "database_augmentation": self.database_augmentation,
             "embeddings_on_cpu": self.embeddings_on_cpu,
+            "sync_on_compute": sync_on_compute,
         }
         own = getattr(getattr(loader, "dataset", None), "metrics", None)
         metrics: EmbeddingMetric = (
@@ -146,20 +149,21 @@ class RetrievalEvaluation(pl.Callback):
         return metrics
 
     def _collect(self, pl_module: pl.LightningModule, outputs: Any, index: int) -> None:
-        if not isinstance(outputs, Mapping) or not {"embeddings", "labels"} <= set(outputs):
-            came = f"the keys {sorted(outputs)}" if isinstance(outputs, Mapping) else type(outputs).__name__
-            raise TypeError(
-                f"RetrievalEvaluation: {type(pl_module).__name__}'s validation and test steps must return a dict with "
-                f"embeddings, labels and maybe ids, got {came}; RetrievalModule's do."
-            )
-        embeddings: Tensor = outputs["embeddings"]
+        metrics = self.metrics[index]
+        positions = next(self._positions[index]) if index in self._positions else None
+        try:
+            embeddings, labels = _checked(pl_module, outputs)
+        except TypeError as error:
+            if world_size() == 1 or not metrics.sync_on_compute:
+                raise
+            metrics.refuse(str(error))
+            return
         ids = outputs.get("ids")
-        if index in self._positions:
-            positions = next(self._positions[index])
-            ids = torch.tensor(positions, device=embeddings.device) if ids is None else ids
+        if positions is not None and ids is None:
+            ids = torch.tensor(positions, device=embeddings.device)
         roles = outputs.get("roles")
         masks = {} if roles is None else {"is_query": roles & QUERY > 0, "is_gallery": roles & GALLERY > 0}
-        self.metrics[index].update(embeddings, outputs["labels"], ids, **masks, instances=outputs.get("instances"))
+        metrics.update(embeddings, labels, ids, **masks, instances=outputs.get("instances"))
 
     def _log(self, trainer: pl.Trainer, stage: str, batches: Sequence[float], loaders: Any) -> None:
         for index, loader in enumerate(_listed(loaders)):
@@ -175,11 +179,11 @@ class RetrievalEvaluation(pl.Callback):
             with warnings.catch_warnings():  # a rank without any batch of this set takes part in its computation
                 warnings.filterwarnings("ignore", "The ``compute`` method of metric .* was called before")
                 results.update(_named(stage, name, metrics.compute()))
-            if isinstance(metrics, RetrievalMetrics) and metrics.ranked < max(metrics.ks):
-                beyond = ", ".join(f"R@{k}" for k in metrics.ks if k > metrics.ranked)
+            if isinstance(metrics, RetrievalMetrics) and metrics.ranked_images < max(metrics.ks):
+                beyond = ", ".join(f"R@{k}" for k in metrics.ks if k > metrics.ranked_images)
                 rank_zero_warn(
-                    f"RetrievalEvaluation: {stage}/{name}{beyond} look at more images than the {metrics.ranked} that "
-                    "are ranked, so they are 1; give smaller `ks`."
+                    f"RetrievalEvaluation: {stage}/{name}{beyond} look at more images than the "
+                    f"{metrics.ranked_images} that are ranked, so they are 1; give smaller `ks`."
                 )
         self.table[stage] = {name: float(value) for name, value in results.items()}
         log_alike(self, results)
@@ -187,8 +191,7 @@ class RetrievalEvaluation(pl.Callback):
     def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any, index: int) -> EmbeddingMetric:
         """The test set outside of the Trainer's test loop, with the module as it is."""
         shared = isinstance(loader.sampler, DistributedSampler)  # else each process goes through the whole set
-        self._start([None] * index + [loader], pl_module.device)
-        self.metrics[index].sync_on_compute = shared
+        self._start([None] * index + [loader], pl_module.device, sync_on_compute=shared)
         modes = {module: module.training for module in pl_module.modules()}
         pl_module.eval()
         silent = trainer.progress_bar_callback is None or not trainer.is_global_zero
@@ -216,6 +219,24 @@ class RetrievalEvaluation(pl.Callback):
             values = (column.get(name, float("nan")) for column in columns.values())
             lines.append(f"{name:<{width}}" + "".join(f"{value:>12.{digits}f}" for value in values))
         print("\n" + "\n".join(lines), flush=True)
+
+
+def _checked(pl_module: pl.LightningModule, outputs: Any) -> tuple[Tensor, Tensor]:
+    """The embeddings and labels of what a step has returned, and integers for roles."""
+    if not isinstance(outputs, Mapping) or not {"embeddings", "labels"} <= set(outputs):
+        came = f"the keys {sorted(outputs)}" if isinstance(outputs, Mapping) else type(outputs).__name__
+        raise TypeError(
+            f"RetrievalEvaluation: {type(pl_module).__name__}'s validation and test steps must return a dict with "
+            f"embeddings, labels and maybe ids, got {came}; RetrievalModule's do."
+        )
+    roles = outputs.get("roles")
+    if roles is not None and not (isinstance(roles, Tensor) and is_integer(roles)):
+        came = str(roles.dtype) if isinstance(roles, Tensor) else type(roles).__name__
+        raise TypeError(
+            f"RetrievalEvaluation: the `roles` that {type(pl_module).__name__}'s steps return must be a tensor of "
+            f"integers (1 query, 2 gallery, 3 both), got {came}."
+        )
+    return outputs["embeddings"], outputs["labels"]
 
 
 def log_alike(callback: pl.Callback, results: Mapping[str, Tensor]) -> None:
@@ -254,8 +275,8 @@ def _limit(loader: Any, limit: float) -> int | None:
 
 def _positions(loader: Any) -> Iterator[list[int]] | None:
     """The dataset indices of each batch that this process gets, where they can be known beforehand."""
-    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
-        return None
+    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
+        return None  # a batch sampler of one's own may give other batches each time it is asked
     sampler = loader.sampler
     in_order = isinstance(sampler, SequentialSampler)
     if in_order or (isinstance(sampler, DistributedSampler) and not sampler.shuffle):

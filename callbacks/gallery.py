@@ -12,11 +12,8 @@ from torch.utils.data import default_collate
 
 from lightning_retrieval.callbacks.pictures import EvaluationPicture
 from lightning_retrieval.checks import check_choice, check_integer
-from lightning_retrieval.distributed import gather_rows
-from lightning_retrieval.labels import finest
-from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
-from lightning_retrieval.metrics.store import GALLERY, QUERY
-from lightning_retrieval.similarity import normalize
+from lightning_retrieval.metrics import EmbeddingMetric, RandomGalleryMetrics, RetrievalMetrics
+from lightning_retrieval.metrics.store import Ranking, Rows
 
 _RIGHT, _WRONG, _QUERY, _PAPER, _INK = (34, 160, 70), (208, 48, 48), (120, 120, 120), (255, 255, 255), (60, 60, 60)
 _TILE, _BORDER, _GAP, _TITLE = 72, 4, 6, 18
@@ -49,12 +46,13 @@ class RetrievalGallery(EvaluationPicture):
         >>> callbacks = [RetrievalEvaluation(), RetrievalGallery(queries=4, every_n_epochs=5, order="hardest")]
 
     Cost:
-        The images drawn are read again from the dataset; no others are kept. Processes exchange the nearest images of
-        each query, not the embeddings.
+        The images drawn are read again from the dataset; no others are kept. Processes gather the embeddings once more.
 
     Relations:
-        A set whose images cannot be drawn (ids that do not index it, vectors) gets a warning instead of a picture. Sets
-        measured by other metrics than `RetrievalMetrics` know no AP of each query: their queries are spread.
+        The lists are those that the metrics are of, after post-processing; an instance is shown by its first image, and
+        what a protocol takes for junk is not shown. A set whose images cannot be drawn (ids that do not index it,
+        vectors) gets a warning instead of a picture. Sets measured by other metrics than `RetrievalMetrics` know no AP
+        of the list that is shown: their queries are spread.
     """
 
     by_label = False
@@ -75,8 +73,9 @@ class RetrievalGallery(EvaluationPicture):
                 stacklevel=2,
             )
             return None
-        ids, ap = _ap_of_each(metrics)
-        rows = _nearest(metrics, _chosen(ids, ap, self.queries, self.order), self.k)
+        held, ranking, _ = metrics.ranked()
+        ids, ap = _ap_of_each(metrics, held.ids[ranking.query_rows])
+        rows = _nearest(metrics, held, ranking, _chosen(ids, ap, self.queries, self.order), self.k)
         if not (trainer.is_global_zero and rows):
             return None
         captions = {} if ap is None else {i: _caption(value) for i, value in zip(ids.tolist(), ap.tolist())}
@@ -87,14 +86,14 @@ class RetrievalGallery(EvaluationPicture):
             return None
 
 
-def _ap_of_each(metrics: EmbeddingMetric) -> tuple[Int[Tensor, " query"], Float[Tensor, " query"] | None]:
-    """The queries' ids, ascending, and AP of each where it is known, on all ranks."""
-    if not isinstance(metrics, RetrievalMetrics):
-        _, _, ids, roles = _local_rows(metrics)
-        return torch.unique(gather_rows(ids[roles & QUERY > 0])), None
+def _ap_of_each(
+    metrics: EmbeddingMetric, queries: Int[Tensor, " query"]
+) -> tuple[Int[Tensor, " query"], Float[Tensor, " query"] | None]:
+    """The queries' ids, ascending, and AP of each in the list that is drawn, where it is known."""
+    if not isinstance(metrics, RetrievalMetrics) or isinstance(metrics, RandomGalleryMetrics):
+        return queries.sort().values, None
     table = metrics.per_query()
-    ids, place, counts = torch.unique(table["ids"], return_inverse=True, return_counts=True)
-    return ids, torch.zeros_like(counts, dtype=torch.float64).index_add(0, place, table["AP"]) / counts
+    return table["ids"], table["AP"]
 
 
 def _chosen(ids: Int[Tensor, " query"], ap: Float[Tensor, " query"] | None, queries: int, order: Order) -> Tensor:
@@ -107,41 +106,26 @@ def _chosen(ids: Int[Tensor, " query"], ap: Float[Tensor, " query"] | None, quer
     return ids[torch.arange(queries, device=ids.device) * (len(ids) - 1) // max(queries - 1, 1)]
 
 
-def _nearest(metrics: EmbeddingMetric, chosen: Int[Tensor, " query"], k: int) -> list[tuple[int, Hits]]:
-    """For each chosen query its id and its nearest images, the same on every rank."""
-    if len(chosen) == 0:
-        return []
-    local, labels, ids, roles = _local_rows(metrics)
-    place = local.device  # elsewhere than the ids where embeddings are kept on the CPU
-    mine = torch.isin(ids, chosen) & (roles & QUERY > 0)
-    query_ids, query_labels = gather_rows(ids[mine]), gather_rows(labels[mine])
-    query_rows = gather_rows(local[mine.to(place)].to(ids.device))
-    first = torch.stack([(query_ids == q).nonzero()[0, 0] for q in chosen])
-    scores = (query_rows[first].to(place) @ local.T).to(ids.device)  # (query, gallery)
-    scores.masked_fill_((chosen[:, None] == ids) | (roles & GALLERY == 0), -torch.inf)
-    right = metrics.relevant(chosen, query_labels[first], ids, labels)
-    best = scores.topk(min(k + 1, len(ids)), dim=1)  # one more: a padded sampler may bring an image twice
-    nearest = (best.values, ids[best.indices], right.gather(1, best.indices))
-    values, found, is_right = (gather_rows(t.T.contiguous()).T for t in nearest)
+def _nearest(
+    metrics: EmbeddingMetric, rows: Rows, ranking: Ranking, chosen: Int[Tensor, " query"], k: int
+) -> list[tuple[int, Hits]]:
+    """For each chosen query its id and the first of its list, as it is ranked for the metrics."""
+    query_ids, ids = rows.ids[ranking.query_rows], rows.ids[ranking.gallery_rows]
+    if len(chosen) == 0 or len(ids) == 0:
+        return [(query, []) for query in chosen.tolist()]
+    ascending, order = query_ids.sort()
+    queries = order[torch.searchsorted(ascending, chosen)]
+    place = ranking.gallery.device  # elsewhere than the ids where embeddings are kept on the CPU
+    scores = (ranking.queries[queries.to(place)] @ ranking.gallery.T).to(ids.device)  # (query, gallery)
+    scores.masked_fill_(~metrics.listed(chosen, ids), -torch.inf)
+    labels = rows.labels[ranking.gallery_rows]
+    right = metrics.relevant(chosen, rows.labels[ranking.query_rows][queries], ids, labels)
+    best = scores.topk(min(k, len(ids)), dim=1)
     results = []
     for row, query in enumerate(chosen.tolist()):
-        hits: dict[int, bool] = {}
-        for column in values[row].argsort(descending=True, stable=True).tolist():
-            if len(hits) < k and values[row, column] > -torch.inf:
-                hits.setdefault(int(found[row, column]), bool(is_right[row, column]))
-        results.append((query, list(hits.items())))
+        columns = best.indices[row][best.values[row] > -torch.inf]
+        results.append((query, list(zip(ids[columns].tolist(), right[row, columns].tolist()))))
     return results
-
-
-def _local_rows(metrics: EmbeddingMetric) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """This rank's unit embeddings, finest labels, ids and roles; a rank without any brings none, of the others' D."""
-    dim = metrics.embeddings[0].shape[1] if metrics.embeddings else 0
-    dim = int(gather_rows(torch.tensor([dim], device=metrics.device)).max())
-    if not metrics.embeddings:
-        none = torch.zeros(0, dtype=torch.int64, device=metrics.device)
-        return torch.zeros(0, dim, device=metrics.device), none, none, none
-    labels, ids, roles = (torch.cat(parts) for parts in (metrics.labels, metrics.ids, metrics.roles))
-    return normalize(torch.cat(metrics.embeddings)).float(), finest(labels), ids, roles
 
 
 def _images(pl_module: pl.LightningModule, dataset: Any, ids: list[int]) -> list[Image.Image]:

@@ -111,8 +111,15 @@ def evaluated_sets(
 
 
 def log_folder(trainer: pl.Trainer) -> Path:
-    """Where the run's logs lie; asked for on all ranks, which Lightning brings to one answer."""
-    return Path(trainer.log_dir or trainer.default_root_dir)
+    """Where the run's logs lie; asked for on all ranks, which Lightning brings to one answer.
+
+    Of loggers without a folder for each run (Weights & Biases) that in which Lightning puts the run's checkpoints.
+    """
+    folder, logger = Path(trainer.log_dir or trainer.default_root_dir), trainer.logger
+    if logger is None or logger.log_dir is not None or logger.version is None:
+        return folder
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return folder / str(logger.name) / version
 
 
 def publish(trainer: pl.Trainer, path: Path, key: str, picture: Picture) -> None:

@@ -45,12 +45,17 @@ def check_tensor(who: str, name: str, value: Any) -> None:
 
 def check_embeddings(who: str, name: str, embeddings: Tensor, ids: Tensor | None = None) -> None:
     """Refuse anything but a floating-point matrix (rows, D) with D > 0 and only finite numbers in it."""
+    check_matrix(who, name, embeddings)
+    check_finite(who, name, embeddings, ids)
+
+
+def check_matrix(who: str, name: str, embeddings: Tensor) -> None:
+    """Refuse anything but a floating-point matrix (rows, D) with D > 0."""
     check_tensor(who, name, embeddings)
     if embeddings.ndim != 2 or embeddings.shape[1] == 0:
         raise ValueError(f"{who}: `{name}` must have shape (rows, D) with D > 0, got {tuple(embeddings.shape)}.")
     if not embeddings.is_floating_point():
         raise TypeError(f"{who}: `{name}` must be floating point, got {embeddings.dtype}.")
-    check_finite(who, name, embeddings, ids)
 
 
 def check_finite(who: str, name: str, values: Tensor, ids: Tensor | None = None) -> None:

@@ -28,6 +28,7 @@ from lightning_retrieval.checks import (
     check_embeddings,
     check_integer,
     check_integers,
+    check_matrix,
     check_not_negative,
     check_positive,
     check_tensor,
@@ -136,9 +137,9 @@ class PCAWhitening(nn.Module):
         """Whitened unit rows, in float32 or better, also under autocast.
 
         Args:
-            embeddings: one row an image.
+            embeddings: one row an image; NaN and infinities become NaN, which metrics and indexes refuse by the id.
         """
-        check_embeddings("PCAWhitening", "embeddings", embeddings)
+        check_matrix("PCAWhitening", "embeddings", embeddings)
         if self.learned is None:
             raise ValueError(
                 "PCAWhitening: nothing has been learned yet; call fit with embeddings of other images, or load a "

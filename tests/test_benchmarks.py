@@ -15,7 +15,10 @@ COLUMNS = {
         *("added MiB", "times the first", "plain added MiB"),
     },
     "losses": {"loss", "batch", "time", "peer", "peer's time", "times faster", "added MiB"},
-    "metrics": {"embeddings", "evaluation", "product alone", "ratio", "added MiB", "mAP", "R@1"},
+    "metrics": {
+        *("set", "images", "D", "embeddings", "evaluation", "product alone", "ratio", "added MiB", "mAP"),
+        *("peer", "peer's time", "times faster"),
+    },
     "samplers": {"sampler", "images", "classes", "categories", "batch", "first batch", "later batch", "added MiB"},
     "search": {
         *("factory", "parameters", "shards", "build", "search", "product alone", "ratio"),

@@ -21,10 +21,7 @@ def mean_precision(metrics: RetrievalMetrics, steps: int = 100) -> Float[Tensor,
     The interpolated precision at a recall is the highest at any recall of at least as much, as TREC and PASCAL VOC have
     it. With label levels, the finest is looked at.
     """
-    with metrics.sync_context():
-        rows = metrics._rows()
-        ranking = metrics._ranking(rows)
-        part, parts = metrics._share()
+    rows, ranking, (part, parts) = metrics.ranked()
     labels = rows.labels[:, :1].contiguous()
     values = torch.full((len(ranking.queries), steps + 1), torch.nan, dtype=torch.float64, device=labels.device)
     if len(ranking.queries) and len(ranking.gallery):
@@ -56,10 +53,7 @@ def _interpolated(ranks: PositiveRanks, steps: int) -> Float[Tensor, "query leve
 
 def pair_counts(metrics: EmbeddingMetric, bins: int) -> Int[Tensor, "2 bins"]:
     """How many positive and how many negative pairs (query, candidate) score in each of equal bins from -1 to 1."""
-    with metrics.sync_context():
-        rows = metrics._rows()
-        ranking = metrics._ranking(rows)
-        part, parts = metrics._share()
+    rows, ranking, (part, parts) = metrics.ranked()
     device = rows.ids.device
     query_ids, query_labels = rows.ids[ranking.query_rows], rows.labels[ranking.query_rows]
     ids, labels = rows.ids[ranking.gallery_rows], rows.labels[ranking.gallery_rows]

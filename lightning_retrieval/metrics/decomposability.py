@@ -25,14 +25,16 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
         classes: of a batch.
         samples: images of each class in a batch.
     """
-    with metrics.sync_context():
-        rows = metrics._rows()
-        part, parts = metrics._share()
+    rows, _, (part, parts) = metrics.ranked()
     batches = cut_into_batches(finest(rows.labels).cpu(), classes, samples)
     sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=rows.ids.device)
     for place in range(part, len(batches), parts):
         batch = batches[place].to(rows.ids.device)
-        within = RetrievalMetrics(sync_on_compute=False).to(batch.device)
+        within = RetrievalMetrics(
+            query_expansion=metrics.query_expansion,
+            database_augmentation=metrics.database_augmentation,
+            sync_on_compute=False,
+        ).to(batch.device)
         roles = rows.roles[batch]
         within.update(
             rows.embeddings[batch.to(rows.embeddings.device)].to(batch.device),

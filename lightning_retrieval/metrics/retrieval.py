@@ -88,14 +88,14 @@ class RetrievalMetrics(EmbeddingMetric):
     ) -> None:
         super().__init__(**settings)
         who = type(self).__name__
-        if isinstance(ks, int) or len(ks) == 0:
+        if not isinstance(ks, Sequence) or len(ks) == 0:
             raise ValueError(f"{who}: `ks` must hold at least one k, such as (1, 10), got {ks!r}.")
-        if isinstance(map_ks, int):
+        if not isinstance(map_ks, Sequence):
             raise ValueError(f"{who}: `map_ks` must hold the k of mAP@k, such as (100,), got {map_ks!r}.")
         self.ks = tuple(check_integer(who, "ks", k, least=1) for k in ks)
         self.map_ks = tuple(check_integer(who, "map_ks", k, least=1) for k in map_ks)
         self.alpha = check_positive(who, "alpha", alpha)
-        self.ranked = 0  # images in the longest list of the last `compute`
+        self.ranked_images = 0  # images in the longest list of the last `compute`
 
     def compute(self) -> dict[str, Tensor]:
         """All metrics at once.
@@ -117,9 +117,10 @@ class RetrievalMetrics(EmbeddingMetric):
             results[f"R@{k}"] = (counted <= k).double().mean()
         left_out = len(table["AP"]) - len(counted)
         if len(counted) == 0:
+            cure = "give at least two images of a label" if self.ranked_images else "there is none to be ranked"
             warnings.warn(
                 f"{type(self).__name__}: none of the {left_out} queries has a relevant candidate, so the metrics are "
-                "NaN; give at least two images of a label.",
+                f"NaN; {cure}.",
                 stacklevel=2,
             )
         results["left_out"] = torch.tensor(float(left_out), dtype=torch.float64, device=self.device)
@@ -155,7 +156,7 @@ class RetrievalMetrics(EmbeddingMetric):
         if len(ranking.queries) == 0 or len(ranking.gallery) == 0:
             return {"ids": ids, "labels": labels[:, 0], **dict(zip(names, values.fill_(torch.nan).unbind(1)))}
         gallery_labels = rows.labels[ranking.gallery_rows]
-        self.ranked = len(gallery_labels) - int((ranking.own >= 0).all())
+        self.ranked_images = len(gallery_labels) - int((ranking.own >= 0).all())
         blocks = positive_ranks(
             ranking.queries, labels, ranking.gallery, gallery_labels, ranking.own, part=part, parts=parts
         )

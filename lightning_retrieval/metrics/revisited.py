@@ -148,6 +148,14 @@ class RevisitedMetrics(EmbeddingMetric):
             found[row] = torch.isin(ids, torch.tensor(right, dtype=torch.int64, device=ids.device))
         return found
 
+    def listed(self, query_ids: Int[Tensor, " query"], ids: Int[Tensor, " row"]) -> Bool[Tensor, "query row"]:
+        """Whether each row counts for each query: junk does not, nor does the query itself."""
+        found = super().listed(query_ids, ids)
+        for row, query in enumerate(query_ids.tolist()):
+            junk = torch.tensor(list(self.junk.get(query, ())), dtype=torch.int64, device=ids.device)
+            found[row] &= ~torch.isin(ids, junk)
+        return found
+
     def extra_repr(self) -> str:
         return f"ks={self.ks}"
 

@@ -110,7 +110,7 @@ class EmbeddingMetric(Metric):
         except (TypeError, ValueError) as error:
             if world_size() == 1 or not self.sync_on_compute:
                 raise
-            self._refused = self._refused or str(error)  # the others wait at compute: all raise there
+            self.refuse(str(error))
 
     def reset(self) -> None:
         """Forget all rows."""
@@ -126,6 +126,23 @@ class EmbeddingMetric(Metric):
     ) -> Bool[Tensor, "query row"]:
         """Whether each row is right for each query: whether they have one label, of the finest level."""
         return finest(query_labels)[:, None] == finest(labels)
+
+    def listed(self, query_ids: Int[Tensor, " query"], ids: Int[Tensor, " row"]) -> Bool[Tensor, "query row"]:
+        """Whether each row counts for each query at all, right or wrong; the query itself does not."""
+        return query_ids[:, None] != ids
+
+    def ranked(self) -> tuple[Rows, Ranking, tuple[int, int]]:
+        """All rows, who is ranked for whom, and which part of how many of the work is this process'.
+
+        What callbacks show is taken from this. Collective, as `compute` is.
+        """
+        with self.sync_context(should_sync=self._to_sync), self._in_order():
+            rows = self._rows()
+            return rows, self._ranking(rows), self._share()
+
+    def refuse(self, message: str) -> None:
+        """Say at `compute`, on all processes, that this one has met something wrong: the others wait there."""
+        self._refused = self._refused or message
 
     def _add(
         self,
@@ -163,6 +180,11 @@ class EmbeddingMetric(Metric):
         self, embeddings: Tensor, labels: Tensor, optional: dict[str, Tensor | None]
     ) -> None:
         who = type(self).__name__
+        if embeddings.dtype != self.embeddings[0].dtype:
+            raise ValueError(
+                f"{who}: `embeddings` must have the type of the updates before, {self.embeddings[0].dtype}, got "
+                f"{embeddings.dtype}."
+            )
         for name, rows, before in (("embeddings", embeddings, self.embeddings[0]), ("labels", labels, self.labels[0])):
             if rows.shape[1:] != before.shape[1:]:
                 raise ValueError(

@@ -297,6 +297,21 @@ def test_ids_are_the_positions_where_the_batches_have_none(monkeypatch, shuffle)
     loader = DataLoader(points(2), batch_size=5, shuffle=shuffle)
     trainer(RetrievalEvaluation(KS)).validate(Net(), loader, verbose=False)
     assert given == [None if shuffle else list(range(23))[i : i + 5] for i in range(0, 23, 5)]
+    given.clear()
+    batches = [torch.randperm(23).tolist()[:5] for _ in range(4)]  # nobody knows what it would give the next time
+    trainer(RetrievalEvaluation(KS)).validate(Net(), DataLoader(points(2), batch_sampler=batches), verbose=False)
+    assert given == [None] * 4
+
+
+@pytest.mark.refusal
+def test_roles_that_are_no_integers():
+    evaluation, run = RetrievalEvaluation(KS), Net()
+    evaluation._start(DataLoader(points(3)), torch.device("cpu"))
+    match = (
+        r"RetrievalEvaluation: the `roles` that Net's steps return must be a tensor of integers .*, got torch.float32"
+    )
+    with pytest.raises(TypeError, match=match):
+        evaluation._collect(run, {"embeddings": torch.ones(2, 3), "labels": torch.ones(2), "roles": torch.ones(2)}, 0)
 
 
 @pytest.mark.refusal

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery, gallery
-from lightning_retrieval.callbacks.gallery import _caption, _nearest
-from lightning_retrieval.metrics import RetrievalMetrics
+from lightning_retrieval.callbacks.gallery import _ap_of_each, _caption, _nearest
+from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics
+from lightning_retrieval.postprocessing import DatabaseAugmentation, QueryExpansion
 
 QUIET = [
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
@@ -267,12 +268,17 @@ def test_images_that_cannot_be_found_again_are_not_drawn(tmp_path):
     assert list(tmp_path.rglob("*.png")) == []
 
 
+def shown_for(metrics, chosen, k):
+    rows, ranking, _ = metrics.ranked()
+    return _nearest(metrics, rows, ranking, chosen, k)
+
+
 def _nearest_of_my_rows(rank, world):
     """Rank 0 has no image at all."""
     metrics = RetrievalMetrics()
     if rank > 0:
         metrics.update(torch.eye(3), torch.tensor([1, 1, 2]), torch.tensor([4, 5, 6]))
-    return _nearest(metrics, torch.tensor([4, 6]), k=2)
+    return shown_for(metrics, torch.tensor([4, 6]), k=2)
 
 
 def test_a_rank_without_images_takes_part(run_processes):
@@ -300,4 +306,40 @@ def test_queries_are_shown_with_what_is_ranked_for_them():
     for query in range(6):
         nearest = sorted(range(6, 14), key=lambda other, q=query: -float(unit[q] @ unit[other]))[:4]
         expected.append((query + 50, [(other + 50, bool(labels[other] == labels[query])) for other in nearest]))
-    assert _nearest(metrics, torch.arange(6) + 50, 4) == expected
+    assert shown_for(metrics, torch.arange(6) + 50, 4) == expected
+
+
+@pytest.mark.parametrize("kind", ["plain", "expanded", "instances"])
+def test_what_is_shown_has_the_ap_that_is_written_above_it(kind):
+    """The lists are those of the metrics: after post-processing, and one entry for an instance."""
+    embeddings, labels = torch.randn(60, 4), torch.arange(60) % 5
+    settings, given = {}, {}
+    if kind == "expanded":
+        settings = {"query_expansion": QueryExpansion(k=4), "database_augmentation": DatabaseAugmentation(k=4)}
+    if kind == "instances":
+        given = {"instances": torch.arange(60) % 30}
+    metrics = RetrievalMetrics(**settings)
+    metrics.update(embeddings, labels, torch.arange(60), **given)
+    table = metrics.per_query()
+    shown = dict(shown_for(metrics, table["ids"], k=60))
+    assert len(shown) == (30 if kind == "instances" else 60)
+    for query, ap in zip(table["ids"].tolist(), table["AP"].tolist()):
+        right = [is_right for _, is_right in shown[query]]
+        precisions = [sum(right[: i + 1]) / (i + 1) for i in range(len(right)) if right[i]]
+        assert sum(precisions) / len(precisions) == pytest.approx(ap, abs=1e-9)
+
+
+def test_junk_is_not_shown():
+    metrics = RevisitedMetrics(easy={4: [0]}, hard={4: [2]}, junk={4: [1]})
+    is_query = torch.arange(5) == 4
+    x = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.6, 0.4], [0.7, 0.3], [1.0, 0.0]])
+    metrics.update(x, torch.zeros(5).long(), torch.arange(5), is_query, ~is_query)
+    assert shown_for(metrics, torch.tensor([4]), k=4) == [(4, [(0, True), (3, False), (2, True)])]
+
+
+def test_random_galleries_have_no_ap_of_the_list_that_is_shown():
+    metrics = RandomGalleryMetrics(ks=(1,))
+    metrics.update(torch.randn(6, 3), torch.arange(6) % 2, torch.arange(6))
+    ids, ap = _ap_of_each(metrics, torch.tensor([3, 1, 2]))
+    assert ids.tolist() == [1, 2, 3]
+    assert ap is None

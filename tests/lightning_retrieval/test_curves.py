@@ -10,6 +10,7 @@ from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.metrics.curves import mean_precision, pair_counts
 from lightning_retrieval.metrics.decomposability import cut_into_batches, decomposability_gap
 from lightning_retrieval.metrics.store import GALLERY, QUERY
+from lightning_retrieval.postprocessing import DatabaseAugmentation, QueryExpansion
 
 SIZE = 301  # two blocks of queries, the last one smaller
 IDS = torch.randperm(4 * SIZE, generator=torch.Generator().manual_seed(7))[:SIZE]
@@ -141,8 +142,12 @@ def test_the_gap_is_mean_ap_of_batches_minus_ap_of_the_set(kind):
     assert expected > 0.1
 
 
-def test_there_is_no_gap_where_the_batch_is_the_set():
-    assert float(decomposability_gap(filled("all"), 10_000, 10_000)) == pytest.approx(0, abs=1e-12)
+@pytest.mark.parametrize("expanded", [False, True])
+def test_there_is_no_gap_where_the_batch_is_the_set(expanded):
+    metrics = filled("all")
+    if expanded:
+        metrics.query_expansion, metrics.database_augmentation = QueryExpansion(k=5), DatabaseAugmentation(k=5)
+    assert float(decomposability_gap(metrics, 10_000, 10_000)) == pytest.approx(0, abs=1e-12)
 
 
 def _of_a_share(rank, world):

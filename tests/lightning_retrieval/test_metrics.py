@@ -494,10 +494,10 @@ def test_how_many_are_ranked():
     metrics = RetrievalMetrics(ks=(1, 3))
     metrics.update(X, Y)
     metrics.compute()
-    assert metrics.ranked == 3  # the others
+    assert metrics.ranked_images == 3  # the others
     metrics.update(X, Y, is_query=B, is_gallery=~B)
     metrics.compute()
-    assert metrics.ranked == 6
+    assert metrics.ranked_images == 6
 
 
 # The life of a metric.
@@ -594,6 +594,7 @@ def test_bad_input(error, match, args):
         (ValueError, r"`ks` must hold at least one k, such as \(1, 10\), got \(\)", ()),
         (ValueError, "`ks` must be an integer >= 1, got 0", (1, 0)),
         (TypeError, r"`ks` must be an integer >= 1, got 1.5 \(float\)", (1.5,)),
+        (ValueError, r"`ks` must hold at least one k, such as \(1, 10\), got None", None),
     ],
 )
 def test_bad_ks(error, match, ks):
@@ -650,6 +651,14 @@ def test_updates_of_different_dimension():
     match = r"RetrievalMetrics: `embeddings` must have the dimension of the updates before, \(3,\), got shape \(4, 2\)"
     with pytest.raises(ValueError, match=match):
         metrics.update(X[:, :2], Y)
+
+
+@pytest.mark.refusal
+def test_updates_of_different_type():
+    metrics = RetrievalMetrics()
+    metrics.update(X, Y)
+    with pytest.raises(ValueError, match=r"`embeddings` must have the type of the updates before, torch.float32, got"):
+        metrics.update(X.double(), Y)
 
 
 @pytest.mark.refusal

@@ -355,7 +355,7 @@ def test_plateau_looks_at_its_monitor(own, monitor, validated, frequency, rates)
 def test_a_missing_monitor_is_refused():
     module = RetrievalModule(net(), SmoothAPLoss(), lr_scheduler=ReduceLROnPlateau, lr_scheduler_monitor="val/map")
     with pytest.raises(ValueError, match=r"`lr_scheduler_monitor`, got 'val/map', which was not logged; .*'val/mAP'"):
-        fit(module, batches(1), batches(1), callbacks=[RetrievalEvaluation()])
+        fit(module, batches(1), batches(1), callbacks=[RetrievalEvaluation((1,))])
 
 
 class WithHead(nn.Module):

@@ -17,6 +17,7 @@ from lightning_retrieval import (
     DatabaseAugmentation,
     PCAWhitening,
     QueryExpansion,
+    RetrievalMetrics,
     database_augmentation,
     multi_scale,
     query_expansion,
@@ -116,6 +117,17 @@ def test_half_precision_is_widened():
     expanded = query_expansion(queries, gallery)
     assert expanded.dtype == torch.float32
     torch.testing.assert_close(expanded, query_expansion(queries.float(), gallery.float()))
+
+
+def test_whitening_lets_nan_through_for_those_who_know_the_ids():
+    whitening = PCAWhitening(dim=2)
+    whitening.fit(rows(20, 4))
+    x = rows(5, 4, seed=1)
+    x[3, 1], x[4, 0] = torch.nan, torch.inf
+    whitened = whitening(x)
+    assert whitened.isnan().all(1).tolist() == [False, False, False, True, True]
+    with pytest.raises(ValueError, match=r"RetrievalMetrics: .* NaN or inf in 2 of 5 rows \(ids 33, 34\)"):
+        RetrievalMetrics().update(whitened, torch.zeros(5).long(), torch.arange(30, 35))
 
 
 @pytest.mark.refusal
