@@ -197,6 +197,27 @@ def test_metrics_of_levels_and_instances_are_bit_equal_too(ranks):
     assert 0 < ranks[0]["levels alone"]["H-AP"].mean() < 1
 
 
+def evaluated(this, world):
+    """A set that does not divide, padded with its first images, and one rank without any."""
+    x, labels, is_query = everything()
+    sharing = world - 1
+    padded = torch.cat([torch.arange(ROWS - 1), torch.arange((1 - ROWS) % sharing)])
+    mine = padded[this::sharing] if this < sharing else padded[:0]
+    metrics = RetrievalMetrics(ks=(1, 5))
+    for batch in mine.split(50):
+        metrics.update(x[batch], labels[batch], batch, is_query[batch])
+    return {**metrics.compute(), **metrics.per_query()}
+
+
+def test_metrics_of_four_processes_are_bit_equal_to_one(run_processes):
+    x, labels, is_query = (rows[: ROWS - 1] for rows in everything())
+    metrics = RetrievalMetrics(ks=(1, 5))
+    metrics.update(x, labels, torch.arange(ROWS - 1), is_query)
+    alone = {**metrics.compute(), **metrics.per_query()}
+    for found in run_processes(evaluated, 4):
+        assert same(found, alone)
+
+
 def test_metrics_keep_this_ranks_rows_after_compute(ranks):
     for result in ranks:
         rows_kept, rows_given = result["kept"]
