@@ -14,7 +14,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
 
 from lightning_retrieval.module import RetrievalModule
@@ -71,7 +71,7 @@ def check(args: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(report)
+    print("\n".join(map(shown, str(report).splitlines())))
     return 0 if report.ok else 1
 
 
@@ -90,8 +90,9 @@ def index(args: Sequence[str]) -> int:
     parser.add_argument(
         "--transform",
         choices=TRANSFORMS,
-        help="how an image is prepared: as in a paper's evaluation, or light on dark in grey, 32 x 32 ('glyphs'); "
-        "by default 'plain', and 'glyphs' for a model of grey images",
+        help="how an image is prepared: as in a paper's evaluation, or light on dark in grey, 32 x 32 ('glyphs'); by "
+        "default as in training's evaluation, where the checkpoint says so, else 'plain', and 'glyphs' for a model of "
+        "grey images",
     )
     parser.add_argument("--factory", default="Flat", help="faiss' factory string; Flat, which is exact, by default")
     parser.add_argument("--parameters", default="", help="of the search, in faiss' words, such as nprobe=16")
@@ -105,6 +106,11 @@ def index(args: Sequence[str]) -> int:
         return 2
     recall = "exact" if made.recall is None else f"recall@{RECALL_AT} {made.recall:.3f} against exact search"
     images = "1 image" if len(made) == 1 else f"{len(made)} images"
+    transform, source = made.about["transform"], made.about["transform_from"]
+    said = {"default": ", by default: the checkpoint names none", "checkpoint": ", as the checkpoint says"}.get(
+        source, ""
+    )
+    print(f"images prepared by the transform {transform!r}{said}")
     print(f"{settings['output']}: {images}, {made.dim} dimensions, {made.factory} ({recall})")
     return _complain("index", unread)
 
@@ -120,26 +126,52 @@ def search(args: Sequence[str]) -> int:
     )
     parser.add_argument("queries", nargs="+", metavar="IMAGE", help="an image file")
     parser.add_argument("--index", type=Path, required=True, metavar="INDEX", help="what `index` has written")
-    parser.add_argument("-k", type=int, default=10, help="results of each query, 10 by default")
+    parser.add_argument("-k", type=int, help="results of each query; by default 10, or all where there are fewer")
+    parser.add_argument("--parameters", help="of the search, such as nprobe=64, in place of the index's own")
     parser.add_argument("--checkpoint", type=Path, metavar="C", help="where the index's checkpoint lies now, if moved")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the results there as a page for a browser")
+    parser.add_argument(
+        "--images", type=Path, metavar="DIR", help="where the index's images lie now, if moved; for --html"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     _add_embedding(parser)
     settings = vars(parser.parse_args(args))
     folder, page, as_json = settings.pop("index"), settings.pop("html"), settings.pop("json")
+    images, parameters = settings.pop("images"), settings.pop("parameters")
     try:
+        if page is not None and (page.is_dir() or not page.parent.is_dir()):
+            raise ValueError(f"search: `--html` must be a file in a folder that is there, got {page}.")
+        if images is not None and not images.is_dir():
+            raise ValueError(
+                f"search: `--images` must be the folder of the index's images, got {images}, which is none."
+            )
         searched = RetrievalIndex.load(folder, mapped=True)
+        if parameters is not None:
+            searched.set_parameters(parameters)
         answers, unread = search_images(searched, **settings)
         if page is not None:
-            about = f"{settings['k']} nearest of {len(searched)} images in {shown(str(folder))}"
-            partial = page.with_name(f"{page.name}.part")
-            partial.write_text(result_page(answers, Path(searched.about["images"]), about), encoding="utf-8")
-            os.replace(partial, page)
+            _write_page(page, answers, images or Path(searched.about["images"]), len(searched), folder)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     print(json.dumps(_plain(answers, unread), indent=1) if as_json else "\n\n".join(map(_table, answers)))
     return _complain("search", unread)
+
+
+def _write_page(page: Path, answers: Sequence[Answer], images: Path, rows: int, folder: Path) -> None:
+    """Write the page, and say where its pictures cannot be read."""
+    results = [len(answer.hits) for answer in answers]
+    about = f"{max(results)} nearest of {rows} images in {shown(str(folder))}"
+    source, gone = result_page(answers, images, about)
+    partial = page.with_name(f"{page.name}.part")
+    partial.write_text(source, encoding="utf-8")
+    os.replace(partial, page)
+    if gone:
+        print(
+            f"search: {len(gone)} of {sum(results)} results cannot be read in {shown(str(images))}, the first: "
+            f"{gone[0]}; say where the images lie now with `--images`.",
+            file=sys.stderr,
+        )
 
 
 def _add_embedding(parser: argparse.ArgumentParser) -> None:
@@ -172,6 +204,17 @@ def _plain(answers: Sequence[Answer], unread: Sequence[Unread]) -> dict[str, Any
     }
 
 
+_OTHERS = """\
+other subcommands:
+    check               Look at a data set's layout: --data NAME --root DIR
+    index               Embed the images of a folder: --checkpoint C --images DIR --output INDEX
+    search              Find the images nearest to others: --index INDEX IMAGE..."""
+
+
+class _Lines(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Help whose list of other subcommands keeps its lines."""
+
+
 COMMANDS = {"check": check, "index": index, "search": search}
 
 
@@ -190,8 +233,8 @@ def main(args: Any = None) -> None:
         parser_kwargs={
             "prog": "lightning-retrieval",
             "description": "Train image retrieval directly for Average Precision.",
-            "epilog": "lightning-retrieval check --data NAME --root DIR looks at a data set's layout; "
-            "lightning-retrieval index and search find images with a trained model: see their --help.",
+            "epilog": _OTHERS,
+            "formatter_class": _Lines,
         },
         args=args,
     )

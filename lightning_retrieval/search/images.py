@@ -79,7 +79,9 @@ def index_images(
         checkpoint: of a `RetrievalModule`.
         images: the folder; files of a suffix that Pillow opens are taken, at any depth, hidden ones not.
         output: the folder of the index.
-        transform: one of `TRANSFORMS`; where None, `"plain"` for a model of colour images, `"glyphs"` for grey ones.
+        transform: one of `TRANSFORMS`; where None, that of the evaluation in training, which the checkpoint names if
+            the data module was one of images in files; else `"plain"` for a model of colour images, `"glyphs"` for
+            grey ones. `about["transform"]` of the index is what was taken, `about["transform_from"]` who said so.
         factory: faiss' factory string.
         parameters: of the search, in faiss' words.
         shards: parts of the index.
@@ -93,6 +95,9 @@ def index_images(
     Raises:
         FileNotFoundError: if the checkpoint or the folder is not there.
         ValueError: if no image can be read, or something else does not fit.
+
+    Cost:
+        Two times 4 bytes for each number of an embedding, for the embeddings and for a `"Flat"` index of them.
     """
     who = "index"
     check_folder(who, output)
@@ -103,11 +108,16 @@ def index_images(
     if not paths:
         raise ValueError(f"{who}: `--images` must be a folder of images, got {images}, in which there is none.")
     model = _Model.load(who, checkpoint, transform, batch_size, num_workers, device)
-    places, embeddings, unread = model.embed(images, paths)
+    about = {**model.about, "images": str(images.absolute())}
+    indexes: list[RetrievalIndex] = []
+
+    def begin(dim: int) -> None:  # so that what does not fit the model is refused after the first images
+        indexes.append(RetrievalIndex(dim, factory, parameters=parameters, shards=shards, about=about))
+
+    places, embeddings, unread = model.embed(images, paths, names=paths, begin=begin)
     if not places:
         raise ValueError(f"{who}: none of the {len(paths)} images in {images} can be read, the first: {unread[0]}.")
-    about = {**model.about, "images": str(images.absolute())}
-    index = RetrievalIndex(embeddings.shape[1], factory, parameters=parameters, shards=shards, about=about)
+    (index,) = indexes
     index.add(embeddings, torch.tensor(places), [paths[place] for place in places])
     index.save(output)
     return index, unread
@@ -116,7 +126,7 @@ def index_images(
 def search_images(
     index: RetrievalIndex,
     queries: Sequence[str],
-    k: int,
+    k: int | None = None,
     *,
     checkpoint: Path | None = None,
     batch_size: int = 32,
@@ -128,7 +138,7 @@ def search_images(
     Args:
         index: made by `index_images`.
         queries: image files.
-        k: results of each, at most the images of the index.
+        k: results of each, at most the images of the index; where None, 10, or all where there are fewer.
         checkpoint: where the model lies now; where None, where it lay when the index was made.
         batch_size: images embedded at a time.
         num_workers: processes that read images.
@@ -145,6 +155,8 @@ def search_images(
     who, about = "search", index.about
     if not {"checkpoint", "checkpoint_sha256", "transform"} <= about.keys():
         raise ValueError(f"{who}: `--index` must be one that `lightning-retrieval index` made, of images.")
+    if k is None:
+        k = max(1, min(10, len(index)))
     check_integer(who, "-k", k, least=1)
     if k > len(index):
         raise ValueError(f"{who}: `-k` must be at most the {len(index)} images of the index, got {k}; ask for fewer.")
@@ -162,7 +174,8 @@ def search_images(
         )
     files = [Path(os.path.abspath(query)) for query in queries]
     top = Path(files[0].anchor)
-    places, embeddings, unread = model.embed(top, [file.relative_to(top).as_posix() for file in files])
+    below = [file.relative_to(top).as_posix() for file in files]
+    places, embeddings, unread = model.embed(top, below, names=[str(file) for file in files])
     if not places:
         raise ValueError(f"{who}: none of the {len(files)} queries can be read, the first: {unread[0]}.")
     similarities, ids = index.search(embeddings, k)
@@ -172,7 +185,7 @@ def search_images(
         paths = index.paths(found)
         hits = [Hit(rank + 1, *hit) for rank, hit in enumerate(zip(found.tolist(), paths, near))]
         answers.append(Answer(queries[place], hits))
-    return answers, [Unread(str(top / one.path), one.reason) for one in unread]
+    return answers, unread
 
 
 def image_paths(folder: Path) -> list[str]:
@@ -196,7 +209,7 @@ class _Model:
     """A checkpoint's model, ready to embed image files."""
 
     who: str
-    module: nn.Module
+    module: RetrievalModule
     transform: Callable[[Any], Tensor]
     about: dict[str, Any]
     batch_size: int
@@ -211,9 +224,15 @@ class _Model:
         check_integer(who, "--num_workers", num_workers, least=0)
         if transform is not None:
             check_choice(who, "--transform", transform, TRANSFORMS)
-        module = load_module(who, checkpoint)
+        module, prepared = load_module(who, checkpoint)
+        if transform is None and prepared is not None and prepared not in TRANSFORMS:
+            raise ValueError(
+                f"{who}: `--transform` must be given, as the model of {checkpoint} was evaluated with a transform of "
+                f"its own, which a checkpoint does not hold; give the one of {', '.join(TRANSFORMS)} that does the "
+                "same, or embed the images yourself and add them to a RetrievalIndex."
+            )
         channels = next((part.in_channels for part in module.modules() if isinstance(part, nn.Conv2d)), 3)
-        name = transform or (GLYPHS if channels == 1 else "plain")
+        name = transform or prepared or (GLYPHS if channels == 1 else "plain")
         given = 1 if name == GLYPHS else 3
         if given != channels:
             cure = GLYPHS if channels == 1 else "plain"
@@ -228,6 +247,7 @@ class _Model:
             "checkpoint": str(checkpoint.absolute()),
             "checkpoint_sha256": file_digest(checkpoint),
             "transform": name,
+            "transform_from": "--transform" if transform else "checkpoint" if prepared else "default",
             "channels": channels,
         }
         try:
@@ -239,8 +259,22 @@ class _Model:
         size = 1 if name == "ap_gem" else batch_size
         return cls(who, module.eval(), _transform(name), about, size, num_workers, device)
 
-    def embed(self, root: Path, paths: Sequence[str]) -> tuple[list[int], Tensor, list[Unread]]:
-        """Places and embeddings of the images that can be read, and those that cannot."""
+    def embed(
+        self,
+        root: Path,
+        paths: Sequence[str],
+        *,
+        names: Sequence[str],
+        begin: Callable[[int], None] = lambda dim: None,
+    ) -> tuple[list[int], Tensor, list[Unread]]:
+        """Places and embeddings of the images that can be read, and those that cannot.
+
+        Args:
+            root: what the paths are relative to.
+            paths: of the images.
+            names: what messages call them.
+            begin: called once, with the length of an embedding, after the first images.
+        """
         rooms = importlib.import_module("lightning_retrieval.datamodules")  # by name: the core imports no data module
         images = rooms.ImageSet(rooms.ImageIndex(paths, [0] * len(paths)), root, self.transform)
         loader = DataLoader(
@@ -250,23 +284,27 @@ class _Model:
             collate_fn=list,
         )
         places: list[int] = []
-        embeddings, unread = [torch.zeros(0, 0)], []
+        embeddings, unread = torch.zeros(0, 0), []
         # Only for a person who looks on: not where the output goes to a file.
         with tqdm(total=len(paths), desc="Embedding", unit="image", disable=None, leave=False) as progress:
             for batch in loader:
                 progress.update(len(batch))
-                unread += [Unread(paths[place], reason) for place, image, reason in batch if image is None]
+                unread += [Unread(names[place], reason) for place, image, reason in batch if image is None]
                 read = [(place, image) for place, image, _ in batch if image is not None]
                 if read:
-                    embeddings.append(self._embed_batch(torch.stack([image for _, image in read])))
-                    self._check_finite(embeddings[-1], [paths[place] for place, _ in read])
+                    part = self._embed_batch(torch.stack([image for _, image in read]))
+                    self._check_finite(part, [names[place] for place, _ in read])
+                    if not places:
+                        begin(part.shape[1])
+                        embeddings = torch.empty(len(paths), part.shape[1])
+                    embeddings[len(places) : len(places) + len(part)] = part
                     places += [place for place, _ in read]
-        return places, torch.cat(embeddings[1:] or embeddings), unread
+        return places, embeddings[: len(places)], unread
 
     @torch.inference_mode()
     def _embed_batch(self, images: Tensor) -> Tensor:
         try:
-            embeddings: Tensor = self.module(images.to(self.device)).float().cpu()
+            embeddings: Tensor = self.module.embed(images.to(self.device)).float().cpu()
         except (RuntimeError, ValueError, AssertionError) as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise ValueError(f"{self.who}: memory is too small; lower `--batch_size`, now {len(images)}.") from None
@@ -275,7 +313,7 @@ class _Model:
                 f"{self.who}: the model cannot embed images of shape {tuple(images.shape)}, as "
                 f"`--transform {self.about['transform']}` makes them ({reason}); choose another transform."
             ) from None
-        return embeddings.clone()
+        return embeddings
 
     def _check_finite(self, embeddings: Tensor, paths: Iterable[str]) -> None:
         for path, finite in zip(paths, torch.isfinite(embeddings).all(1).tolist()):
@@ -304,8 +342,10 @@ class _Files(Dataset[tuple[int, Tensor | None, str]]):
         return place, self.images.transform(image), ""
 
 
-def load_module(who: str, checkpoint: Path) -> RetrievalModule:
-    """The module of a checkpoint, without looking for the pretrained weights that its training began with.
+def load_module(who: str, checkpoint: Path) -> tuple[RetrievalModule, str | None]:
+    """The module of a checkpoint and the name of the transform that its data module evaluated with, if it says so.
+
+    The pretrained weights that the training began with are not looked for.
 
     Raises:
         FileNotFoundError: if the file is not there.
@@ -319,13 +359,20 @@ def load_module(who: str, checkpoint: Path) -> RetrievalModule:
         stream = io.BytesIO()
         torch.save(saved, stream)
         stream.seek(0)
-        return RetrievalModule.load_from_checkpoint(stream, map_location="cpu", weights_only=True)
+        return RetrievalModule.load_from_checkpoint(stream, map_location="cpu", weights_only=True), _prepared(saved)
     except Exception as error:  # whatever unpickling, the class paths in it and their constructors raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"{who}: `--checkpoint` must be the checkpoint of a RetrievalModule that can be rebuilt from it, got "
             f"{checkpoint} ({reason})."
         ) from None
+
+
+def _prepared(saved: dict[str, Any]) -> str | None:
+    """What `ImageDataModule.state_dict` says; it stands under the name of the class, which may be anybody's."""
+    states = [value for name, value in saved.items() if isinstance(value, dict) and "hyper_parameters" not in name]
+    names = [state["transform"] for state in states if isinstance(state.get("transform"), str)]
+    return names[0] if names else None
 
 
 def _without_weights(described: Any) -> Any:

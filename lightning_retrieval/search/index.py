@@ -41,7 +41,8 @@ class RetrievalIndex:
         about: plain values that are saved with the index, such as the checkpoint that the embeddings are of.
 
     Raises:
-        ValueError: if a number is below 1, or faiss does not know the factory string or a parameter.
+        ValueError: if a number is below 1, or faiss does not know the factory string, has no inner products for it, or
+            does not know a parameter.
         TypeError: if a number is not an integer.
 
     Example:
@@ -114,7 +115,7 @@ class RetrievalIndex:
 
         Raises:
             ValueError: if shapes do not fit, an embedding is not finite, an id is negative or there already, there are
-                too few rows to train with, or the index is memory-mapped.
+                too few rows to train with, faiss refuses rows, or the index is memory-mapped.
             TypeError: if embeddings are not floating point, or ids not integers.
         """
         self._refuse_mapped("add to")
@@ -127,10 +128,18 @@ class RetrievalIndex:
         first = len(self) == 0 and rows > 0
         if not self.faiss_indexes[0].is_trained:
             self._train(embeddings)
-        for begin, block in _blocks(embeddings):
-            emptiest = sorted(self.faiss_indexes, key=lambda index: index.ntotal)
-            for index, part in zip(emptiest, np.array_split(np.arange(len(block)), self.shards)):
-                index.add_with_ids(block[part], new[begin + part])
+        try:
+            for begin, block in _blocks(embeddings):
+                emptiest = sorted(self.faiss_indexes, key=lambda index: index.ntotal)
+                for index, part in zip(emptiest, np.array_split(np.arange(len(block)), self.shards)):
+                    index.add_with_ids(block[part], new[begin + part])
+        except RuntimeError as error:
+            if first:
+                self.faiss_indexes = [self._new() for _ in range(self.shards)]
+            raise ValueError(
+                f"{WHO}: {rows} rows cannot be added to an index of {self.factory!r} that holds {len(self)} "
+                f"({_reason(error)}); take another factory, such as Flat or HNSW32."
+            ) from None
         every = np.concatenate([self._ids, new])
         order = np.argsort(every, kind="stable")
         self._paths = self._paths.joined(Paths([""] * rows if paths is None else paths))[order]
@@ -173,6 +182,21 @@ class RetrievalIndex:
         ids = np.concatenate([np.zeros((0, k), np.int64), *(rows for _, rows in found)])
         similarities[ids < 0] = -np.inf
         return torch.from_numpy(similarities), torch.from_numpy(ids)
+
+    def set_parameters(self, parameters: str) -> None:
+        """Search with other parameters from now on, also where the index is memory-mapped.
+
+        Args:
+            parameters: in faiss' words, as for the constructor; those not named stay. So does `recall`, which was
+                measured with those of before.
+
+        Raises:
+            ValueError: if faiss does not know a parameter.
+        """
+        self._set(self._new(), parameters)  # refused before anything is changed
+        for index in self.faiss_indexes:
+            self._set(index, parameters)
+        self.parameters = ",".join(filter(None, [self.parameters, parameters]))
 
     def remove(self, ids: Int[Tensor, " rows"]) -> None:
         """Take rows out, ids and paths with them.
@@ -222,7 +246,7 @@ class RetrievalIndex:
             folder: vectors, ids, paths and a manifest with the version of the format and all checksums lie there.
 
         Raises:
-            ValueError: if the folder holds anything else, or the index is memory-mapped.
+            ValueError: if the folder holds anything else, another process writes to it, or the index is memory-mapped.
         """
         self._refuse_mapped("save")
         faiss = _faiss()
@@ -286,18 +310,26 @@ class RetrievalIndex:
                 f"{WHO}: `factory` must be one of faiss' factory strings, such as 'Flat' or 'IVF1024,PQ16', that fits "
                 f"inner products of {self.dim} numbers, got {self.factory!r} ({_reason(error)})."
             ) from None
+        if index.metric_type != faiss.METRIC_INNER_PRODUCT:  # faiss takes what was asked for and leaves it out
+            raise ValueError(
+                f"{WHO}: `factory` must be one that faiss has inner products for, got {self.factory!r}, which gives "
+                "Euclidean distances; take another, such as 'HNSW32' or 'IVF1024,PQ16'."
+            )
         inner = faiss.downcast_index(index.index) if isinstance(index, faiss.IndexPreTransform) else index
         if not isinstance(inner, faiss.IndexIVF):  # which keeps ids of its own
             index = faiss.IndexIDMap(index)
+        self._set(index, self.parameters)
+        return index
+
+    def _set(self, index: Any, parameters: str) -> None:
         try:
-            if self.parameters:
-                faiss.ParameterSpace().set_index_parameters(index, self.parameters)
+            if parameters:
+                _faiss().ParameterSpace().set_index_parameters(index, parameters)
         except RuntimeError as error:
             raise ValueError(
                 f"{WHO}: `parameters` must be those that faiss has for {self.factory!r}, such as 'nprobe=16' for IVF "
-                f"or 'efSearch=64' for HNSW, got {self.parameters!r} ({_reason(error)})."
+                f"or 'efSearch=64' for HNSW, got {parameters!r} ({_reason(error)})."
             ) from None
-        return index
 
     def _train(self, embeddings: Tensor) -> None:
         """Train on a sample of rows, as many as faiss looks at, and give all shards what was learned."""
@@ -334,7 +366,7 @@ class RetrievalIndex:
         found = self.search(queries, k + 1)[1]
         hits = 0
         for row, expected, itself in zip(found.tolist(), nearest.tolist(), own.tolist()):
-            hits += len({other for other in row if other != itself} & set(expected))
+            hits += len(set([other for other in row if other != itself][:k]) & set(expected))
         return hits / nearest.numel()
 
     def _check_embeddings(self, name: str, embeddings: Any) -> None:
@@ -363,8 +395,13 @@ class RetrievalIndex:
     def _new_ids(self, ids: Tensor | None, rows: int) -> NDArray[np.int64]:
         """The ids of rows to come, which none may have yet."""
         if ids is None:
-            start = int(self._ids[-1]) + 1 if len(self) else 0
-            return np.arange(start, start + rows)
+            largest, most = int(self._ids[-1]) if len(self) else -1, np.iinfo(np.int64).max
+            if rows > most - largest:
+                raise ValueError(
+                    f"{WHO}: `ids` must be given, as there are no {rows} integers of 64 bits after the largest id, "
+                    f"{largest}."
+                )
+            return largest + np.arange(1, rows + 1)
         check_integers(WHO, "ids", ids, rows, "embeddings")
         new = ids.cpu().numpy().astype(np.int64)
         if rows and new.min() < 0:

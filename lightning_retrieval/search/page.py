@@ -14,29 +14,31 @@ from lightning_retrieval.search.images import Answer, Hit, shown
 _SIDE, _SMALL = 320, 96  # pixels: the longer side of a picture at most, and below which its pixels are kept sharp
 
 
-def result_page(answers: Sequence[Answer], images: Path, about: str) -> str:
-    """The page: each query with its results, their pictures inside.
+def result_page(answers: Sequence[Answer], images: Path, about: str) -> tuple[str, list[str]]:
+    """The page, each query with its results, their pictures inside; and the results that cannot be read now.
 
     Args:
         answers: the queries and what was found.
         images: the folder that the paths of the results are relative to.
         about: a line on what was searched.
     """
-    sections = [_section(number, answer, images) for number, answer in enumerate(answers, start=1)]
+    gone: list[str] = []
+    sections = [_section(number, answer, images, gone) for number, answer in enumerate(answers, start=1)]
     links = "".join(f'<a href="#q{i}">{escape(_name(answer.query))}</a>' for i, answer in enumerate(answers, start=1))
     queries = "1 query" if len(answers) == 1 else f"{len(answers)} queries"
-    return _PAGE.substitute(
+    page = _PAGE.substitute(
         about=escape(about),
         queries=queries,
         links=f'<nav aria-label="Queries">{links}</nav>' if len(answers) > 1 else "",
         sections="".join(sections),
     )
+    return page, gone
 
 
-def _section(number: int, answer: Answer, images: Path) -> str:
-    cards = "".join(_card(number, hit, images) for hit in answer.hits)
+def _section(number: int, answer: Answer, images: Path, gone: list[str]) -> str:
+    cards = "".join(_card(number, hit, images, gone) for hit in answer.hits)
     query = escape(shown(answer.query))
-    picture = _picture(Path(answer.query), f"Query: {shown(answer.query)}")
+    picture = _picture(Path(answer.query), f"Query: {shown(answer.query)}") or _gone(f"Query: {shown(answer.query)}")
     return (
         f'<section id="q{number}" aria-labelledby="t{number}"><div class="query">{picture}'
         f'<h2 id="t{number}"><span class="label">Query {number}</span><span class="path">{query}</span></h2></div>'
@@ -44,9 +46,13 @@ def _section(number: int, answer: Answer, images: Path) -> str:
     )
 
 
-def _card(query: int, hit: Hit, images: Path) -> str:
+def _card(query: int, hit: Hit, images: Path, gone: list[str]) -> str:
     path = shown(hit.path)
-    picture = _picture(images / hit.path, f"Result {hit.rank}: {path}")
+    alt = f"Result {hit.rank}: {path}"
+    picture = _picture(images / hit.path, alt)
+    if picture is None:
+        gone.append(path)
+        picture = _gone(alt)
     share = 100 * min(1.0, max(0.0, hit.similarity))
     return (
         f'<li><button class="card" type="button" data-query="{query}" data-rank="{hit.rank}">{picture}'
@@ -58,13 +64,13 @@ def _card(query: int, hit: Hit, images: Path) -> str:
     )
 
 
-def _picture(path: Path, alt: str) -> str:
-    """An image as a data URI, or words where it can no longer be read."""
+def _picture(path: Path, alt: str) -> str | None:
+    """An image as a data URI, or None where it can no longer be read."""
     try:
         with Image.open(path) as file:
             image = ImageOps.exif_transpose(file).convert("RGB")
     except Exception:  # as in reading the gallery: Pillow's readers raise errors of all kinds
-        return f'<span class="picture gone" role="img" aria-label="{escape(alt)}">not readable now</span>'
+        return None
     small = max(image.size) <= _SMALL
     image.thumbnail((_SIDE, _SIDE))
     stream, kind = io.BytesIO(), "png" if small else "jpeg"
@@ -72,6 +78,10 @@ def _picture(path: Path, alt: str) -> str:
     data = base64.b64encode(stream.getvalue()).decode()
     sharp = " sharp" if small else ""
     return f'<span class="picture{sharp}"><img src="data:image/{kind};base64,{data}" alt="{escape(alt)}"></span>'
+
+
+def _gone(alt: str) -> str:
+    return f'<span class="picture gone" role="img" aria-label="{escape(alt)}">not readable now</span>'
 
 
 def _name(path: str) -> str:
@@ -114,13 +124,15 @@ h2 { margin: 0.6rem 0 0; font-size: 0.9rem; font-weight: 400; }
 .path { overflow-wrap: anywhere; }
 ol { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: 0.9rem; margin: 0; padding: 0;
   list-style: none; align-content: start; }
-.card { position: relative; display: block; width: 100%; height: 100%; padding: 0 0 0.6rem; overflow: hidden;
-  border: 1px solid var(--line); border-radius: 12px; background: var(--card); color: inherit; font: inherit;
-  text-align: left; cursor: zoom-in; }
-.card > span:not(.picture, .rank, .bar) { display: block; margin: 0.35rem 0.7rem 0; }
+.card { position: relative; display: flex; flex-direction: column; justify-content: flex-start; align-items: stretch;
+  width: 100%; height: 100%; padding: 0 0 0.6rem; overflow: hidden; border: 1px solid var(--line);
+  border-radius: 12px; background: var(--card); color: inherit; font: inherit; text-align: left; cursor: zoom-in; }
+.card > span { flex: none; }
+.card > .numbers, .card > .path { margin: 0.35rem 0.7rem 0; }
 .card:hover { border-color: var(--accent); }
 :focus-visible { outline: 3px solid var(--accent); outline-offset: 2px; }
-.picture { display: grid; place-items: center; aspect-ratio: 1; overflow: hidden; background: var(--well); }
+.picture { display: grid; grid-template: 100% / 100%; place-items: center; aspect-ratio: 1; overflow: hidden;
+  background: var(--well); }
 .picture img { display: block; width: 100%; height: 100%; object-fit: contain; }
 .sharp img { image-rendering: pixelated; }
 .gone { color: var(--soft); font-size: 0.85rem; }
@@ -132,7 +144,8 @@ ol { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr))
 .numbers { color: var(--soft); font-size: 0.8rem; font-variant-numeric: tabular-nums; }
 .numbers span { display: flex; justify-content: space-between; }
 .numbers b { color: var(--ink); font-weight: 600; }
-.card .path { font-size: 0.85rem; }
+.card .path { display: -webkit-box; overflow: hidden; font-size: 0.85rem; -webkit-box-orient: vertical;
+  -webkit-line-clamp: 4; line-clamp: 4; }
 .hidden { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
 dialog { width: min(92vw, 46rem); max-height: 92vh; padding: 1.2rem; border: 1px solid var(--line); border-radius: 14px;
   background: var(--card); color: var(--ink); }

@@ -1,6 +1,7 @@
 """RetrievalIndex: against exact ranking by NumPy, through files and back, and what is said to bad input."""
 
 import copy
+import fcntl
 import json
 import os
 import pickle
@@ -239,13 +240,80 @@ def test_a_save_that_fails_leaves_the_old_index(tmp_path, monkeypatch):
     assert len(RetrievalIndex.load(tmp_path / "index")) == 50
 
 
+NAMES = ["files", "lock", "manifest.json"]
+
+
+def test_a_first_save_whose_process_was_ended_is_written_over(tmp_path):
+    (tmp_path / "files-0badf00d").mkdir()
+    (tmp_path / "files-0badf00d" / "vectors-0.faiss").write_bytes(b"half")
+    (tmp_path / "lock").touch()
+    built(rows=50).save(tmp_path)
+    assert len(RetrievalIndex.load(tmp_path)) == 50
+    assert len(os.listdir(tmp_path)) == 3
+    (tmp_path / "manifest.json").write_text("damaged")
+    built(rows=60).save(tmp_path)
+    assert len(RetrievalIndex.load(tmp_path)) == 60
+
+
+@pytest.mark.refusal
+def test_one_save_at_a_time(tmp_path, monkeypatch):
+    real, refused = faiss.write_index, []
+
+    def amid(part, path):
+        monkeypatch.setattr(faiss, "write_index", real)
+        with pytest.raises(ValueError, match=r"^RetrievalIndex: .* is being written to by another process; wait"):
+            built(rows=60).save(tmp_path)
+        refused.append(path)
+        real(part, path)
+
+    monkeypatch.setattr(faiss, "write_index", amid)
+    built(rows=50).save(tmp_path)
+    assert len(refused) == 1
+    assert len(RetrievalIndex.load(tmp_path)) == 50
+    built(rows=60).save(tmp_path)
+    assert len(RetrievalIndex.load(tmp_path)) == 60
+
+
+def test_a_save_does_without_locks_where_the_file_system_has_none(tmp_path, monkeypatch):
+    def fails(*args):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    built(rows=50).save(tmp_path)
+    assert len(RetrievalIndex.load(tmp_path)) == 50
+
+
+def test_all_is_on_the_disk_before_the_manifest_is_replaced(tmp_path, monkeypatch):
+    flushed, at_replace, sync, replace = [], [], os.fsync, os.replace
+
+    def fsync(descriptor):
+        status = os.fstat(descriptor)
+        flushed.append((status.st_ino, status.st_size))
+        sync(descriptor)
+
+    def replaces(*paths):
+        at_replace.extend(flushed)
+        replace(*paths)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replaces)
+    built(rows=50, shards=2).save(tmp_path)
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"]
+    assert len(files) == 6
+    assert {(path.stat().st_ino, path.stat().st_size) for path in files} <= set(at_replace)
+    folders = {path.stat().st_ino for path in (tmp_path, *tmp_path.glob("files-*"))}
+    assert folders <= {inode for inode, _ in at_replace}
+    assert len(flushed) == len(at_replace) + 1
+    assert flushed[-1][0] == tmp_path.stat().st_ino
+
+
 def test_a_save_clears_away_what_an_ended_process_left(tmp_path):
     built(rows=50).save(tmp_path / "index")
     (tmp_path / "index" / "files-0badf00d").mkdir()
     mapped = RetrievalIndex.load(tmp_path / "index", mapped=True)
     built(rows=60).save(tmp_path / "index")
     assert len(RetrievalIndex.load(tmp_path / "index")) == 60
-    assert len(list((tmp_path / "index").iterdir())) == 2
+    assert sorted(re.sub(r"-\w{8}$", "", name) for name in os.listdir(tmp_path / "index")) == NAMES
     assert mapped.search(vectors(1), 1)[1].tolist() == [[1000]]  # who has the old files open keeps them
 
 
@@ -314,6 +382,34 @@ def test_nothing_else_is_written_over(tmp_path):
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
+@pytest.mark.refusal
+@pytest.mark.parametrize("manifest", ['{"name": "extension"}', '{"files": {}, "format": "another"}', "[]", "no JSON"])
+@pytest.mark.parametrize("beside", ["", "files-of-2024", "files-0badf00d0"])
+def test_a_folder_with_a_manifest_of_something_else_is_not_written_over(manifest, beside, tmp_path):
+    (tmp_path / "manifest.json").write_text(manifest)
+    (tmp_path / beside).mkdir(exist_ok=True)
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(ValueError, match="something else"):
+        built(rows=50).save(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == before
+    assert (tmp_path / "manifest.json").read_text() == manifest
+
+
+@pytest.mark.refusal
+def test_what_others_put_beside_an_index_stays(tmp_path):
+    built(rows=50).save(tmp_path)
+    for name in ("files-of-2024", "files-", "files-0badf00d0"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "files-0badf00d").symlink_to(tmp_path / "files-of-2024", target_is_directory=True)
+    before = {name for name in os.listdir(tmp_path) if (tmp_path / name / "ids.npy").exists() is False}
+    built(rows=60).save(tmp_path)
+    assert before <= set(os.listdir(tmp_path))
+    assert len(os.listdir(tmp_path)) == len(before) + 1
+    (tmp_path / "manifest.json").write_text("damaged")
+    with pytest.raises(ValueError, match="something else"):
+        built(rows=50).save(tmp_path)
+
+
 NAN = vectors(8).index_put((torch.tensor([2, 5]),), torch.tensor(float("nan")))
 
 
@@ -362,6 +458,10 @@ def test_bad_input_is_refused_and_changes_nothing(call, kind, said):
         ({"shards": 1.5}, TypeError, "`shards` must be an integer >= 1, got 1.5"),
         ({"factory": "Flatt"}, ValueError, r"got 'Flatt' \(could not parse index string"),
         ({"factory": "PQ5"}, ValueError, r"of 16 numbers, got 'PQ5' \(The dimension of the vector .* multiple of"),
+        *(
+            ({"factory": factory}, ValueError, f"inner products for, got '{factory}', which gives Euclidean distances")
+            for factory in ("HNSW8,PQ4", "HNSW8_PQ4", "NSG8,PQ4", "ZnLattice2x4_4", "PCA8,HNSW8,PQ4", "HNSW8,PQ4,RFlat")
+        ),
         ({"factory": "IDMap,Flat"}, ValueError, "leave IDMap out"),
         ({"parameters": "nprobe=3"}, ValueError, "`parameters` must be those that faiss has for 'Flat'.*'nprobe=3'"),
     ],
@@ -380,6 +480,61 @@ def test_too_few_rows_to_train_are_refused(factory):
     assert len(index) == 0
     index.add(vectors(600))
     assert len(index) == 600
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_first_add_that_faiss_refuses_changes_nothing(shards):
+    index = RetrievalIndex(DIM, "NSG8", shards=shards)
+    with pytest.raises(ValueError, match=r"^RetrievalIndex: 50 rows cannot .* 'NSG8' that holds 0 \(.*smaller than"):
+        index.add(vectors(50))
+    assert len(index) == sum(part.ntotal for part in index.faiss_indexes) == 0
+    index.add(vectors(400))
+    assert len(index) == sum(part.ntotal for part in index.faiss_indexes) == 400
+    with pytest.raises(ValueError, match=r"3 rows cannot be added to an index of 'NSG8' that holds 400"):
+        index.add(vectors(3))
+    assert len(index) == sum(part.ntotal for part in index.faiss_indexes) == 400
+
+
+def test_the_largest_ids():
+    index = RetrievalIndex(DIM)
+    index.add(vectors(1), torch.tensor([2**63 - 3]))
+    index.add(vectors(2))
+    assert index.ids.tolist() == [2**63 - 3, 2**63 - 2, 2**63 - 1]
+    with pytest.raises(ValueError, match=rf"`ids` must be given, .* after the largest id, {2**63 - 1}\.$"):
+        index.add(vectors(1))
+    index.add(vectors(0))
+    index.add(vectors(1), torch.tensor([0]))
+    assert index.ids[:2].tolist() == [0, 2**63 - 3]
+
+
+def test_recall_counts_ten_also_where_a_query_does_not_find_itself(monkeypatch):
+    rows = vectors(100)
+    places = exact(rows, rows, 100)[1][:, 1:]  # without the query itself
+    found = np.concatenate([places[:, -1:], places[:, :10]], 1)  # one that is far, then the ten nearest
+
+    def search(self, queries, k):
+        assert (len(queries), k) == (100, 11)
+        return torch.zeros(found.shape), torch.from_numpy(found)
+
+    monkeypatch.setattr(RetrievalIndex, "search", search)
+    index = RetrievalIndex(DIM, "SQ8")
+    index.add(rows)
+    assert index.recall == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_other_parameters_after_loading(mapped, tmp_path):
+    built("IVF16,Flat", shards=2).save(tmp_path)
+    index, queries = RetrievalIndex.load(tmp_path, mapped=mapped), vectors(20, seed=1)
+    index.set_parameters("nprobe=16")
+    assert index.search(queries, 9)[1].tolist() == (1000 - exact(vectors(), queries, 9)[1]).tolist()
+    with pytest.raises(
+        ValueError, match=r"`parameters` must be those that faiss has for 'IVF16,Flat'.*'nprobe=1,ef=3'"
+    ):
+        index.set_parameters("nprobe=1,ef=3")
+    assert index.search(queries, 9)[1].tolist() == (1000 - exact(vectors(), queries, 9)[1]).tolist()
+    assert index.parameters == "nprobe=16"
 
 
 def test_one_row_has_no_recall():

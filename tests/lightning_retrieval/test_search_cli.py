@@ -13,16 +13,17 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from PIL import Image
+from torchvision.transforms import v2
 
-from lightning_retrieval import Embedder, RetrievalIndex, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import Embedder, PCAWhitening, RetrievalIndex, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli import main
-from lightning_retrieval.datamodules import reference_transform
+from lightning_retrieval.datamodules import ImageFolder, reference_transform
 from lightning_retrieval.datamodules.glyph_images import load_glyph_images
+from lightning_retrieval.search import images as search_module
+from tests.datamodules.trees_more import QUIET, write_folders
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:GPU available but not used:UserWarning"),
-    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings(ignored) for ignored in QUIET]
+MEDIUM = v2.Compose([v2.Resize((64, 64)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
 ODD = "<script>alert('&\"')<\\script>.png"  # a name that a page must not run
 
 
@@ -104,6 +105,28 @@ def test_search_ranks_as_the_model_does(glyphs, indexed, capsys):
         assert results[0]["path"] == paths[place]
 
 
+def test_whitening_and_scales_of_the_module_are_applied(glyphs, tmp_path, capsys):
+    torch.manual_seed(1)
+    whitening = PCAWhitening(dim=6).fit(glyphs[1])
+    settings = {"whitening": whitening, "eval_scales": (1.0, 0.5)}
+    module = RetrievalModule(Embedder("glyph_net", embedding_dim=24), SmoothAPLoss(), **settings).eval()
+    model = checkpoint(tmp_path / "model.ckpt", module)
+    folder = glyphs[0] / "images"
+    paths = paths_of(folder)
+    images = [torch.as_tensor(np.array(Image.open(folder / path).convert("L"))) for path in paths]
+    with torch.no_grad():
+        expected = module.embed(torch.stack(images)[:, None].float() / 255).double()
+    args = ["--images", folder, "--output", tmp_path / "index", "--checkpoint", model]
+    code, out, _ = command(capsys, "index", *args)
+    assert code == 0
+    assert "40 images, 6 dimensions" in out
+    code, out, _ = command(capsys, "search", folder / paths[7], "--index", tmp_path / "index", "-k40", "--json")
+    unit = expected / expected.norm(dim=1, keepdim=True)
+    scores = dict(zip(paths, (unit @ unit[7]).tolist()))
+    found = {hit["path"]: hit["similarity"] for hit in json.loads(out)["queries"][0]["results"]}
+    assert found == pytest.approx(scores, abs=1e-5)
+
+
 def test_the_table(indexed, capsys, monkeypatch):
     monkeypatch.chdir(indexed / "images")
     query = paths_of(Path())[3]
@@ -119,6 +142,8 @@ def test_factory_parameters_and_shards(glyphs, tmp_path, capsys):
     more = ["--factory=IVF2,Flat", "--parameters=nprobe=2", "--shards=2", "--batch_size=7", "--num_workers=1"]
     code, out, err = command(capsys, *indexing(glyphs[0], tmp_path / "index", *more))
     assert (code, err) == (0, "")
+    transform, out = out.split("\n", 1)
+    assert transform == "images prepared by the transform 'glyphs', by default: the checkpoint names none"
     said, recall = out.split("recall@10 ")
     assert said == f"{tmp_path / 'index'}: 40 images, 24 dimensions, IVF2,Flat ("
     assert 0.97 < float(recall.removesuffix(" against exact search)\n")) <= 1  # all lists; near ties go either way
@@ -149,7 +174,7 @@ def test_unreadable_images_are_named_and_the_others_indexed(glyphs, indexed, tmp
     assert json.loads(out)["unread"] == [{"path": str(missing), "reason": "No such file or directory"}]
     code, out, err = command(capsys, "search", missing, *args)
     assert (code, out) == (2, "")
-    assert err.startswith("search: none of the 1 queries can be read, the first: cannot read the image ")
+    assert err.startswith(f"search: none of the 1 queries can be read, the first: cannot read the image {missing} (")
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +186,58 @@ def colour(tmp_path_factory):
     embedder.weights = "IMAGENET1K_V1"
     module = RetrievalModule(embedder, SmoothAPLoss()).eval()
     return checkpoint(folder / "model.ckpt", module), module
+
+
+def trained(folder, **settings):
+    """A checkpoint that a fit on a folder of images wrote, then gone on with for an epoch more."""
+    write_folders(folder / "images", ["a", "b", "c", "d"], images=2)
+    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    sizes = {"classes_per_batch": 2, "samples_per_class": 2, "test_share": 0.5, "train_transform": MEDIUM}
+    for epochs in (1, 2):
+        data = ImageFolder(folder / "images", **sizes, **settings)
+        torch.manual_seed(0)
+        module = RetrievalModule(Embedder("squeezenet1_1", embedding_dim=8), SmoothAPLoss())
+        trainer = pl.Trainer(
+            max_epochs=epochs, limit_val_batches=0, default_root_dir=folder, enable_checkpointing=False, **quiet
+        )
+        path = folder / "model.ckpt"
+        trainer.fit(module, data, ckpt_path=path if epochs == 2 else None, weights_only=True)
+        trainer.save_checkpoint(path)
+    assert trainer.current_epoch == 2
+    return path
+
+
+def test_images_are_prepared_as_the_checkpoint_says(tmp_path, capsys):
+    trained(tmp_path, transform="roadmap")
+    code, out, err = command(capsys, *indexing(tmp_path, tmp_path / "index"))
+    assert (code, err) == (0, "")
+    assert out.startswith("images prepared by the transform 'roadmap', as the checkpoint says\n")
+    assert RetrievalIndex.load(tmp_path / "index").about["transform"] == "roadmap"
+    code, out, err = command(capsys, *indexing(tmp_path, tmp_path / "index", "--transform=plain"))
+    assert (code, err) == (0, "")
+    assert out.startswith("images prepared by the transform 'plain'\n")
+
+
+@pytest.mark.refusal
+def test_a_transform_of_ones_own_has_to_be_named(tmp_path, capsys):
+    trained(tmp_path, eval_transform=MEDIUM)
+    said = refused(capsys, *indexing(tmp_path, tmp_path / "index"))
+    assert said.startswith("index: `--transform` must be given, as the model of ")
+    assert "evaluated with a transform of its own" in said
+    assert not (tmp_path / "index").exists()
+    assert command(capsys, *indexing(tmp_path, tmp_path / "index", "--transform=plain"))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        ({"Anybodys.Data": {"transform": "ap_gem"}}, "ap_gem"),
+        ({"hyper_parameters": {"transform": "plain"}, "state_dict": {"transform": torch.zeros(1)}}, None),
+        ({"ImageFolder": {"transform": "own"}, "callbacks": {}}, "own"),
+    ],
+)
+def test_where_a_checkpoint_names_the_transform(state, name):
+    assert search_module._prepared(state) == name
 
 
 def photo():
@@ -273,6 +350,59 @@ def test_what_does_not_fit_is_refused_in_one_sentence(glyphs, colour, indexed, t
 
 
 @pytest.mark.refusal
+@pytest.mark.parametrize("bad", ["--factory=Flatt", "--factory=PQ5", "--factory=HNSW8,PQ4", "--parameters=nprobe=3"])
+def test_what_the_index_cannot_be_is_refused_after_the_first_images(bad, indexed, tmp_path, capsys, monkeypatch):
+    real, seen = search_module._Model._embed_batch, []
+
+    def counted(self, images):
+        seen.append(len(images))
+        return real(self, images)
+
+    monkeypatch.setattr(search_module._Model, "_embed_batch", counted)
+    assert refused(capsys, *indexing(indexed, tmp_path / "index", bad, "--batch_size=7")).startswith(
+        "RetrievalIndex: `"
+    )
+    assert seen == [7]
+
+
+@pytest.mark.refusal
+def test_where_the_page_goes_is_looked_at_first(indexed, tmp_path, capsys):
+    query = indexed / "images" / ODD
+    for page in (tmp_path / "gone" / "page.html", tmp_path):
+        said = refused(capsys, "search", query, "--index", tmp_path / "none", "--html", page)
+        assert said == f"search: `--html` must be a file in a folder that is there, got {page}.\n"
+    said = refused(capsys, "search", query, "--index", tmp_path / "none", "--images", tmp_path / "gone")
+    assert "`--images` must be the folder of the index's images, got " in said
+
+
+def test_ten_results_or_all_there_are(indexed, tmp_path, capsys):
+    query = indexed / "images" / ODD
+    _, out, _ = command(capsys, "search", query, "--index", indexed / "index", "--json")
+    assert len(json.loads(out)["queries"][0]["results"]) == 10
+    (tmp_path / "images").mkdir()
+    for path in paths_of(indexed / "images")[:5]:
+        shutil.copy(indexed / "images" / path, tmp_path / "images")
+    shutil.copy(indexed / "model.ckpt", tmp_path)
+    command(capsys, *indexing(tmp_path, tmp_path / "index"))
+    page = tmp_path / "page.html"
+    code, out, err = command(capsys, "search", query, "--index", tmp_path / "index", "--json", "--html", page)
+    assert (code, err) == (0, "")
+    assert len(json.loads(out)["queries"][0]["results"]) == 5
+    assert "5 nearest of 5 images" in page.read_text(encoding="utf-8")
+
+
+def test_parameters_of_the_search(indexed, tmp_path, capsys):
+    command(capsys, *indexing(indexed, tmp_path / "index", "--factory=IVF10,Flat"))
+    args = ["search", indexed / "images" / ODD, "--index", tmp_path / "index", "-k40", "--json"]
+    counts = []
+    for more in ([], ["--parameters=nprobe=10"]):
+        _, out, _ = command(capsys, *args, *more)
+        counts.append(len(json.loads(out)["queries"][0]["results"]))
+    assert counts[0] < counts[1] == 40
+    assert "got 'nope=1'" in refused(capsys, *args, "--parameters=nope=1")
+
+
+@pytest.mark.refusal
 def test_a_model_that_gives_nan_is_refused_with_the_image(glyphs, tmp_path, capsys):
     module = RetrievalModule(Embedder("glyph_net", embedding_dim=24), SmoothAPLoss())
     torch.nn.init.constant_(module.embedder.head.linear.weight, float("nan"))
@@ -333,9 +463,15 @@ def test_the_page_says_where_a_picture_is_gone(indexed, tmp_path, capsys):
     shutil.rmtree(tmp_path / "images" / "2")
     query = tmp_path / "images" / paths_of(tmp_path / "images")[3]
     args = ["search", query, "--index", tmp_path / "index", "-k40", "--html", tmp_path / "page.html"]
-    assert command(capsys, *args)[0] == 0
+    code, _, err = command(capsys, *args)
+    assert code == 0
     source = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert source.count("not readable now") == 10
+    assert err.startswith(f"search: 10 of 40 results cannot be read in {tmp_path / 'images'}, the first: 2/deeper/2")
+    assert err.endswith("; say where the images lie now with `--images`.\n")
+    assert err.count("\n") == 1
+    assert command(capsys, *args, "--images", indexed / "images")[::2] == (0, "")
+    assert "not readable now" not in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -391,6 +527,27 @@ def test_the_page_is_walked_through_by_keys(browser):
     # Arrow right enters; a line of the window holds three cards; the dialog follows the arrows; closing it comes back.
     on_cards = ["-", "1.1", "1.2", "1.1", "1.4", "1.1", "1.7", "2.1", "2.1", "2.1"]
     assert trace == [*on_cards, "Query 2, rank 2", "Query 2, rank 7", "Query 2, rank 7", "2", "2.7"]
+
+
+def test_cards_line_up_beside_a_long_path_and_show_a_tall_picture(browser):
+    script = """const all = [...document.querySelectorAll("#q1 .card")];
+    all[1].querySelector(".path").textContent = "long/".repeat(80) + "a.png";
+    const own = (card) => { const box = card.getBoundingClientRect(), inner = card.children;
+      return [...inner].slice(0, 4).map((part) => Math.round(part.getBoundingClientRect().top - box.top)).join(","); };
+    const lines = all.map((card) => card.querySelector(".path"))
+      .map((path) => path.getBoundingClientRect().height / parseFloat(getComputedStyle(path).lineHeight));
+    document.documentElement.dataset.tops = [...new Set(all.map(own))].length;
+    const tall = all[0].querySelector("img");
+    tall.src = "data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' width='20' height='60'/>";
+    addEventListener("load", () => {
+      const over = tall.getBoundingClientRect().height - tall.parentNode.clientHeight;
+      document.documentElement.dataset.overflow = over > 1;
+    });
+    document.documentElement.dataset.lines = lines[1].toFixed(1);"""
+    html = re.search(r"<html[^>]*>", browser(script, "--dump-dom", "--virtual-time-budget=2000"))[0]
+    assert 'data-tops="1"' in html
+    assert 'data-lines="4.0"' in html
+    assert 'data-overflow="false"' in html  # a tall picture is shown whole
 
 
 def test_the_page_shows_its_pictures(browser, tmp_path):
