@@ -130,8 +130,11 @@ def main() -> None:
             run = evaluation(embeddings, labels)
             peers = {"RetrievalMAP": torchmetrics_map, "AccuracyCalculator": accuracy_calculator}
             peers = {peer: make(embeddings, labels) for peer, make in peers.items()} if name == PEERS else {}
-            runs = 1 if quick else 3 if len(labels) > 30_000 or peers else 5
-            times = interleaved({"evaluation": run, "product": product(embeddings), **peers}, runs, device)
+            long = len(labels) > 30_000
+            runs = 1 if quick else 2 if long else 3
+            times = interleaved(
+                {"evaluation": run, "product": product(embeddings), **peers}, runs, device, warm_up=0 if long else 1
+            )
             memory = None if quick and rows else peak_added_memory(measured, device, name, trained, quick, device) / MIB
             row = {
                 "set": name,

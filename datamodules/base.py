@@ -49,11 +49,15 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         sampler: of training batches: `"pk"` (`PKSampler`), `"category"` (`CategorySampler`, two categories a batch, of
             the training set's `categories`) or `"all_classes"` (`AllClassesSampler`, of P K images); or a
             `GlobalBatchSampler` that was made with the training set's labels, for which P and K here count nothing.
+        pin_memory: whether batches are put into page-locked memory, from which a GPU is fed faster; where there is one
+            where None.
+        persistent_workers: whether the workers stay from epoch to epoch; they do where None.
 
     Raises:
-        ValueError: if a number is out of its range or `sampler` is unknown; P and K, and a sampler of your own, against
-            the data when training begins.
-        TypeError: if a number is not an integer, or `sampler` is neither a name nor a `GlobalBatchSampler`.
+        ValueError: if a number is out of its range, `sampler` is unknown, or workers are to persist and there are none;
+            P and K, and a sampler of your own, against the data when training begins.
+        TypeError: if a number is not an integer, `sampler` is neither a name nor a `GlobalBatchSampler`, or one of the
+            last two is not True, False or None.
 
     Relations:
         A run does not depend on the number of workers or processes, and goes on in the middle of an epoch with the next
@@ -70,6 +74,8 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         num_workers: int = 0,
         seed: int | None = None,
         sampler: SamplerName | GlobalBatchSampler = "pk",
+        pin_memory: bool | None = None,
+        persistent_workers: bool | None = None,
     ) -> None:
         super().__init__()
         who = type(self).__name__
@@ -80,6 +86,10 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         default = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         self.seed = default if seed is None else check_integer(who, "seed", seed, least=0)
         self.sampler = _check_sampler(who, sampler)
+        self.pin_memory = _check_flag(who, "pin_memory", pin_memory)
+        self.persistent_workers = _check_flag(who, "persistent_workers", persistent_workers)
+        if self.persistent_workers and not self.num_workers:
+            raise ValueError(f"{who}: `persistent_workers` need workers, got num_workers=0; set it to 1 or more.")
 
     @property
     @abstractmethod
@@ -155,10 +165,16 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
     def _loading(self, dataset: Any) -> dict[str, Any]:
         return {
             "num_workers": self.num_workers,
-            "persistent_workers": self.num_workers > 0,
-            "pin_memory": torch.cuda.is_available(),
+            "persistent_workers": self.num_workers > 0 if self.persistent_workers is None else self.persistent_workers,
+            "pin_memory": torch.cuda.is_available() if self.pin_memory is None else self.pin_memory,
             "collate_fn": getattr(dataset, "collate", None),
         }
+
+
+def _check_flag(who: str, name: str, value: bool | None) -> bool | None:
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"{who}: `{name}` must be True, False or None, got {value!r}.")
+    return value
 
 
 def _check_sampler(who: str, sampler: SamplerName | GlobalBatchSampler) -> SamplerName | GlobalBatchSampler:

@@ -1,6 +1,7 @@
 """CUB-200-2011: birds of 200 species."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -73,7 +74,7 @@ class CUB200(ImageDataModule):
         for path, others in [(of_classes, classes), *((path, boxes) for path in of_boxes)]:
             self._refuse_unmatched(of_paths, paths, path, others)
         for image, row in classes.items():
-            if not row[1].isdigit() or not 1 <= int(row[1]) <= CLASSES:
+            if not re.fullmatch("[0-9]{1,9}", row[1]) or not 1 <= int(row[1]) <= CLASSES:
                 raise ValueError(
                     f"{who}: the class must be an integer from 1 to {CLASSES}, got {row[1]!r} for image {image} in "
                     f"line {line_of(of_classes, row)} of {of_classes}."
@@ -112,9 +113,12 @@ class CUB200(ImageDataModule):
         """Left, top, right and bottom of the whole pixels that hold x, y, width and height."""
         try:
             x, y, width, height = (float(value) for value in row[1:])
-            return math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
+            box = math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
+            if all(abs(side) < 2**31 for side in box):
+                return box
         except (ValueError, OverflowError):
-            raise ValueError(
-                f"{type(self).__name__}: a box must be four finite numbers, got {' '.join(row[1:])!r} in line "
-                f"{line_of(path, row)} of {path}."
-            ) from None
+            pass
+        raise ValueError(
+            f"{type(self).__name__}: a box must be four finite numbers, got {' '.join(row[1:])!r} in line "
+            f"{line_of(path, row)} of {path}."
+        )

@@ -92,8 +92,13 @@ class IJBC(ImageDataModule):
         if of_crops:
             faces, rows_left_out = _crops(lists, *of_crops)
         else:
-            boxes, rows_left_out = _boxes(lists)
+            boxes, rows_left_out, differing = _boxes(lists)
             faces = list(boxes)
+            if differing:
+                warnings.warn(
+                    f"IJBC: {differing:,} rows give a face another box than a row before; the first one is taken.",
+                    stacklevel=2,
+                )
         if rows_left_out:
             warnings.warn(
                 f"IJBC: left out {rows_left_out:,} rows of faces without a subject{'' if of_crops else ' or a box'}.",
@@ -128,10 +133,10 @@ class IJBC(ImageDataModule):
         return [face for face in faces if instances[face.subject] >= self.least_instances]
 
 
-def _boxes(lists: Sequence[Path]) -> tuple[dict[_Face, _Box], int]:
-    """The box of each face of the release, and how many rows have no subject or box."""
+def _boxes(lists: Sequence[Path]) -> tuple[dict[_Face, _Box], int, int]:
+    """The box of each face of the release, how many rows have no subject or box, and how many another box."""
     boxes: dict[_Face, _Box] = {}
-    left_out = 0
+    left_out = differing = 0
     for path in lists:
         for (subject, name, sighting, *box), line in csv_columns(
             "IJBC", path, ("SUBJECT_ID", "FILENAME", "SIGHTING_ID", *BOX)
@@ -144,8 +149,8 @@ def _boxes(lists: Sequence[Path]) -> tuple[dict[_Face, _Box], int]:
                 raise ValueError(
                     f"IJBC: `{'SIGHTING_ID' if name else 'FILENAME'}` must not be empty in line {line} of {path}."
                 )
-            boxes.setdefault(_Face(owner, f"images/{name}", sighting), corners)
-    return boxes, left_out
+            differing += boxes.setdefault(_Face(owner, f"images/{name}", sighting), corners) != corners
+    return boxes, left_out, differing
 
 
 def _crops(lists: Sequence[Path], of_crops: Path) -> tuple[list[_Face], int]:

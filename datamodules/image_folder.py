@@ -76,7 +76,8 @@ class ImageFolder(ImageDataModule):
         """The images of each class folder, of which each is of one split."""
         who = "ImageFolder"
         if not self.root.is_dir():
-            raise FileNotFoundError(f"{who}: `root` must be a folder of class folders, got {self.root}: not there.")
+            what = "a file" if self.root.is_file() else "not there"
+            raise FileNotFoundError(f"{who}: `root` must be a folder of class folders, got {self.root}: {what}.")
         litter: list[str] = []
         empty: list[str] = []
         if self._is_split():
@@ -121,7 +122,8 @@ class ImageFolder(ImageDataModule):
             above += [file for _, of_category in inner for file in of_category]
             folders = [folder for of_category, _ in inner for folder in of_category]
         classes: dict[str, list[str]] = {}
-        deeper = 0
+        deeper: list[Path] = []
+        split: list[Path] = []
         for folder in folders:
             within, of_class = _listed(folder)
             paths = [file for file in of_class if file.suffix.lower() in suffixes]
@@ -131,16 +133,24 @@ class ImageFolder(ImageDataModule):
                 litter += [f"{_relative(inside, self.root)}/" for inside in within]
             else:
                 empty.append(_relative(folder, self.root))
-                deeper += any(file.suffix.lower() in suffixes for inside in within for file in _listed(inside)[1])
+                if any(file.suffix.lower() in suffixes for inside in within for file in _listed(inside)[1]):
+                    deeper.append(folder)
+                elif all((folder / part).is_dir() for part in SPLITS):
+                    split.append(folder)
         litter += [_relative(file, self.root) for file in above]
         if not classes:
-            self._refuse(top, images, len(above) - images, deeper)
+            self._refuse(top, images, len(above) - images, deeper, split)
         return classes
 
-    def _refuse(self, top: Path, images: int, in_categories: int, deeper: int) -> None:
+    def _refuse(
+        self, top: Path, images: int, in_categories: int, deeper: Sequence[Path], split: Sequence[Path]
+    ) -> None:
         wanted = "<category>/<class>/<image>" if self.categories else "<class>/<image>"
-        if deeper and not self.categories:
+        if split and not self._is_split():
+            cure = f"give root={split[0]}"
+        elif deeper and not self.categories:
             cure = "images lie one folder deeper: set categories=True if those above are categories"
+            cure += "" if self._is_split() else f", or give root={deeper[0]}"
         elif self.categories and in_categories:
             cure = "images lie one folder higher: set categories=False"
         elif images:

@@ -20,8 +20,9 @@ from lightning_retrieval.paths import Paths
 # What an image is in evaluation: ranked for, ranked, or both. A distractor is ranked and right for nobody.
 ROLES = {"query": QUERY, "gallery": GALLERY, "both": QUERY | GALLERY, "distractor": GALLERY}
 DISTRACTOR = -1  # the label of distractors
-_LEAVES = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")  # an absolute path, or one with a step up
-VERSION = 2  # of the cache's format
+LEAVES = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")  # an absolute path, or one with a step up
+_DETOUR = re.compile(r"(^|/)\./|//|/\.?$")  # by which one path may be spelt in several ways
+VERSION = 3  # of the cache's format
 _COLUMNS = ("labels", "categories", "levels", "boxes", "roles", "instances")
 
 
@@ -40,8 +41,8 @@ class ImageIndex:
         names: of the classes, in the order of the labels 0, 1, ...; or None.
 
     Raises:
-        ValueError: if there is no image, the lengths differ, a path leaves the root, a box holds no pixel, or an
-            instance has images of several classes.
+        ValueError: if there is no image, the lengths differ, a path leaves the root or is spelt with `./`, a box holds
+            no pixel or is beyond 32 bits, or an instance has images of several classes.
 
     Example:
         >>> from lightning_retrieval.datamodules import ImageIndex
@@ -69,7 +70,7 @@ class ImageIndex:
         self.labels: NDArray[np.int64] = np.asarray(labels, dtype=np.int64)
         self.categories = None if categories is None else np.asarray(categories, dtype=np.int64)
         self.levels = None if levels is None else np.asarray(levels, dtype=np.int64)
-        self.boxes = None if boxes is None else np.asarray(boxes, dtype=np.int32).reshape(-1, 4)
+        self.boxes = None if boxes is None else _pixels(boxes)
         self.roles = None if roles is None else np.asarray(roles, dtype=np.uint8)
         self.instances = None if instances is None else np.asarray(instances, dtype=np.int64)
         self.names = None if names is None else Paths(names)
@@ -81,8 +82,10 @@ class ImageIndex:
                     f"ImageIndex: `{name}` must have one entry for each of {len(self)} paths, got {len(values)}."
                 )
         for path in self.paths:
-            if _LEAVES.search(path):
+            if LEAVES.search(path):
                 raise ValueError(f"ImageIndex: `paths` must lie inside the root, got {path!r}.")
+            if _DETOUR.search(path):
+                raise ValueError(f"ImageIndex: `paths` must be without './' and '//', got {path!r}.")
         if self.boxes is not None:
             empty = np.flatnonzero((self.boxes[:, 2] <= self.boxes[:, 0]) | (self.boxes[:, 3] <= self.boxes[:, 1]))
             if len(empty):
@@ -111,6 +114,10 @@ class ImageIndex:
         parts = {name: value[rows] for name, value in self._columns().items() if value is not None}
         return ImageIndex.of_arrays({**self.arrays(), **parts, "paths": paths.bytes, "ends": paths.ends})
 
+    def image(self, place: int) -> tuple[Any, ...]:
+        """What is shown at a place: a path, and the box where there are boxes."""
+        return self.paths[place], *([] if self.boxes is None else self.boxes[place].tolist())
+
     def _columns(self) -> dict[str, NDArray[Any] | None]:
         return {name: getattr(self, name) for name in _COLUMNS}
 
@@ -129,6 +136,23 @@ class ImageIndex:
             setattr(index, name, arrays.get(name))
         index.names = Paths.of_arrays(arrays["names"], arrays["name_ends"]) if "names" in arrays else None
         return index
+
+
+def _pixels(boxes: Any) -> NDArray[np.int32]:
+    """The boxes, whose numbers must fit into 32 bits."""
+    try:
+        return np.asarray(boxes, dtype=np.int32).reshape(-1, 4)
+    except OverflowError:
+        odd = next(box for box in boxes if any(abs(side) >= 2**31 for side in box))
+        raise ValueError(f"ImageIndex: `boxes` must hold numbers of pixels below 2**31, got {list(odd)}.") from None
+
+
+def image_keys(index: ImageIndex) -> NDArray[np.int64]:
+    """A hash of each image, and of its box where there are boxes."""
+    keys = np.fromiter(map(hash, index.paths), np.int64, len(index))  # of millions of paths, a set of them is large
+    for side in () if index.boxes is None else index.boxes.T:
+        keys = keys * np.int64(1_000_003) + side  # wraps around
+    return keys
 
 
 def class_numbers(originals: Sequence[Any] | NDArray[Any]) -> tuple[NDArray[np.int64], list[str]]:
@@ -161,23 +185,27 @@ def cached(
         read: makes the index of each split.
         sources: the files that it reads, whose sizes and times of change decide.
         settings: what else decides, plain values.
-        folder: where the cache lies; made where missing.
+        folder: where the cache lies; made where missing. A damaged file in it is warned of and written anew.
+
+    Raises:
+        ValueError: if `folder` is a file, or cannot be made.
     """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"ImageDataModule: `cache_dir` must be a folder or a place for one, got {folder} ({error.strerror})."
+        ) from None
     stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
     key = hashlib.sha256(json.dumps([VERSION, stats, settings], default=str).encode()).hexdigest()[:24]
     file = folder / f"index-{key}.npz"
-    if file.exists():
-        with np.load(file, allow_pickle=False) as arrays:
-            splits: dict[str, dict[str, NDArray[Any]]] = {}
-            for name in arrays.files:
-                split, _, part = name.rpartition("/")
-                splits.setdefault(split, {})[part] = arrays[name]
-        said = splits.pop("")
-        for message in Paths.of_arrays(said["warnings"], said["warning_ends"]):
+    found = _load(file) if file.exists() else None
+    if found is not None:
+        splits, said = found
+        for message in said:
             warnings.warn(message, stacklevel=2)
-        return {split: ImageIndex.of_arrays(parts) for split, parts in splits.items()}
+        return splits
     result, warned = with_warnings(lambda: dict(read()))
-    folder.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".npz")
     parts: dict[str, Any] = {f"{s}/{name}": a for s, index in result.items() for name, a in index.arrays().items()}
     said_now = Paths(warned)
@@ -190,3 +218,19 @@ def cached(
         Path(temporary).unlink(missing_ok=True)
         raise
     return result
+
+
+def _load(file: Path) -> tuple[dict[str, ImageIndex], Paths] | None:
+    """The splits in a cache's file and what reading them warned of; None where the file is damaged."""
+    splits: dict[str, dict[str, NDArray[Any]]] = {}
+    try:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+            for name in arrays.files:
+                split, _, part = name.rpartition("/")
+                splits.setdefault(split, {})[part] = arrays[name]
+        said = splits.pop("")
+        found = {split: ImageIndex.of_arrays(parts) for split, parts in splits.items()}
+        return found, Paths.of_arrays(said["warnings"], said["warning_ends"])
+    except Exception as error:  # zipfile and NumPy promise no kind of their errors
+        warnings.warn(f"ImageDataModule: read the lists again, since {file} is damaged ({error!r}).", stacklevel=3)
+        return None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_choice, check_finite_number
 from lightning_retrieval.datamodules.base import RetrievalDataModule
-from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex, cached, split_by_class
+from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex, cached, image_keys, split_by_class
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.layout_report import LayoutReport, with_warnings
 from lightning_retrieval.datamodules.transforms import ReferenceName, reference_transform
@@ -28,7 +28,7 @@ class ImageDataModule(RetrievalDataModule):
     and perhaps `"val"`, what checkpoints are chosen by.
 
     Args:
-        root: the data set's folder, as it was unpacked.
+        root: the data set's folder, as it was unpacked; `~` is the user's own.
         transform: the paper whose transforms are taken, see `reference_transform`.
         train_transform: from a PIL image to a tensor, in place of that for training.
         eval_transform: the same for evaluation.
@@ -40,8 +40,8 @@ class ImageDataModule(RetrievalDataModule):
 
     Raises:
         FileNotFoundError: if `root` does not hold the files, saying where they may be.
-        ValueError: if a file is not as it should be, a class is in training and in evaluation, a split is empty, or a
-            setting is unknown.
+        ValueError: if a file is not as it should be, a class or an image is in training and in evaluation, a split is
+            empty, or a setting is unknown.
     """
 
     shared_classes: ClassVar[bool] = False  # whether classes may be in training and in evaluation
@@ -59,22 +59,27 @@ class ImageDataModule(RetrievalDataModule):
     ) -> None:
         super().__init__(**settings)
         who = type(self).__name__
-        self.root = Path(root)
+        self.root = Path(root).expanduser()
         self.transform: ReferenceName = transform
         self.train_transform = (
             reference_transform(transform, train=True) if train_transform is None else train_transform
         )
         self.eval_transform = reference_transform(transform, train=False) if eval_transform is None else eval_transform
+        self._of_reference = self.eval_transform if eval_transform is None else None
         self.on_error: Literal["raise", "skip"] = check_choice(who, "on_error", on_error, ("raise", "skip"))
         if not 0 <= check_finite_number(who, "val_share", val_share) < 1:
             raise ValueError(f"{who}: `val_share` must be from 0 to below 1, got {val_share}.")
         self.val_share = val_share
-        self.cache_dir = cache_dir
+        self.cache_dir = None if cache_dir is None else Path(cache_dir).expanduser()
         self._not_of_read = frozenset(vars(self))  # what a subclass sets besides decides what it reads
 
     @abstractmethod
     def read(self) -> Mapping[str, ImageIndex]:
         """The images of each split: `"train"`, and `"test"` or several by their own names."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """How evaluation prepares images, for checkpoints: `transform`, or `"own"` where `eval_transform` was given."""
+        return {"transform": self.transform if self.eval_transform is self._of_reference else "own"}
 
     def sources(self) -> list[Path]:
         """The files that `read` reads, whose change makes it read again; none where nothing is to be cached."""
@@ -97,17 +102,21 @@ class ImageDataModule(RetrievalDataModule):
     @cached_property
     def _read(self) -> tuple[dict[str, ImageIndex], list[str]]:
         """The images of each split, and what reading them warned of."""
-        splits, warned = with_warnings(self._read_or_cached)
-        self._refuse_shared_classes(splits)
-        return splits, warned
+        return with_warnings(self._read_or_cached)
 
     def _read_or_cached(self) -> dict[str, ImageIndex]:
         sources = self.sources()
         if self.cache_dir is None or not sources:
-            return dict(self.read())
+            return self._read_checked()
         kinds = (str, int, float, tuple, list, Path)
         own = {k: v for k, v in vars(self).items() if k not in self._not_of_read and isinstance(v, kinds)}
-        return cached(self.read, sources, [type(self).__name__, self.root, own], Path(self.cache_dir))
+        return cached(self._read_checked, sources, [type(self).__name__, self.root, own], self.cache_dir)
+
+    def _read_checked(self) -> dict[str, ImageIndex]:
+        splits = dict(self.read())
+        self._refuse_shared_classes(splits)
+        self._refuse_shared_images(splits)
+        return splits
 
     def _refuse_shared_classes(self, splits: Mapping[str, ImageIndex]) -> None:
         train = set(splits["train"].names or ()) if "train" in splits else set()
@@ -119,13 +128,34 @@ class ImageDataModule(RetrievalDataModule):
                     f"{len(shared)} in train and {name}, such as {shared[0]!r}."
                 )
 
+    def _refuse_shared_images(self, splits: Mapping[str, ImageIndex]) -> None:
+        """Refuse an image, or one box of it, that is trained on and evaluated."""
+        others = [name for name in splits if name != "train"]
+        if "train" not in splits or not others:
+            return
+        train = splits["train"]
+        keys = np.sort(image_keys(train))
+        for name in others:
+            index = splits[name]
+            own = image_keys(index)
+            places = np.searchsorted(keys, own).clip(max=len(keys) - 1)
+            alike = [index.image(place) for place in np.flatnonzero(keys[places] == own).tolist()]
+            if not alike:
+                continue
+            shared = sorted(set(alike).intersection(train.image(place) for place in range(len(train))))
+            if shared:  # and not of one hash alone
+                raise ValueError(
+                    f"{type(self).__name__}: images must be in training or in evaluation, not in both, got "
+                    f"{len(shared)} in train and {name}, such as {shared[0][0]}."
+                )
+
     @cached_property
-    def train_set(self) -> ImageSet:  # type: ignore[override]
+    def train_set(self) -> ImageSet:
         """The training images, augmented, without the classes held out."""
         return ImageSet(self._training[0], self.root, self.train_transform, self.on_error)
 
     @cached_property
-    def val_set(self) -> ImageSet | dict[str, ImageSet]:  # type: ignore[override]
+    def val_set(self) -> ImageSet | dict[str, ImageSet]:
         """The split `"val"` where there is one, else the images of the classes held out, else the test set."""
         if "val" in self.splits:
             return self.evaluation_set("val", self.splits["val"])
@@ -133,7 +163,7 @@ class ImageDataModule(RetrievalDataModule):
         return self.test_set if held_out is None else self.evaluation_set("val", held_out)
 
     @cached_property
-    def test_set(self) -> ImageSet | dict[str, ImageSet]:  # type: ignore[override]
+    def test_set(self) -> ImageSet | dict[str, ImageSet]:
         """The split `"test"`, or all other splits by name; the split `"val"` where there is none."""
         names = [name for name in self.splits if name not in ("train", "val")] or ["val"]
         sets = {name: self.evaluation_set(name, self._split(name)) for name in names}

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
@@ -14,19 +15,22 @@ from lightning_retrieval.checks import check_choice
 from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.loader import SeededIndex
 
+BLACK = (224, 224)  # pixels of the image in place of a batch that cannot be read
+
 
 class ImageSet(Dataset[dict[str, Any]]):
     """A map-style dataset of dicts with `images`, `labels`, `ids` and, where there are any, `roles` and `instances`.
 
-    Images are decoded to RGB and turned as their EXIF orientation says, then cropped to their box. An image that
-    cannot be decoded is refused with its path, or skipped, warned of and counted.
+    Images are decoded to RGB, from 16 bits too, and turned as their EXIF orientation says, then cropped to their box.
+    An image that cannot be decoded is refused with its path, or skipped, warned of and counted.
 
     Args:
         index: paths, labels and so on.
         root: the folder that the paths are relative to.
         transform: from a PIL image to a tensor; its random numbers, if it draws torch's, follow from the item's
             `SeededIndex`.
-        on_error: `"raise"` or `"skip"`; a skipped image is missing in its batch.
+        on_error: `"raise"` or `"skip"`; a skipped image is missing in its batch. In place of an evaluation batch of
+            which no image can be read stands a black one with the role 0: neither query nor gallery.
 
     Raises:
         ValueError: if `on_error` is unknown; at an item, if the image cannot be decoded and is not to be skipped.
@@ -68,17 +72,22 @@ class ImageSet(Dataset[dict[str, Any]]):
         return [self.index.paths[i] for i in self._skipped.nonzero()[:, 0].tolist()]
 
     @staticmethod
-    def collate(items: list[dict[str, Any] | None]) -> dict[str, Any]:
-        """A batch of the items that could be read.
+    def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
+        """A batch of the items that could be read; in evaluation, where none could, of one that does not count.
 
         Raises:
-            ValueError: if none could, or the images differ in size.
+            ValueError: if none could in training, or the images differ in size.
         """
-        found = [item for item in items if item is not None]
+        found = [item for item in items if "skipped" not in item]
         if not found:
-            raise ValueError(
-                f"ImageSet: none of the {len(items)} images of a batch could be read; mend the files first."
-            )
+            stand_ins = [item for item in items if "images" in item]
+            if not stand_ins:
+                paths = ", ".join(item["skipped"] for item in items[:3]) + (", ..." if len(items) > 3 else "")
+                raise ValueError(
+                    f"ImageSet: none of the {len(items)} images of a batch could be read ({paths}); mend or remove "
+                    "them first."
+                )
+            found = [{name: part for name, part in stand_ins[0].items() if name != "skipped"}]
         sizes = {tuple(item["images"].shape) for item in found}
         if len(sizes) > 1:
             raise ValueError(
@@ -91,13 +100,15 @@ class ImageSet(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, index: int) -> dict[str, Any] | None:  # type: ignore[override]
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """An image with what is known of it; one that was skipped has its path under `skipped`, see `collate`."""
         place = range(len(self))[index]
         try:
             image = self.read(place)
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        except Exception as error:  # decoders promise no kind of their errors
             self._failed(place, error)
-            return None
+            skipped = {"skipped": str(self.root / self.index.paths[place])}
+            return skipped if isinstance(index, SeededIndex) else {**self._stand_in(place), **skipped}
         with torch.random.fork_rng(devices=[], enabled=isinstance(index, SeededIndex)):
             if isinstance(index, SeededIndex):
                 torch.manual_seed(index.seed)
@@ -107,7 +118,7 @@ class ImageSet(Dataset[dict[str, Any]]):
     def read(self, place: int) -> Image.Image:
         """The image as it is, in RGB and upright, cropped to its box."""
         with Image.open(self.root / self.index.paths[place]) as file:
-            image = ImageOps.exif_transpose(file).convert("RGB")
+            image = _to_rgb(ImageOps.exif_transpose(file))
         if self.index.boxes is None:
             return image
         left, top, right, bottom = self.index.boxes[place].tolist()
@@ -115,6 +126,13 @@ class ImageSet(Dataset[dict[str, Any]]):
         if box[0] >= box[2] or box[1] >= box[3]:
             raise ValueError(f"its box {[left, top, right, bottom]} lies outside of its {image.width} x {image.height}")
         return image.crop(box)
+
+    def _stand_in(self, place: int) -> dict[str, Any]:
+        """A black image that counts nowhere: without a role, and an instance of its own."""
+        item = {"images": self.transform(Image.new("RGB", BLACK)), "labels": self._targets[place]}
+        item |= {"ids": torch.tensor(place), "roles": torch.tensor(0, dtype=torch.uint8)}
+        instances = self._for_metrics.get("instances")
+        return item if instances is None else {**item, "instances": instances.max() + 1 + place}
 
     def _failed(self, place: int, error: Exception) -> None:
         path = self.root / self.index.paths[place]
@@ -129,3 +147,21 @@ class ImageSet(Dataset[dict[str, Any]]):
             warnings.warn(
                 f"ImageSet: skipped {path}, which cannot be read ({error}); skipped so far: {count}.", stacklevel=3
             )
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """In RGB. Pillow cuts off what is above 255 in images of more than 8 bits; here 16 bits are scaled to 8."""
+    if image.mode == "F":
+        raise ValueError("it holds floating-point numbers, of which it is not known what is white; save it in 8 bits")
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        values = np.asarray(image).astype(np.int64)
+        low, high = int(values.min()), int(values.max())
+        if image.mode == "I" and not (low >= 0 and 255 < high < 2**16):
+            raise ValueError(
+                f"it holds 32-bit integers from {low} to {high}, of which it is not known what is white; save it in 8 "
+                "bits"
+            )
+        return Image.fromarray(((values + 128) // 257).astype(np.uint8)).convert("RGB")
+    if image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
+        image = image.convert("RGBA")  # the same colours, of which Pillow warns otherwise
+    return image.convert("RGB")

@@ -1,6 +1,7 @@
 """The user's own images in a table: CSV or Parquet, with their labels and, where wanted, splits, roles and boxes."""
 
 import importlib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,9 +11,16 @@ import numpy as np
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.image_folder import check_test_share
-from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, ImageIndex, class_numbers, split_by_class
+from lightning_retrieval.datamodules.image_index import (
+    DISTRACTOR,
+    LEAVES,
+    ROLES,
+    ImageIndex,
+    class_numbers,
+    split_by_class,
+)
 from lightning_retrieval.datamodules.image_module import ImageDataModule
-from lightning_retrieval.datamodules.layout import csv_rows, find_file
+from lightning_retrieval.datamodules.layout import csv_rows, find_file, plain_path
 
 SIDES = ("left", "top", "right", "bottom")
 COLUMNS = ("image", "label", "category", "split", "role", "box", *SIDES)
@@ -71,7 +79,7 @@ class ImageTable(ImageDataModule):
         **settings: Any,
     ) -> None:
         super().__init__(root, **settings)
-        self.table = Path(table)
+        self.table = Path(table).expanduser()
         self.test_share = check_test_share("ImageTable", test_share)
         self.split_seed = check_integer("ImageTable", "split_seed", split_seed, least=0)
 
@@ -97,8 +105,9 @@ class ImageTable(ImageDataModule):
                 lambda row: f"`role` must be query, gallery or both in training, got {table.columns['role'][row]!r}",
             )
         boxes = table.boxes()
-        if boxes is None:
-            table.refuse_duplicates()
+        table.refuse_duplicates(boxes)
+        if roles is not None:
+            self._refuse_one_sided(path, splits, roles, distractors)
         categories = table.categories()
         return {
             name: _split(name, splits == name, table.columns["image"], labels, distractors, categories, boxes, roles)
@@ -107,7 +116,20 @@ class ImageTable(ImageDataModule):
 
     def _path(self) -> Path:
         here = not (self.root / self.table).exists() and self.table.is_file()
-        return self.table if here else find_file("ImageTable", self.root, str(self.table))
+        path = self.table if here else find_file("ImageTable", self.root, str(self.table))
+        if path.is_dir():
+            raise ValueError(f"ImageTable: `table` must be a CSV or Parquet file, got the folder {path}.")
+        return path
+
+    def _refuse_one_sided(self, path: Path, splits: Any, roles: Any, distractors: Any) -> None:
+        """Refuse an evaluation set in which nothing is ranked for, or nothing that could be right."""
+        for name in sorted(set(splits.tolist()) - {"train"}):
+            known = roles[(splits == name) & ~distractors]
+            for side in ("query", "gallery"):
+                if not (known & ROLES[side]).any():
+                    raise ValueError(
+                        f"ImageTable: `role` must be {side} or both in one row of {name!r} or more, got none in {path}."
+                    )
 
 
 class _Table:
@@ -126,9 +148,13 @@ class _Table:
         self.path, self.columns, self.lines, self.word = path, columns, lines, word
         if not lines:
             raise ValueError(f"ImageTable: {path} must have rows, got the header alone.")
+        images = columns["image"]
+        self.refuse(np.array([not image for image in images]), lambda row: "`image` must not be empty in any row")
         self.refuse(
-            np.array([not image for image in columns["image"]]), lambda row: "`image` must not be empty in any row"
+            np.array([LEAVES.search(image) is not None for image in images]),
+            lambda row: f"`image` must lie inside the root, got {images[row]!r}",
         )
+        self.columns = {**columns, "image": [plain_path(image) for image in images]}
 
     def refuse(self, odd: Any, sentence: Any) -> None:
         """Raise the sentence about the first of the odd rows."""
@@ -138,16 +164,18 @@ class _Table:
             place = f"{self.word} {self.lines[rows[0]]} of {self.path}"
             raise ValueError(f"ImageTable: {sentence(rows[0])}, at {place}{more}.")
 
-    def refuse_duplicates(self) -> None:
-        """An image that is listed twice without a box would be ranked against itself."""
-        images, first = self.columns["image"], dict[str, int]()
-        if len(set(images)) < len(images):
-            odd = [first.setdefault(image, row) != row for row, image in enumerate(images)]
+    def refuse_duplicates(self, boxes: Any) -> None:
+        """An image that is listed twice with one box, or without, would be ranked against itself."""
+        images: Sequence[str] = self.columns["image"]
+        keys: Sequence[Any] = images if boxes is None else list(zip(images, map(tuple, boxes.tolist())))
+        first: dict[Any, int] = {}
+        if len(set(keys)) < len(keys):
+            odd = [first.setdefault(key, row) != row for row, key in enumerate(keys)]
             self.refuse(
                 odd,
                 lambda row: (
-                    f"`image` must be another in each row where there are no boxes, got {images[row]!r} as in "
-                    f"{self.word} {self.lines[first[images[row]]]}"
+                    f"`image` must be another in each row, or have another box, got {images[row]!r} as in {self.word} "
+                    f"{self.lines[first[keys[row]]]}"
                 ),
             )
 
@@ -245,17 +273,24 @@ def _parquet(path: Path) -> _Table:
             f"ImageTable: pyarrow must be installed to read {path}: pip install lightning-retrieval[parquet]; "
             "or give the table as CSV."
         ) from None
-    header = parquet.read_schema(path).names
+    try:
+        header = parquet.read_schema(path).names
+        wanted = [name for name in COLUMNS if header.count(name) == 1]  # other counts are refused below
+        table = parquet.read_table(path, columns=wanted)
+        columns = {name: [_text(value) for value in table.column(name).to_pylist()] for name in wanted}
+    except Exception as error:  # pyarrow has many kinds, few of which name the file
+        raise ValueError(
+            f"ImageTable: {path} must be a Parquet file, which this one cannot be read as ({error})."
+        ) from None
     _check_header(path, header)
-    wanted = [name for name in COLUMNS if name in header]
-    table = parquet.read_table(path, columns=wanted)
-    columns = {name: [_text(value) for value in table.column(name).to_pylist()] for name in wanted}
     return _Table(path, columns, range(1, table.num_rows + 1), "row")
 
 
 def _text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return " ".join(map(str, value))
+    if isinstance(value, float):  # as pandas has integers with gaps: 3.0 and NaN
+        value = None if math.isnan(value) else int(value) if value.is_integer() else value
     return "" if value is None else str(value).strip()
 
 

@@ -19,6 +19,7 @@ from lightning_retrieval.datamodules.layout import (
     refuse_empty,
     text_lines,
 )
+from lightning_retrieval.datamodules.layout_report import LayoutReport
 
 PARTITION = ("image_name", "item_id", "evaluation_status")
 BOXES = ("image_name", "clothes_type", "pose_type", "x_1", "y_1", "x_2", "y_2")
@@ -60,7 +61,14 @@ class InShop(ImageDataModule):
         Annotations, CVPR 2016.
     """
 
-    paper = MappingProxyType({"train": [(25_882, 3_997)], "test": [(26_830, 3_985)]})
+    paper = MappingProxyType(
+        {
+            "train": [(25_882, 3_997)],
+            "test": [(26_830, 3_985)],
+            "query": [(14_218, 3_985)],
+            "gallery": [(12_612, 3_985)],
+        }
+    )
 
     def __init__(self, root: str | Path, boxes: bool = False, high_res: bool = False, **settings: Any) -> None:
         super().__init__(root, **settings)
@@ -93,7 +101,8 @@ class InShop(ImageDataModule):
         splits = {}
         for split, statuses in {"train": ("train",), "test": ("query", "gallery")}.items():
             chosen = [place for place, row in enumerate(rows) if row[2] in statuses]
-            refuse_empty(who, path, split, chosen)
+            for status in statuses:
+                refuse_empty(who, path, status, [place for place in chosen if rows[place][2] == status])
             labels, items = class_numbers([rows[place][1] for place in chosen])
             splits[split] = ImageIndex(
                 [prefix + names[place] for place in chosen],
@@ -104,6 +113,14 @@ class InShop(ImageDataModule):
                 names=items,
             )
         return splits
+
+    def check(self) -> LayoutReport:
+        """Look at the layout: counts, also of queries and gallery, beside the published ones, and missing files."""
+        report, test = super().check(), self.splits["test"]
+        for status in ("query", "gallery"):
+            labels = test.labels[test.roles == ROLES[status]]
+            report.splits[status] = ((len(labels), len(np.unique(labels))), self.paper[status])
+        return report
 
     def _counted(self, path: Path, header: tuple[str, ...]) -> list[list[str]]:
         """The rows of a list whose first line says how many there are."""
@@ -125,7 +142,7 @@ class InShop(ImageDataModule):
                 f"{who}: `evaluation_status` must be train, query or gallery, got {status!r} in line "
                 f"{line_of(path, row)} of {path}."
             )
-        if not name.startswith("img/") or name.count("/") < 3:
+        if not name.startswith("img/") or name.count("/") < 3 or ".." in name.split("/"):
             raise ValueError(
                 f"{who}: `image_name` must be img/gender/kind/..., got {name!r} in line {line_of(path, row)} of {path}."
             )
@@ -134,7 +151,7 @@ class InShop(ImageDataModule):
         who = type(self).__name__
         rows = self._counted(path, BOXES)
         refuse_duplicates(who, path, "image_name", [row[0] for row in rows])
-        columns = [integers(who, path, BOXES[i], [row[i] for row in rows]) for i in range(3, 7)]
+        columns = [integers(who, path, BOXES[i], [row[i] for row in rows], bits=32) for i in range(3, 7)]
         places = {row[0]: place for place, row in enumerate(rows)}
         without = [image for image in images if image not in places]
         if without:

@@ -1,6 +1,7 @@
 """iNaturalist 2018 in the retrieval split of Smooth-AP, with the taxonomy as label levels."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -143,10 +144,10 @@ def _read_list(path: Path) -> tuple[list[str], list[int], list[str]]:
         if not image:
             continue
         parts = image.split("/")
-        if len(parts) < 3 or not parts[-2].isdecimal():
+        if len(parts) < 3 or ".." in parts or not re.fullmatch("[0-9]{1,18}", parts[-2]):
             raise ValueError(
                 f"INaturalist: each line of {path} must be <folder>/<supercategory>/<category id>/<image>, got "
-                f"{image!r} (line {number})."
+                f"{image[:200]!r} (line {number})."
             )
         paths.append(image)
         classes.append(int(parts[-2]))

@@ -11,9 +11,9 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from lightning_retrieval.datamodules.image_index import ImageIndex
+from lightning_retrieval.datamodules.image_index import LEAVES, ImageIndex
 from lightning_retrieval.datamodules.image_module import ImageDataModule
-from lightning_retrieval.datamodules.layout import find_file, integers, read_rows
+from lightning_retrieval.datamodules.layout import find_file, integers, plain_path, read_rows
 
 LISTS = {"train": "annotation_clean_train.txt", "test": "annotation_clean_val.txt"}
 
@@ -30,7 +30,7 @@ class LandmarksClean(ImageDataModule):
     `root` holds the lists `annotation_clean_train.txt` and, if it is to be the test set, `annotation_clean_val.txt`, by
     themselves or in `annotations/`. Each line is `<URL> <landmark>`, as published, or `<path> <landmark>` with a path
     from the root; more fields may follow. An image of a URL is looked for in the folder `images` under the URL's last
-    part. Since many URLs are dead, those that are missing there are left out, with one warning that counts them.
+    part. Since many URLs are dead, images that are not there are left out, with one warning that counts them.
     So are those of which the folder cannot say whose they are: of several URLs with one last part and one landmark the
     first stays, of such with several landmarks none.
 
@@ -71,9 +71,11 @@ class LandmarksClean(ImageDataModule):
         self.images = images
 
     def sources(self) -> list[Path]:
-        """The lists, and the folder of the images, whose time changes when a file comes or goes."""
-        folder = self.root / self.images
-        return [*self._lists().values(), *([folder] if folder.is_dir() else [])]
+        """The lists, and the folders of the images, whose times change when a file comes or goes."""
+        lists = self._lists().values()
+        rows = (row for path in lists for row in read_rows("LandmarksClean", path, 2, more=True))
+        folders = {self.root / self.images, *(self.root / Path(row[0]).parent for row in rows if "://" not in row[0])}
+        return [*lists, *sorted(folder for folder in folders if folder.is_dir())]
 
     def read(self) -> Mapping[str, ImageIndex]:
         """The lines of the lists whose images are there."""
@@ -85,7 +87,7 @@ class LandmarksClean(ImageDataModule):
                 f"{sum(row.path is None for row in rows)} of {len(rows)} of {split}" for split, rows in listed.items()
             )
             warnings.warn(
-                f"LandmarksClean: left out {len(missing)} images that are not in {self.root / self.images} ({counts}), "
+                f"LandmarksClean: left out {len(missing)} images that are not in {self._places(every)} ({counts}), "
                 f"such as that of {missing[0].source}.",
                 stacklevel=2,
             )
@@ -97,8 +99,8 @@ class LandmarksClean(ImageDataModule):
         for split, rows in kept.items():
             if not rows:
                 raise ValueError(
-                    f"LandmarksClean: `images` must hold images of {LISTS[split]}, got {self.root / self.images} with "
-                    f"none of {len(listed[split])}."
+                    f"LandmarksClean: `images` must hold images of {LISTS[split]}, got {self._places(listed[split])} "
+                    f"with none of {len(listed[split])}."
                 )
             labels = np.array([number[row.landmark] for row in rows])
             splits[split] = ImageIndex([str(row.path) for row in rows], labels, names=[str(name) for name in names])
@@ -121,9 +123,14 @@ class LandmarksClean(ImageDataModule):
             there = set(os.listdir(find_file("LandmarksClean", self.root, self.images)))
         return [_Row(row[0], self._path(row[0], there), landmark) for row, landmark in zip(rows, landmarks)]
 
+    def _places(self, rows: Sequence[_Row]) -> Path:
+        """The folder below which the images are looked for, for messages."""
+        return self.root / self.images if all("://" in row.source for row in rows) else self.root
+
     def _path(self, source: str, there: set[str]) -> str | None:
         if "://" not in source:
-            return source
+            path = plain_path(source)
+            return path if LEAVES.search(path) or (self.root / path).is_file() else None
         name = source.rsplit("/", 1)[-1]
         found = next((name for name in (name, unquote(name)) if name in there), None)
         return None if found is None else (Path(self.images) / found).as_posix()

@@ -1,6 +1,7 @@
 """Finding and reading a data set's own files: what is missing or odd is named with its place."""
 
 import csv
+import posixpath
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,8 +10,14 @@ import numpy as np
 DEPTH = 2  # folders below the root, and one above it, in which something like the file is looked for
 
 
-def find_file(who: str, root: Path, *candidates: str) -> Path:
+def find_file(who: str, root: Path, *candidates: str, beside: str = "") -> Path:
     """The first of these paths below the root that is there, a file or a folder.
+
+    Args:
+        who: begins the message.
+        root: the data set's folder.
+        candidates: paths from it.
+        beside: what another root must hold too, to be proposed; of a name that other data sets have as well.
 
     Raises:
         FileNotFoundError: if none is, saying where one of that name lies.
@@ -20,16 +27,27 @@ def find_file(who: str, root: Path, *candidates: str) -> Path:
             return root / candidate
     wanted = " or ".join(candidates)
     if not root.is_dir():
-        raise FileNotFoundError(f"{who}: `root` must be a folder that holds {wanted}, got {root}, which is not there.")
+        what = "is a file" if root.is_file() else "is not there"
+        near = next(folder for folder in root.absolute().parents if folder.is_dir())
+        cure = _cure(near, candidates, beside)
+        raise FileNotFoundError(
+            f"{who}: `root` must be a folder that holds {wanted}, got {root}, which {what}{cure and '; ' + cure}."
+        )
+    cure = _cure(root.absolute(), candidates, beside) or _cure(root.absolute().parent, candidates, beside)
+    where = f"; {cure}" if cure else ", nor a folder near it"
+    raise FileNotFoundError(f"{who}: `root` must hold {wanted}, which {root} does not{where}.")
+
+
+def _cure(folder: Path, candidates: Sequence[str], beside: str) -> str:
+    """Which root below this folder to give, or where a file of the name lies; empty where there is none."""
     wishes = sorted((Path(candidate).parts for candidate in candidates), key=len, reverse=True)
-    for folder in (root.absolute(), root.absolute().parent):
-        places = list(_below(folder, DEPTH))
-        bases = [place.parents[len(w) - 1] for w in wishes for place in places if place.parts[-len(w) :] == w]
-        likes = [place for place in places if place.name in {wish[-1] for wish in wishes}]
-        if bases or likes:
-            cure = f"give root={bases[0]}" if bases else f"a {likes[0].name} lies in {likes[0].parent}"
-            raise FileNotFoundError(f"{who}: `root` must hold {wanted}, which {root} does not; {cure}.")
-    raise FileNotFoundError(f"{who}: `root` must hold {wanted}, which {root} does not, nor a folder near it.")
+    places = [] if folder == folder.parent else list(_below(folder, DEPTH))  # not the whole disk
+    bases = [place.parents[len(w) - 1] for w in wishes for place in places if place.parts[-len(w) :] == w]
+    likes = [place for place in places if not beside and place.name in {wish[-1] for wish in wishes}]
+    bases = [base for base in bases if (base / beside).exists()]
+    if bases:
+        return f"give root={bases[0]}"
+    return f"a {likes[0].name} lies in {likes[0].parent}" if likes else ""
 
 
 def _below(folder: Path, depth: int) -> Iterator[Path]:
@@ -48,8 +66,10 @@ def text_lines(who: str, path: Path) -> Iterator[str]:
     """The lines of a text file in UTF-8 with their ends, without the byte order mark that some editors begin it with.
 
     Raises:
-        ValueError: at a line in another encoding, with its number.
+        ValueError: if it is a folder; at a line in another encoding, with its number.
     """
+    if path.is_dir():
+        raise ValueError(f"{who}: {path} must be a text file, got a folder.")
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -153,13 +173,32 @@ def _refuse_lines(who: str, path: Path, fields: int, odd: Sequence[int]) -> None
         )
 
 
-def integers(who: str, path: Path, column: str, values: Sequence[str]) -> list[int]:
-    """The values as integers, refused with the file's and the column's name if one is none."""
+def integers(who: str, path: Path, column: str, values: Sequence[str], bits: int = 64) -> list[int]:
+    """The values as integers of so many bits, refused with the file's and the column's name if one is none."""
     try:
-        return [int(value) for value in values]
+        found = [int(value) for value in values]
+        if all(_fits(number, bits) for number in (min(found, default=0), max(found, default=0))):
+            return found
     except ValueError:
-        odd = next(value for value in values if not value.lstrip("+-").isdigit())
-        raise ValueError(f"{who}: `{column}` must be integers in {path}, got {odd!r}.") from None
+        pass
+    odd = next(value for value in values if not _fits(value, bits))
+    with path.open(encoding="utf-8-sig") as lines:
+        line = next((f" in line {number}" for number, line in enumerate(lines, 1) if odd in line.split()), "")
+    shown = repr(odd) if len(odd) <= 40 else f"{odd[:40]!r}..."
+    raise ValueError(f"{who}: `{column}` must be integers in {path}, got {shown}{line}.")
+
+
+def _fits(value: int | str, bits: int) -> bool:
+    most: int = 2 ** (bits - 1)
+    try:
+        return -most <= int(value) < most
+    except ValueError:
+        return False
+
+
+def plain_path(path: str) -> str:
+    """A path without `./` and `//`, so that it is spelt in one way; steps up stay, to be refused."""
+    return posixpath.normpath(path) if path and ".." not in path.split("/") else path
 
 
 def refuse_duplicates(who: str, path: Path, column: str, values: Sequence[object]) -> None:

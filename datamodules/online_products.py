@@ -66,8 +66,16 @@ class StanfordOnlineProducts(ImageDataModule):
             refuse_empty(who, path, split, rows[split])
         every = [*rows["train"], *rows["test"]]
         both = lists["train"].with_name("Ebay_{train,test}.txt")
-        refuse_duplicates(who, both, "image_id", integers(who, both, "image_id", [row[0] for row in every]))
-        categories, _ = class_numbers(integers(who, both, "super_class_id", [row[2] for row in every]))
+        ids, groups = (
+            [
+                number
+                for split, path in lists.items()
+                for number in integers(who, path, name, [row[column] for row in rows[split]])
+            ]
+            for column, name in ((0, "image_id"), (2, "super_class_id"))
+        )
+        refuse_duplicates(who, both, "image_id", ids)
+        categories, _ = class_numbers(groups)
         first = Path(every[0][3]).parts[0]
         folder = find_file(who, self.root, first, f"images/{first}").parent
         prefix = "" if folder == self.root else f"{folder.name}/"

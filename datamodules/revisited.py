@@ -13,14 +13,13 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
-import torch
 from PIL import Image
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, ImageIndex
 from lightning_retrieval.datamodules.image_module import ImageDataModule
 from lightning_retrieval.datamodules.image_set import ImageSet
-from lightning_retrieval.datamodules.layout import find_file, text_lines
+from lightning_retrieval.datamodules.layout import find_file, refuse_duplicates, refuse_empty, text_lines
 from lightning_retrieval.datamodules.layout_report import LayoutReport
 from lightning_retrieval.datamodules.plain_pickle import load_plain_pickle
 from lightning_retrieval.datamodules.transforms import ReferenceName
@@ -54,8 +53,7 @@ class GroundTruth:
 class RevisitedImages(ImageSet):
     """The images of an evaluation by lists: scaled so that the longer side is `image_size`, never enlarged.
 
-    A query's crop is scaled by the factor of its whole image, as in the official code. An image that is skipped comes
-    as a black one that is neither query nor gallery, since batches of one image cannot do without it.
+    A query's crop is scaled by the factor of its whole image, as in the official code.
     """
 
     def __init__(self, *args: Any, image_size: int, lists: Mapping[str, Mapping[int, Sequence[int]]]) -> None:
@@ -63,20 +61,12 @@ class RevisitedImages(ImageSet):
         self.image_size = image_size
         self.lists = lists
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        item = super().__getitem__(index)
-        if item is not None:
-            return item
-        black, place = Image.new("RGB", (self.image_size, self.image_size)), range(len(self))[index]
-        item = {"images": self.transform(black), "labels": self.labels[place], "ids": torch.tensor(place)}
-        return {**item, "roles": torch.tensor(0, dtype=torch.uint8)}
-
     def read(self, place: int) -> Image.Image:
         """The image in RGB and upright, cropped to its box and scaled."""
         image = super().read(place)
         with Image.open(self.root / self.index.paths[place]) as file:
             whole = max(file.size)
-        size = self.image_size * max(image.size) / whole
+        size = max(1.0, self.image_size * max(image.size) / whole)
         image.thumbnail((size, size), Image.Resampling.LANCZOS)
         return image
 
@@ -101,7 +91,9 @@ class _Revisited(ImageDataModule):
         eval_batch_size: int = 1,
         **settings: Any,
     ) -> None:
-        folders = [Path(root)] if distractors is None else [Path(os.path.abspath(p)) for p in (root, distractors)]
+        folders = [Path(path).expanduser() for path in (root, distractors) if path is not None]
+        if distractors is not None:
+            folders = [Path(os.path.abspath(folder)) for folder in folders]
         common = os.path.commonpath(folders)  # below which all images lie
         super().__init__(common, transform=transform, eval_batch_size=eval_batch_size, **settings)
         self.folder = folders[0]
@@ -110,7 +102,7 @@ class _Revisited(ImageDataModule):
         self.image_size = check_integer(type(self).__name__, "image_size", image_size, least=1)
 
     @property
-    def val_set(self) -> ImageSet | dict[str, ImageSet]:  # type: ignore[override]
+    def val_set(self) -> ImageSet | dict[str, ImageSet]:
         """The test set: there is no other."""
         return self.test_set
 
@@ -133,8 +125,10 @@ class _Revisited(ImageDataModule):
         paths = [f"{folder}/{name}.jpg" for name in truth.images]
         if self.distractors is not None:
             folder_of_more = find_file(who, self.distractors, *FOLDERS).relative_to(self.root).as_posix()
-            lines = (line.strip() for line in text_lines(who, lists[0]))
-            paths += [f"{folder_of_more}/{line}" for line in lines if line]
+            lines = [line.strip() for line in text_lines(who, lists[0]) if line.strip()]
+            refuse_empty(who, lists[0], "distractors", lines)
+            refuse_duplicates(who, lists[0], "image", lines)
+            paths += [f"{folder_of_more}/{line}" for line in lines]
         ranked, queries = len(paths), len(truth.queries)
         paths += [f"{folder}/{name}.jpg" for name in truth.queries]
         boxes = [WHOLE] * ranked + [tuple(map(round, box)) for box in truth.boxes]  # rounded as PIL does

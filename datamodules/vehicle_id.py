@@ -11,10 +11,19 @@ from lightning_retrieval.datamodules.image_module import ImageDataModule
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.layout import find_file, integers, read_rows, refuse_duplicates, refuse_empty
 from lightning_retrieval.metrics import RandomGalleryMetrics
+from lightning_retrieval.metrics.store import Rows
 
 Size = Literal["small", "medium", "large"]
 VEHICLES = {"small": 800, "medium": 1600, "large": 2400}
 LISTS = "train_test_split"
+
+
+class _RandomGalleryOfRead(RandomGalleryMetrics):
+    """Leaves out the images that have no role, since they could not be read."""
+
+    def _rows(self) -> Rows:
+        rows = super()._rows()
+        return Rows(*(part[(rows.roles > 0).to(part.device)] for part in rows))
 
 
 class _RandomGallerySet(ImageSet):
@@ -26,7 +35,7 @@ class _RandomGallerySet(ImageSet):
 
     def metrics(self, ks: Sequence[int], **settings: Any) -> RandomGalleryMetrics:
         """The metrics that `RetrievalEvaluation` takes for this set, with its settings."""
-        return RandomGalleryMetrics(ks, draws=10, seed=self.seed, **settings)
+        return _RandomGalleryOfRead(ks, draws=10, seed=self.seed, **settings)
 
 
 class VehicleID(ImageDataModule):
@@ -51,7 +60,8 @@ class VehicleID(ImageDataModule):
     Raises:
         FileNotFoundError: if the lists or the images are not there, saying where they may be.
         ValueError: if a size or the protocol is unknown; if a list has lines with missing fields, a vehicle's id that
-            is no integer, an image twice, or a vehicle without images.
+            is no integer, an image twice, or a vehicle without images; if an image is of two vehicles in two lists, or
+            no vehicle of a test set has two images for `"reid"`.
 
     Example:
         >>> from lightning_retrieval.datamodules import VehicleID
@@ -110,11 +120,23 @@ class VehicleID(ImageDataModule):
         every = self._rows("attribute/img2vid.txt") if self.select_by_vid else None
         models = self._models()
         splits: dict[str, ImageIndex] = {}
+        of_image: dict[str, int] = {}
         for split, name in self._lists().items():
             images, vehicles = self._rows(f"{LISTS}/{name}")
             refuse_empty(who, self.root / LISTS / name, split, images)
             if every is not None:
                 images, vehicles = self._images_of(vehicles, *every)
+            for image, vehicle in zip(images, vehicles):
+                if of_image.setdefault(image, vehicle) != vehicle:
+                    raise ValueError(
+                        f"{who}: an image must be of one vehicle in all lists, got {image} of {of_image[image]} and of "
+                        f"{vehicle} in {self.root / LISTS / name}."
+                    )
+            if self.protocol == "reid" and split != "train" and len(set(vehicles)) == len(vehicles):
+                raise ValueError(
+                    f"{who}: the protocol 'reid' needs a vehicle with two images or more, got none in "
+                    f"{self.root / LISTS / name}."
+                )
             labels, names = class_numbers(vehicles)
             paths = [f"{folder}/{image}.jpg" for image in images]
             categories = None if models is None else [models.get(vid, models[None]) for vid in vehicles]

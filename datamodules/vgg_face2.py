@@ -88,7 +88,7 @@ class VGGFace2(ImageDataModule):
         places = [self.root / folder / f"{name}_list.txt" for name in SPLITS for folder in ("", "meta")]
         if not any(place.is_file() for place in places) and all((self.root / name).is_dir() for name in SPLITS):
             return None
-        return find_file("VGGFace2", self.root, f"meta/{split}_list.txt", f"{split}_list.txt")
+        return find_file("VGGFace2", self.root, f"meta/{split}_list.txt", f"{split}_list.txt", beside=split)
 
     def _boxes(self, split: str) -> Path:
         name = f"loose_bb_{split}.csv"
@@ -106,6 +106,8 @@ def _read_list(path: Path, split: str) -> tuple[list[str], list[str]]:
         if not image:
             continue
         parts = image.split("/")
+        if ".." in parts:
+            raise ValueError(f"VGGFace2: the images of {path} must lie inside the root, got {image!r} (line {number}).")
         if len(parts) == 2:
             image, person = prefix + image, parts[0]
         elif len(parts) == 3 and parts[0] == split:
@@ -161,9 +163,10 @@ def _read_boxes(path: Path, split: str, paths: Sequence[str]) -> NDArray[np.int3
     for row, (fields, line) in enumerate(rows):
         try:
             name, (x, y, width, height) = fields[0], map(int, fields[1:])
-        except (ValueError, IndexError):
+            box = array("i", (x, y, x + width, y + height))
+        except (ValueError, IndexError, OverflowError):
             raise ValueError(
-                f"VGGFace2: each line of {path} must be a name and four integers, got {','.join(fields)!r} (line "
+                f"VGGFace2: each line of {path} must be a name and four integers, got {','.join(fields)[:80]!r} (line "
                 f"{line})."
             ) from None
         stem = prefix + name
@@ -171,12 +174,18 @@ def _read_boxes(path: Path, split: str, paths: Sequence[str]) -> NDArray[np.int3
             place = {_stem(image): i for i, image in enumerate(paths)}
         found = row if place is None else place.get(stem, -1)
         if found >= 0:
-            sides.extend((x, y, x + width, y + height))
+            sides.extend(box)
             order.append(found)
     boxes = np.zeros((len(paths), 4), dtype=np.int32)
     given = np.zeros(len(paths), dtype=bool)
-    boxes[np.asarray(order, dtype=np.int64)] = np.asarray(sides, dtype=np.int32).reshape(-1, 4)
-    given[np.asarray(order, dtype=np.int64)] = True
+    rows_of, boxes_of = np.asarray(order, dtype=np.int64), np.asarray(sides, dtype=np.int32).reshape(-1, 4)
+    boxes[rows_of] = boxes_of
+    given[rows_of] = True
+    other = np.flatnonzero((boxes[rows_of] != boxes_of).any(1))
+    if len(other):
+        raise ValueError(
+            f"VGGFace2: {path} must have one box for each image, got several for {paths[rows_of[other[0]]]}."
+        )
     lacking = np.flatnonzero(~given)
     if len(lacking):
         raise ValueError(

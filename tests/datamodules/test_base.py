@@ -191,3 +191,46 @@ def test_a_check_counts_each_set():
     counts = {name: found for name, (found, _) in RetrievalDataModule.check(data).splits.items()}
     sets = {"train": data.train_set, "val": data.val_set, **{f"test/{k}": v for k, v in data.test_set.items()}}
     assert counts == {name: (len(part), len(set(part.labels.tolist()))) for name, part in sets.items()}
+
+
+def test_pinning_and_persistent_workers_are_settings(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for workers, settings, wanted in (
+        (0, {}, (False, False)),
+        (2, {}, (False, True)),
+        (2, {"persistent_workers": False, "pin_memory": True}, (True, False)),
+    ):
+        data = Loaded(num_workers=workers, **settings)
+        for loader in (data.train_dataloader(), data.test_dataloader()):
+            assert (loader.pin_memory, loader.persistent_workers) == wanted
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert Loaded().test_dataloader().pin_memory
+    assert not Loaded(pin_memory=False).test_dataloader().pin_memory
+
+
+@pytest.mark.refusal
+def test_other_loading_settings_are_refused():
+    with pytest.raises(ValueError, match=r"^Loaded: `persistent_workers` need workers, got num_workers=0; set it"):
+        Loaded(persistent_workers=True)
+    with pytest.raises(TypeError, match=r"^Loaded: `pin_memory` must be True, False or None, got 1\."):
+        Loaded(pin_memory=1)
+
+
+class Loaded(RetrievalDataModule):
+    """Eight numbers of two classes."""
+
+    def __init__(self, **settings):
+        super().__init__(classes_per_batch=2, samples_per_class=2, **settings)
+
+    @property
+    def train_set(self):
+        return Numbers()
+
+    val_set = test_set = train_set
+
+
+class Numbers(list):
+    labels = torch.arange(8) // 4
+
+    def __init__(self):
+        super().__init__(range(8))

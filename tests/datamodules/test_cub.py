@@ -83,6 +83,13 @@ REFUSALS = {
     ),
     "infinite box": (BOXES, "20 4.5 2.0", "20 4.5 inf", "four finite numbers, got '4.5 inf 20.25 30.0' in line 3 of"),
     "box of NaN": (BOXES, "20 4.5 2.0", "20 4.5 nan", "four finite numbers, got '4.5 nan 20.25 30.0' in line 3 of"),
+    "class of another digit": (CLASSES, "20 200", "20 ²", "must be an integer from 1 to 200, got '²' for image 20"),
+    "huge box": (
+        BOXES,
+        "20 4.5 2.0 20.25",
+        "20 4.5 2.0 1e300",
+        r"four finite numbers, got '4.5 2.0 1e300 30.0' in line",
+    ),
     "empty box": (BOXES, "20 4.5 2.0 20.25", "20 4.0 2.0 0.0", r"`boxes` must hold pixels, got \[4, 2, 4, 32\] for im"),
     "path out of the root": (PATHS, "2 001", "2 ../../001", "must lie inside the root, got 'images/../../001.Black"),
 }

@@ -351,3 +351,18 @@ def test_a_face_with_a_box_in_one_list_only_is_kept(tmp_path):
     write_image(tmp_path / "images/img/spare.jpg")
     with pytest.warns(UserWarning, match="left out 1 rows"):
         assert len(IJBC(tmp_path, least_instances=1).splits["test"]) == len(faces)
+
+
+def test_a_face_with_two_boxes_is_warned_of(tmp_path):
+    write_ijbc(tmp_path)
+    path = tmp_path / "protocols" / G1
+    header, first, *more = path.read_text().splitlines()
+    fields = dict(zip(header.split(","), first.split(","), strict=True))
+    again = ",".join({**fields, "FACE_WIDTH": "77"}.values())
+    path.write_text("\n".join([header, first, *more, again, first]))
+    with pytest.warns(
+        UserWarning, match=r"^IJBC: 1 rows give a face another box than a row before; the first one is taken"
+    ):
+        index = IJBC(tmp_path, least_instances=1).splits["test"]
+    left, _, right, _ = index.boxes[list(index.paths).index(f"images/{fields['FILENAME']}")].tolist()
+    assert right - left < 77

@@ -175,3 +175,16 @@ def test_a_truncated_image_is_named_or_skipped(tmp_path):
         batch = next(iter(data.val_dataloader()))
     assert batch["ids"].tolist() == [0, 2]
     assert [path.split("/")[1] for path in data.test_set.skipped] == ["1.jpg"]
+
+
+@pytest.mark.refusal
+def test_a_folder_above_the_root_and_a_file_are_told_so(tmp_path):
+    write_folders(tmp_path / "pets", ["cat", "dog"])
+    with pytest.raises(ValueError, match=rf"categories=True if .*, or give root={tmp_path}/pets\.$"):
+        ImageFolder(tmp_path).prepare_data()
+    write_folders(tmp_path / "split" / "pets", ["train/cat", "test/dog"])
+    with pytest.raises(ValueError, match=rf"; give root={tmp_path}/split/pets\.$"):
+        ImageFolder(tmp_path / "split").prepare_data()
+    write_text(tmp_path / "file", "x")
+    with pytest.raises(FileNotFoundError, match=r"must be a folder of class folders, got .*/file: a file\.$"):
+        ImageFolder(tmp_path / "file").prepare_data()

@@ -145,16 +145,16 @@ def test_parquet_gives_what_csv_does(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
     columns = {
-        "split": ["train", "train", "test", "test"],
-        "label": pyarrow.array([20, 3, 100, None]),
-        "image": ["a.jpg", "ß b.JPG", "c.jpg", "d.jpg"],
-        "box": pyarrow.array([[0, 1, 2, 3], [4, 5, 6, 7], None, [1, 1, 9, 9]]),
-        "role": [None, None, "query", "distractor"],
-        "note": [1.0, 2.0, 3.0, 4.0],
+        "split": ["train", "train", "test", "test", "test"],
+        "label": pyarrow.array([20, 3, 100, None, 100]),
+        "image": ["a.jpg", "ß b.JPG", "c.jpg", "d.jpg", "e.jpg"],
+        "box": pyarrow.array([[0, 1, 2, 3], [4, 5, 6, 7], None, [1, 1, 9, 9], None]),
+        "role": [None, None, "query", "distractor", "gallery"],
+        "note": [1.0, 2.0, 3.0, 4.0, 5.0],
     }
     parquet.write_table(pyarrow.table(columns), tmp_path / "images.parquet")
-    boxes = ["0 1 2 3", "4 5 6 7", "", "1 1 9 9"]
-    texts = {**columns, "label": ["20", "3", "100", ""], "box": boxes, "role": ["", "", "query", "distractor"]}
+    boxes, roles = ["0 1 2 3", "4 5 6 7", "", "1 1 9 9", ""], ["", "", "query", "distractor", "gallery"]
+    texts = {**columns, "label": ["20", "3", "100", "", "100"], "box": boxes, "role": roles}
     write_csv(tmp_path, tuple(texts), *zip(*texts.values(), strict=True))
     of_csv, of_parquet = read(tmp_path), read(tmp_path, "images.parquet")
     assert list(of_csv) == list(of_parquet) == ["train", "test"]
@@ -162,7 +162,7 @@ def test_parquet_gives_what_csv_does(tmp_path):
         wanted, found = index.arrays(), of_parquet[split].arrays()
         assert wanted.keys() == found.keys()
         assert all(np.array_equal(wanted[name], found[name]) for name in wanted)
-    assert of_csv["test"].labels.tolist() == [0, DISTRACTOR]
+    assert of_csv["test"].labels.tolist() == [0, DISTRACTOR, 0]
 
 
 @refusal
@@ -228,7 +228,20 @@ PLAIN = ("image", "label", "split")
             r"right > left .*got '1 2 1 9', at line 2.*\(2 such",
         ),
         ([(*PLAIN, "box"), (*TRAIN, "1 2 nan 9"), (*TEST, "")], r"got '1 2 nan 9', at line 2"),
-        ([PLAIN, ("../a.jpg", "1", "train"), TEST], r"`paths` must lie inside the root, got '\.\./a\.jpg'"),
+        ([PLAIN, TRAIN, ("../a.jpg", "1", "test")], r"`image` must lie inside the root, got '\.\./a\.jpg', at line 3"),
+        ([PLAIN, TRAIN, ("a//./x/b.jpg", "2", "test"), ("./a/x/b.jpg", "2", "test")], r"got 'a/x/b\.jpg' as in line 3"),
+        (
+            [(*PLAIN, "box"), (*TRAIN, ""), (*TEST, "0 0 5 5"), (*TEST, ""), (*TEST, "")],
+            r"`image` must be another in each row, or have another box, got '.*' as in line 4, at line 5",
+        ),
+        (
+            [(*PLAIN, "role"), (*TRAIN, ""), (*TEST, "distractor")],
+            r"`role` must be query or both in one row of 'test' or more, got none in .*images\.csv",
+        ),
+        (
+            [(*PLAIN, "role"), (*TRAIN, ""), (*TEST, "query"), ("d.jpg", "", "test", "distractor")],
+            r"`role` must be gallery or both in one row of 'test' or more, got none",
+        ),
         ([PLAIN, TRAIN, ("b.jpg", "1", "test")], r"in training or in evaluation, not in both, got 1 .*'1'"),
         ([("image", "label"), ("a.jpg", "1")], r"`test_share` must leave classes on both sides, got 0.5 of 1 classes"),
     ],
@@ -288,3 +301,46 @@ def test_a_truncated_image_is_named(tmp_path):
     assert data.train_set[0]["images"].shape == (3, 16, 16)
     with pytest.raises(ValueError, match=r"cannot read the image .*b\.jpg"):
         data.test_set[0]
+
+
+@refusal
+def test_a_box_that_is_trained_on_is_not_evaluated(tmp_path):
+    """Another box of the same photograph may be."""
+    rows = [(*PLAIN, "box"), ("a.jpg", "1", "train", "0 0 5 5"), ("a.jpg", "2", "test", "5 0 9 9")]
+    assert len(read(write_csv(tmp_path, *rows))["test"]) == 1
+
+    class Twice(ImageTable):
+        def read(self):
+            found = super().read()
+            return {"train": found["train"], "test": found["train"]}
+
+        shared_classes = True
+
+    with pytest.raises(
+        ValueError, match=r"^Twice: images must be in .*, not in both, got 1 in train and test, .* a\.jpg"
+    ):
+        Twice(write_csv(tmp_path, *rows), "images.csv").prepare_data()
+
+
+@refusal
+def test_a_damaged_parquet_file_and_a_folder_are_named(tmp_path):
+    pytest.importorskip("pyarrow.parquet")
+    for damaged in (b"", b"PAR1" + bytes(40) + b"PAR1"):
+        (tmp_path / "images.parquet").write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"^ImageTable: {tmp_path}/images\.parquet must be a Parquet file"):
+            read(tmp_path, "images.parquet")
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(ValueError, match=r"`table` must be a CSV or Parquet file, got the folder .*folder\.csv"):
+        read(tmp_path, "folder.csv")
+
+
+def test_integers_that_pandas_made_floats_are_integers(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    labels = pyarrow.array([20.0, 3.0, 7.0, float("nan")])
+    columns = {"image": [f"{i}.jpg" for i in range(4)], "label": labels, "split": ["train", "train", "test", "test"]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "images.parquet")
+    with pytest.raises(ValueError, match="`label` must not be empty in any row, at row 4"):
+        read(tmp_path, "images.parquet")
+    columns["role"] = ["", "", "both", "distractor"]
+    parquet.write_table(pyarrow.table(columns), tmp_path / "images.parquet")
+    assert list(read(tmp_path, "images.parquet")["train"].names) == ["3", "20"]

@@ -117,6 +117,10 @@ def test_an_index_takes_arrays_and_rows():
         ((["/a"], [1]), "must lie inside the root, got '/a'"),
         ((["a\\..\\..\\b"], [1]), "must lie inside the root"),
         ((["C:/a"], [1]), "must lie inside the root"),
+        ((["./a"], [1]), "must be without './' and '//', got './a'"),
+        ((["a/./b"], [1]), "must be without './' and '//'"),
+        ((["a//b"], [1]), "must be without './' and '//'"),
+        ((["a/b/."], [1]), "must be without './' and '//'"),
     ],
 )
 def test_bad_indexes_are_refused(arguments, sentence):
@@ -170,6 +174,43 @@ def test_a_cached_index_is_read_once_and_again_when_its_source_changes(tmp_path)
     cached(read, [source], {"a": 1}, tmp_path / "cache")
     assert len(calls) == 3
     assert not [file for file in (tmp_path / "cache").iterdir() if not file.name.startswith("index-")]
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"", lambda data: data[:-9], lambda data: b"PK" + data[2:90], None])
+def test_a_damaged_cache_is_read_again_and_overwritten(tmp_path, damage):
+    source, folder = tmp_path / "list.txt", tmp_path / "cache"
+    source.write_text("one")
+
+    def read():
+        return {"train": ImageIndex(["a.png"], [7])}
+
+    cached(read, [source], {}, folder)
+    (file,) = folder.iterdir()
+    if damage is None:
+        np.savez(file, labels=np.zeros(3))  # of something else
+    else:
+        file.write_bytes(damage(file.read_bytes()))
+    with pytest.warns(UserWarning, match=rf"^ImageDataModule: read the lists again, since {file} is damaged \("):
+        assert list(cached(read, [source], {}, folder)["train"].paths) == ["a.png"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(cached(read, [source], {}, folder)["train"].paths) == ["a.png"]
+
+
+@pytest.mark.refusal
+def test_a_cache_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "cache").write_text("")
+    for folder in (tmp_path / "cache", tmp_path / "cache" / "deeper"):
+        with pytest.raises(ValueError, match=rf"^ImageDataModule: `cache_dir` must be a folder .*, got {folder} \("):
+            cached(lambda: {"test": ODD}, [tmp_path / "cache"], {}, folder)
+
+
+@pytest.mark.refusal
+def test_boxes_beyond_32_bits_are_refused():
+    with pytest.raises(
+        ValueError, match=r"^ImageIndex: `boxes` must hold numbers of pixels below 2\*\*31, got \[0, 0, 1, 10995"
+    ):
+        ImageIndex(["a", "b"], [0, 0], boxes=[[0, 0, 1, 1], [0, 0, 1, 2**40]])
 
 
 # --- files
@@ -247,6 +288,109 @@ def test_images_are_rgb_upright_and_cropped(tmp_path):
         boxes[2]
 
 
+def save(path, values):
+    Image.fromarray(values).save(path)
+    return path.name
+
+
+def mode_of(path):
+    with Image.open(path) as image:
+        return image.mode
+
+
+def test_sixteen_bits_are_scaled_to_eight(tmp_path):
+    """By 257, rounded: the largest number is white."""
+    ramp = (np.arange(256, dtype=np.int64).reshape(16, 16) * 257).clip(max=65535)
+    shades = ramp + np.arange(16) * 8  # up to half a step away
+    shades[-1, -1] = 65535
+    names = [
+        save(tmp_path / "a.png", shades.astype(np.uint16)),
+        save(tmp_path / "b.tif", shades.astype(">u2")),
+        save(tmp_path / "c.tif", shades.astype(np.int32)),
+    ]
+    (tmp_path / "d.pgm").write_bytes(b"P5 16 16 65535\n" + shades.astype(">u2").tobytes())
+    assert {mode_of(tmp_path / name) for name in names} == {"I;16", "I;16B", "I"}
+    images = ImageSet(ImageIndex([*names, "d.pgm"], range(4)), tmp_path, as_it_is)
+    wanted = np.array([[min(int(value / 257 + 0.5), 255) for value in row] for row in shades.tolist()])
+    for place in range(4):
+        found = images[place]["images"].numpy()
+        assert found.shape == (16, 16, 3)
+        assert all(np.array_equal(found[..., channel], wanted) for channel in range(3))
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (np.full((4, 4), 0.5, np.float32), "it holds floating-point numbers, of which"),
+        (np.full((4, 4), 65536, np.int32), "it holds 32-bit integers from 65536 to 65536, of which"),
+        (np.full((4, 4), -1, np.int32), "it holds 32-bit integers from -1 to -1"),
+        (np.full((4, 4), 200, np.int32), "it holds 32-bit integers from 200 to 200"),
+    ],
+)
+def test_numbers_without_a_known_white_are_refused(tmp_path, values, sentence):
+    images = ImageSet(ImageIndex([save(tmp_path / "a.tif", values)], [0]), tmp_path, as_it_is)
+    with pytest.raises(ValueError, match=rf"^ImageSet: cannot read the image {tmp_path}/a\.tif \({sentence}"):
+        images[0]
+
+
+def test_a_palette_with_transparency_keeps_its_colours_without_a_warning(tmp_path):
+    image = Image.new("P", (4, 4), 1)
+    image.putpalette([10, 20, 30, 200, 100, 50])
+    image.save(tmp_path / "a.png", transparency=bytes([255, 128]))
+    images = ImageSet(ImageIndex(["a.png"], [0]), tmp_path, as_it_is)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert images[0]["images"][0, 0].tolist() == [200, 100, 50]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("of a decoder"), NotImplementedError("of another")])
+def test_any_error_of_a_decoder_names_the_path(tmp_path, monkeypatch, error):
+    picture(tmp_path / "a.png")
+
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", fails)
+    images = ImageSet(ImageIndex(["a.png"], [0]), tmp_path, as_it_is)
+    with pytest.raises(ValueError, match=rf"^ImageSet: cannot read the image {tmp_path}/a\.png \(of a"):
+        images[0]
+    images.on_error = "skip"
+    with pytest.warns(UserWarning, match="skipped so far: 1"):
+        assert images[0]["roles"] == 0
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        images[0]
+
+
+@pytest.mark.filterwarnings("ignore:ImageSet. skipped:UserWarning")
+@pytest.mark.parametrize("batch", [1, 2, 4])
+@pytest.mark.parametrize("roles", [None, [1, 1, 1, 2, 2, 3, 2, 2]])
+@pytest.mark.parametrize("instances", [None, [0, 1, 1, 1, 5, 5, 5, 7]])
+def test_what_cannot_be_read_is_left_out_of_the_evaluation(tmp_path, batch, roles, instances):
+    """Whatever the size of batches; also the frames of a video of which others can be read."""
+    labels = [0, 1, 1, 1, 0, 0, 0, 1]
+    names = [f"{place}.png" for place in range(8)]
+    for place, name in enumerate(names):
+        picture(tmp_path / name, size=(4 + place, 9 - place))
+    for place in (2, 3, 6):
+        (tmp_path / names[place]).write_text("not an image")
+    index = ImageIndex(names, labels, roles=roles, instances=instances)
+    images = ImageSet(index, tmp_path, TINY, on_error="skip")
+    found, wanted = RetrievalMetrics((1, 2)), RetrievalMetrics((1, 2))
+
+    def add(metrics, part):
+        roles = part.get("roles", torch.full_like(part["labels"], 3))
+        rows = part["images"].flatten(1) + 0.1
+        metrics.update(rows, part["labels"], part["ids"], roles & 1 > 0, roles & 2 > 0, part.get("instances"))
+
+    for part in DataLoader(images, batch, collate_fn=ImageSet.collate):
+        add(found, part)
+    add(wanted, ImageSet.collate([images[place] for place in (0, 1, 4, 5, 7)]))
+    assert found.compute() == wanted.compute()
+    assert images.skipped == ["2.png", "3.png", "6.png"]
+
+
 def test_items_say_what_they_are(tmp_path):
     picture(tmp_path / "a.png")
     images = ImageSet(
@@ -293,16 +437,24 @@ def test_what_cannot_be_read_is_refused_or_skipped_and_counted(tmp_path):
             images[place]
     images = ImageSet(ImageIndex(names, range(4)), tmp_path, as_it_is, on_error="skip")
     with pytest.warns(UserWarning, match=r"^ImageSet: skipped .*cut\.png, .*; skipped so far: 1"):
-        assert images[1] is None
+        assert images[1]["skipped"] == str(tmp_path / "cut.png")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert images[1] is None  # said once
+        assert images[SeededIndex(1, seed=0)].keys() == {"skipped"}  # said once
     with pytest.warns(UserWarning, match="skipped so far: 2"):
         batch = ImageSet.collate([images[0], images[1], images[3]])
     assert batch["ids"].tolist() == [0]
     assert images.skipped == ["cut.png", "missing.png"]
-    with pytest.raises(ValueError, match="none of the 2 images of a batch could be read"):
-        ImageSet.collate([images[1], images[3]])
+    with pytest.raises(
+        ValueError,
+        match=rf"none of the 2 images of a batch could be read \({tmp_path}/cut\.png, {tmp_path}/missing\.png\)",
+    ):
+        ImageSet.collate([images[SeededIndex(1, seed=0)], images[SeededIndex(3, seed=0)]])
+    stand_in = ImageSet.collate([images[1], images[3]])  # in evaluation
+    assert {name: part.shape[0] for name, part in stand_in.items()} == dict.fromkeys(
+        ("images", "labels", "ids", "roles"), 1
+    )
+    assert (stand_in["ids"].item(), stand_in["roles"].item(), stand_in["images"].any().item()) == (1, 0, False)
 
 
 @pytest.mark.filterwarnings("ignore:ImageSet. skipped:UserWarning")  # said by the workers
@@ -491,7 +643,15 @@ def test_classes_of_training_are_refused_in_evaluation(tree):
     ):
         Mixed(tree).prepare_data()
     Mixed.shared_classes = True
-    Mixed(tree).prepare_data()
+    with pytest.raises(ValueError, match=r"^Mixed: images must be in .* got 4 in train and test, such as 3/0\.png"):
+        Mixed(tree).prepare_data()
+
+    class Shared(Mixed):
+        def read(self):
+            index = self.of(range(4))
+            return {"train": index[::2], "test": index[1::2]}
+
+    Shared(tree).prepare_data()
 
 
 def test_the_index_is_kept_in_the_cache(tree, tmp_path):

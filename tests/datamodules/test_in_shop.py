@@ -48,7 +48,12 @@ def test_images_are_those_of_the_folder_and_cropped_to_their_box(tmp_path):
 def test_the_report_has_the_papers_counts(tmp_path):
     write_in_shop(tmp_path)
     report = InShop(tmp_path).check()
-    assert report.splits == {"train": ((12, 4), [(25882, 3997)]), "test": ((9, 3), [(26830, 3985)])}
+    assert report.splits == {
+        "train": ((12, 4), [(25882, 3997)]),
+        "test": ((9, 3), [(26830, 3985)]),
+        "query": ((3, 3), [(14218, 3985)]),
+        "gallery": ((6, 3), [(12612, 3985)]),
+    }
     assert not report.missing
 
 
@@ -98,9 +103,20 @@ REFUSALS = {
     "no folders": (PARTITION, FIRST, "img/id_00000001.jpg", "img/gender/kind/..., got 'img/id_00000001.jpg' in line 3"),
     "another folder": (PARTITION, FIRST, FIRST[4:], "img/gender/kind/..., got 'MEN/Denim/.*' in line 3"),
     "item in both splits": (PARTITION, "id_00000001     query", "id_00000002     query", "in train and test, such as"),
-    "path out of the root": (PARTITION, FIRST, "img/MEN/../../../x.jpg", "inside the root, got 'img/MEN/../../../x"),
+    "path out of the root": (
+        PARTITION,
+        FIRST,
+        "img/MEN/../../../x.jpg",
+        "kind/..., got 'img/MEN/../../../x.jpg' in line 3",
+    ),
     "another count of boxes": (BOXES, "21\n", "20\n", "list_bbox_inshop.txt must hold as many .* says, 20, got 21"),
     "other header of boxes": (BOXES, "x_1 y_1", "x1 y1", "line 2 of .*list_bbox_inshop.txt must be the header"),
+    "corner of many digits": (
+        BOXES,
+        " 030\n",
+        " 4294967296\n",
+        r"`y_2` must be integers in .*, got '4294967296' in line 3",
+    ),
     "missing corner": (BOXES, " 030\n", "\n", r"7 fields, which 1 have not \(line 3\)"),
     "corner that is no number": (BOXES, " 030\n", " 3x\n", "`y_2` must be integers .*, got '3x'"),
     "empty box": (BOXES, " 030\n", " 002\n", r"`boxes` must hold pixels, got \[3, 2, 30, 2\] for img/"),
@@ -119,7 +135,10 @@ def test_what_is_odd_is_refused(tmp_path, case):
         data.prepare_data()
 
 
-@pytest.mark.parametrize(("split", "statuses"), [("train", ["train"]), ("test", ["query", "gallery"])])
+@pytest.mark.parametrize(
+    ("split", "statuses"),
+    [("train", ["train"]), ("query", ["query", "gallery"]), ("query", ["query"]), ("gallery", ["gallery"])],
+)
 def test_an_empty_split_is_refused(tmp_path, split, statuses):
     write_in_shop(tmp_path)
     lines = (tmp_path / PARTITION).read_text().splitlines()

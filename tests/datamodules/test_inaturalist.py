@@ -125,6 +125,9 @@ def test_lists_that_are_missing_or_odd(tmp_path):
         write_text(path, f"train_val2018/Aves/3/a.jpg\n\n{line}\n")
         with pytest.raises(ValueError, match=rf"<supercategory>/<category id>/<image>, got '{line}' \(line 3\)"):
             INaturalist(tmp_path / "inat").prepare_data()
+    write_text(path, f"train_val2018/Aves/{'9' * 5000}/x.jpg\n")
+    with pytest.raises(ValueError, match=r"<category id>/<image>, got 'train_val2018/Aves/9{181}' \(line 1\)"):
+        INaturalist(tmp_path / "inat").prepare_data()
     write_text(path, "\n")
     with pytest.raises(ValueError, match=r"train_set1.txt must name at least one image, got none"):
         INaturalist(tmp_path / "inat").prepare_data()

@@ -36,10 +36,17 @@ def test_escaped_names_are_found_as_they_are_and_unescaped(tmp_path):
 def test_a_rewritten_list_holds_paths(tmp_path):
     paths = ["jpg/3/ä.JPG", "jpg/3/b.jpg", "jpg/20/b.jpg"]
     text = "".join(f"{path} {path.split('/')[1]} more\n" for path in paths)
-    write_text(tmp_path / "annotations" / "annotation_clean_train.txt", text + "\n")
-    splits = LandmarksClean(tmp_path).splits
+    write_text(tmp_path / "annotations" / "annotation_clean_train.txt", "./" + text + "jpg/20/c.jpg 20\n")
+    write_images(tmp_path, paths)
+    settings = {"cache_dir": tmp_path / "cache"}
+    with pytest.warns(
+        UserWarning, match=r"left out 1 images that are not in .*\(1 of 4 of train\), .* of jpg/20/c.jpg"
+    ):
+        splits = LandmarksClean(tmp_path, **settings).splits
     assert list(splits) == ["train"]
     assert described(splits["train"]) == [(path, int(path.split("/")[1])) for path in paths]
+    write_images(tmp_path, ["jpg/20/c.jpg"])  # which comes later
+    assert len(LandmarksClean(tmp_path, **settings).splits["train"]) == 4
 
 
 def test_missing_files_are_left_out_with_one_warning(tmp_path):

@@ -1,5 +1,9 @@
 """Lists in other encodings, reports of what is found, and warnings that are heard again."""
 
+import os
+import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -152,6 +156,52 @@ def test_a_check_before_anything_else_shows_what_reading_warns_of_once(tmp_path)
         warnings.simplefilter("error")
         report = LandmarksClean(tmp_path).check()
     assert [line[:5] for line in str(report).splitlines() if "left out 1 images" in line] == ["odd: "]
+
+
+@refusal
+def test_a_root_that_is_not_there_is_told_the_one_beside_it(tmp_path, monkeypatch):
+    write_online_products(tmp_path / "products")
+    right = re.escape(f"; give root={tmp_path / 'products'}.")
+    for root, what in (
+        (tmp_path / "produkts", "is not there"),
+        (tmp_path / "produkts" / "deeper", "is not there"),
+        (tmp_path / "products" / "Ebay_test.txt", "is a file"),
+    ):
+        with pytest.raises(
+            FileNotFoundError, match=rf"must be a folder that holds .*, got {root}, which {what}{right}"
+        ):
+            StanfordOnlineProducts(root).prepare_data()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(StanfordOnlineProducts("~/products", cache_dir="~/cache").splits["test"]) > 1
+    assert (tmp_path / "cache").is_dir()
+
+
+@refusal
+def test_a_folder_in_place_of_a_list_is_named(tmp_path):
+    (tmp_path / "list.txt").mkdir()
+    with pytest.raises(ValueError, match=rf"^I: {tmp_path}/list.txt must be a text file, got a folder"):
+        list(read_rows("I", tmp_path / "list.txt", 2))
+
+
+def test_a_report_of_names_in_another_encoding_is_printed(tmp_path):
+    name = b"a/caf\xe9.jpg".decode(errors="surrogateescape")
+    for path in ("a/1.jpg", name, "b/1.jpg"):
+        write_image(tmp_path / path)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / name.replace("a/", "").replace(".jpg", ".txt")).write_text("")
+    command = [
+        sys.executable,
+        "-m",
+        "lightning_retrieval.cli",
+        "check",
+        "--data",
+        "ImageFolder",
+        "--root",
+        str(tmp_path),
+    ]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"})
+    assert (done.returncode, b"UnicodeEncodeError" in done.stderr) == (1, False)
+    assert b"caf\\udce9.txt" in done.stdout
 
 
 def test_images_are_looked_for_where_the_lists_say(tmp_path):

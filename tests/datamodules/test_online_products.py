@@ -128,3 +128,26 @@ def test_missing_folders_and_files_are_named(tmp_path):
     (tmp_path / written["train"][0][0]).unlink()
     with pytest.raises(FileNotFoundError, match=re.escape(str(tmp_path / written["train"][0][0]))):
         StanfordOnlineProducts(tmp_path, **SETTINGS).train_set[0]
+
+
+@pytest.mark.refusal
+def test_an_image_of_training_in_the_test_list_is_refused(tmp_path):
+    """Under another class."""
+    written = write_online_products(tmp_path)
+    path = tmp_path / "Ebay_test.txt"
+    path.write_text(path.read_text() + f"999 22000 1 {written['train'][0][0]}\n")
+    message = f"^StanfordOnlineProducts: images .* got 1 in train and test, such as {written['train'][0][0]}"
+    for cache in (None, tmp_path / "cache", tmp_path / "cache"):
+        with pytest.raises(ValueError, match=message):
+            StanfordOnlineProducts(tmp_path, cache_dir=cache).prepare_data()
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("number", ["²", "--5", "9" * 45_000, "9" * 30])
+def test_what_is_no_integer_is_refused_with_its_line(tmp_path, number):
+    write_online_products(tmp_path)
+    path = tmp_path / "Ebay_train.txt"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:3], " ".join(["77", number, *lines[3].split()[2:]]), *lines[4:]]))
+    with pytest.raises(ValueError, match=r"`class_id` must be integers in .*train.txt, got '.{1,45} in line 4\.$"):
+        StanfordOnlineProducts(tmp_path).prepare_data()

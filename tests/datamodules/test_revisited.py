@@ -253,6 +253,25 @@ def test_a_truncated_image_is_refused_or_skipped(tmp_path):
     assert logged == pytest.approx(expected, abs=1e-6)
 
 
+def test_a_crop_of_one_pixel_stays_one(tmp_path):
+    gnd = [{**GND[0], "bbx": [3, 3, 4, 4]}, *GND[1:]]
+    folder = write_revisited(tmp_path)
+    write_pickle(folder / "gnd_roxford5k.pkl", ground_truth(gnd=gnd))
+    assert tuple(RevisitedOxford(folder, image_size=20).test_set[len(IMAGES)]["images"].shape) == (3, 1, 1)
+
+
+@refusal
+def test_an_empty_list_of_distractors_and_an_image_twice_are_refused(tmp_path):
+    folder, more = write_revisited(tmp_path), write_distractors(tmp_path / "revisitop1m")
+    for text, message in (
+        ("\n", "the split 'distractors' must hold at least one image, got none in .*revisitop1m.txt"),
+        ("a.jpg\nb.jpg\na.jpg\n", "`image` must be different in each line of .*revisitop1m.txt, got 'a.jpg' twice"),
+    ):
+        write_text(more / "revisitop1m.txt", text)
+        with pytest.raises(ValueError, match=message):
+            RevisitedOxford(folder, distractors=more).prepare_data()
+
+
 # What a pickle may hold.
 
 ARRAYS = {
@@ -322,6 +341,68 @@ ATTACKS = {
     "collections.OrderedDict": lambda target: OrderedDict(a=1),
     "an array of object": lambda target: np.array([print, None], dtype=object),
 }
+
+
+@refusal
+@pytest.mark.parametrize(
+    "function",
+    [
+        "numpy.core.numeric\n_frombuffer",
+        "numpy.core.multiarray\nscalar",
+        "numpy.core.multiarray\n_reconstruct",
+        "numpy\ndtype",
+        "_codecs\nencode",
+        "builtins\nset",
+        "builtins\nbytes",
+    ],
+)
+def test_what_may_be_called_may_not_be_changed(tmp_path, function):
+    state = pickle.dumps((None, {"__defaults__": None, "__kwdefaults__": None}), 0)[:-1]
+    (tmp_path / "x.pkl").write_bytes(f"c{function}\n".encode() + state + b"b.")
+    with pytest.raises(ValueError, match=r"x.pkl must hold plain values .*, got the state of a function, which could"):
+        load_plain_pickle("X", tmp_path / "x.pkl")
+
+
+class Typed:
+    """Pickles as a NumPy type with this state, or as an array of it."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def __reduce__(self):
+        return np.dtype, ("f8", False, True), self.state
+
+
+@refusal
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize(
+    "state",
+    [
+        (3, "<", None, None, None, -1, -1, 63),
+        (3, "<", None, None, None, 16, -1, 0),
+        (3, "|", (np.dtype("i1"), (8,)), None, None, -1, -1, 0),
+        (3, "|", None, ("a",), {"a": (np.dtype("i1"), 0)}, 8, 1, 16),
+        (4, "<", None, None, None, -1, -1, 0, {}),
+    ],
+)
+def test_types_that_are_not_plain_are_refused(tmp_path, state, protocol):
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps([Typed(state)], protocol))
+    with pytest.raises(ValueError, match=r"x.pkl must hold plain values .*, got a type of numbers of the state \("):
+        load_plain_pickle("X", tmp_path / "x.pkl")
+    assert np.dtype("f8").flags == 0
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_bytes_and_bytearrays_are_read_in_all_protocols(tmp_path, protocol):
+    values = [bytearray(b"a\xff"), bytearray(), b"", b"\xff\x00"]
+    assert load_plain_pickle("X", write_pickle(tmp_path / "x.pkl", values, protocol)) == values
+
+
+@refusal
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_bytes_of_a_number_ask_for_no_memory(tmp_path, kind):
+    with pytest.raises(ValueError, match=r"x.pkl must be a pickle, .* \(memoryview: a bytes-like object is required"):
+        load_plain_pickle("X", write_pickle(tmp_path / "x.pkl", Asks(kind, 10**7), 2))
 
 
 @refusal

@@ -3,12 +3,14 @@
 import re
 
 import pytest
+import torch
 
 from lightning_retrieval.datamodules import ImageSet, LayoutReport
 from lightning_retrieval.datamodules.vehicle_id import VehicleID
 from lightning_retrieval.metrics import RandomGalleryMetrics
 from tests.datamodules.short_run import QUIET, SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
 from tests.datamodules.trees import write_image, write_vehicle_id
+from tests.datamodules.trees_more import SMALL
 
 pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 NUMBERS = {"train": [9, 10, 11, 20], "small": [30, 31], "medium": [30, 31, 32], "large": [5, 30, 31, 32]}
@@ -78,11 +80,11 @@ def test_the_reid_protocol_has_random_galleries(tmp_path):
         assert list(images.index.paths) == list(retrieval.test_set[size].index.paths)
         assert images.index.roles is None
         metrics = images.metrics((1, 5))
-        assert type(metrics) is RandomGalleryMetrics
+        assert isinstance(metrics, RandomGalleryMetrics)
         assert (metrics.ks, metrics.draws, metrics.seed) == ((1, 5), 10, 4)
         assert type(retrieval.test_set[size]) is ImageSet
     held = VehicleID(tmp_path, protocol="reid", val_share=0.5).val_set  # checkpoints are chosen by what is reported
-    assert type(held.metrics((1,))) is RandomGalleryMetrics
+    assert isinstance(held.metrics((1,)), RandomGalleryMetrics)
 
 
 @pytest.mark.parametrize("protocol", ["retrieval", "reid"])
@@ -213,3 +215,58 @@ def test_what_is_missing_is_named(tmp_path, name):
     (tmp_path / "cars" / name).rename(tmp_path / "cars/away")
     with pytest.raises(FileNotFoundError, match=f"must hold {name}.*, which .*cars does not, nor a folder near it"):
         VehicleID(tmp_path / "cars", select_by_vid=True).prepare_data()
+
+
+@pytest.mark.refusal
+def test_an_image_of_two_vehicles_in_two_lists_is_refused(tmp_path):
+    written = write_vehicle_id(tmp_path)
+    image, vehicle = written["small"][0]
+    path = tmp_path / "train_test_split" / "test_list_1600.txt"
+    path.write_text(path.read_text().replace(f"{image} {vehicle}\n", f"{image} 31\n"))
+    message = rf"^VehicleID: an image must be of one vehicle in all lists, got {image} of {vehicle} and of 31 in .*1600"
+    with pytest.raises(ValueError, match=message):
+        VehicleID(tmp_path).prepare_data()
+
+
+@pytest.mark.refusal
+def test_an_image_in_training_and_in_a_test_set_is_refused(tmp_path):
+    """Not by its vehicle, which the test list gives another number."""
+    written = write_vehicle_id(tmp_path)
+    image, vehicle = written["train"][0]
+    path = tmp_path / "train_test_split" / "test_list_800.txt"
+    path.write_text(path.read_text() + f"{image} 999\n")
+    with pytest.raises(ValueError, match=rf"of one vehicle in all lists, got {image} of {vehicle} and of 999"):
+        VehicleID(tmp_path).prepare_data()
+
+
+@pytest.mark.refusal
+def test_reid_needs_two_images_of_a_vehicle(tmp_path):
+    write_vehicle_id(tmp_path)
+    path = tmp_path / "train_test_split" / "test_list_800.txt"
+    first = {line.split()[1]: line for line in path.read_text().splitlines() if line}
+    path.write_text("\n".join(first.values()))
+    assert len(VehicleID(tmp_path).splits["small"]) == 2
+    with pytest.raises(ValueError, match=r"'reid' needs a vehicle with two images or more, got none in .*800\.txt"):
+        VehicleID(tmp_path, protocol="reid").prepare_data()
+
+
+def test_random_galleries_leave_out_what_cannot_be_read(tmp_path):
+    """Also where a whole batch cannot be: the values are those of the other images."""
+    written = write_vehicle_id(tmp_path)
+    lost = [name for name, _ in written["small"]][:2]
+    for name in lost:
+        (tmp_path / "image" / f"{name}.jpg").write_text("no image")
+    data = VehicleID(tmp_path, sizes="small", protocol="reid", on_error="skip", eval_batch_size=2, eval_transform=SMALL)
+    metrics = data.test_set["small"].metrics((1,))
+    expected = RandomGalleryMetrics((1,), draws=10, seed=data.seed)
+    with pytest.warns(UserWarning, match="skipped so far"):
+        batches = list(data.test_dataloader()["small"])
+    assert [len(batch["ids"]) for batch in batches] == [1, 2, 2]
+    generator = torch.Generator().manual_seed(0)
+    for number, batch in enumerate(batches):
+        rows = torch.randn(len(batch["ids"]), 5, generator=generator)
+        roles = batch.get("roles", torch.full((len(rows),), 3))
+        metrics.update(rows, batch["labels"], batch["ids"], roles & 1 > 0, roles & 2 > 0)
+        if number:
+            expected.update(rows, batch["labels"], batch["ids"])
+    assert metrics.compute() == expected.compute()

@@ -70,7 +70,7 @@ def test_boxes_of_other_images_are_passed_over(tmp_path):
     [
         ("0001_01.jpg", r"must be <person>/<image> or train/<person>/<image>, got '0001_01\.jpg' \(line 2\)"),
         ("test/n000001/0001_01.jpg", r"got 'test/n000001/0001_01\.jpg' \(line 2\)"),
-        ("../x.jpg", r"`paths` must lie inside the root, got 'train/\.\./x\.jpg'"),
+        ("../x.jpg", r"the images of .*train_list.txt must lie inside the root, got '\.\./x\.jpg' \(line 2\)"),
         (
             "n000001/0001_01.jpg",
             r"in training or in evaluation, not in both, got 1 in train and test, such as 'n000001'",
@@ -110,6 +110,11 @@ def test_files_that_are_missing_or_empty(tmp_path):
         ("NAME,X,Y,W,H\n", r"line 1 of .*loose_bb_train.csv must be the header 'NAME_ID,X,Y,W,H', got 'NAME,X,Y,W,H'"),
         ('NAME_ID,X,Y,W,H\n"n000002/0001_01",1,2,3\n', r"must be a name and four integers, got .*,1,2,3' \(line 2\)"),
         ('NAME_ID,X,Y,W,H\n"n000002/0001_01",1,2,3,x\n', r"four integers, got .*,1,2,3,x' \(line 2\)"),
+        ('NAME_ID,X,Y,W,H\n"n000002/0001_01",1,2,3,2147483647\n', r"four integers, got .*,2147483647' \(line 2\)"),
+        (
+            'NAME_ID,X,Y,W,H\n"n000002/0001_01",1,2,3,4\n"n000002/0001_01",1,2,3,5\n',
+            r"must have one box for each image, got several for train/n000002/0001_01\.jpg",
+        ),
         (
             'NAME_ID,X,Y,W,H\n"n000002/0001_01",1,2,3,4\n',
             r"a box for each image of train, got none for train/n000002/0002_01",
@@ -154,3 +159,11 @@ def test_a_truncated_image_is_named(tmp_path):
     truncate(tmp_path / paths["test"][0])
     with pytest.raises(ValueError, match=rf"cannot read the image .*{paths['test'][0]}"):
         VGGFace2(tmp_path, **QUICK).test_set[0]
+
+
+@refusal
+def test_the_list_of_another_data_set_is_not_proposed(tmp_path):
+    write_text(tmp_path / "VehicleID_V1.0" / "train_test_split" / "train_list.txt", "0000001 7\n")
+    (tmp_path / "faces").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"train_list.txt, which .*faces does not, nor a folder near it\.$"):
+        VGGFace2(tmp_path / "faces").prepare_data()
