@@ -146,5 +146,7 @@ def _embeddings(trainer: pl.Trainer, pl_module: RetrievalModule, loader: Any) ->
         for batch in Tqdm(loader, desc="Learning whitening", disable=silent, leave=False):
             batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
             embeddings = pl_module.embed(pl_module.unpack_batch(batch)[0], whiten=False)
+            if isinstance(batch, dict) and "roles" in batch:
+                embeddings = embeddings[batch["roles"] > 0]  # without what stands in for images that cannot be read
             rows.append(embeddings.to(torch.promote_types(embeddings.dtype, torch.float32)))
     return torch.cat(rows)

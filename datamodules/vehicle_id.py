@@ -11,19 +11,10 @@ from lightning_retrieval.datamodules.image_module import ImageDataModule
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.layout import find_file, integers, read_rows, refuse_duplicates, refuse_empty
 from lightning_retrieval.metrics import RandomGalleryMetrics
-from lightning_retrieval.metrics.store import Rows
 
 Size = Literal["small", "medium", "large"]
 VEHICLES = {"small": 800, "medium": 1600, "large": 2400}
 LISTS = "train_test_split"
-
-
-class _RandomGalleryOfRead(RandomGalleryMetrics):
-    """Leaves out the images that have no role, since they could not be read."""
-
-    def _rows(self) -> Rows:
-        rows = super()._rows()
-        return Rows(*(part[(rows.roles > 0).to(part.device)] for part in rows))
 
 
 class _RandomGallerySet(ImageSet):
@@ -35,7 +26,7 @@ class _RandomGallerySet(ImageSet):
 
     def metrics(self, ks: Sequence[int], **settings: Any) -> RandomGalleryMetrics:
         """The metrics that `RetrievalEvaluation` takes for this set, with its settings."""
-        return _RandomGalleryOfRead(ks, draws=10, seed=self.seed, **settings)
+        return RandomGalleryMetrics(ks, draws=10, seed=self.seed, **settings)
 
 
 class VehicleID(ImageDataModule):

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.metrics.retrieval import RetrievalMetrics
-from lightning_retrieval.metrics.store import GALLERY, QUERY
+from lightning_retrieval.metrics.store import GALLERY, QUERY, Rows
 
 
 class RandomGalleryMetrics(RetrievalMetrics):
     """`RetrievalMetrics` whose gallery is one random image of each label and whose queries are all other images.
 
-    The values are means over several draws of the gallery, which follow from `seed` and the ids alone. The roles of the
-    rows are not looked at.
+    The values are means over several draws of the gallery, which follow from `seed` and the ids alone. Rows that are
+    neither query nor gallery, such as images that could not be read, stay out; else roles are not looked at.
 
     Args:
         ks: the k of R@k, each >= 1.
@@ -52,6 +52,7 @@ class RandomGalleryMetrics(RetrievalMetrics):
 
     def _per_query(self) -> dict[str, Tensor]:
         rows = self._rows()
+        rows = Rows(*(part[(rows.roles > 0).to(part.device)] for part in rows))
         tables = []
         generator = torch.Generator().manual_seed(self.seed)
         unique, inverse = torch.unique(rows.labels[:, 0], return_inverse=True)

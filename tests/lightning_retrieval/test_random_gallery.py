@@ -48,6 +48,16 @@ def test_draws_follow_from_seed_and_ids():
     assert found[0] == found[1] != found[2]
 
 
+def test_rows_without_a_role_stay_out():
+    x, labels = torch.randn(30, 5), torch.arange(30) % 5
+    kept = torch.arange(30) % 7 != 3
+    whole, part = RandomGalleryMetrics(ks=(1,)), RandomGalleryMetrics(ks=(1,))
+    whole.update(x, labels, torch.arange(30), is_query=kept, is_gallery=kept)
+    part.update(x[kept], labels[kept], torch.arange(30)[kept])
+    assert torch.equal(whole.per_query()["ids"], part.per_query()["ids"])
+    assert whole.compute()["mAP"] == part.compute()["mAP"]
+
+
 def test_nothing_but_single_images():
     metrics = RandomGalleryMetrics(ks=(1,))
     metrics.update(torch.randn(4, 3), torch.arange(4))
