@@ -26,6 +26,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +77,16 @@ class Clock(pl.Callback):
         if index % 2:
             self.real = {name: getattr(dist, name) for name in SENT}
             for name in SENT:
-                setattr(dist, name, lambda *args, name=name: self.measured(name, *args))
+                setattr(dist, name, partial(self.measured, name))
         if dist.is_initialized():
             dist.barrier()
         self.begin = time.perf_counter()
 
-    def measured(self, name: str, *args: Any) -> None:
+    def measured(self, name: str, *args: Any, **keywords: Any) -> None:
         start = time.perf_counter()
         dist.barrier()
         together = time.perf_counter()
-        self.real[name](*args)
+        self.real[name](*args, **keywords)
         self.seen["moving"] += time.perf_counter() - together
         self.seen["waiting"] += together - start
         self.seen["sent"] += SENT[name](*args)

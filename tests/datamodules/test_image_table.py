@@ -4,8 +4,10 @@ import csv
 import sys
 
 import numpy as np
+import pyarrow
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES
 from lightning_retrieval.datamodules.image_table import ImageTable
@@ -142,8 +144,6 @@ def test_an_image_may_be_listed_twice_with_boxes(tmp_path):
 
 
 def test_parquet_gives_what_csv_does(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-
     columns = {
         "split": ["train", "train", "test", "test", "test"],
         "label": pyarrow.array([20, 3, 100, None, 100]),
@@ -167,8 +167,6 @@ def test_parquet_gives_what_csv_does(tmp_path):
 
 @refusal
 def test_parquet_names_the_row(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-
     table = pyarrow.table({"image": ["a.jpg", "b.jpg"], "label": ["x", None]})
     parquet.write_table(table, tmp_path / "images.parquet")
     with pytest.raises(ValueError, match=r"`label` must not be empty in any row, at row 2 of .*images\.parquet\."):
@@ -324,7 +322,6 @@ def test_a_box_that_is_trained_on_is_not_evaluated(tmp_path):
 
 @refusal
 def test_a_damaged_parquet_file_and_a_folder_are_named(tmp_path):
-    pytest.importorskip("pyarrow.parquet")
     for damaged in (b"", b"PAR1" + bytes(40) + b"PAR1"):
         (tmp_path / "images.parquet").write_bytes(damaged)
         with pytest.raises(ValueError, match=rf"^ImageTable: {tmp_path}/images\.parquet must be a Parquet file"):
@@ -335,7 +332,6 @@ def test_a_damaged_parquet_file_and_a_folder_are_named(tmp_path):
 
 
 def test_integers_that_pandas_made_floats_are_integers(tmp_path):
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     labels = pyarrow.array([20.0, 3.0, 7.0, float("nan")])
     columns = {"image": [f"{i}.jpg" for i in range(4)], "label": labels, "split": ["train", "train", "test", "test"]}
     parquet.write_table(pyarrow.table(columns), tmp_path / "images.parquet")
