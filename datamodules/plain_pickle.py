@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 _scalar: Any = np.float64(0).__reduce__()[0]  # numpy.core.multiarray.scalar, wherever this NumPy has it
 _frombuffer: Any = np.zeros(1).__reduce_ex__(5)[0]
@@ -86,7 +87,7 @@ class _Array(np.ndarray[Any, Any]):
         super().__setstate__((version, shape, _dtype(kind), in_columns, data))
 
 
-def _empty_array(*_: Any) -> _Array:
+def _empty_array(*_: Any) -> NDArray[Any]:
     """What NumPy's `_reconstruct` gives before the array's state is set."""
     return np.empty(0, np.int8).view(_Array)
 
