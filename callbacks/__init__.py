@@ -6,6 +6,7 @@ from lightning_retrieval.callbacks.evaluation import RetrievalEvaluation
 from lightning_retrieval.callbacks.gallery import RetrievalGallery
 from lightning_retrieval.callbacks.precision_recall import PrecisionRecallCurve
 from lightning_retrieval.callbacks.score_histogram import ScoreHistogram
+from lightning_retrieval.callbacks.wandb_logger import RetrievalWandbLogger
 from lightning_retrieval.callbacks.whitening import LearnWhitening
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "PrecisionRecallCurve",
     "RetrievalEvaluation",
     "RetrievalGallery",
+    "RetrievalWandbLogger",
     "ScoreHistogram",
     "TrainingCurve",
 ]

@@ -101,10 +101,9 @@ class APMonitor(pl.Callback):
         ap, predicted, queries = sum_over_ranks(self._sums).unbind()
         self._sums = None
         if queries > 0:
-            values = {"train/AP": ap / queries}
+            self.log("train/AP", ap / queries, prog_bar=True)  # type: ignore[attr-defined]
             if _surrogate(pl_module.loss) is not None:  # type: ignore[arg-type]
-                values["train/AP_e"] = (predicted - ap).abs() / queries
-            self.log_dict(values, rank_zero_only=False)  # type: ignore[attr-defined]
+                self.log("train/AP_e", (predicted - ap).abs() / queries)  # type: ignore[attr-defined]
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._remove_hook()

@@ -9,6 +9,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
@@ -52,7 +53,9 @@ class RetrievalEvaluation(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[RetrievalEvaluation(ks=(1, 10))], logger=False, enable_checkpointing=False)
 
     Relations:
-        `RetrievalGallery` draws what this callback collects.
+        `RetrievalGallery` draws what this callback collects. The best value of each metric of a training run goes into
+        `hparams.yaml` of `CSVLogger`, and to TensorBoard as `best/val/mAP` and so on; `RetrievalWandbLogger` keeps it
+        in the run's summary.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class RetrievalEvaluation(pl.Callback):
         self.embeddings_on_cpu = embeddings_on_cpu
         self.metrics: dict[int, EmbeddingMetric] = {}
         self.table: dict[str, dict[str, float]] = {}
+        self.best: dict[str, float] = {}
         self._positions: dict[int, Iterator[list[int]]] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -123,7 +127,23 @@ class RetrievalEvaluation(pl.Callback):
         self._print(trainer, "test")
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for logger in trainer.loggers if self.best else ():
+            if isinstance(logger, TensorBoardLogger):  # whose table of hyperparameters has the column hp_metric
+                chosen = getattr(trainer.checkpoint_callback, "best_model_score", None)
+                best = {f"best/{name}": value for name, value in self.best.items()}
+                logger.log_metrics(
+                    best if chosen is None else {**best, "hp_metric": float(chosen)}, trainer.global_step
+                )
+            elif isinstance(logger, CSVLogger):
+                logger.log_hyperparams({"best": self.best})
+                logger.save()
         self._print(trainer, "val")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best = state_dict["best"]
 
     def _start(self, loaders: Any, device: torch.device, sync_on_compute: bool = True) -> None:
         self.metrics = {}
@@ -186,6 +206,9 @@ class RetrievalEvaluation(pl.Callback):
                     f"{metrics.ranked_images} that are ranked, so they are 1; give smaller `ks`."
                 )
         self.table[stage] = {name: float(value) for name, value in results.items()}
+        if trainer.state.fn == "fit":
+            higher = {name: value for name, value in self.table[stage].items() if "left_out" not in name}
+            self.best |= {name: max(value, self.best.get(name, value)) for name, value in higher.items()}
         log_alike(self, results)
 
     def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any, index: int) -> EmbeddingMetric:

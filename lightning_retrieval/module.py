@@ -1,7 +1,9 @@
 """The LightningModule that trains any embedding network with any loss over the whole batch's ranked lists."""
 
+import json
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,6 +12,7 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 import torch
 from jaxtyping import Float
+from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, ParallelStrategy, SingleDeviceStrategy
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
@@ -37,7 +40,7 @@ from lightning_retrieval.losses.combined import WeightedSum, call_loss, is_ours,
 from lightning_retrieval.losses.foreign import TAKE_REFERENCES
 from lightning_retrieval.memory import CrossBatchMemory
 from lightning_retrieval.postprocessing import PCAWhitening, check_scales, multi_scale
-from lightning_retrieval.recipe import describe, rebuild, rebuild_factory
+from lightning_retrieval.recipe import describe, rebuild, rebuild_factory, settings
 
 Unpacked = tuple[Tensor, Tensor, Tensor | None]
 
@@ -151,6 +154,7 @@ class RetrievalModule(pl.LightningModule):
         self.eval_scales = check_scales(who, "eval_scales", eval_scales)
         self.whitening = None if whitening is None else rebuild(who, "whitening", whitening, PCAWhitening)
         self._begun = False
+        self._last_step_end: float | None = None
         self.lr_scheduler_interval = check_choice(
             who, "lr_scheduler_interval", lr_scheduler_interval, ("epoch", "step")
         )
@@ -330,6 +334,15 @@ class RetrievalModule(pl.LightningModule):
             self._step_schedulers("epoch", self.current_epoch)
         for name, value in zip(terms, values):
             self.log(name, value, prog_bar=name == "train/loss")
+        now = time.perf_counter()
+        if self._last_step_end is not None:
+            speed = len(everyone.labels) * (1 if self.gather else world_size()) / (now - self._last_step_end)
+            self.log("train/images_per_second", speed, prog_bar=True)
+        self._last_step_end = now
+
+    def on_train_epoch_start(self) -> None:
+        """Leave out of the images a second what passes between epochs."""
+        self._last_step_end = None
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Let DDP bring rank 0's buffers to all ranks at the next forward."""
@@ -414,7 +427,11 @@ class RetrievalModule(pl.LightningModule):
         return chunk
 
     def _report(self, batch: GlobalBatch, chunk: int) -> None:
-        """Say how long the lists are, what a step communicates and what chunks change, as the first batch shows."""
+        """Say how long the lists are, what a step communicates and what chunks change, as the first batch shows.
+
+        Loggers get the same among the hyperparameters, TensorBoard as text, with the settings of the data module and of
+        the sampler.
+        """
         norms = [m for m in self.modules() if isinstance(m, _BatchNorm) and m.training]
         if chunk < len(batch.labels) and any(not isinstance(norm, nn.SyncBatchNorm) for norm in norms):
             rank_zero_warn(
@@ -449,6 +466,26 @@ class RetrievalModule(pl.LightningModule):
             said += f", over {world_size()} processes" if self.gather else f", on each of {world_size()} processes"
             said += f"; each process sends {sum(traffic.values()) / 1e6:.3g} MB a step ({what})"
         rank_zero_info(f"{said}.")
+        facts: dict[str, Any] = {
+            "batch": {
+                "images": len(batch.labels) * (1 if self.gather else world_size()),
+                "classes": len(sizes),
+                "list_length": len(batch.labels) - 1 + (0 if self.memory is None else self.memory.size),
+                "chunk_size": chunk,
+                "processes": world_size(),
+            }
+        }
+        sampler = getattr(self.trainer.train_dataloader, "batch_sampler", None)
+        sampler = getattr(sampler, "batch_sampler", sampler)  # of RetrievalDataLoader the one of global batches
+        for name, thing in {"data": self.trainer.datamodule, "sampler": sampler}.items():
+            if thing is not None:
+                facts[name] = settings(thing)
+        for logger in self.trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):  # which shows and writes the first hyperparameters only
+                for name, fact in facts.items():
+                    logger.experiment.add_text(name, f"```json\n{json.dumps(fact, indent=2)}\n```")
+            else:
+                logger.log_hyperparams(facts)
 
     def _unsynchronised(self) -> AbstractContextManager[None]:
         strategy = self.trainer.strategy
@@ -479,8 +516,9 @@ class RetrievalModule(pl.LightningModule):
     # Evaluation.
 
     def on_validation_start(self) -> None:
-        """Let DDP bring rank 0's buffers to all ranks at the next forward."""
+        """Let DDP bring rank 0's buffers to all ranks at the next forward; leave it out of the images a second."""
         self._synchronise_buffers()
+        self._last_step_end = None
 
     def on_validation_epoch_end(self) -> None:
         """Step `ReduceLROnPlateau`, before a checkpoint is written."""

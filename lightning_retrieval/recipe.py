@@ -8,11 +8,14 @@ expected; nothing is unpickled.
 import functools
 import importlib
 import inspect
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
 
 T = TypeVar("T")
+
+_LONGEST = 100  # items of a setting that a log is given
 
 
 def describe(value: Any) -> Any:
@@ -42,6 +45,27 @@ def describe(value: Any) -> Any:
     if isinstance(value, type):
         return {"class_path": _path(value), "init_args": {}}
     return {"class_path": _path(type(value)), "init_args": _init_args(value)}
+
+
+def settings(value: Any) -> dict[str, Any]:
+    """Class and settings of an object as plain data, for a log; nothing is made of it again.
+
+    Settings are the constructor's arguments, of the class and of its bases, that stand in attributes of their names and
+    are plain, or are described themselves. Long ones, such as the labels of a sampler, are left out.
+
+    Example:
+        >>> from lightning_retrieval.losses import SmoothAPLoss
+        >>> settings(SmoothAPLoss(tau=0.1))["class_path"], settings(SmoothAPLoss(tau=0.1))["tau"]
+        ('lightning_retrieval.losses.smooth_ap.SmoothAPLoss', 0.1)
+    """
+    found: dict[str, Any] = {"class_path": _path(type(value))}
+    for cls in type(value).__mro__[:-1]:
+        for name in inspect.signature(cls.__init__).parameters if "__init__" in vars(cls) else ():
+            setting = getattr(value, name, None)
+            long = isinstance(setting, (list, tuple, dict)) and len(setting) > _LONGEST
+            if name not in found and setting is not None and not long:
+                found[name] = str(setting) if isinstance(setting, Path) else describe(setting)
+    return found
 
 
 def rebuild(who: str, name: str, value: Any, kind: type[T]) -> T:

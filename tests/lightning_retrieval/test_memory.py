@@ -409,7 +409,8 @@ class Recording(RetrievalModule):
     def log(self, name, value, *args, **kwargs):
         if name == "train/loss":
             self.__dict__.setdefault("logged", []).append({})
-        self.logged[-1][name] = value.item()
+        if name != "train/images_per_second":
+            self.logged[-1][name] = value.item()
         super().log(name, value, *args, **kwargs)
 
 

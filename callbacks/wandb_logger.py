@@ -1,0 +1,127 @@
+"""Weights & Biases as retrieval is tracked with it."""
+
+import netrc
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import WandbLogger
+from pytorch_lightning.utilities import rank_zero_only
+
+# What is better where it is lower, of all that the library logs of evaluation sets.
+_LOWER_IS_BETTER = ("left_out", "decomposability_gap", "score_overlap")
+_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+
+
+class RetrievalWandbLogger(WandbLogger):
+    """Lightning's `WandbLogger`, offline where there is no key, with the best of each metric and the best checkpoint.
+
+    Args:
+        name: of the run; Weights & Biases makes one up where None.
+        save_dir: the folder that `wandb/` with the run's files is written to.
+        project: that the run belongs to.
+        id: of the run. A run begun again with the same id, and with `ckpt_path="last"`, goes on in the same run and the
+            same folder of checkpoints.
+        offline: keep the run on this machine, to be sent by `wandb sync`; where None, if there is no key (environment
+            variable `WANDB_API_KEY`, or `~/.netrc` as `wandb login` writes it) and `WANDB_MODE` is not set.
+        artifact: keep the best checkpoint of each `ModelCheckpoint` as an artifact of the run, of the type "model".
+            Its aliases are "best" and, if a metric has chosen it, that with its value, such as "val-mAP-0.7660".
+        kwargs: others of `WandbLogger` and of `wandb.init`, such as `tags`, `group` or `notes`.
+
+    Raises:
+        TypeError: if `offline` is not True, False or None.
+
+    Example:
+        >>> from lightning_retrieval.callbacks import RetrievalWandbLogger
+        >>> logger = RetrievalWandbLogger("smooth-ap", project="products", offline=True)
+        >>> logger.name  # for pl.Trainer(logger=logger)
+        'products'
+
+    Relations:
+        The summary of the run has the highest, and the last, value of each metric of evaluation sets, as
+        `summary["val/mAP"]["max"]`, and the lowest training loss. The configuration comes from `RetrievalModule`, with
+        data set, sampler and batch; pictures from `RetrievalGallery` and its neighbours; all of these also reach other
+        loggers of Lightning.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: str | Path = ".",
+        project: str = "lightning-retrieval",
+        id: str | None = None,
+        offline: bool | None = None,
+        artifact: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if offline not in (True, False, None):
+            raise TypeError(f"RetrievalWandbLogger: `offline` must be True, False or None, got {offline!r}.")
+        if offline is None:
+            offline = "WANDB_MODE" not in os.environ and not _has_key()
+        super().__init__(name=name, save_dir=save_dir, project=project, id=id, offline=offline, **kwargs)
+        self.artifact = artifact
+        self._checkpoints: dict[int, ModelCheckpoint] = {}
+        self._kept: set[tuple[str, float]] = set()
+        self._summarised: set[str] = set()
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """As `WandbLogger`, and say of each metric which value the summary keeps besides the last."""
+        for name in metrics.keys() - self._summarised:
+            stage, _, rest = name.partition("/")
+            lower = stage == "train" or rest.rpartition("/")[2] in _LOWER_IS_BETTER
+            if stage in ("val", "test") or name.startswith("train/loss"):  # by full names: of two patterns any may win
+                name_there = f"{self._prefix}{self.LOGGER_JOIN_CHAR}{name}" if self._prefix else name
+                summary = "min,last" if lower else "max,last"
+                self.experiment.define_metric(name_there, step_metric="trainer/global_step", summary=summary)
+            self._summarised.add(name)
+        super().log_metrics(metrics, step)
+
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        """Remember whose best checkpoint is to be kept."""
+        super().after_save_checkpoint(checkpoint_callback)
+        self._checkpoints[id(checkpoint_callback)] = checkpoint_callback
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Keep the best checkpoints, also of a run that was interrupted."""
+        super().finalize(status)
+        for checkpoint in self._checkpoints.values() if self.artifact else ():
+            path = Path(checkpoint.best_model_path)
+            if self._experiment is None or not checkpoint.best_model_path or not path.is_file():
+                continue
+            version = (str(path), path.stat().st_mtime)
+            if version not in self._kept:
+                self._keep(checkpoint, path)
+                self._kept.add(version)
+
+    def _keep(self, checkpoint: ModelCheckpoint, path: Path) -> None:
+        import wandb
+
+        aliases, metadata = ["best"], {"file": path.name}
+        if checkpoint.monitor is not None and checkpoint.best_model_score is not None:
+            score = float(checkpoint.best_model_score)
+            aliases.append(f"{checkpoint.monitor.replace('/', '-')}-{score:.4f}")
+            metadata[checkpoint.monitor] = score
+        artifact = wandb.Artifact(f"model-{self.experiment.id}", type="model", metadata=metadata)
+        artifact.add_file(str(path), name="model.ckpt")
+        self.experiment.log_artifact(artifact, aliases=aliases)
+
+
+def _has_key() -> bool:
+    """Whether Weights & Biases would find a key, without asking for one or going online."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    hosts = {urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc, *_HOSTS}
+    for file in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
+        path = Path(file).expanduser() if file else None
+        if path is not None and path.is_file():
+            try:
+                known = netrc.netrc(path)
+            except (netrc.NetrcParseError, OSError):
+                return False
+            return any(host and known.authenticators(host) for host in hosts)
+    return False

@@ -1,0 +1,235 @@
+"""What a run tells loggers and progress bar: read back from the files of Weights & Biases, TensorBoard and CSV."""
+
+import csv
+import json
+import time
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import yaml
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+
+from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks import (
+    APMonitor,
+    RetrievalEvaluation,
+    RetrievalGallery,
+    RetrievalWandbLogger,
+    ScoreHistogram,
+)
+from lightning_retrieval.datamodules import Glyphs
+from tests.wandb_files import OfflineRun
+
+pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The '(train|val|test)_dataloader' does not have many workers:UserWarning"),
+    pytest.mark.filterwarnings("ignore:GPU available but not used:UserWarning"),
+    pytest.mark.filterwarnings("ignore:RetrievalEvaluation. val metrics are those of .* of .* batches:UserWarning"),
+    pytest.mark.filterwarnings("ignore:RetrievalModule. BatchNorm sees:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning"),
+]
+BATCHES = 3  # of an epoch
+
+
+@pytest.fixture
+def no_key(tmp_path, monkeypatch):
+    """A person who has never heard of Weights & Biases."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC", "WANDB_BASE_URL"):
+        monkeypatch.setenv(name, "")  # so that it is taken away in the end, if the logger sets it
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name in ("DATA", "CACHE", "CONFIG"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "home"))
+    (tmp_path / "home").mkdir()
+    yield
+    import wandb
+
+    wandb.teardown()
+
+
+@pytest.fixture(scope="module")
+def glyphs():
+    return Glyphs(classes_per_batch=6, samples_per_class=3, eval_batch_size=64, seed=2)
+
+
+def fit(logger, glyphs, folder, epochs=2, callbacks=(), **settings):
+    torch.manual_seed(0)
+    network = Embedder("glyph_net", embedding_dim=8)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        default_root_dir=folder,
+        max_epochs=epochs,
+        logger=logger,
+        log_every_n_steps=1,
+        limit_train_batches=BATCHES,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+        enable_model_summary=False,
+        callbacks=[
+            RetrievalEvaluation((1, 5)),
+            APMonitor(),
+            ModelCheckpoint(monitor="val/mAP", mode="max", save_last=True, filename="{epoch}"),
+            *callbacks,
+        ],
+    )
+    module = RetrievalModule(network, SmoothAPLoss(tau=0.02), chunk_size=7, memory=CrossBatchMemory(20))
+    trainer.fit(module, glyphs, **settings)
+    return trainer
+
+
+def begin_and_finish(logger, *arguments, **settings):
+    import wandb
+
+    trainer = fit(logger, *arguments, **settings)
+    wandb.finish()
+    return trainer
+
+
+def offline_runs(folder):
+    return [OfflineRun(path) for path in sorted(folder.glob("wandb/offline-run-*"))]
+
+
+def test_an_offline_run_of_weights_and_biases_holds_all_that_is_tracked(tmp_path, no_key, glyphs):
+    logger = RetrievalWandbLogger("small", tmp_path, project="glyphs", tags=["test"])
+    trainer = begin_and_finish(logger, glyphs, tmp_path, callbacks=[RetrievalGallery(queries=2, k=3), ScoreHistogram()])
+    (run,) = offline_runs(tmp_path)
+
+    assert run.config["data"]["class_path"] == "lightning_retrieval.datamodules.glyphs.Glyphs"
+    assert run.config["data"]["classes_per_batch"] == 6
+    assert run.config["sampler"]["class_path"].endswith(".PKSampler")
+    assert run.config["sampler"]["samples_per_class"] == 3
+    batch = {"images": 18, "classes": 6, "list_length": 17 + 20, "chunk_size": 7, "processes": 1}
+    assert run.config["batch"] == batch
+    assert run.config["loss"]["init_args"]["tau"] == 0.02
+
+    logged = run.column("val/mAP")
+    assert len(logged) == 2
+    assert run.summary["val/mAP"] == {"max": max(logged), "last": logged[-1]}
+    losses = run.column("train/loss")
+    assert len(losses) == 2 * BATCHES
+    assert run.summary["train/loss"] == {"min": min(losses), "last": losses[-1]}
+    gaps = run.column("val/decomposability_gap")
+    assert run.summary["val/decomposability_gap"] == {"min": min(gaps), "last": gaps[-1]}
+    assert len(run.column("train/AP")) == 2 * BATCHES
+    assert len(run.column("train/images_per_second")) == 2 * (BATCHES - 1)  # none of the first step of an epoch
+
+    pictures = [path.name.split("_")[0] for path in run.folder.glob("files/media/images/retrieval/*.png")]
+    assert sorted(pictures) == ["scores-val"] * 2 + ["val"] * 2
+
+    (artifact,) = run.artifacts
+    best = trainer.checkpoint_callback
+    assert artifact["type"] == "model"
+    assert artifact["aliases"] >= {"best", f"val-mAP-{max(logged):.4f}"}
+    assert artifact["metadata"] == {
+        "file": f"epoch={logged.index(max(logged))}.ckpt",
+        "val/mAP": float(best.best_model_score),
+    }
+    assert artifact["files"] == ["model.ckpt"]
+
+
+def test_a_run_of_one_id_goes_on_where_it_stopped(tmp_path, no_key, glyphs):
+    def logger():
+        return RetrievalWandbLogger(save_dir=tmp_path, project="glyphs", id="first")
+
+    begin_and_finish(logger(), glyphs, tmp_path, epochs=1)
+    trainer = begin_and_finish(logger(), glyphs, tmp_path, epochs=2, ckpt_path="last")
+    assert trainer.global_step == 2 * BATCHES
+    before, after = offline_runs(tmp_path)
+    assert before.id == after.id == "first"
+    assert [run.column("trainer/global_step")[-1] for run in (before, after)] == [BATCHES - 1, 2 * BATCHES - 1]
+    assert min(after.column("trainer/global_step")) == BATCHES
+    assert {path.name for path in tmp_path.rglob("*.ckpt")} >= {"last.ckpt"}
+    assert len({path.parent for path in tmp_path.rglob("*.ckpt")}) == 1
+
+
+def test_it_is_online_where_there_is_a_key_and_as_was_said(tmp_path, no_key, monkeypatch):
+    def is_offline(**settings):
+        return RetrievalWandbLogger(save_dir=tmp_path, **settings)._offline
+
+    assert is_offline()
+    assert is_offline(offline=True)
+    assert not is_offline(offline=False)
+    netrc = tmp_path / "home" / ".netrc"
+    netrc.write_text("machine example.org login user password secret\n")
+    assert is_offline()
+    netrc.write_text("machine api.wandb.ai login user password " + 40 * "0" + "\n")
+    assert not is_offline()
+    assert is_offline(offline=True)
+    netrc.write_text("half a line")
+    assert is_offline()
+    netrc.unlink()
+    with monkeypatch.context() as there:
+        there.setenv("WANDB_API_KEY", 40 * "0")
+        assert not is_offline()
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert not is_offline()
+
+
+@pytest.mark.refusal
+def test_offline_is_a_flag(tmp_path):
+    with pytest.raises(TypeError, match=r"^RetrievalWandbLogger: `offline` must be True, False or None, got 'yes'\.$"):
+        RetrievalWandbLogger(offline="yes")
+
+
+def test_tensorboard_and_csv_hold_the_same(tmp_path, glyphs):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    loggers = CSVLogger(tmp_path, "csv"), TensorBoardLogger(tmp_path, "board")
+    trainer = fit(loggers, glyphs, tmp_path)
+    loggers[1].experiment.close()
+    events = EventAccumulator(str(tmp_path / "board/version_0"))
+    events.Reload()
+    logged = [event.value for event in events.Scalars("val/mAP")]
+    facts = yaml.safe_load((tmp_path / "csv/version_0/hparams.yaml").read_text())
+    assert facts["data"]["class_path"].endswith(".Glyphs")
+    assert facts["sampler"]["classes_per_batch"] == 6
+    assert facts["batch"]["images"] == 18
+    for name in ("data", "sampler", "batch"):
+        (text,) = events.Tensors(f"{name}/text_summary")
+        assert json.loads(text.tensor_proto.string_val[0].decode().strip("`").removeprefix("json")) == facts[name]
+    assert yaml.safe_load((tmp_path / "board/version_0/hparams.yaml").read_text())["loss"] == facts["loss"]
+    assert facts["best"]["val/mAP"] == pytest.approx(max(logged), rel=1e-6)
+    assert events.Scalars("best/val/mAP")[-1].value == max(logged)
+    assert events.Scalars("hp_metric")[-1].value == pytest.approx(float(trainer.checkpoint_callback.best_model_score))
+
+
+def test_the_best_of_a_resumed_run_is_of_all_of_it(tmp_path, glyphs):
+    fit(False, glyphs, tmp_path, epochs=1)
+    (last,) = tmp_path.rglob("last.ckpt")
+    saved = torch.load(last, map_location="cpu", weights_only=True)
+    saved["callbacks"]["RetrievalEvaluation"]["best"]["val/mAP"] = 1.5
+    torch.save(saved, last)
+    trainer = fit(CSVLogger(tmp_path, "csv"), glyphs, tmp_path, ckpt_path=last)
+    hyperparameters = yaml.safe_load((tmp_path / "csv/version_0/hparams.yaml").read_text())
+    assert hyperparameters["best"]["val/mAP"] == 1.5
+    assert trainer.callback_metrics["val/mAP"] <= 1
+
+
+def test_progress_bars_show_loss_ap_and_speed(tmp_path, glyphs):
+    trainer = fit(False, glyphs, tmp_path, epochs=1)
+    shown = trainer.progress_bar_callback.get_metrics(trainer, trainer.lightning_module)
+    assert {"train/loss", "train/AP", "train/images_per_second"} <= shown.keys()
+
+
+class Slow(pl.Callback):
+    """Makes each step, and what lies between two epochs, last."""
+
+    def on_train_batch_start(self, *arguments):
+        time.sleep(0.2)
+
+    def on_train_epoch_start(self, *arguments):
+        time.sleep(1)
+
+
+def test_images_a_second_count_steps_with_their_loading_only(tmp_path, glyphs):
+    logger = CSVLogger(tmp_path, "csv")
+    fit(logger, glyphs, tmp_path, callbacks=[Slow()])
+    with (tmp_path / "csv/version_0/metrics.csv").open() as file:
+        speeds = [float(row["train/images_per_second"] or 0) for row in csv.DictReader(file)]
+    speeds = [speed for speed in speeds if speed]
+    assert len(speeds) == 2 * (BATCHES - 1)
+    assert all(18 / 1 < speed < 18 / 0.2 for speed in speeds)
