@@ -101,7 +101,8 @@ class RetrievalWandbLogger(WandbLogger):
     def _keep(self, checkpoint: ModelCheckpoint, path: Path) -> None:
         import wandb
 
-        aliases, metadata = ["best"], {"file": path.name}
+        aliases = ["best"]
+        metadata: dict[str, Any] = {"file": path.name}
         if checkpoint.monitor is not None and checkpoint.best_model_score is not None:
             score = float(checkpoint.best_model_score)
             aliases.append(f"{checkpoint.monitor.replace('/', '-')}-{score:.4f}")

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from jsonargparse import ArgumentParser, DefaultHelpFormatter
+from jsonargparse import ArgumentParser
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
 
+from lightning_retrieval.help_lines import HelpLines
 from lightning_retrieval.module import RetrievalModule
 from lightning_retrieval.search.images import TRANSFORMS, Answer, Unread, index_images, search_images, shown
 from lightning_retrieval.search.index import RECALL_AT, RetrievalIndex
@@ -211,8 +212,16 @@ other subcommands:
     search              Find the images nearest to others: --index INDEX IMAGE..."""
 
 
-class _Lines(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Help whose list of other subcommands keeps its lines."""
+_MORE = """\
+--data.help lightning_retrieval.datamodules.CUB200 shows the settings of a class, so do --model.help,
+--trainer.logger.help and others. A wider terminal shows more of each line."""
+
+
+class _Parser(LightningArgumentParser):
+    """Also of subcommands, and of the help of a class: help that fits on a screen."""
+
+    def __init__(self, *args: Any, formatter_class: type[HelpLines] = HelpLines, **kwargs: Any) -> None:
+        super().__init__(*args, formatter_class=formatter_class, **kwargs)
 
 
 COMMANDS = {"check": check, "index": index, "search": search}
@@ -234,8 +243,9 @@ def main(args: Any = None) -> None:
             "prog": "lightning-retrieval",
             "description": "Train image retrieval directly for Average Precision.",
             "epilog": _OTHERS,
-            "formatter_class": _Lines,
+            **{command: {"epilog": _MORE} for command in ("fit", "validate", "test", "predict")},
         },
+        parser_class=_Parser,
         args=args,
     )
 

@@ -477,7 +477,7 @@ class RetrievalModule(pl.LightningModule):
         }
         sampler = getattr(self.trainer.train_dataloader, "batch_sampler", None)
         sampler = getattr(sampler, "batch_sampler", sampler)  # of RetrievalDataLoader the one of global batches
-        for name, thing in {"data": self.trainer.datamodule, "sampler": sampler}.items():
+        for name, thing in {"data": getattr(self.trainer, "datamodule", None), "sampler": sampler}.items():
             if thing is not None:
                 facts[name] = settings(thing)
         for logger in self.trainer.loggers:

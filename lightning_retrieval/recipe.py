@@ -60,7 +60,7 @@ def settings(value: Any) -> dict[str, Any]:
     """
     found: dict[str, Any] = {"class_path": _path(type(value))}
     for cls in type(value).__mro__[:-1]:
-        for name in inspect.signature(cls.__init__).parameters if "__init__" in vars(cls) else ():
+        for name in inspect.signature(vars(cls)["__init__"]).parameters if "__init__" in vars(cls) else ():
             setting = getattr(value, name, None)
             long = isinstance(setting, (list, tuple, dict)) and len(setting) > _LONGEST
             if name not in found and setting is not None and not long:

@@ -1,25 +1,156 @@
 """The examples run as they stand, or cut down where they train for long."""
 
+import csv
+import os
+import re
 import runpy
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
+import torch
+import yaml
+from PIL import Image
+
+from lightning_retrieval.cli import main
+from tests.wandb_files import OfflineRun
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+FEW = [
+    *("--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1"),
+    *("--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1", "--trainer.log_every_n_steps=1"),
+    *("--trainer.limit_test_batches=1", "--test_after_fit=false", "--trainer.enable_progress_bar=false"),
+    "--data.eval_batch_size=64",
+]
+quiet = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # Lightning's, of a run with two batches
-def test_subclass(monkeypatch, capsys):
+def run(folder, *command, **environment):
+    """Run a command in a folder, with the interpreter of the tests as `python`; what it printed."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=folder,
+        env={**os.environ, "PATH": path, "PYTHONWARNINGS": "ignore", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def values(folder, name):
+    with (folder / "metrics.csv").open() as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row.get(name)]
+
+
+@pytest.fixture
+def cut_down(monkeypatch):
+    """Trainers of two steps."""
+    make, made = pl.Trainer.__init__, []
+
+    def two_steps(self, **kwargs):
+        make(self, **{**kwargs, "limit_train_batches": 2, "limit_val_batches": 2, "enable_checkpointing": False})
+        made.append(self)
+
+    monkeypatch.setattr(pl.Trainer, "__init__", two_steps)
+    return made
+
+
+@quiet
+def test_subclass(cut_down, capsys):
     script = EXAMPLES / "subclass.py"
     assert len(script.read_text().splitlines()) < 40
-    make = pl.Trainer.__init__
-
-    def cut_down(self, **kwargs):
-        make(self, **{**kwargs, "limit_train_batches": 2, "limit_val_batches": 2, "enable_checkpointing": False})
-
-    monkeypatch.setattr(pl.Trainer, "__init__", cut_down)
     namespace = runpy.run_path(str(script), run_name="__main__")
     assert namespace["module"].hparams["momentum"] == 0.8
-    assert namespace["trainer"].global_step == 2
+    assert [trainer.global_step for trainer in cut_down] == [2]
     assert "val/mAP" in capsys.readouterr().out
+
+
+@quiet
+def test_a_loss_of_pytorch_metric_learning(cut_down):
+    runpy.run_path(str(EXAMPLES / "pml_loss.py"), run_name="__main__")
+    assert [trainer.global_step for trainer in cut_down] == [2, 2]
+    assert [trainer.lightning_module.memory is None for trainer in cut_down] == [False, True]
+    assert {"train/loss/ap", "train/loss/pairs"} <= cut_down[1].callback_metrics.keys()
+    assert all(trainer.callback_metrics["val/mAP"] > 0 for trainer in cut_down)
+
+
+def test_a_loop_in_plain_pytorch(tmp_path):
+    said = run(tmp_path, "python", EXAMPLES / "plain_pytorch_loop.py", 12)
+    losses = [float(value) for value in re.findall(r"^step \d+: loss (\S+)$", said, flags=re.MULTILINE)]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0]
+    assert "'mAP': 0." in said
+
+
+def test_own_images_from_a_folder_to_a_search(tmp_path):
+    """The README's three commands, but for the installation."""
+    photos, colours = tmp_path / "my photos", np.random.default_rng(0)
+    for label in range(8):
+        (photos / f"thing {label}").mkdir(parents=True)
+        for number in range(3):
+            pixels = np.clip(colours.normal(30 * label, 20, (40, 50, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(photos / f"thing {label}" / f"{number}.jpg")
+    own_images = ("python", EXAMPLES / "own_images.py", photos, "--weights", "none", "--epochs", 1, "--workers", 0)
+    said = run(tmp_path, *own_images)
+    folder = tmp_path / "logs/own_images/version_0"
+    assert {path.name for path in folder.iterdir()} >= {"metrics.csv", "curve.png", "retrieval", "checkpoints"}
+    (score,) = values(folder, "val/mAP")
+    assert 0 < score <= 1
+    index, search = (line for line in said.splitlines() if line.startswith("lightning-retrieval "))
+    said = run(tmp_path, *shlex.split(index))
+    assert "24 images" in said
+    assert "transform 'plain', as the checkpoint says" in said
+    said = run(tmp_path, *shlex.split(search.replace("IMAGE", "'my photos/thing 1/0.jpg'")))
+    first = said.splitlines()[2]
+    assert first.split(maxsplit=3)[3] == "thing 1/0.jpg"  # itself
+    assert (tmp_path / "results.html").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("launcher", ["trainer", "torchrun"])
+def test_two_processes(launcher, tmp_path):
+    said = run(tmp_path, "bash", EXAMPLES / "ddp.sh", 2, *FEW, LAUNCHER=launcher, OMP_NUM_THREADS="1")
+    assert "val/mAP" in said
+    folder = tmp_path / "logs/glyphs/version_0"
+    facts = yaml.safe_load((folder / "hparams.yaml").read_text())
+    assert facts["batch"]["processes"] == 2
+    assert facts["batch"]["images"] == 384
+    assert len(values(folder, "train/loss")) == 2
+
+
+@quiet
+def test_a_run_of_the_sweep(tmp_path, monkeypatch):
+    """The command of an agent, with one value of each parameter; it finds the metric that the sweep looks at."""
+    sweep = yaml.safe_load((EXAMPLES / "sweep.yaml").read_text())
+    drawn = {name: ({"min": 0, **space}["min"] or space["values"][0]) for name, space in sweep["parameters"].items()}
+    command = [part for part in sweep["command"] if part != "${args}"]
+    assert sweep["command"][-1] == "${args}"
+    assert command[:4] == ["lightning-retrieval", "fit", "--config", "examples/glyphs.yaml"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    for name in ("DATA", "CACHE", "CONFIG"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    main([*command[1:], *(f"--{name}={value}" for name, value in drawn.items()), *FEW])
+    import wandb
+
+    wandb.finish()
+    wandb.teardown()
+    (found,) = map(OfflineRun, tmp_path.rglob("offline-run-*"))
+    assert sweep["metric"] == {"name": "val/mAP", "goal": "maximize"}
+    assert len(found.column("val/mAP")) == 1
+    assert found.config["loss"]["init_args"]["tau"] == 0.001
+    assert found.config["batch"]["images"] == 96 * 2
+    assert torch.isfinite(torch.tensor(found.column("train/loss"))).all()
+
+
+def test_each_example_is_run():
+    run_here = {"glyphs.yaml", *re.findall(r"[\w]+\.(?:py|sh|yaml)", Path(__file__).read_text())}
+    assert {path.name for path in EXAMPLES.glob("*.*")} - {"README.md", "study.py", "study_experiments.py"} <= run_here

@@ -1,8 +1,10 @@
 """The command line: the example's configuration through fit, validate, test, predict; what is said to mistakes."""
 
 import csv
+import inspect
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,9 @@ import torch
 import yaml
 from PIL import Image
 
-from lightning_retrieval import RetrievalModule
+from lightning_retrieval import RetrievalModule, datamodules
 from lightning_retrieval.cli import main
+from lightning_retrieval.datamodules import RetrievalDataModule
 
 QUIET = [
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
@@ -134,7 +137,9 @@ def test_the_other_commands_take_the_checkpoint(fitted, tmp_path, capsys, monkey
 def test_weights_and_biases_is_one_line_away(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    config = example(tmp_path, **{"loggers.CSVLogger": "loggers.WandbLogger", "every_n_epochs: 8": "every_n_epochs: 1"})
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path))
+    csv, wandb_logger = "pytorch_lightning.loggers.CSVLogger", "lightning_retrieval.callbacks.RetrievalWandbLogger"
+    config = example(tmp_path, **{csv: wandb_logger, "every_n_epochs: 8": "every_n_epochs: 1"})
     main(["fit", "--config", str(config), *SMALL, *SHORT, "--test_after_fit=false"])
     import wandb
 
@@ -155,6 +160,51 @@ def test_help_lists_the_commands(capsys):
     assert said.startswith("usage: lightning-retrieval ")
     listed = [line.split()[0] for line in said.splitlines() if line.startswith("    ")]
     assert {"fit", "validate", "test", "predict"} <= set(listed)
+
+
+SCREEN = 50, 100  # lines and columns
+
+
+def help_of(capsys, *args):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(list(args))
+    said = capsys.readouterr().out
+    assert max(map(len, said.splitlines())) <= SCREEN[1] + 20  # titles of groups are not ours
+    return said
+
+
+@pytest.mark.parametrize("command", ["fit", "validate", "test", "predict"])
+def test_help_of_a_command_fits_on_a_screen_for_each_group(command, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(SCREEN[1]))
+    said = help_of(capsys, command, "--help")
+    groups = said.split("\n\n")
+    assert max(len(group.splitlines()) for group in groups) <= SCREEN[0]
+    named = {line.split()[0].rstrip(",") for line in said.splitlines() if line.startswith("  -")}
+    assert {
+        "-h",
+        "-c",
+        "--trainer.max_epochs",
+        "--trainer.model_registry",
+        "--model",
+        "--model.help",
+        "--data",
+    } <= named
+    (epochs,) = (line for line in said.splitlines() if "--trainer.check_val_every_n_epoch" in line)
+    assert re.fullmatch(r"  --trainer.check_val_every_n_epoch +Perform a validation loop after .* \[1\]", epochs)
+    assert "--data.help lightning_retrieval.datamodules.CUB200" in said
+
+
+@pytest.mark.parametrize("kind", ["--model.help=lightning_retrieval.RetrievalModule", *(
+    f"--data.help=lightning_retrieval.datamodules.{name}" for name in datamodules.__all__
+    if isinstance(found := getattr(datamodules, name), type) and issubclass(found, RetrievalDataModule)
+    and not inspect.isabstract(found)
+)])  # fmt: skip
+def test_help_of_a_class_fits_on_a_screen(kind, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(SCREEN[1]))
+    said = help_of(capsys, "fit", kind)
+    assert len(said.splitlines()) <= SCREEN[0]
+    setting = "--model.loss" if kind.startswith("--model") else "--data.classes_per_batch"
+    assert re.search(rf"^  {setting} +\S", said, flags=re.MULTILINE)
 
 
 def test_print_config_gives_a_configuration_that_is_read_again(tmp_path, capsys):
