@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_retrieval.checks import check_integer, check_positive
 from lightning_retrieval.metrics.store import EmbeddingMetric, Ranking, Rows
@@ -160,11 +161,15 @@ class RetrievalMetrics(EmbeddingMetric):
         blocks = positive_ranks(
             ranking.queries, labels, ranking.gallery, gallery_labels, ranking.own, part=part, parts=parts
         )
-        for ranks in blocks:
-            found = _query_values(ranks, levels, self.map_ks)
-            if levels > 1:
-                found += _level_values(ranks, levels, self.alpha)
-            values[ranks.queries] = torch.stack(found, 1)
+        # For a person who looks on, at what takes long: not where the output goes to a file.
+        shown = {"desc": "Ranking", "unit": "query", "delay": 2, "leave": False, "disable": None if part == 0 else True}
+        with tqdm(total=-(-len(ranking.queries) // parts), **shown) as progress:
+            for ranks in blocks:
+                found = _query_values(ranks, levels, self.map_ks)
+                if levels > 1:
+                    found += _level_values(ranks, levels, self.alpha)
+                values[ranks.queries] = torch.stack(found, 1)
+                progress.update(len(found[0]))
         if parts > 1:
             dist.all_reduce(values, group=self.process_group)  # each row is another rank's zero: the sum is exact
         by_id = ids.argsort()

@@ -19,6 +19,7 @@ from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchmetrics.functional import retrieval
+from tqdm import tqdm
 
 from lightning_retrieval import ranks
 from lightning_retrieval.metrics import RetrievalMetrics
@@ -666,3 +667,17 @@ def test_updates_of_different_type():
 def test_nothing_to_compute():
     with pytest.raises(ValueError, match="RetrievalMetrics: there is nothing to compute; call update"):
         RetrievalMetrics().compute()
+
+
+def test_ranking_shows_how_far_it_is(monkeypatch, capsys):
+    class ForATerminal(tqdm):
+        def __init__(self, **settings):
+            assert settings["disable"] is None
+            super().__init__(**{**settings, "disable": False, "delay": 0, "mininterval": 0, "miniters": 1})
+
+    monkeypatch.setattr("lightning_retrieval.metrics.retrieval.tqdm", ForATerminal)
+    metrics = RetrievalMetrics()
+    metrics.update(torch.randn(600, 4), torch.arange(600) // 3)
+    metrics.compute()
+    shown = capsys.readouterr().err
+    assert [f"| {done}/600 [" in shown for done in (256, 512, 600)] == [True] * 3
