@@ -2,6 +2,7 @@ import functools
 import inspect
 import math
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss
-from lightning_retrieval.recipe import describe, rebuild, rebuild_factory
+from lightning_retrieval.recipe import describe, rebuild, rebuild_factory, settings
 
 PATH = "lightning_retrieval.losses.smooth_ap.SmoothAPLoss"
 
@@ -178,3 +179,22 @@ def test_numbers_of_numpy_become_plain():
     assert described == {"lr": 0.5, "flags": [2.0]}
     assert type(described["lr"]) is float
     assert type(described["flags"][0]) is float
+
+
+class Base:
+    def __init__(self, root, size=3):
+        self.root, self.size = Path(root), size
+
+
+class Derived(Base):
+    def __init__(self, labels, short=(1, 2), hidden=None, loss=None, **others):
+        super().__init__(**others)
+        self.labels, self.short, self.loss = labels, short, loss
+
+
+def test_settings_for_a_log_are_those_of_bases_too_and_short():
+    made = Derived(list(range(1000)), loss=SmoothAPLoss(tau=0.2), root="a/b", size=7)
+    found = settings(made)
+    assert found.pop("class_path").endswith("Derived")
+    assert found.pop("loss")["init_args"]["tau"] == 0.2
+    assert found == {"short": [1, 2], "root": "a/b", "size": 7}
