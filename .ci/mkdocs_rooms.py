@@ -1,5 +1,9 @@
-"""For mkdocs: the three rooms laid out as they are installed, since mkdocstrings finds modules by path."""
+"""For mkdocs: the three rooms laid out as they are installed, since mkdocstrings finds modules by path.
 
+Their docstrings say `Example:`, as there is one; mkdocstrings shows code as code under `Examples:` only.
+"""
+
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -22,6 +26,9 @@ def on_config(config: Any) -> Any:
         "datamodules": package / "datamodules",
     }.items():
         shutil.copytree(REPOSITORY / source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in package.rglob("*.py"):
+        text = file.read_text(encoding="utf-8")
+        file.write_text(re.sub(r"^( +)Example:$", r"\1Examples:", text, flags=re.MULTILINE), encoding="utf-8")
     config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [_folder.name]
     return config
 

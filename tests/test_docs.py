@@ -1,17 +1,72 @@
-"""The documentation does what it says: every example is run, every link leads somewhere."""
+"""The documentation does what it says: every block is run, every link leads somewhere, every public name is there.
+
+A page's blocks are run from top to bottom in one folder, which has what a reader has: the checkout's `examples`, a
+folder `photos` of images, one folder a class, and an image `query.jpg`. What a block is, its language says:
+
+    python   run, all blocks of a page in one namespace; one with a title is the file of that name, to be imported
+    console  each line after `$ ` is a command, which is run; all else is output, which is not compared
+    bash     each line is a command, as above
+    yaml     written to the file that its title names, for a command that comes after it
+    text     output, trees and formulas: not run
+
+Training stops after two batches, and downloads no weights. Commands that make the environment are not run here:
+`.ci/run` begins with them.
+"""
 
 import configparser
 import doctest
+import functools
 import importlib
+import inspect
 import pkgutil
 import re
+import runpy
+import shlex
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import sklearn  # noqa: F401 - sets variables of the environment when it is first imported: now, not within a test
+import yaml
+from PIL import Image
+
+from lightning_retrieval.cli import main
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+DOCS = REPOSITORY / "docs"
+PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
+
+LANGUAGES = ("python", "console", "bash", "yaml", "text")
+ENVIRONMENT = (
+    "git clone",
+    "cd",
+    ".",
+    "source",
+    "python3 -m venv",
+    "pip install",
+    "python -m pip install",
+    "python -m pytest",
+)
+CUT_DOWN = {  # a training by the command line; scripts and blocks hear of it by the environment
+    "max_epochs": 1,
+    "limit_train_batches": 2,
+    "limit_val_batches": 2,
+    "limit_test_batches": 2,
+    "check_val_every_n_epoch": 1,
+}
+SHORT = {"examples/own_images.py": ["--weights", "none", "--epochs", "1", "--workers", "0"]}  # for scripts
+QUIET = [  # Lightning's advice, what its own code meets in newer libraries, and what ours says of runs cut down
+    "ignore::pytorch_lightning.utilities.warnings.PossibleUserWarning",
+    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
+    "ignore:GPU available but not used:UserWarning",
+    "ignore:LightningCLI's args parameter is intended to run from within Python:UserWarning",
+    r"ignore:\s*By default only one JsonargparseDeprecationWarning per type is shown:DeprecationWarning",
+    r"ignore:\s*.* was deprecated in v4.49.0 and will be removed in v5.0.0:DeprecationWarning",
+    "ignore:RetrievalEvaluation. .*, so they are too high:UserWarning",
+    "ignore:RetrievalEvaluation. .* look at more images than the .* that are ranked:UserWarning",
+]
 
 
 def modules():
@@ -42,24 +97,142 @@ def test_examples_of_docstrings(name, tmp_path, monkeypatch):
     assert results.failed == 0, "see the output above"
 
 
-def python_blocks(text):
-    """(line, source) of each ```python block."""
-    found = re.finditer(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [(text.count("\n", 0, block.start()) + 2, block[1]) for block in found]
+class Block(NamedTuple):
+    line: int  # of the page, at which the text begins
+    language: str
+    title: str | None
+    text: str
+
+
+def blocks_of(text):
+    found = re.finditer(r"^```(\w*)(?: title=\"([^\"\n]*)\")?\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [Block(text.count("\n", 0, block.start()) + 2, *block.groups()) for block in found]
+
+
+def commands_of(block):
+    """The commands of a block, as lists of words, without the environment's folder and without comments."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    if block.language == "console":
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    commands = [shlex.split(part, comments=True) for line in lines for part in line.split("&&")]
+    return [[words[0].removeprefix(".venv/bin/"), *words[1:]] for words in commands if words]
+
+
+def run_blocks(text, page, monkeypatch):
+    namespace = {"__name__": "__main__"}
+    for block in blocks_of(text):
+        run_block(block, page, namespace, monkeypatch)
+
+
+def run_block(block, page, namespace, monkeypatch):
+    if block.title:
+        Path(block.title).write_text(block.text, encoding="utf-8")
+    elif block.language == "python":
+        # Empty lines in front, so that an error names the line of the page.
+        exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
+    elif block.language in ("console", "bash"):
+        commands = commands_of(block)
+        assert commands, f"no command in the block at line {block.line}; what is no command is `text`"
+        for command in commands:
+            run_command(command, monkeypatch)
+    else:
+        assert block.language != "yaml", f'the block at line {block.line} names no file: ```yaml title="own.yaml"'
+        assert block.language == "text", f"the block at line {block.line} is none of {LANGUAGES}"
+
+
+def run_command(command, monkeypatch):
+    if command[:3] == ["python", "-m", "lightning_retrieval.cli"]:
+        command = ["lightning-retrieval", *command[3:]]
+    program, *words = command
+    if any(command[: len(start.split())] == start.split() for start in ENVIRONMENT):
+        return
+    if program == "lightning-retrieval":
+        code = 0
+        if words[0] == "fit":
+            words += [f"--trainer.{name}={value}" for name, value in CUT_DOWN.items()]
+        try:
+            main(words)
+        except SystemExit as end:
+            code = end.code or 0
+        # A page's own data set has not the published number of images.
+        assert code in ((0, 1) if words[0] == "check" else (0,)), f"{shlex.join(command)} ended with {code}"
+    elif program == "python" and words and words[0].endswith(".py"):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", words + SHORT.get(words[0], []))
+            runpy.run_path(words[0], run_name="__main__")
+    else:
+        raise AssertionError(f"this test does not know how to run {shlex.join(command)}")
+
+
+def furnish(folder):
+    """What a reader has beside the page."""
+    (folder / "examples").symlink_to(REPOSITORY / "examples")
+    for label in range(6):
+        for number in range(3):
+            path = folder / "photos" / f"class-{label}" / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.effect_noise((60, 48), 20 * (label + 1)).convert("RGB").save(path)
+    Image.effect_noise((60, 48), 40).convert("RGB").save(folder / "query.jpg")
 
 
 @pages
-# Lightning's advice, and what its own code meets in a newer torch.
-@pytest.mark.filterwarnings("ignore::pytorch_lightning.utilities.warnings.PossibleUserWarning")
-@pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
-def test_python_of_a_page_runs(page, tmp_path, monkeypatch):
-    """All blocks of a page, one after the other, in one namespace and an empty folder; training stops early."""
+@pytest.mark.filterwarnings(*QUIET)
+def test_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PL_TRAINER_LIMIT_TRAIN_BATCHES", "2")
-    namespace = {"__name__": "__main__"}
-    for line, source in python_blocks(page.read_text(encoding="utf-8")):
-        # Empty lines in front, so that an error names the line of the page.
-        exec(compile("\n" * (line - 1) + source, str(page), "exec"), namespace)
+    monkeypatch.syspath_prepend(tmp_path)
+    furnish(tmp_path)
+    modules_before = set(sys.modules)
+    run_blocks(page.read_text(encoding="utf-8"), page, monkeypatch)
+    for name in set(sys.modules) - modules_before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pages
+def test_files_of_a_page_are_used_by_it(page):
+    blocks = blocks_of(page.read_text(encoding="utf-8"))
+    for place, block in enumerate(blocks):
+        if block.title:
+            name = block.title.removesuffix(".py")
+            assert any(name in after.text for after in blocks[place + 1 :]), f"{block.title} is never read"
+
+
+@pages
+def test_every_fence_is_a_block(page):
+    """What looks like code is found: a fence that is indented, or begun in another way, would not be run."""
+    text = page.read_text(encoding="utf-8")
+    assert len(re.findall(r"^\s*(?:```|~~~)", text, flags=re.MULTILINE)) == 2 * len(blocks_of(text))
+
+
+def test_blocks_and_commands_are_seen():
+    text = "a\n```python\nx = 1\n```\n```console\n$ one 'a b' && two  # three\nout\n$ four \\\n  five\n```\n"
+    text += '```yaml title="own.yaml"\nx: 1\n```\n```\nplain\n```\n'
+    found = blocks_of(text)
+    assert [(block.line, block.language, block.title) for block in found] == [
+        (3, "python", None),
+        (6, "console", None),
+        (12, "yaml", "own.yaml"),
+        (15, "", None),
+    ]
+    assert commands_of(found[1]) == [["one", "a b"], ["two"], ["four", "five"]]
+    assert commands_of(Block(1, "bash", None, ".venv/bin/one\n")) == [["one"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("```\nx\n```\n", "the block at line 2 is none of"),
+        ("```yaml\nx: 1\n```\n", "the block at line 2 names no file"),
+        ("```console\nout\n```\n", "no command in the block at line 2"),
+        ("```console\n$ rm -r photos\n```\n", "does not know how to run rm -r photos"),
+        ("```console\n$ lightning-retrieval check --data ImageFolder --root none\n```\n", "ended with 2"),
+    ],
+)
+@pytest.mark.filterwarnings(*QUIET)
+def test_blocks_that_cannot_be_run_are_refused(text, message, monkeypatch):
+    with pytest.raises(AssertionError, match=message):
+        run_blocks(text, "page", monkeypatch)
 
 
 def links(text):
@@ -68,18 +241,131 @@ def links(text):
     return re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"(?:src|href)=\"([^\"]+)\"", text)
 
 
+def quoted(text):
+    """Figures that are links to the page they were measured on: its section, and the figure."""
+    return re.findall(r"\[([\d.,]+(?: \w+)?)\]\(benchmarks\.md#([\w-]+)\)", text)
+
+
+def measured(text, section):
+    """The tables of a section of benchmarks.md."""
+    parts = {
+        title.strip().lower().replace(" ", "-"): body
+        for title, body in re.findall(r"^## (.*)\n((?:(?!^## ).*\n?)*)", text, flags=re.MULTILINE)
+    }
+    return parts[section]
+
+
+@pages
+def test_figures_quoted_are_those_measured(page):
+    benchmarks = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
+    wrong = [
+        (figure, section)
+        for figure, section in quoted(page.read_text(encoding="utf-8"))
+        if not re.search(rf"\| {re.escape(figure)}[ |]", measured(benchmarks, section))
+    ]
+    assert not wrong
+
+
+def test_quoted_figures_are_seen():
+    text = "measured were [1.28](benchmarks.md#a-b), [134 ms](benchmarks.md#a-b) and [said](benchmarks.md#a-b)"
+    assert quoted(text) == [("1.28", "a-b"), ("134 ms", "a-b")]
+    assert measured("## X\n| 1 |\n\n## A b\n| 2 |\n", "a-b") == "| 2 |\n"
+
+
 def broken(page, text):
     paths = (target.split("#")[0] for target in links(text) if not re.match(r"[a-z]+:", target))
     return [path for path in paths if path and not (page.parent / path).exists()]
 
 
-@pages
+@pytest.mark.parametrize("page", [*PAGES, REPOSITORY / "CONTRIBUTING.md"], ids=lambda page: page.name)
 def test_relative_links_lead_somewhere(page):
     assert not broken(page, page.read_text(encoding="utf-8"))
 
 
-def test_broken_links_and_blocks_are_seen():
+def test_broken_links_are_seen():
     text = "[a](README.md) ![b](no.png) `[c](code)`\n```python\nx = 1\n```\n"
     text += '<img src="gone.svg"> [d](https://e.org) [e](#f)'
     assert broken(REPOSITORY / "x.md", text) == ["no.png", "gone.svg"]
-    assert python_blocks(text) == [(3, "x = 1\n")]
+
+
+def targets(nav):
+    """Files of a navigation of mkdocs.yml: entries are files, {title: file} or {title: entries}."""
+    found = []
+    for entry in nav:
+        parts = entry.values() if isinstance(entry, dict) else [entry]
+        for part in parts:
+            found += targets(part) if isinstance(part, list) else [part]
+    return found
+
+
+def test_every_page_is_in_the_navigation():
+    nav = targets(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    assert sorted(nav) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+
+
+def public():
+    """{dotted name: object} of all that a module gives in `__all__`."""
+    found = {name: importlib.import_module(name) for name in modules()}
+    return {
+        f"{name}.{part}": getattr(module, part)
+        for name, module in found.items()
+        for part in getattr(module, "__all__", ())
+    }
+
+
+def referenced():
+    """{entry: object} of the reference page; one that does not exist fails."""
+    entries = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert len(entries) == len(set(entries))
+    parts = {entry: entry.rpartition(".") for entry in entries}
+    return {entry: getattr(importlib.import_module(module), name) for entry, (module, _, name) in parts.items()}
+
+
+def test_reference_has_every_public_name_and_no_other():
+    in_reference, in_library = set(referenced().values()), set(public().values())
+    assert not [name for name, thing in public().items() if thing not in in_reference]
+    assert not [entry for entry, thing in referenced().items() if thing not in in_library]
+    assert len(in_reference) == len(referenced()), "one thing stands there twice"
+
+
+def undocumented(cls):
+    """Public methods and properties of ours, of the class or of a base, of which no docstring says what they do."""
+    kinds = (property, functools.cached_property, staticmethod, classmethod)
+    ours = [base for base in cls.__mro__ if base.__module__.startswith("lightning_retrieval")]
+    names = {
+        name
+        for base in ours
+        for name, part in vars(base).items()
+        if not name.startswith("_") and (inspect.isfunction(part) or isinstance(part, kinds))
+    }
+    said = {name for base in cls.__mro__ for name, part in vars(base).items() if getattr(part, "__doc__", None)}
+    return sorted(names - said)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, thing in public().items() if inspect.isclass(thing)))
+def test_public_methods_and_properties_have_docstrings(name):
+    assert not undocumented(public()[name])
+
+
+def test_missing_docstrings_are_seen():
+    class Base:
+        def told(self):
+            """Told."""
+
+    class Child(Base):
+        __module__ = "lightning_retrieval.x"
+
+        def told(self):
+            pass
+
+        def silent(self):
+            pass
+
+        @property
+        def still(self):
+            pass
+
+        def _private(self):
+            pass
+
+    assert undocumented(Child) == ["silent", "still"]
