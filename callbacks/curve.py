@@ -4,7 +4,8 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from lightning_retrieval.callbacks.pictures import Picture, log_folder, new_figure, publish
+from lightning_retrieval.callbacks.pictures import Picture, new_figure, publish
+from lightning_retrieval.run_folder import run_folder
 
 
 class TrainingCurve(pl.Callback):
@@ -46,7 +47,7 @@ class TrainingCurve(pl.Callback):
                 f"{sorted(trainer.callback_metrics)}."
             )
         self.points.append([trainer.global_step, float(trainer.callback_metrics[self.metric])])
-        folder = log_folder(trainer)
+        folder = run_folder(trainer)
         if trainer.is_global_zero:
             publish(trainer, folder / "curve.png", "retrieval/curve", self._draw())
 

@@ -1,6 +1,7 @@
 """Retrieval metrics of whole evaluation sets, logged under names that checkpoints and early stopping can monitor."""
 
 import itertools
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
-from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
@@ -53,9 +54,9 @@ class RetrievalEvaluation(pl.Callback):
         >>> trainer = pl.Trainer(callbacks=[RetrievalEvaluation(ks=(1, 10))], logger=False, enable_checkpointing=False)
 
     Relations:
-        `RetrievalGallery` draws what this callback collects. The best value of each metric of a training run goes into
-        `hparams.yaml` of `CSVLogger`, and to TensorBoard as `best/val/mAP` and so on; `RetrievalWandbLogger` keeps it
-        in the run's summary.
+        `RetrievalGallery` draws what this callback collects. The highest value of each metric of a training run goes
+        into `hparams.yaml` of `CSVLogger`, to TensorBoard and to the summary of Weights & Biases as `best/val/mAP` and
+        so on.
     """
 
     def __init__(
@@ -126,24 +127,36 @@ class RetrievalEvaluation(pl.Callback):
         self.metrics = {}
         self._print(trainer, "test")
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "fit":  # a run that is resumed gets its own back after this
+            self.best = {}
+
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for logger in trainer.loggers if self.best else ():
+        self._log_best(trainer)
+        self._print(trainer, "val")
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._log_best(trainer)
+
+    def _log_best(self, trainer: pl.Trainer) -> None:
+        best = {f"best/{name}": value for name, value in self.best.items()}
+        for logger in trainer.loggers if best else ():
             if isinstance(logger, TensorBoardLogger):  # whose table of hyperparameters has the column hp_metric
                 chosen = getattr(trainer.checkpoint_callback, "best_model_score", None)
-                best = {f"best/{name}": value for name, value in self.best.items()}
                 logger.log_metrics(
                     best if chosen is None else {**best, "hp_metric": float(chosen)}, trainer.global_step
                 )
             elif isinstance(logger, CSVLogger):
                 logger.log_hyperparams({"best": self.best})
                 logger.save()
-        self._print(trainer, "val")
+            elif isinstance(logger, WandbLogger) and trainer.is_global_zero:
+                logger.experiment.summary.update(best)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best = state_dict["best"]
+        self.best = dict(state_dict.get("best", {}))
 
     def _start(self, loaders: Any, device: torch.device, sync_on_compute: bool = True) -> None:
         self.metrics = {}
@@ -207,8 +220,9 @@ class RetrievalEvaluation(pl.Callback):
                 )
         self.table[stage] = {name: float(value) for name, value in results.items()}
         if trainer.state.fn == "fit":
-            higher = {name: value for name, value in self.table[stage].items() if "left_out" not in name}
-            self.best |= {name: max(value, self.best.get(name, value)) for name, value in higher.items()}
+            for name, value in self.table[stage].items():
+                if not (math.isnan(value) or name.rpartition("/")[2] == "left_out"):
+                    self.best[name] = max(value, self.best.get(name, value))
         log_alike(self, results)
 
     def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any, index: int) -> EmbeddingMetric:

@@ -16,6 +16,7 @@ from pytorch_lightning.utilities import rank_zero_warn
 from lightning_retrieval.callbacks.evaluation import RetrievalEvaluation, _listed, _names
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics
+from lightning_retrieval.run_folder import run_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,7 +68,7 @@ class EvaluationPicture(pl.Callback, ABC):
         self._write(trainer, pl_module, "test", "", trainer.test_dataloaders)
 
     def _write(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str, epoch: str, loaders: Any) -> None:
-        folder = log_folder(trainer) / "retrieval"
+        folder = run_folder(trainer) / "retrieval"
         for name, metrics, loader in evaluated_sets(self, trainer, stage, loaders, self._left_out, self.by_label):
             picture = self.draw(trainer, pl_module, metrics, getattr(loader, "dataset", None), name)
             if trainer.is_global_zero and picture is not None:
@@ -108,18 +109,6 @@ def evaluated_sets(
                 f"{type(callback).__name__}: it shows evaluation sets that are measured by RetrievalMetrics; {name}, "
                 f"measured by {type(metrics).__name__}, is left out."
             )
-
-
-def log_folder(trainer: pl.Trainer) -> Path:
-    """Where the run's logs lie; asked for on all ranks, which Lightning brings to one answer.
-
-    Of loggers without a folder for each run (Weights & Biases) that in which Lightning puts the run's checkpoints.
-    """
-    folder, logger = Path(trainer.log_dir or trainer.default_root_dir), trainer.logger
-    if logger is None or logger.log_dir is not None or logger.version is None:
-        return folder
-    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
-    return folder / str(logger.name) / version
 
 
 def publish(trainer: pl.Trainer, path: Path, key: str, picture: Picture) -> None:

@@ -1,7 +1,9 @@
 """Weights & Biases as retrieval is tracked with it."""
 
+import math
 import netrc
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from urllib.parse import urlsplit
 
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import WandbLogger
-from pytorch_lightning.utilities import rank_zero_only
+from pytorch_lightning.utilities import rank_zero_only, rank_zero_warn
 
 # What is better where it is lower, of all that the library logs of evaluation sets.
 _LOWER_IS_BETTER = ("left_out", "decomposability_gap", "score_overlap")
@@ -26,9 +28,11 @@ class RetrievalWandbLogger(WandbLogger):
         id: of the run. A run begun again with the same id, and with `ckpt_path="last"`, goes on in the same run and the
             same folder of checkpoints.
         offline: keep the run on this machine, to be sent by `wandb sync`; where None, if there is no key (environment
-            variable `WANDB_API_KEY`, or `~/.netrc` as `wandb login` writes it) and `WANDB_MODE` is not set.
+            variable `WANDB_API_KEY`, or `~/.netrc` as `wandb login` writes it, for `WANDB_BASE_URL` where that is set)
+            and `WANDB_MODE` is not set.
         artifact: keep the best checkpoint of each `ModelCheckpoint` as an artifact of the run, of the type "model".
-            Its aliases are "best" and, if a metric has chosen it, that with its value, such as "val-mAP-0.7660".
+            Its alias is the metric that has chosen it with its value, such as "val-mAP-0.7660"; that of the first which
+            looks at a metric is "best" too, and that of one which looks at none "last".
         kwargs: others of `WandbLogger` and of `wandb.init`, such as `tags`, `group` or `notes`.
 
     Raises:
@@ -42,9 +46,10 @@ class RetrievalWandbLogger(WandbLogger):
 
     Relations:
         The summary of the run has the highest, and the last, value of each metric of evaluation sets, as
-        `summary["val/mAP"]["max"]`, and the lowest training loss. The configuration comes from `RetrievalModule`, with
-        data set, sampler and batch; pictures from `RetrievalGallery` and its neighbours; all of these also reach other
-        loggers of Lightning.
+        `summary["val/mAP"]["max"]`, and the lowest training loss; over all parts of a run that was resumed
+        `RetrievalEvaluation` keeps the highest as `summary["best/val/mAP"]`. The configuration comes from
+        `RetrievalModule`, with data set, sampler and batch; pictures from `RetrievalGallery` and its neighbours; all of
+        these also reach other loggers of Lightning.
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class RetrievalWandbLogger(WandbLogger):
         if offline not in (True, False, None):
             raise TypeError(f"RetrievalWandbLogger: `offline` must be True, False or None, got {offline!r}.")
         if offline is None:
-            offline = "WANDB_MODE" not in os.environ and not _has_key()
+            offline = not os.environ.get("WANDB_MODE") and not _has_key()
         super().__init__(name=name, save_dir=save_dir, project=project, id=id, offline=offline, **kwargs)
         self.artifact = artifact
         self._checkpoints: dict[int, ModelCheckpoint] = {}
@@ -89,24 +94,30 @@ class RetrievalWandbLogger(WandbLogger):
     def finalize(self, status: str) -> None:
         """Keep the best checkpoints, also of a run that was interrupted."""
         super().finalize(status)
-        for checkpoint in self._checkpoints.values() if self.artifact else ():
+        for checkpoint in self._checkpoints.values() if self.artifact and self._experiment is not None else ():
             path = Path(checkpoint.best_model_path)
-            if self._experiment is None or not checkpoint.best_model_path or not path.is_file():
-                continue
-            version = (str(path), path.stat().st_mtime)
-            if version not in self._kept:
-                self._keep(checkpoint, path)
+            version = (str(path), path.stat().st_mtime) if path.is_file() else None
+            if version is not None and version not in self._kept:
                 self._kept.add(version)
+                try:
+                    self._keep(checkpoint, path)
+                except Exception as error:  # a run's end is no place to fail
+                    rank_zero_warn(f"RetrievalWandbLogger: {path} could not be kept as an artifact: {error}")
 
     def _keep(self, checkpoint: ModelCheckpoint, path: Path) -> None:
         import wandb
 
-        aliases = ["best"]
+        aliases: list[str] = []
         metadata: dict[str, Any] = {"file": path.name}
-        if checkpoint.monitor is not None and checkpoint.best_model_score is not None:
-            score = float(checkpoint.best_model_score)
-            aliases.append(f"{checkpoint.monitor.replace('/', '-')}-{score:.4f}")
-            metadata[checkpoint.monitor] = score
+        score = checkpoint.best_model_score
+        if checkpoint.monitor is None or score is None:
+            aliases.append("last")
+        elif math.isfinite(score):
+            aliases.append(re.sub(r"[^\w.@-]+", "-", f"{checkpoint.monitor}-{float(score):.4f}"))
+            metadata[checkpoint.monitor] = float(score)
+            # Of several that look at a metric the first, by which Lightning's "best" goes too.
+            if checkpoint is next(other for other in self._checkpoints.values() if other.monitor is not None):
+                aliases.append("best")
         artifact = wandb.Artifact(f"model-{self.experiment.id}", type="model", metadata=metadata)
         artifact.add_file(str(path), name="model.ckpt")
         self.experiment.log_artifact(artifact, aliases=aliases)
@@ -114,15 +125,16 @@ class RetrievalWandbLogger(WandbLogger):
 
 def _has_key() -> bool:
     """Whether Weights & Biases would find a key, without asking for one or going online."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+    if os.environ.get("WANDB_API_KEY", "").strip() or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    hosts = {urlsplit(os.environ.get("WANDB_BASE_URL", "")).netloc, *_HOSTS}
-    for file in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
-        path = Path(file).expanduser() if file else None
-        if path is not None and path.is_file():
-            try:
-                known = netrc.netrc(path)
-            except (netrc.NetrcParseError, OSError):
-                return False
-            return any(host and known.authenticators(host) for host in hosts)
+    server = os.environ.get("WANDB_BASE_URL")
+    hosts = (urlsplit(server).netloc,) if server else _HOSTS
+    given = os.environ.get("NETRC")
+    for path in [Path(given)] if given else [Path("~/.netrc").expanduser(), Path("~/_netrc").expanduser()]:
+        try:
+            entries = [netrc.netrc(path).authenticators(host) for host in hosts]
+        except (netrc.NetrcParseError, OSError, UnicodeError):
+            continue
+        if any(entry is not None and entry[2] for entry in entries):
+            return True
     return False

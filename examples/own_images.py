@@ -7,8 +7,10 @@ others of that half. Pictures, metrics and checkpoints lie in logs/own_images/ve
 """
 
 import argparse
+import shlex
 from functools import partial
 from pathlib import Path
+from urllib.error import URLError
 
 import pytorch_lightning as pl
 import torch
@@ -23,6 +25,7 @@ from lightning_retrieval.datamodules import ImageFolder
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="holds a folder of images for each class")
+    parser.add_argument("--categories", action="store_true", help="the folders of classes lie in folders of categories")
     parser.add_argument("--backbone", default="resnet18", help="a torchvision model")
     parser.add_argument("--weights", default="DEFAULT", help="torchvision's weights to begin with, downloaded; or none")
     parser.add_argument("--epochs", type=int, default=20)
@@ -30,13 +33,24 @@ def main() -> None:
     options = parser.parse_args()
 
     pl.seed_everything(0)
-    data = ImageFolder(options.folder, num_workers=options.workers)
+    data = ImageFolder(options.folder, categories=options.categories, num_workers=options.workers, on_error="skip")
     print(data.check())
-    several = (torch.unique(data.train_set.labels, return_counts=True)[1] > 1).sum()  # classes with two images
-    data.classes_per_batch = min(data.classes_per_batch, int(several))
+    several, tested = (
+        int((torch.unique(images.labels, return_counts=True)[1] > 1).sum())
+        for images in (data.train_set, data.test_set)
+    )
+    if min(several, tested) < 2:
+        parser.error(
+            f"training and evaluation need two classes each with two images or more, got {several} and {tested} in "
+            f"{options.folder}."
+        )
+    data.classes_per_batch = min(data.classes_per_batch, several)
 
     weights = None if options.weights == "none" else options.weights
-    embedder = Embedder(options.backbone, embedding_dim=128, weights=weights, freeze_batch_norm=weights is not None)
+    try:
+        embedder = Embedder(options.backbone, embedding_dim=128, weights=weights, freeze_batch_norm=weights is not None)
+    except URLError as error:
+        parser.error(f"the weights cannot be downloaded ({error}); --weights none begins without.")
     optimizer = partial(torch.optim.AdamW, lr=1e-4)
     # The gradient is that of the whole batch, the memory that of 32 images.
     module = RetrievalModule(embedder, SmoothAPLoss(tau=0.01), chunk_size=32, optimizer=optimizer, head_lr_factor=10)
@@ -55,7 +69,8 @@ def main() -> None:
     trainer.fit(module, data)
     best = trainer.checkpoint_callback.best_model_path
     print("\nTo search with what was trained:")
-    print(f"lightning-retrieval index --checkpoint '{best}' --images '{options.folder}' --output photos.index")
+    command = ("lightning-retrieval", "index", "--checkpoint", best, "--images", str(options.folder))
+    print(shlex.join([*command, "--output", "photos.index"]))
     print("lightning-retrieval search --index photos.index IMAGE --html results.html")
 
 

@@ -1,4 +1,4 @@
-"""A RetrievalModule of one's own: an extra loss term, another optimizer, batches of another form.
+"""A RetrievalModule of one's own: another embedding, another optimizer, batches of another form.
 
 python examples/subclass.py
 """

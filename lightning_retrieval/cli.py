@@ -15,13 +15,25 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from jsonargparse import ArgumentParser
-from pytorch_lightning.cli import LightningArgumentParser, LightningCLI
+from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from lightning_retrieval.help_lines import HelpLines
 from lightning_retrieval.module import RetrievalModule
+from lightning_retrieval.run_folder import run_folder
 from lightning_retrieval.search.images import TRANSFORMS, Answer, Unread, index_images, search_images, shown
 from lightning_retrieval.search.index import RECALL_AT, RetrievalIndex
 from lightning_retrieval.search.page import result_page
+
+
+class _SaveConfig(SaveConfigCallback):
+    """Saves the configuration in the run's own folder, also where the logger has none, as Weights & Biases."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        folder = run_folder(trainer)
+        if trainer.is_global_zero and not self.already_saved:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.parser.save(self.config, str(folder / self.config_filename), skip_none=False, overwrite=True)
+        self.already_saved = True
 
 
 class RetrievalCLI(LightningCLI):
@@ -214,7 +226,8 @@ other subcommands:
 
 _MORE = """\
 --data.help lightning_retrieval.datamodules.CUB200 shows the settings of a class, so do --model.help,
---trainer.logger.help and others. A wider terminal shows more of each line."""
+--trainer.logger.help, --trainer.callbacks.help and others; `lightning-retrieval check --help` lists the data modules.
+A wider terminal shows more of each line."""
 
 
 class _Parser(LightningArgumentParser):
@@ -238,7 +251,7 @@ def main(args: Any = None) -> None:
         subclass_mode_model=True,
         subclass_mode_data=True,
         auto_configure_optimizers=False,  # its --optimizer flags would replace the module's own
-        save_config_kwargs={"overwrite": True},
+        save_config_callback=_SaveConfig,
         parser_kwargs={
             "prog": "lightning-retrieval",
             "description": "Train image retrieval directly for Average Precision.",

@@ -24,17 +24,22 @@ class HelpLines(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
         whole: str = super()._format_usage(usage, actions, *args, **kwargs)
         return whole
 
+    def start_section(self, heading: str | None) -> None:
+        """Titles come from docstrings: their first sentence."""
+        super().start_section(heading and heading.partition(". ")[0])
+
     def _format_action(self, action: argparse.Action) -> str:
         if not action.option_strings or action.help == argparse.SUPPRESS:
             return super()._format_action(action)
-        name = ", ".join(action.option_strings)
+        name = ", ".join(option for option in action.option_strings if not option.endswith("+"))
         if name.endswith(".help") and name.count(".") > 1:
             return ""
         whole = " ".join((self._expand_help(action) or "").split())
         default = re.search(r"default: ([^,]*?)(?:\)$|, known subclasses)", whole)
         says = "" if default is None or default[1] == "null" else f" [{default[1]}]"
+        says = " (required)" if action.required else says
         first = re.split(r"(?<=[a-z0-9`\"')])\. | Default: | \((?:required|type|default)[:,)]", whole)[0].rstrip(".")
         left = " " * self._current_indent + name
         left = f"{left:<{_NAMES}} " if len(left) < _NAMES else f"{left}  "
-        room = max(self._width - len(left) - len(says), 20)
-        return f"{left}{textwrap.shorten(first, room, placeholder=' ...')}{says}\n"
+        room = self._width - len(left) - len(says)
+        return f"{left}{textwrap.shorten(first, room, placeholder=' ...') if room > 9 else ''}{says}".rstrip() + "\n"

@@ -466,26 +466,27 @@ class RetrievalModule(pl.LightningModule):
             said += f", over {world_size()} processes" if self.gather else f", on each of {world_size()} processes"
             said += f"; each process sends {sum(traffic.values()) / 1e6:.3g} MB a step ({what})"
         rank_zero_info(f"{said}.")
-        facts: dict[str, Any] = {
-            "batch": {
-                "images": len(batch.labels) * (1 if self.gather else world_size()),
-                "classes": len(sizes),
-                "list_length": len(batch.labels) - 1 + (0 if self.memory is None else self.memory.size),
-                "chunk_size": chunk,
-                "processes": world_size(),
-            }
-        }
         sampler = getattr(self.trainer.train_dataloader, "batch_sampler", None)
         sampler = getattr(sampler, "batch_sampler", sampler)  # of RetrievalDataLoader the one of global batches
-        for name, thing in {"data": getattr(self.trainer, "datamodule", None), "sampler": sampler}.items():
-            if thing is not None:
-                facts[name] = settings(thing)
+        shape = {
+            "images": len(batch.labels) * (1 if self.gather else world_size()),
+            "classes": len(sizes),
+            "list_length": len(batch.labels) - 1 + (0 if self.memory is None else self.memory.size),
+            "chunk_size": chunk,
+            "processes": world_size(),
+        }
+        self._tell({"sampler": sampler}, batch=shape)
+
+    def _tell(self, things: Mapping[str, Any], **facts: Any) -> None:
+        """Log the settings of these things, and of the data module, where Lightning logs those of the model."""
+        things = {"data": getattr(self.trainer, "datamodule", None), **things}
         for logger in self.trainer.loggers:
+            told = {**facts, **{name: settings(thing) for name, thing in things.items() if thing is not None}}
             if isinstance(logger, TensorBoardLogger):  # which shows and writes the first hyperparameters only
-                for name, fact in facts.items():
+                for name, fact in told.items():
                     logger.experiment.add_text(name, f"```json\n{json.dumps(fact, indent=2)}\n```")
-            else:
-                logger.log_hyperparams(facts)
+            elif told:
+                logger.log_hyperparams(told)
 
     def _unsynchronised(self) -> AbstractContextManager[None]:
         strategy = self.trainer.strategy
@@ -519,6 +520,13 @@ class RetrievalModule(pl.LightningModule):
         """Let DDP bring rank 0's buffers to all ranks at the next forward; leave it out of the images a second."""
         self._synchronise_buffers()
         self._last_step_end = None
+        if self.trainer.state.fn == TrainerFn.VALIDATING:
+            self._tell({})
+
+    def on_test_start(self) -> None:
+        """Tell the loggers on what is tested."""
+        if not self._begun:
+            self._tell({})
 
     def on_validation_epoch_end(self) -> None:
         """Step `ReduceLROnPlateau`, before a checkpoint is written."""

@@ -8,14 +8,14 @@ expected; nothing is unpickled.
 import functools
 import importlib
 import inspect
-from pathlib import Path
+import os
 from typing import Any, TypeVar
 
 from torch import nn
 
 T = TypeVar("T")
 
-_LONGEST = 100  # items of a setting that a log is given
+_LONGEST = 100  # items of a list that a log is given
 
 
 def describe(value: Any) -> Any:
@@ -50,22 +50,33 @@ def describe(value: Any) -> Any:
 def settings(value: Any) -> dict[str, Any]:
     """Class and settings of an object as plain data, for a log; nothing is made of it again.
 
-    Settings are the constructor's arguments, of the class and of its bases, that stand in attributes of their names and
-    are plain, or are described themselves. Long ones, such as the labels of a sampler, are left out.
+    Settings are the constructor's arguments, of the class and of its bases, that the object keeps under their names. Of
+    what is no plain value the class is told, of long lists the length.
 
     Example:
         >>> from lightning_retrieval.losses import SmoothAPLoss
         >>> settings(SmoothAPLoss(tau=0.1))["class_path"], settings(SmoothAPLoss(tau=0.1))["tau"]
         ('lightning_retrieval.losses.smooth_ap.SmoothAPLoss', 0.1)
     """
-    found: dict[str, Any] = {"class_path": _path(type(value))}
-    for cls in type(value).__mro__[:-1]:
-        for name in inspect.signature(vars(cls)["__init__"]).parameters if "__init__" in vars(cls) else ():
-            setting = getattr(value, name, None)
-            long = isinstance(setting, (list, tuple, dict)) and len(setting) > _LONGEST
-            if name not in found and setting is not None and not long:
-                found[name] = str(setting) if isinstance(setting, Path) else describe(setting)
-    return found
+    cls, kept = type(value), getattr(value, "__dict__", {})  # not properties, which may do anything
+    makers = [vars(base)["__init__"] for base in cls.__mro__[:-1] if "__init__" in vars(base)]
+    names = dict.fromkeys(name for maker in makers for name in inspect.signature(maker).parameters)
+    told = {name: _told(kept[name]) for name in names if kept.get(name) is not None}
+    return {"class_path": _path(cls), **told}
+
+
+def _told(value: Any, deep: int = 3) -> Any:
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return describe(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, (list, tuple, dict)) and deep:
+        if len(value) > _LONGEST:
+            return f"{type(value).__name__} of {len(value)}"
+        if isinstance(value, dict):
+            return {str(key): _told(item, deep - 1) for key, item in value.items()}
+        return [_told(item, deep - 1) for item in value]
+    return _path(type(value))
 
 
 def rebuild(who: str, name: str, value: Any, kind: type[T]) -> T:

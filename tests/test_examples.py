@@ -113,6 +113,23 @@ def test_own_images_from_a_folder_to_a_search(tmp_path):
     assert (tmp_path / "results.html").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize(
+    ("classes", "images", "message"),
+    [
+        (8, 1, r"need two classes each with two images or more, got 0 and 0 in "),
+        (2, 3, r"need two classes each with two images or more, got 1 and 1 in "),
+    ],
+)
+def test_own_images_that_are_too_few(classes, images, message, tmp_path):
+    for place in range(classes * images):
+        (tmp_path / f"{place % classes}").mkdir(exist_ok=True)
+        Image.effect_noise((30, 30), 9).save(tmp_path / f"{place % classes}" / f"{place}.png")
+    command = [sys.executable, EXAMPLES / "own_images.py", tmp_path, "--weights", "none"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 2
+    assert re.search(message, done.stderr)
+
+
 @pytest.mark.parametrize("launcher", ["trainer", "torchrun"])
 def test_two_processes(launcher, tmp_path):
     said = run(tmp_path, "bash", EXAMPLES / "ddp.sh", 2, *FEW, LAUNCHER=launcher, OMP_NUM_THREADS="1")
@@ -147,7 +164,8 @@ def test_a_run_of_the_sweep(tmp_path, monkeypatch):
     assert sweep["metric"] == {"name": "val/mAP", "goal": "maximize"}
     assert len(found.column("val/mAP")) == 1
     assert found.config["loss"]["init_args"]["tau"] == 0.001
-    assert found.config["batch"]["images"] == 96 * 2
+    assert found.config["embedder"]["init_args"]["embedding_dim"] == 64
+    assert found.name != "glyphs"
     assert torch.isfinite(torch.tensor(found.column("train/loss"))).all()
 
 

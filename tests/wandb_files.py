@@ -32,7 +32,7 @@ class OfflineRun:
 
     def __init__(self, folder: Path) -> None:
         (file,) = folder.glob("*.wandb")
-        self.folder, self.id = folder, ""
+        self.folder, self.id, self.name = folder, "", ""
         self.config: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
         self.history: list[dict[str, Any]] = []
@@ -41,7 +41,7 @@ class OfflineRun:
             kind = record.WhichOneof("record_type")
             content = getattr(record, kind)
             if kind == "run":
-                self.id = content.run_id
+                self.id, self.name = content.run_id, content.display_name
             elif kind in ("config", "summary"):
                 getattr(self, kind).update(_values(content.update))
             elif kind == "history":

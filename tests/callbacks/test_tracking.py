@@ -2,7 +2,8 @@
 
 import csv
 import json
-import time
+import math
+from types import SimpleNamespace
 
 import pytest
 import pytorch_lightning as pl
@@ -26,7 +27,10 @@ pytestmark = [
     pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The '(train|val|test)_dataloader' does not have many workers:UserWarning"),
     pytest.mark.filterwarnings("ignore:GPU available but not used:UserWarning"),
-    pytest.mark.filterwarnings("ignore:RetrievalEvaluation. val metrics are those of .* of .* batches:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:RetrievalEvaluation. (val|test) metrics are those of .* of .* batches:UserWarning"
+    ),
+    pytest.mark.filterwarnings("ignore:RetrievalEvaluation. .* look at more images than:UserWarning"),
     pytest.mark.filterwarnings("ignore:RetrievalModule. BatchNorm sees:UserWarning"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning"),
@@ -86,6 +90,7 @@ def begin_and_finish(logger, *arguments, **settings):
 
     trainer = fit(logger, *arguments, **settings)
     wandb.finish()
+    wandb.teardown()  # before which not all need be written
     return trainer
 
 
@@ -144,6 +149,7 @@ def test_a_run_of_one_id_goes_on_where_it_stopped(tmp_path, no_key, glyphs):
     assert min(after.column("trainer/global_step")) == BATCHES
     assert {path.name for path in tmp_path.rglob("*.ckpt")} >= {"last.ckpt"}
     assert len({path.parent for path in tmp_path.rglob("*.ckpt")}) == 1
+    assert after.summary["best/val/mAP"] == max(before.column("val/mAP") + after.column("val/mAP"))
 
 
 def test_it_is_online_where_there_is_a_key_and_as_was_said(tmp_path, no_key, monkeypatch):
@@ -167,6 +173,110 @@ def test_it_is_online_where_there_is_a_key_and_as_was_said(tmp_path, no_key, mon
         assert not is_offline()
     monkeypatch.setenv("WANDB_MODE", "online")
     assert not is_offline()
+
+
+def test_keys_are_those_that_would_be_found(tmp_path, no_key, monkeypatch):
+    def is_offline():
+        return RetrievalWandbLogger(save_dir=tmp_path)._offline
+
+    netrc = tmp_path / "home" / ".netrc"
+    monkeypatch.setenv("WANDB_API_KEY", "  ")
+    monkeypatch.setenv("WANDB_MODE", "")
+    assert is_offline()
+    netrc.write_bytes(b"machine api.wandb.ai login m\xfcller password x\n")  # not UTF-8
+    assert is_offline()
+    netrc.write_text("machine api.wandb.ai login user password x\n")
+    assert not is_offline()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")  # for which there is none
+    assert is_offline()
+    netrc.write_text("machine wandb.example.org login user password x\n")
+    assert not is_offline()
+    monkeypatch.setenv("NETRC", str(tmp_path / "elsewhere"))
+    assert is_offline()
+
+
+def test_artifacts_say_why_they_were_chosen(tmp_path, no_key, glyphs):
+    """Several checkpoints of one run: the first that looks at a metric is the best."""
+    callbacks = [
+        ModelCheckpoint(monitor="train/loss", mode="min", filename="loss:{epoch}"),
+        ModelCheckpoint(filename="latest"),
+    ]
+    begin_and_finish(RetrievalWandbLogger(save_dir=tmp_path), glyphs, tmp_path, epochs=1, callbacks=callbacks)
+    (run,) = offline_runs(tmp_path)
+    by_file = {artifact["metadata"]["file"]: artifact["aliases"] - {"latest"} for artifact in run.artifacts}
+    (score,), loss = run.column("val/mAP"), run.column("train/loss")[-1]
+    assert by_file == {
+        "epoch=0.ckpt": {"best", f"val-mAP-{score:.4f}"},
+        "loss:epoch=0.ckpt": {f"train-loss-{loss:.4f}"},
+        "latest.ckpt": {"last"},
+    }
+
+
+def test_a_run_does_not_fail_for_its_artifact(tmp_path, no_key, glyphs, monkeypatch):
+    import wandb
+
+    def full(*arguments, **settings):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(wandb.Artifact, "add_file", full)
+    with pytest.warns(UserWarning, match=r"ckpt could not be kept as an artifact: no space left on device"):
+        begin_and_finish(RetrievalWandbLogger(save_dir=tmp_path), glyphs, tmp_path, epochs=1)
+    assert not offline_runs(tmp_path)[0].artifacts
+
+
+class ValuesOf(RetrievalEvaluation):
+    """Has these mAPs, whatever is found."""
+
+    def __init__(self, values):
+        super().__init__((1,))
+        self.values = values
+
+    def _metrics(self, loader, sync_on_compute):
+        metrics = super()._metrics(loader, sync_on_compute)
+        metrics.compute = lambda: {"mAP": torch.tensor(next(self.values)), "left_out": torch.tensor(3.0)}
+        return metrics
+
+
+def test_the_best_is_the_highest_number_of_this_run(tmp_path, glyphs):
+    values = iter([0.9, math.nan, 0.6, 0.4, math.nan])
+    evaluation = ValuesOf(values)
+    for version, (epochs, best) in enumerate([(3, 0.9), (2, 0.4)]):
+        trainer = pl.Trainer(
+            accelerator="cpu", max_epochs=epochs, logger=CSVLogger(tmp_path, "csv"), callbacks=[evaluation],
+            limit_train_batches=1, limit_val_batches=1, num_sanity_val_steps=0, log_every_n_steps=1,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss()), glyphs)
+        told = yaml.safe_load((tmp_path / f"csv/version_{version}/hparams.yaml").read_text())
+        assert told["best"] == {"val/mAP": pytest.approx(best)}
+
+
+class Interrupt(pl.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            raise RuntimeError("the machine is taken away")
+
+
+def test_an_interrupted_run_keeps_its_best(tmp_path, glyphs):
+    with pytest.raises(RuntimeError, match=r"^the machine is taken away$"):
+        fit(CSVLogger(tmp_path, "csv"), glyphs, tmp_path, callbacks=[Interrupt()])
+    assert yaml.safe_load((tmp_path / "csv/version_0/hparams.yaml").read_text())["best"]["val/mAP"] > 0
+
+
+def test_an_evaluation_alone_says_of_what(tmp_path, glyphs):
+    for stage in ("test", "validate"):
+        logger = CSVLogger(tmp_path, stage)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            logger=logger,
+            limit_val_batches=1,
+            limit_test_batches=1,
+            callbacks=[RetrievalEvaluation()],
+        )
+        getattr(trainer, stage)(RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss()), glyphs, verbose=False)
+        logger.save()
+        told = yaml.safe_load((tmp_path / stage / "version_0/hparams.yaml").read_text())
+        assert told["data"]["classes_per_batch"] == 6
 
 
 @pytest.mark.refusal
@@ -215,21 +325,25 @@ def test_progress_bars_show_loss_ap_and_speed(tmp_path, glyphs):
     assert {"train/loss", "train/AP", "train/images_per_second"} <= shown.keys()
 
 
-class Slow(pl.Callback):
-    """Makes each step, and what lies between two epochs, last."""
+class Clock(pl.Callback):
+    """Time goes on as it says: in each step, and between epochs."""
+
+    def __init__(self):
+        self.now = 0.0
 
     def on_train_batch_start(self, *arguments):
-        time.sleep(0.2)
+        self.now += 0.2
 
     def on_train_epoch_start(self, *arguments):
-        time.sleep(1)
+        self.now += 100
+
+    on_validation_start = on_train_epoch_start
 
 
-def test_images_a_second_count_steps_with_their_loading_only(tmp_path, glyphs):
-    logger = CSVLogger(tmp_path, "csv")
-    fit(logger, glyphs, tmp_path, callbacks=[Slow()])
+def test_images_a_second_count_steps_with_their_loading_only(tmp_path, glyphs, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("lightning_retrieval.module.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    fit(CSVLogger(tmp_path, "csv"), glyphs, tmp_path, callbacks=[clock])
     with (tmp_path / "csv/version_0/metrics.csv").open() as file:
         speeds = [float(row["train/images_per_second"] or 0) for row in csv.DictReader(file)]
-    speeds = [speed for speed in speeds if speed]
-    assert len(speeds) == 2 * (BATCHES - 1)
-    assert all(18 / 1 < speed < 18 / 0.2 for speed in speeds)
+    assert [speed for speed in speeds if speed] == pytest.approx([18 / 0.2] * 2 * (BATCHES - 1))

@@ -187,14 +187,30 @@ class Base:
 
 
 class Derived(Base):
-    def __init__(self, labels, short=(1, 2), hidden=None, loss=None, **others):
+    def __init__(self, labels, short=(1, 2), nested=None, loss=None, train_set=None, **others):
         super().__init__(**others)
-        self.labels, self.short, self.loss = labels, short, loss
+        self.labels, self.short, self.nested, self.loss = labels, short, nested, loss
+
+    @property
+    def train_set(self):
+        raise RuntimeError("call setup() first")
 
 
-def test_settings_for_a_log_are_those_of_bases_too_and_short():
-    made = Derived(list(range(1000)), loss=SmoothAPLoss(tau=0.2), root="a/b", size=7)
+def test_settings_for_a_log_are_plain_and_short():
+    """Those of bases too; of what is large or no plain value it is said what it is, and nothing is run for it."""
+    nested = {"a": {"b": {"c": [1]}}, "many": [0] * 5000}
+    nested["itself"] = nested
+    made = Derived(list(range(1000)), nested=nested, loss=SmoothAPLoss(tau=0.2), root="a/b", size=7)
     found = settings(made)
     assert found.pop("class_path").endswith("Derived")
-    assert found.pop("loss")["init_args"]["tau"] == 0.2
-    assert found == {"short": [1, 2], "root": "a/b", "size": 7}
+    inner = {"a": "builtins.dict", "many": "builtins.list", "itself": "builtins.dict"}
+    assert found == {
+        "labels": "list of 1000",
+        "short": [1, 2],
+        "nested": {"a": {"b": {"c": "builtins.list"}}, "many": "list of 5000", "itself": {
+            "a": {"b": "builtins.dict"}, "many": "list of 5000", "itself": inner,
+        }},
+        "loss": PATH,
+        "root": "a/b",
+        "size": 7,
+    }  # fmt: skip
