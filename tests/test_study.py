@@ -1,0 +1,222 @@
+"""The study: goes on where it was stopped, runs nothing twice, and says of a finding no more than the seeds do."""
+
+import dataclasses
+import importlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+QUICK = ["--quick", "--jobs", "1"]
+
+
+@pytest.fixture(scope="module")
+def study():
+    level = logging.getLogger("pytorch_lightning").level
+    sys.path.insert(0, str(EXAMPLES))
+    yield importlib.import_module("study")
+    sys.path.remove(str(EXAMPLES))
+    for name in ("study", "study_experiments"):
+        del sys.modules[name]
+    logging.getLogger("pytorch_lightning").setLevel(level)
+
+
+@pytest.fixture
+def trained(study, monkeypatch):
+    """The runs asked for, in place of training; their mAP is 0.1 x (1 + the seed)."""
+    calls = []
+
+    def train(setting, seed, accelerator):
+        calls.append((setting, seed))
+        value = 0.1 * (1 + seed)
+        return {
+            "key": setting.key(seed),
+            "seed": seed,
+            "setting": dataclasses.asdict(setting),
+            "metrics": {"mAP": value, "R@1": value, "mAP@R": value},
+            "seconds": 1.0,
+            "device": accelerator,
+            "torch": "2",
+        }
+
+    monkeypatch.setattr(study, "train", train)
+    return calls
+
+
+def test_killed_study_goes_on_where_it_was(study, tmp_path):
+    arguments = ["--quick", "--experiments", "tau", "--seeds", "0", "1", "--output", str(tmp_path)]
+    file = tmp_path / "results.jsonl"
+    command = [sys.executable, str(EXAMPLES / "study.py"), *arguments, "--jobs", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, cwd=tmp_path)
+    deadline = time.monotonic() + 60
+    while not file.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    workers = workers.read_text().split() if workers.exists() else []
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = file.read_text().splitlines()
+    assert 1 <= len(before) < 6
+
+    assert study.main([*arguments, "--jobs", "1"]) == 0
+    after = [json.loads(line) for line in file.read_text().splitlines()]
+    assert after[: len(before)] == [json.loads(line) for line in before]
+    rows = {(line["setting"]["loss_args"].get("tau"), line["seed"]) for line in after}
+    assert rows == {(tau, seed) for tau in (0.001, None, 0.1) for seed in (0, 1)}
+    assert len(after) == 6
+    assert all(0.05 < line["metrics"]["mAP"] < 1 for line in after)
+    page = (tmp_path / "index.md").read_text()
+    assert "![Temperature tau](tau.png)" in page
+    assert (tmp_path / "tau.png").read_bytes().startswith(b"\x89PNG")
+    assert "| [Batch size](#batch-size) |  | not complete |" in page
+    assert not list(tmp_path.glob("*.part"))
+    deadline = time.monotonic() + 5
+    while any(os.path.exists(f"/proc/{pid}") for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [pid for pid in workers if os.path.exists(f"/proc/{pid}")]
+
+
+def test_no_run_is_done_twice(study, trained, tmp_path):
+    both = ["--experiments", "losses", "calibration", "--output", str(tmp_path)]
+    assert study.main([*QUICK, *both]) == 0
+    # 10 losses and the untrained network; the calibration's two are among them.
+    assert len(trained) == 33
+    trained.clear()
+    assert study.main([*QUICK, *both]) == 0
+    assert not trained
+    file = tmp_path / "results.jsonl"
+    lines = file.read_text().splitlines()
+    gone = json.loads(lines.pop(7))
+    file.write_text("\n".join(lines) + "\n")
+    assert study.main([*QUICK, *both, "--report"]) == 0
+    assert not trained
+    assert "Not complete: 1 of 33 runs" in (tmp_path / "index.md").read_text()
+    assert study.main([*QUICK, *both]) == 0
+    assert [(setting.key(seed), seed) for setting, seed in trained] == [(gone["key"], gone["seed"])]
+
+
+def test_page_has_median_and_range(study, trained, tmp_path):
+    study.main([*QUICK, "--experiments", "calibration", "--seeds", "0", "4", "1", "--output", str(tmp_path)])
+    page = (tmp_path / "index.md").read_text()
+    assert "| with calibration | 0.200 (0.100 to 0.500) | 0.200 (0.100 to 0.500) |" in page
+    assert f"Both parts matter (ROADMAP, abstract) | {study.NO_DIFFERENCE} |" in page
+    assert "Of 1 findings 0 show" in page
+
+
+def test_changed_setting_runs_anew(study):
+    other = {"loss": "FastAPLoss", "loss_args": {"tau": 0.1}, "sampler": "category", "precision": "64-true"}
+    other |= {"freeze_batch_norm": True, "chunk_size": 8, "test_batches": 1}
+    start, keys = study.Setting(), set()
+    for name in (each.name for each in dataclasses.fields(start)):
+        changed = dataclasses.replace(start, **{name: other.get(name, 7)})
+        keys |= {start.key(0), changed.key(0), changed.key(1)}
+    assert len(keys) == 1 + 2 * len(dataclasses.fields(start))
+    assert start.key(0) == study.Setting().key(0)
+
+
+@pytest.mark.parametrize("how", ["fails", "is interrupted"])
+def test_what_is_there_stays_when_a_run(how, study, trained, tmp_path, monkeypatch, capsys):
+    train, bad = study.train, study.EXPERIMENTS["tau"].rows["SmoothAPLoss, 0.1"].loss_args
+
+    def broken(setting, seed, accelerator):
+        if setting.loss_args == bad and seed == 1:
+            raise ValueError("the loss is nan at step 3") if how == "fails" else KeyboardInterrupt
+        return train(setting, seed, accelerator)
+
+    monkeypatch.setattr(study, "train", broken)
+    arguments = [*QUICK, "--experiments", "calibration", "tau", "per_class", "--output", str(tmp_path)]
+    if how == "fails":
+        assert study.main(arguments) == 1
+        said = capsys.readouterr().err
+        assert "'tau': 0.1" in said
+        assert "seed 1, failed: ValueError('the loss is nan at step 3')" in said
+        assert "1 of 21 runs failed" in said
+        assert len(trained) == 20
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            study.main(arguments)
+        assert len(trained) == 13
+    page = (tmp_path / "index.md").read_text()
+    assert "![Calibration](calibration.png)" in page
+    assert "(the first is SmoothAPLoss, 0.1, seed 1)" in page
+    done = set(study.read_results(tmp_path / "results.jsonl"))
+    assert len(done) == len(trained)
+
+    trained.clear()
+    monkeypatch.setattr(study, "train", train)
+    assert study.main(arguments) == 0
+    assert not done & {setting.key(seed) for setting, seed in trained}
+
+
+@pytest.mark.parametrize(
+    ("claim", "one", "other", "verdict"),
+    [
+        ("better", [0.5, 0.7, 0.6], [0.4, 0.3, 0.49], "same direction"),
+        ("better", [0.4, 0.3, 0.49], [0.5, 0.7, 0.6], "not the same direction"),
+        ("better", [0.5, 0.7, 0.6], [0.4, 0.3, 0.51], "no difference beyond the spread of seeds"),
+        ("better", [0.4, 0.3, 0.51], [0.5, 0.7, 0.6], "no difference beyond the spread of seeds"),
+        ("better", [0.1, 0.9, 0.5], [0.4, 0.5, 0.6], "no difference beyond the spread of seeds"),
+        ("better", [0.5, 0.5, 0.5], [0.5, 0.5, 0.5], "no difference beyond the spread of seeds"),
+        ("no worse", [0.5, 0.7, 0.6], [0.4, 0.3, 0.49], "same direction"),
+        ("no worse", [0.4, 0.3, 0.51], [0.5, 0.7, 0.6], "same direction"),
+        ("no worse", [0.4, 0.3, 0.49], [0.5, 0.7, 0.6], "not the same direction"),
+        ("equal", [0.4, 0.3, 0.49], [0.4, 0.3, 0.49005], "same direction"),
+        ("equal", [0.4, 0.3, 0.49], [0.4, 0.49, 0.3], "not the same direction"),
+    ],
+)
+def test_verdict(study, claim, one, other, verdict):
+    finding = importlib.import_module("study_experiments").Finding("x", "a", "b", claim)
+    assert finding.verdict(one, other) == verdict
+
+
+def test_experiments_name_their_rows(study):
+    for experiment in study.EXPERIMENTS.values():
+        assert len(experiment.rows) == sum(map(len, experiment.curves.values()))
+        assert experiment.findings
+        for finding in experiment.findings:
+            assert {finding.one, finding.other} < {*experiment.rows, ""}
+            assert finding.one != finding.other
+
+
+@pytest.mark.filterwarnings("ignore:WholeClassesSampler. left out of training")
+def test_batches_of_whole_classes(study):
+    labels = torch.tensor([3, 1, 1, 2, 3, 2, 1, 3, 2, 3, 5, 5, 9])
+    sampler = study.WholeClassesSampler(labels, batch_size=4)
+    batches = list(sampler)
+    assert len(batches) == len(sampler) == 3
+    images = np.concatenate(batches)
+    assert len(set(images)) == 12
+    assert 12 not in images  # the class with a single image
+    changes = np.count_nonzero(np.diff(labels[images]))
+    assert changes == 3  # class after class
+    sampler.set_epoch(1)
+    assert list(sampler) != batches
+
+
+def test_batches_of_two_categories(study):
+    setting = study.EXPERIMENTS["category_sampling"].rows["FastAPLoss, two categories"]
+    data = study.StudyGlyphs(setting, seed=0)
+    labels = data.train_set.labels
+    classes = labels.unique().tolist()
+    for batch in list(data.train_sampler())[:5]:
+        stretches = {classes.index(label) // 32 for label in labels[batch].tolist()}
+        assert len(batch) == 128
+        assert len(stretches) == 2
+
+
+@pytest.mark.refusal
+def test_baselines_say_what_they_need(study, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytorch_metric_learning", None)
+    with pytest.raises(
+        ImportError, match="TripletMarginLoss is pytorch-metric-learning's: pip install pytorch-metric-learning"
+    ):
+        study.make_loss("TripletMarginLoss", {})
