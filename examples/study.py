@@ -349,7 +349,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = 0
     try:
         # The estimate of the time left goes by the runs of this call.
-        with tqdm(total=len(wanted), initial=len(wanted) - len(missing), unit="run", smoothing=0) as bar:
+        with tqdm(
+            total=len(wanted), initial=len(wanted) - len(missing), unit="run", smoothing=0, disable=not missing
+        ) as bar:
             for (setting, seed), outcome in outcomes(missing, jobs, options.device):
                 try:
                     results[setting.key(seed)] = outcome()

@@ -53,33 +53,33 @@ def trained(study, monkeypatch):
 
 
 def test_killed_study_goes_on_where_it_was(study, tmp_path):
-    arguments = ["--quick", "--experiments", "tau", "--seeds", "0", "1", "--output", str(tmp_path)]
+    arguments = ["--quick", "--experiments", "tau", "--seeds", "5", "--output", str(tmp_path)]
     file = tmp_path / "results.jsonl"
     command = [sys.executable, str(EXAMPLES / "study.py"), *arguments, "--jobs", "2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, cwd=tmp_path)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not file.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     workers = workers.read_text().split() if workers.exists() else []
     process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.communicate(timeout=30)  # its workers hold the pipe until they end
     before = file.read_text().splitlines()
-    assert 1 <= len(before) < 6
+    assert 1 <= len(before) < 3
 
     assert study.main([*arguments, "--jobs", "1"]) == 0
     after = [json.loads(line) for line in file.read_text().splitlines()]
     assert after[: len(before)] == [json.loads(line) for line in before]
     rows = {(line["setting"]["loss_args"].get("tau"), line["seed"]) for line in after}
-    assert rows == {(tau, seed) for tau in (0.001, None, 0.1) for seed in (0, 1)}
-    assert len(after) == 6
+    assert rows == {(tau, 5) for tau in (0.001, None, 0.1)}
+    assert len(after) == 3
     assert all(0.05 < line["metrics"]["mAP"] < 1 for line in after)
     page = (tmp_path / "index.md").read_text()
     assert "![Temperature tau](tau.png)" in page
     assert (tmp_path / "tau.png").read_bytes().startswith(b"\x89PNG")
     assert "| [Batch size](#batch-size) |  | not complete |" in page
     assert not list(tmp_path.glob("*.part"))
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(os.path.exists(f"/proc/{pid}") for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not [pid for pid in workers if os.path.exists(f"/proc/{pid}")]
@@ -107,7 +107,7 @@ def test_no_run_is_done_twice(study, trained, tmp_path):
 def test_page_has_median_and_range(study, trained, tmp_path):
     study.main([*QUICK, "--experiments", "calibration", "--seeds", "0", "4", "1", "--output", str(tmp_path)])
     page = (tmp_path / "index.md").read_text()
-    assert "| with calibration | 0.200 (0.100 to 0.500) | 0.200 (0.100 to 0.500) |" in page
+    assert "| with calibration | 0.2000 (0.1000 to 0.5000) | 0.2000 (0.1000 to 0.5000) |" in page
     assert f"Both parts matter (ROADMAP, abstract) | {study.NO_DIFFERENCE} |" in page
     assert "Of 1 findings 0 show" in page
 
