@@ -112,7 +112,7 @@ TABLE = {
     "RetrievalEvaluation": Duties({"ks": (1, 7), "before_fit": True}),
     "RetrievalGallery": Duties({"queries": 3, "k": 5, "every_n_epochs": 2, "order": "hardest"}),
     "RetrievalWandbLogger": Duties(
-        {"name": "run", "project": "products", "id": "a1", "artifact": False},
+        {"project": "products", "id": "a1", "artifact": False},
         without={"copy": "to copy it Lightning begins the run"},
     ),
     "APMonitor": Duties(),

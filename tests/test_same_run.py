@@ -146,7 +146,7 @@ class Watch(pl.Callback):
     def on_train_batch_end(self, trainer, *_):
         self.give_back()
         self.collectives.append(self.called)
-        self.losses.append({k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("train/")})
+        self.losses.append({k: float(v) for k, v in trainer.callback_metrics.items() if k.startswith("train/loss")})
 
     def on_exception(self, *_):
         self.give_back()

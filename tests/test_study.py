@@ -216,6 +216,7 @@ def test_batches_of_two_categories(study):
 @pytest.mark.refusal
 def test_baselines_say_what_they_need(study, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_metric_learning", None)
+    monkeypatch.setitem(sys.modules, "pytorch_metric_learning.losses", None)
     with pytest.raises(
         ImportError, match="TripletMarginLoss is pytorch-metric-learning's: pip install pytorch-metric-learning"
     ):
