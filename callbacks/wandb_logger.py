@@ -13,6 +13,8 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import WandbLogger
 from pytorch_lightning.utilities import rank_zero_only, rank_zero_warn
 
+from lightning_retrieval.checks import check_flag
+
 # What is better where it is lower, of all that the library logs of evaluation sets.
 _LOWER_IS_BETTER = ("left_out", "decomposability_gap", "score_overlap")
 _HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
@@ -62,8 +64,7 @@ class RetrievalWandbLogger(WandbLogger):
         artifact: bool = True,
         **kwargs: Any,
     ) -> None:
-        if offline not in (True, False, None):
-            raise TypeError(f"RetrievalWandbLogger: `offline` must be True, False or None, got {offline!r}.")
+        check_flag("RetrievalWandbLogger", "offline", offline)
         if offline is None:
             offline = not os.environ.get("WANDB_MODE") and not _has_key()
         super().__init__(name=name, save_dir=save_dir, project=project, id=id, offline=offline, **kwargs)

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_retrieval.checks import check_integer
+from lightning_retrieval.checks import check_flag, check_integer
 from lightning_retrieval.datamodules.all_classes_sampler import AllClassesSampler
 from lightning_retrieval.datamodules.category_sampler import CategorySampler
 from lightning_retrieval.datamodules.layout_report import Count, LayoutReport
@@ -86,8 +86,8 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         default = int(os.environ.get("PL_GLOBAL_SEED", "0"))
         self.seed = default if seed is None else check_integer(who, "seed", seed, least=0)
         self.sampler = _check_sampler(who, sampler)
-        self.pin_memory = _check_flag(who, "pin_memory", pin_memory)
-        self.persistent_workers = _check_flag(who, "persistent_workers", persistent_workers)
+        self.pin_memory = check_flag(who, "pin_memory", pin_memory)
+        self.persistent_workers = check_flag(who, "persistent_workers", persistent_workers)
         if self.persistent_workers and not self.num_workers:
             raise ValueError(f"{who}: `persistent_workers` need workers, got num_workers=0; set it to 1 or more.")
 
@@ -169,12 +169,6 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
             "pin_memory": torch.cuda.is_available() if self.pin_memory is None else self.pin_memory,
             "collate_fn": getattr(dataset, "collate", None),
         }
-
-
-def _check_flag(who: str, name: str, value: bool | None) -> bool | None:
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"{who}: `{name}` must be True, False or None, got {value!r}.")
-    return value
 
 
 def _check_sampler(who: str, sampler: SamplerName | GlobalBatchSampler) -> SamplerName | GlobalBatchSampler:

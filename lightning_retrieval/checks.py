@@ -37,6 +37,13 @@ def check_choice(who: str, name: str, value: Any, choices: Sequence[Any]) -> Any
     return value
 
 
+def check_flag(who: str, name: str, value: bool | None) -> bool | None:
+    """The value, refused if it is neither True nor False nor None."""
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"{who}: `{name}` must be True, False or None, got {value!r}.")
+    return value
+
+
 def check_tensor(who: str, name: str, value: Any) -> None:
     """Refuse anything but a tensor."""
     if not isinstance(value, Tensor):

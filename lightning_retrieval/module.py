@@ -336,8 +336,7 @@ class RetrievalModule(pl.LightningModule):
             self.log(name, value, prog_bar=name == "train/loss")
         now = time.perf_counter()
         if self._last_step_end is not None:
-            speed = len(everyone.labels) * (1 if self.gather else world_size()) / (now - self._last_step_end)
-            self.log("train/images_per_second", speed, prog_bar=True)
+            self.log("train/images_per_second", self._images(everyone) / (now - self._last_step_end), prog_bar=True)
         self._last_step_end = now
 
     def on_train_epoch_start(self) -> None:
@@ -466,27 +465,34 @@ class RetrievalModule(pl.LightningModule):
             said += f", over {world_size()} processes" if self.gather else f", on each of {world_size()} processes"
             said += f"; each process sends {sum(traffic.values()) / 1e6:.3g} MB a step ({what})"
         rank_zero_info(f"{said}.")
-        sampler = getattr(self.trainer.train_dataloader, "batch_sampler", None)
-        sampler = getattr(sampler, "batch_sampler", sampler)  # of RetrievalDataLoader the one of global batches
-        shape = {
-            "images": len(batch.labels) * (1 if self.gather else world_size()),
-            "classes": len(sizes),
-            "list_length": len(batch.labels) - 1 + (0 if self.memory is None else self.memory.size),
-            "chunk_size": chunk,
-            "processes": world_size(),
+        facts: dict[str, Any] = {
+            "batch": {
+                "images": self._images(batch),
+                "classes": len(sizes),
+                "list_length": len(batch.labels) - 1 + (0 if self.memory is None else self.memory.size),
+                "chunk_size": chunk,
+                "processes": world_size(),
+            }
         }
-        self._tell({"sampler": sampler}, batch=shape)
+        sampler = getattr(self.trainer.train_dataloader, "batch_sampler", None)
+        if sampler is not None:  # of RetrievalDataLoader the one of global batches
+            facts["sampler"] = settings(getattr(sampler, "batch_sampler", sampler))
+        self._tell(facts)
 
-    def _tell(self, things: Mapping[str, Any], **facts: Any) -> None:
-        """Log the settings of these things, and of the data module, where Lightning logs those of the model."""
-        things = {"data": getattr(self.trainer, "datamodule", None), **things}
-        for logger in self.trainer.loggers:
-            told = {**facts, **{name: settings(thing) for name, thing in things.items() if thing is not None}}
+    def _tell(self, facts: Mapping[str, Any]) -> None:
+        """Log facts, and the settings of the data module, where Lightning logs those of the model."""
+        data = getattr(self.trainer, "datamodule", None)
+        told = dict(facts) if data is None else {**facts, "data": settings(data)}
+        for logger in self.trainer.loggers if told else ():
             if isinstance(logger, TensorBoardLogger):  # which shows and writes the first hyperparameters only
                 for name, fact in told.items():
                     logger.experiment.add_text(name, f"```json\n{json.dumps(fact, indent=2)}\n```")
-            elif told:
+            else:
                 logger.log_hyperparams(told)
+
+    def _images(self, batch: GlobalBatch) -> int:
+        """Of all processes together; their shares are of one size where they are not gathered."""
+        return len(batch.labels) * (1 if self.gather else world_size())
 
     def _unsynchronised(self) -> AbstractContextManager[None]:
         strategy = self.trainer.strategy

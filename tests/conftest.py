@@ -87,6 +87,25 @@ def run_processes(tmp_path_factory):
     return run
 
 
+@pytest.fixture
+def end_offline_run(tmp_path, monkeypatch):
+    """Weights & Biases offline, all its files below `tmp_path`: what ends its run, after which they are whole."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name in ("DATA", "CACHE", "CONFIG"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "wandb-home"))
+    (tmp_path / "wandb-home").mkdir()
+
+    def end():
+        import wandb
+
+        wandb.finish()
+        wandb.teardown()
+
+    yield end
+    end()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
     """Fails a test that changes what the tests after it would see, and puts it back."""

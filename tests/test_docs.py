@@ -32,6 +32,7 @@ import yaml
 from PIL import Image
 
 from lightning_retrieval.cli import main
+from tests.test_duties import PUBLIC
 
 REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
@@ -303,16 +304,6 @@ def test_every_page_is_in_the_navigation():
     assert sorted(nav) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
 
 
-def public():
-    """{dotted name: object} of all that a module gives in `__all__`."""
-    found = {name: importlib.import_module(name) for name in modules()}
-    return {
-        f"{name}.{part}": getattr(module, part)
-        for name, module in found.items()
-        for part in getattr(module, "__all__", ())
-    }
-
-
 def referenced():
     """{entry: object} of the reference page; one that does not exist fails."""
     entries = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -322,8 +313,8 @@ def referenced():
 
 
 def test_reference_has_every_public_name_and_no_other():
-    in_reference, in_library = set(referenced().values()), set(public().values())
-    assert not [name for name, thing in public().items() if thing not in in_reference]
+    in_reference, in_library = set(referenced().values()), set(PUBLIC.values())
+    assert not [name for name, thing in PUBLIC.items() if thing not in in_reference]
     assert not [entry for entry, thing in referenced().items() if thing not in in_library]
     assert len(in_reference) == len(referenced()), "one thing stands there twice"
 
@@ -342,9 +333,9 @@ def undocumented(cls):
     return sorted(names - said)
 
 
-@pytest.mark.parametrize("name", sorted(name for name, thing in public().items() if inspect.isclass(thing)))
+@pytest.mark.parametrize("name", sorted(name for name, thing in PUBLIC.items() if inspect.isclass(thing)))
 def test_public_methods_and_properties_have_docstrings(name):
-    assert not undocumented(public()[name])
+    assert not undocumented(PUBLIC[name])
 
 
 def test_missing_docstrings_are_seen():

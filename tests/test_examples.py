@@ -142,7 +142,7 @@ def test_two_processes(launcher, tmp_path):
 
 
 @quiet
-def test_a_run_of_the_sweep(tmp_path, monkeypatch):
+def test_a_run_of_the_sweep(tmp_path, monkeypatch, end_offline_run):
     """The command of an agent, with one value of each parameter; it finds the metric that the sweep looks at."""
     sweep = yaml.safe_load((EXAMPLES / "sweep.yaml").read_text())
     drawn = {name: ({"min": 0, **space}["min"] or space["values"][0]) for name, space in sweep["parameters"].items()}
@@ -151,15 +151,8 @@ def test_a_run_of_the_sweep(tmp_path, monkeypatch):
     assert command[:4] == ["lightning-retrieval", "fit", "--config", "examples/glyphs.yaml"]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(EXAMPLES)
-    for name in ("DATA", "CACHE", "CONFIG"):
-        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path))
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
     main([*command[1:], *(f"--{name}={value}" for name, value in drawn.items()), *FEW])
-    import wandb
-
-    wandb.finish()
-    wandb.teardown()
+    end_offline_run()
     (found,) = map(OfflineRun, tmp_path.rglob("offline-run-*"))
     assert sweep["metric"] == {"name": "val/mAP", "goal": "maximize"}
     assert len(found.column("val/mAP")) == 1

@@ -25,7 +25,7 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
         classes: of a batch.
         samples: images of each class in a batch.
     """
-    rows, _, (part, parts) = metrics.ranked()
+    rows, (part, parts) = metrics.gathered()
     batches = cut_into_batches(finest(rows.labels).cpu(), classes, samples)
     sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=rows.ids.device)
     for place in range(part, len(batches), parts):

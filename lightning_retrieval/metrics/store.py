@@ -131,14 +131,15 @@ class EmbeddingMetric(Metric):
         """Whether each row counts for each query at all, right or wrong; the query itself does not."""
         return query_ids[:, None] != ids
 
-    def ranked(self) -> tuple[Rows, Ranking, tuple[int, int]]:
-        """All rows, who is ranked for whom, and which part of how many of the work is this process'.
-
-        What callbacks show is taken from this. Collective, as `compute` is.
-        """
+    def gathered(self) -> tuple[Rows, tuple[int, int]]:
+        """All rows, and which part of how many of the work is this process'. Collective, as `compute` is."""
         with self.sync_context(should_sync=self._to_sync), self._in_order():
-            rows = self._rows()
-            return rows, self._ranking(rows), self._share()
+            return self._rows(), self._share()
+
+    def ranked(self) -> tuple[Rows, Ranking, tuple[int, int]]:
+        """As `gathered`, with who is ranked for whom, after post-processing: what callbacks show is taken from this."""
+        rows, share = self.gathered()
+        return rows, self._ranking(rows), share
 
     def refuse(self, message: str) -> None:
         """Say at `compute`, on all processes, that this one has met something wrong: the others wait there."""

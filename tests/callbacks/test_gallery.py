@@ -207,17 +207,12 @@ def test_it_arrives_in_tensorboard(tmp_path):
         assert np.array_equal(np.asarray(sent), np.asarray(written))
 
 
-def test_it_arrives_in_weights_and_biases_offline(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    import wandb
-
+def test_it_arrives_in_weights_and_biases_offline(tmp_path, end_offline_run):
     run = trainer(
         tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=2, k=3), logger=WandbLogger("run", tmp_path)
     )
     run.fit(module(), loader(), loader())
-    wandb.finish()
-    wandb.teardown()
+    end_offline_run()
     (sent,) = tmp_path.glob("wandb/offline-run-*/files/media/images/retrieval/*.png")
     (written,) = (path for path in tmp_path.rglob("val-epoch=000.png") if "media" not in path.parts)
     assert sent.read_bytes() == written.read_bytes()

@@ -155,16 +155,11 @@ def test_they_arrive_in_tensorboard(tmp_path):
         assert np.array_equal(np.asarray(sent), np.asarray(file))
 
 
-def test_they_arrive_in_weights_and_biases_offline(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    import wandb
-
+def test_they_arrive_in_weights_and_biases_offline(tmp_path, end_offline_run):
     callbacks = ScoreHistogram(), PrecisionRecallCurve(), TrainingCurve()
     run = trainer(tmp_path, *callbacks, logger=WandbLogger("run", tmp_path))
     run.fit(module(), loader(1), loader(2))
-    wandb.finish()
-    wandb.teardown()
+    end_offline_run()
     sent = {path.read_bytes() for path in tmp_path.glob("wandb/offline-run-*/files/media/images/retrieval/*.png")}
     written = {path.read_bytes() for path in tmp_path.rglob("*.png") if "media" not in path.parts}
     assert len(sent) == 3

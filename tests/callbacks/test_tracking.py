@@ -39,20 +39,13 @@ BATCHES = 3  # of an epoch
 
 
 @pytest.fixture
-def no_key(tmp_path, monkeypatch):
+def no_key(tmp_path, monkeypatch, end_offline_run):
     """A person who has never heard of Weights & Biases."""
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC", "WANDB_BASE_URL"):
         monkeypatch.setenv(name, "")  # so that it is taken away in the end, if the logger sets it
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    for name in ("DATA", "CACHE", "CONFIG"):
-        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
-    yield
-    import wandb
-
-    wandb.teardown()
 
 
 @pytest.fixture(scope="module")
@@ -85,22 +78,14 @@ def fit(logger, glyphs, folder, epochs=2, callbacks=(), **settings):
     return trainer
 
 
-def begin_and_finish(logger, *arguments, **settings):
-    import wandb
-
-    trainer = fit(logger, *arguments, **settings)
-    wandb.finish()
-    wandb.teardown()  # before which not all need be written
-    return trainer
-
-
 def offline_runs(folder):
     return [OfflineRun(path) for path in sorted(folder.glob("wandb/offline-run-*"))]
 
 
-def test_an_offline_run_of_weights_and_biases_holds_all_that_is_tracked(tmp_path, no_key, glyphs):
+def test_an_offline_run_of_weights_and_biases_holds_all_that_is_tracked(tmp_path, no_key, glyphs, end_offline_run):
     logger = RetrievalWandbLogger("small", tmp_path, project="glyphs", tags=["test"])
-    trainer = begin_and_finish(logger, glyphs, tmp_path, callbacks=[RetrievalGallery(queries=2, k=3), ScoreHistogram()])
+    trainer = fit(logger, glyphs, tmp_path, callbacks=[RetrievalGallery(queries=2, k=3), ScoreHistogram()])
+    end_offline_run()
     (run,) = offline_runs(tmp_path)
 
     assert run.config["data"]["class_path"] == "lightning_retrieval.datamodules.glyphs.Glyphs"
@@ -136,12 +121,14 @@ def test_an_offline_run_of_weights_and_biases_holds_all_that_is_tracked(tmp_path
     assert artifact["files"] == ["model.ckpt"]
 
 
-def test_a_run_of_one_id_goes_on_where_it_stopped(tmp_path, no_key, glyphs):
+def test_a_run_of_one_id_goes_on_where_it_stopped(tmp_path, no_key, glyphs, end_offline_run):
     def logger():
         return RetrievalWandbLogger(save_dir=tmp_path, project="glyphs", id="first")
 
-    begin_and_finish(logger(), glyphs, tmp_path, epochs=1)
-    trainer = begin_and_finish(logger(), glyphs, tmp_path, epochs=2, ckpt_path="last")
+    fit(logger(), glyphs, tmp_path, epochs=1)
+    end_offline_run()
+    trainer = fit(logger(), glyphs, tmp_path, epochs=2, ckpt_path="last")
+    end_offline_run()
     assert trainer.global_step == 2 * BATCHES
     before, after = offline_runs(tmp_path)
     assert before.id == after.id == "first"
@@ -195,13 +182,14 @@ def test_keys_are_those_that_would_be_found(tmp_path, no_key, monkeypatch):
     assert is_offline()
 
 
-def test_artifacts_say_why_they_were_chosen(tmp_path, no_key, glyphs):
+def test_artifacts_say_why_they_were_chosen(tmp_path, no_key, glyphs, end_offline_run):
     """Several checkpoints of one run: the first that looks at a metric is the best."""
     callbacks = [
         ModelCheckpoint(monitor="train/loss", mode="min", filename="loss:{epoch}"),
         ModelCheckpoint(filename="latest"),
     ]
-    begin_and_finish(RetrievalWandbLogger(save_dir=tmp_path), glyphs, tmp_path, epochs=1, callbacks=callbacks)
+    fit(RetrievalWandbLogger(save_dir=tmp_path), glyphs, tmp_path, epochs=1, callbacks=callbacks)
+    end_offline_run()
     (run,) = offline_runs(tmp_path)
     by_file = {artifact["metadata"]["file"]: artifact["aliases"] - {"latest"} for artifact in run.artifacts}
     (score,), loss = run.column("val/mAP"), run.column("train/loss")[-1]
@@ -212,7 +200,7 @@ def test_artifacts_say_why_they_were_chosen(tmp_path, no_key, glyphs):
     }
 
 
-def test_a_run_does_not_fail_for_its_artifact(tmp_path, no_key, glyphs, monkeypatch):
+def test_a_run_does_not_fail_for_its_artifact(tmp_path, no_key, glyphs, monkeypatch, end_offline_run):
     import wandb
 
     def full(*arguments, **settings):
@@ -220,7 +208,8 @@ def test_a_run_does_not_fail_for_its_artifact(tmp_path, no_key, glyphs, monkeypa
 
     monkeypatch.setattr(wandb.Artifact, "add_file", full)
     with pytest.warns(UserWarning, match=r"ckpt could not be kept as an artifact: no space left on device"):
-        begin_and_finish(RetrievalWandbLogger(save_dir=tmp_path), glyphs, tmp_path, epochs=1)
+        fit(RetrievalWandbLogger(save_dir=tmp_path), glyphs, tmp_path, epochs=1)
+    end_offline_run()
     assert not offline_runs(tmp_path)[0].artifacts
 
 

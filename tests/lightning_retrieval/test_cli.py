@@ -135,17 +135,11 @@ def test_the_other_commands_take_the_checkpoint(fitted, tmp_path, capsys, monkey
     assert [name, *expected] in lines
 
 
-def test_weights_and_biases_is_one_line_away(tmp_path, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path))
+def test_weights_and_biases_is_one_line_away(tmp_path, end_offline_run):
     csv, wandb_logger = "pytorch_lightning.loggers.CSVLogger", "lightning_retrieval.callbacks.RetrievalWandbLogger"
     config = example(tmp_path, **{csv: wandb_logger, "every_n_epochs: 8": "every_n_epochs: 1"})
     main(["fit", "--config", str(config), *SMALL, *SHORT, "--test_after_fit=false"])
-    import wandb
-
-    wandb.finish()
-    wandb.teardown()
+    end_offline_run()
     (run,) = tmp_path.glob("wandb/offline-run-*")
     assert list(run.glob("*.wandb"))
     (saved,) = tmp_path.rglob("config.yaml")

@@ -150,6 +150,16 @@ def test_there_is_no_gap_where_the_batch_is_the_set(expanded):
     assert float(decomposability_gap(metrics, 10_000, 10_000)) == pytest.approx(0, abs=1e-12)
 
 
+def test_gap_does_not_rank_the_whole_set_again(monkeypatch):
+    """Nor does it expand all its queries: it is of batches."""
+    metrics = filled("all")
+    metrics.compute()
+    rankings = []
+    monkeypatch.setattr(metrics, "_ranking", rankings.append)
+    decomposability_gap(metrics, 5, 4)
+    assert not rankings
+
+
 def _of_a_share(rank, world):
     """Rank 0 has two thirds, and an image that rank 1 has too."""
     part = slice(0, 200) if rank == 0 else slice(199, None)
