@@ -329,10 +329,16 @@ class Clock(pl.Callback):
     on_validation_start = on_train_epoch_start
 
 
-def test_images_a_second_count_steps_with_their_loading_only(tmp_path, glyphs, monkeypatch):
+@pytest.mark.parametrize("validated", [1, 0])
+def test_images_a_second_count_steps_with_their_loading_only(validated, tmp_path, glyphs, monkeypatch):
     clock = Clock()
     monkeypatch.setattr("lightning_retrieval.module.time", SimpleNamespace(perf_counter=lambda: clock.now))
-    fit(CSVLogger(tmp_path, "csv"), glyphs, tmp_path, callbacks=[clock])
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=2, logger=CSVLogger(tmp_path, "csv"), callbacks=[clock, RetrievalEvaluation()],
+        limit_train_batches=BATCHES, limit_val_batches=validated, num_sanity_val_steps=0, log_every_n_steps=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss()), glyphs)
     with (tmp_path / "csv/version_0/metrics.csv").open() as file:
         speeds = [float(row["train/images_per_second"] or 0) for row in csv.DictReader(file)]
     assert [speed for speed in speeds if speed] == pytest.approx([18 / 0.2] * 2 * (BATCHES - 1))
