@@ -21,7 +21,7 @@ from timing import arguments, interleaved, peak_added_memory, report, setting
 from torch.utils.data import DataLoader
 
 from lightning_retrieval.datamodules import ImageIndex, ImageSet, reference_transform
-from lightning_retrieval.datamodules.vgg_face2 import VGGFace2
+from lightning_retrieval.datamodules.readers.vgg_face2 import VGGFace2
 
 MIB = 1 << 20
 WORKERS = (0, 2)

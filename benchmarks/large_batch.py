@@ -18,8 +18,8 @@ from timing import arguments, interleaved, peak_added_memory, report, setting
 from torch import Tensor, nn
 from torchvision.models import resnet18
 
-from lightning_retrieval.backprop import chunked_backward
 from lightning_retrieval.losses import SmoothAPLoss
+from lightning_retrieval.training.chunked import chunked_backward
 
 CHUNK, SMALL, PER_CLASS, MIB = 32, 64, 4, 1 << 20
 MOST_MEMORY, MOST_TIME = 1.15, 1.40  # times the batch of 64, and times the plain step

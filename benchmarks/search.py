@@ -18,7 +18,7 @@ from timing import arguments, interleaved, peak_added_memory, report, setting
 from torch import Tensor
 
 from lightning_retrieval import RetrievalIndex
-from lightning_retrieval.similarity import normalize
+from lightning_retrieval.ranking.similarity import normalize
 
 DIM, QUERIES, K, BLOCK, NOISE, MIB = 128, 256, 10, 4096, 1.3, 1 << 20
 SETTINGS = [

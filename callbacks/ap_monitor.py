@@ -13,7 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_retrieval.callbacks.evaluation import log_alike
 from lightning_retrieval.callbacks.pictures import evaluated_sets, evaluation_of
 from lightning_retrieval.distributed import sum_over_ranks
-from lightning_retrieval.labels import finest
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
     FastAPLoss,
@@ -24,8 +23,9 @@ from lightning_retrieval.losses import (
     WeightedSum,
 )
 from lightning_retrieval.losses.base import QueryShare
-from lightning_retrieval.losses.combined import is_ours
+from lightning_retrieval.losses.weighted_sum import is_ours
 from lightning_retrieval.metrics.decomposability import decomposability_gap
+from lightning_retrieval.ranking.labels import finest
 
 # Losses that are 1 - AP with ranks or histograms made smooth.
 _SURROGATES = (SmoothAPLoss, FastAPLoss, QuantizedAPLoss, SupAPLoss, BlackboxAPLoss)

@@ -5,7 +5,7 @@ from typing import Any
 import pytorch_lightning as pl
 
 from lightning_retrieval.callbacks.pictures import Picture, new_figure, publish
-from lightning_retrieval.run_folder import run_folder
+from lightning_retrieval.training.run_folder import run_folder
 
 
 class TrainingCurve(pl.Callback):

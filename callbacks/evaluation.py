@@ -19,7 +19,7 @@ from lightning_retrieval.checks import is_integer
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
 from lightning_retrieval.metrics.store import GALLERY, QUERY
-from lightning_retrieval.postprocessing import DatabaseAugmentation, QueryExpansion
+from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 
 
 class RetrievalEvaluation(pl.Callback):

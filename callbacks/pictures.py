@@ -16,7 +16,7 @@ from pytorch_lightning.utilities import rank_zero_warn
 from lightning_retrieval.callbacks.evaluation import RetrievalEvaluation, _listed, _names
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics
-from lightning_retrieval.run_folder import run_folder
+from lightning_retrieval.training.run_folder import run_folder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

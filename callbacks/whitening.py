@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from lightning_retrieval.callbacks.evaluation import _listed
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.distributed import gather_rows, rank, world_size
-from lightning_retrieval.module import RetrievalModule
-from lightning_retrieval.postprocessing import PCAWhitening
+from lightning_retrieval.models.whitening import PCAWhitening
+from lightning_retrieval.training.module import RetrievalModule
 
 
 class LearnWhitening(pl.Callback):

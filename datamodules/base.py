@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_retrieval.checks import check_flag, check_integer
-from lightning_retrieval.datamodules.all_classes_sampler import AllClassesSampler
-from lightning_retrieval.datamodules.category_sampler import CategorySampler
-from lightning_retrieval.datamodules.layout_report import Count, LayoutReport
+from lightning_retrieval.datamodules.files.layout_report import Count, LayoutReport
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader, resume_position
-from lightning_retrieval.datamodules.samplers import GlobalBatchSampler, PKSampler
+from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler
+from lightning_retrieval.datamodules.samplers.category import CategorySampler
+from lightning_retrieval.datamodules.samplers.pk import GlobalBatchSampler, PKSampler
 
 SamplerName = Literal["pk", "category", "all_classes"]
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.datamodules.samplers import GlobalBatchSampler
+from lightning_retrieval.datamodules.samplers.pk import GlobalBatchSampler
 
 
 class SeededIndex(int):
@@ -91,7 +91,7 @@ class RetrievalDataLoader(DataLoader[Any]):
             range; in the iteration, if a batch has fewer images than there are processes.
 
     Example:
-        >>> from lightning_retrieval.datamodules.samplers import PKSampler
+        >>> from lightning_retrieval.datamodules.samplers.pk import PKSampler
         >>> sampler = PKSampler([0, 0, 1, 1, 2, 2], classes_per_batch=2, samples_per_class=2)
         >>> loader = RetrievalDataLoader(range(6), sampler)
         >>> [batch.tolist() for batch in loader] == list(sampler)

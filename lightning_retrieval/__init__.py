@@ -6,7 +6,6 @@ Lightning.
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_retrieval.backprop import chunked_backward, largest_chunk_size
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
     BlackboxMAPLoss,
@@ -22,21 +21,22 @@ from lightning_retrieval.losses import (
     WeightedSum,
     blackbox_rank,
 )
-from lightning_retrieval.memory import CrossBatchMemory
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models import Embedder
-from lightning_retrieval.postprocessing import (
+from lightning_retrieval.models.multi_scale import multi_scale
+from lightning_retrieval.models.whitening import PCAWhitening
+from lightning_retrieval.ranking.expansion import (
     DatabaseAugmentation,
-    PCAWhitening,
     QueryExpansion,
     database_augmentation,
-    multi_scale,
     query_expansion,
 )
 from lightning_retrieval.search.index import RetrievalIndex
+from lightning_retrieval.training.chunked import chunked_backward, largest_chunk_size
+from lightning_retrieval.training.memory import CrossBatchMemory
 
 if TYPE_CHECKING:
-    from lightning_retrieval.module import RetrievalModule
+    from lightning_retrieval.training.module import RetrievalModule
 
 __all__ = [
     "BlackboxAPLoss",
@@ -71,7 +71,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name == "RetrievalModule":
-        from lightning_retrieval.module import RetrievalModule
+        from lightning_retrieval.training.module import RetrievalModule
 
         return RetrievalModule
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -31,7 +31,7 @@ import sklearn  # noqa: F401 - sets variables of the environment when it is firs
 import yaml
 from PIL import Image
 
-from lightning_retrieval.cli import main
+from lightning_retrieval.cli.main import main
 from tests.test_duties import PUBLIC
 
 REPOSITORY = Path(__file__).parents[1]

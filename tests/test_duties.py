@@ -22,8 +22,8 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_retrieval.datamodules import ImageIndex, reference_transform
-from lightning_retrieval.datamodules.glyph_images import load_glyph_images
-from lightning_retrieval.datamodules.samplers import PKSampler
+from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
+from lightning_retrieval.datamodules.samplers.pk import PKSampler
 from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss, SupAPLoss
 
 TRANSFORM = reference_transform("plain", train=False)
@@ -74,7 +74,7 @@ TABLE = {
         {"embedder": nn.Linear(8, 4), "loss": SmoothAPLoss(tau=0.1), "chunk_size": 16, "seed": 3},
         shown=(),  # its repr is Lightning's: the parts; `hparams` holds the settings
     ),
-    # lightning_retrieval.postprocessing
+    # lightning_retrieval.ranking.expansion
     "PCAWhitening": Duties({"dim": 3, "power": 0.25}),
     "QueryExpansion": Duties({"alpha": 3.0, "k": 5}),
     "DatabaseAugmentation": Duties({"alpha": 3.0, "k": 5}),

@@ -16,7 +16,7 @@ import torch
 import yaml
 from PIL import Image
 
-from lightning_retrieval.cli import main
+from lightning_retrieval.cli.main import main
 from tests.wandb_files import OfflineRun
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

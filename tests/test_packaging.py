@@ -90,7 +90,7 @@ def test_wheel_installs_the_command(built):
     (file,) = (name for name in contents(built[0]) if name.endswith("entry_points.txt"))
     parser = configparser.ConfigParser()
     parser.read_string(contents(built[0])[file].decode())
-    assert dict(parser["console_scripts"]) == {"lightning-retrieval": "lightning_retrieval.cli:main"}
+    assert dict(parser["console_scripts"]) == {"lightning-retrieval": "lightning_retrieval.cli.main:main"}
 
 
 def test_wheel_of_the_sdist_is_the_same(built):

@@ -17,9 +17,10 @@ import torch
 import yaml
 from torchvision.transforms import v2
 
-from lightning_retrieval.cli import main
-from lightning_retrieval.datamodules import image_module, reference_transform
-from tests.datamodules.test_revisited import write_revisited
+from lightning_retrieval.cli.main import main
+from lightning_retrieval.datamodules import reference_transform
+from lightning_retrieval.datamodules.images import image_module
+from tests.datamodules.readers.test_revisited import write_revisited
 from tests.datamodules.trees import write_cub, write_in_shop, write_online_products, write_vehicle_id
 from tests.datamodules.trees_ijbc import write_ijbc
 from tests.datamodules.trees_more import write_inaturalist, write_landmarks, write_vgg_face2

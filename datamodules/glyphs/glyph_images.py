@@ -37,7 +37,7 @@ import PIL
 from jaxtyping import Int64, Shaped, UInt8
 from PIL import Image, ImageDraw, ImageFont, features
 
-from lightning_retrieval.datamodules.layout_report import Count
+from lightning_retrieval.datamodules.files.layout_report import Count
 
 RECIPE = 1  # raise it when the drawing below changes: it is part of the name of the cache
 IMAGE_SIZE = 32  # pixels
@@ -100,7 +100,7 @@ def load_glyph_images(cache_dir: str | Path | None = None) -> GlyphImages:
         FileNotFoundError: if matplotlib's installation has no fonts, or the user has no home folder.
 
     Example:
-        >>> from lightning_retrieval.datamodules.glyph_images import load_glyph_images
+        >>> from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
         >>> glyphs = load_glyph_images()
         >>> glyphs.images.shape[1:], glyphs.images.dtype
         ((32, 32), dtype('uint8'))
@@ -147,7 +147,7 @@ def table_counts() -> dict[str, Count]:
     """Images and classes of each split when the table was made.
 
     Example:
-        >>> from lightning_retrieval.datamodules.glyph_images import table_counts
+        >>> from lightning_retrieval.datamodules.glyphs.glyph_images import table_counts
         >>> table_counts()["val"]
         (1571, 169)
     """
@@ -173,7 +173,7 @@ def make_class_table() -> str:
         FileNotFoundError: if matplotlib's installation has no fonts.
 
     Example:
-        >>> from lightning_retrieval.datamodules.glyph_images import make_class_table
+        >>> from lightning_retrieval.datamodules.glyphs.glyph_images import make_class_table
         >>> print(make_class_table().splitlines()[1])
         code_points,category,split,images
 
@@ -212,7 +212,7 @@ def split_of(code_point: int) -> str:
         code_point: a Unicode code point, >= 0.
 
     Example:
-        >>> from lightning_retrieval.datamodules.glyph_images import split_of
+        >>> from lightning_retrieval.datamodules.glyphs.glyph_images import split_of
         >>> [split_of(ord(character)) for character in "AOa"]
         ['test', 'train', 'val']
     """

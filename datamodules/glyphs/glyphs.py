@@ -12,13 +12,13 @@ from torch.utils.data import Dataset
 
 from lightning_retrieval.checks import check_choice
 from lightning_retrieval.datamodules.base import RetrievalDataModule
-from lightning_retrieval.datamodules.glyph_images import (
+from lightning_retrieval.datamodules.files.layout_report import LayoutReport
+from lightning_retrieval.datamodules.glyphs.glyph_images import (
     GlyphImages,
     load_glyph_images,
     table_counts,
     table_differences,
 )
-from lightning_retrieval.datamodules.layout_report import LayoutReport
 from lightning_retrieval.datamodules.loader import index_generator
 
 # Largest change of an augmented glyph: turn and slant in radians, stretch and shift as shares of the image.
@@ -38,7 +38,7 @@ class GlyphDataset(Dataset[dict[str, Any]]):
         ValueError: if `split` or `channels` is another.
 
     Example:
-        >>> from lightning_retrieval.datamodules.glyph_images import load_glyph_images
+        >>> from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
         >>> data = GlyphDataset(load_glyph_images(), "test")
         >>> item = data[0]
         >>> item["images"].shape, data.characters[item["labels"]], data.categories[item["labels"]]

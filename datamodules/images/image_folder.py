@@ -10,8 +10,8 @@ import numpy as np
 from PIL import Image
 
 from lightning_retrieval.checks import check_finite_number, check_integer
-from lightning_retrieval.datamodules.image_index import ImageIndex, split_by_class
-from lightning_retrieval.datamodules.image_module import ImageDataModule
+from lightning_retrieval.datamodules.images.image_index import ImageIndex, split_by_class
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
 SPLITS = ("train", "test")
 

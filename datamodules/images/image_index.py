@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.datamodules.layout_report import with_warnings
+from lightning_retrieval.datamodules.files.layout_report import with_warnings
 from lightning_retrieval.metrics.store import GALLERY, QUERY
-from lightning_retrieval.paths import Paths
+from lightning_retrieval.search.paths import Paths
 
 # What an image is in evaluation: ranked for, ranked, or both. A distractor is ranked and right for nobody.
 ROLES = {"query": QUERY, "gallery": GALLERY, "both": QUERY | GALLERY, "distractor": GALLERY}

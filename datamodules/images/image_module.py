@@ -13,10 +13,16 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_choice, check_finite_number
 from lightning_retrieval.datamodules.base import RetrievalDataModule
-from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex, cached, image_keys, split_by_class
-from lightning_retrieval.datamodules.image_set import ImageSet
-from lightning_retrieval.datamodules.layout_report import LayoutReport, with_warnings
-from lightning_retrieval.datamodules.transforms import ReferenceName, reference_transform
+from lightning_retrieval.datamodules.files.layout_report import LayoutReport, with_warnings
+from lightning_retrieval.datamodules.images.image_index import (
+    DISTRACTOR,
+    ImageIndex,
+    cached,
+    image_keys,
+    split_by_class,
+)
+from lightning_retrieval.datamodules.images.image_set import ImageSet
+from lightning_retrieval.datamodules.images.transforms import ReferenceName, reference_transform
 
 Transform = Callable[[Any], Tensor]
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.datamodules.image_folder import check_test_share
-from lightning_retrieval.datamodules.image_index import (
+from lightning_retrieval.datamodules.files.layout import csv_rows, find_file, plain_path
+from lightning_retrieval.datamodules.images.image_folder import check_test_share
+from lightning_retrieval.datamodules.images.image_index import (
     DISTRACTOR,
     LEAVES,
     ROLES,
@@ -19,8 +20,7 @@ from lightning_retrieval.datamodules.image_index import (
     class_numbers,
     split_by_class,
 )
-from lightning_retrieval.datamodules.image_module import ImageDataModule
-from lightning_retrieval.datamodules.layout import csv_rows, find_file, plain_path
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
 SIDES = ("left", "top", "right", "bottom")
 COLUMNS = ("image", "label", "category", "split", "role", "box", *SIDES)

@@ -7,9 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
-from lightning_retrieval.datamodules.image_module import ImageDataModule
-from lightning_retrieval.datamodules.layout import (
+from lightning_retrieval.datamodules.files.layout import (
     find_file,
     integers,
     line_of,
@@ -17,6 +15,8 @@ from lightning_retrieval.datamodules.layout import (
     refuse_duplicates,
     refuse_empty,
 )
+from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
 CLASSES, TRAIN_CLASSES = 200, 100
 

@@ -10,9 +10,15 @@ from typing import Any, NamedTuple
 from pytorch_lightning.utilities import rank_zero_info
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
-from lightning_retrieval.datamodules.image_module import ImageDataModule
-from lightning_retrieval.datamodules.layout import csv_columns, find_file, read_rows, refuse_duplicates, refuse_empty
+from lightning_retrieval.datamodules.files.layout import (
+    csv_columns,
+    find_file,
+    read_rows,
+    refuse_duplicates,
+    refuse_empty,
+)
+from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
 LISTS = ("ijbc_1N_gallery_G1.csv", "ijbc_1N_gallery_G2.csv", "ijbc_1N_probe_mixed.csv")
 MEDIA = "meta/ijbc_face_tid_mid.txt"  # of the re-pack: image, template and media id of each crop

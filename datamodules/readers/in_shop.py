@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.datamodules.image_index import ROLES, ImageIndex, class_numbers
-from lightning_retrieval.datamodules.image_module import ImageDataModule
-from lightning_retrieval.datamodules.layout import (
+from lightning_retrieval.datamodules.files.layout import (
     find_file,
     integers,
     line_of,
@@ -19,7 +17,9 @@ from lightning_retrieval.datamodules.layout import (
     refuse_empty,
     text_lines,
 )
-from lightning_retrieval.datamodules.layout_report import LayoutReport
+from lightning_retrieval.datamodules.files.layout_report import LayoutReport
+from lightning_retrieval.datamodules.images.image_index import ROLES, ImageIndex, class_numbers
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
 PARTITION = ("image_name", "item_id", "evaluation_status")
 BOXES = ("image_name", "clothes_type", "pose_type", "x_1", "y_1", "x_2", "y_2")

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
-from lightning_retrieval.datamodules.image_module import ImageDataModule
-from lightning_retrieval.datamodules.layout import find_file, refuse_duplicates, text_lines
+from lightning_retrieval.datamodules.files.layout import find_file, refuse_duplicates, text_lines
+from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
 LEVELS = ("species", "genus", "family", "order", "class", "phylum", "kingdom")
 LISTS = {"train": "Inaturalist_train_set1.txt", "test": "Inaturalist_test_set1.txt"}

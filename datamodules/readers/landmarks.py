@@ -11,9 +11,9 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from lightning_retrieval.datamodules.image_index import LEAVES, ImageIndex
-from lightning_retrieval.datamodules.image_module import ImageDataModule
-from lightning_retrieval.datamodules.layout import find_file, integers, plain_path, read_rows
+from lightning_retrieval.datamodules.files.layout import find_file, integers, plain_path, read_rows
+from lightning_retrieval.datamodules.images.image_index import LEAVES, ImageIndex
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
 LISTS = {"train": "annotation_clean_train.txt", "test": "annotation_clean_val.txt"}
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
-from lightning_retrieval.datamodules.image_module import ImageDataModule
-from lightning_retrieval.datamodules.layout import find_file, integers, read_rows, refuse_duplicates, refuse_empty
+from lightning_retrieval.datamodules.files.layout import find_file, integers, read_rows, refuse_duplicates, refuse_empty
+from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
 COLUMNS = ("image_id", "class_id", "super_class_id", "path")
 

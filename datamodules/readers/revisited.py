@@ -16,13 +16,13 @@ import numpy as np
 from PIL import Image
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, ImageIndex
-from lightning_retrieval.datamodules.image_module import ImageDataModule
-from lightning_retrieval.datamodules.image_set import ImageSet
-from lightning_retrieval.datamodules.layout import find_file, refuse_duplicates, refuse_empty, text_lines
-from lightning_retrieval.datamodules.layout_report import LayoutReport
-from lightning_retrieval.datamodules.plain_pickle import load_plain_pickle
-from lightning_retrieval.datamodules.transforms import ReferenceName
+from lightning_retrieval.datamodules.files.layout import find_file, refuse_duplicates, refuse_empty, text_lines
+from lightning_retrieval.datamodules.files.layout_report import LayoutReport
+from lightning_retrieval.datamodules.files.plain_pickle import load_plain_pickle
+from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ROLES, ImageIndex
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule
+from lightning_retrieval.datamodules.images.image_set import ImageSet
+from lightning_retrieval.datamodules.images.transforms import ReferenceName
 from lightning_retrieval.metrics import RevisitedMetrics
 
 LISTS = ("easy", "hard", "junk")

@@ -6,10 +6,10 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from lightning_retrieval.checks import check_choice
-from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
-from lightning_retrieval.datamodules.image_module import ImageDataModule
-from lightning_retrieval.datamodules.image_set import ImageSet
-from lightning_retrieval.datamodules.layout import find_file, integers, read_rows, refuse_duplicates, refuse_empty
+from lightning_retrieval.datamodules.files.layout import find_file, integers, read_rows, refuse_duplicates, refuse_empty
+from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule
+from lightning_retrieval.datamodules.images.image_set import ImageSet
 from lightning_retrieval.metrics import RandomGalleryMetrics
 
 Size = Literal["small", "medium", "large"]

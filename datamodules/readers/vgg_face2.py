@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.datamodules.image_folder import image_suffixes
-from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
-from lightning_retrieval.datamodules.image_module import ImageDataModule
-from lightning_retrieval.datamodules.layout import csv_rows, find_file, refuse_duplicates, text_lines
+from lightning_retrieval.datamodules.files.layout import csv_rows, find_file, refuse_duplicates, text_lines
+from lightning_retrieval.datamodules.images.image_folder import image_suffixes
+from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
 SPLITS = ("train", "test")
 BOX_HEADER = ["NAME_ID", "X", "Y", "W", "H"]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.datamodules.queues import Integers, ShuffledQueues, shuffled_order, uniform
-from lightning_retrieval.datamodules.samplers import GlobalBatchSampler, Labels
+from lightning_retrieval.datamodules.samplers.pk import GlobalBatchSampler, Labels
+from lightning_retrieval.datamodules.samplers.queues import Integers, ShuffledQueues, shuffled_order, uniform
 
 
 class AllClassesSampler(GlobalBatchSampler):

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.datamodules.queues import Integers, ShuffledQueues, shuffled_order, uniform
-from lightning_retrieval.datamodules.samplers import GlobalBatchSampler, Labels, grouped, integer_array
+from lightning_retrieval.datamodules.samplers.pk import GlobalBatchSampler, Labels, grouped, integer_array
+from lightning_retrieval.datamodules.samplers.queues import Integers, ShuffledQueues, shuffled_order, uniform
 
 _LISTED = 1_000_000  # combinations, beyond which they are drawn one by one
 _COMBINATIONS = 1  # after (seed, refill), a stream of its own beside the batches' (seed, epoch)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.datamodules.queues import Integers, shuffled_queues
+from lightning_retrieval.datamodules.samplers.queues import Integers, shuffled_queues
 
 Labels = Tensor | NDArray[Any] | Sequence[int]
 

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_retrieval.checks import check_choice, check_integer
-from lightning_retrieval.module import RetrievalModule
-from lightning_retrieval.search.files import check_folder, file_digest
 from lightning_retrieval.search.index import RetrievalIndex
+from lightning_retrieval.search.storage import check_folder, file_digest
+from lightning_retrieval.training.module import RetrievalModule
 
 GLYPHS = "glyphs"
 TRANSFORMS = ("plain", "smooth_ap", "roadmap", "ap_gem", GLYPHS)
@@ -190,7 +190,7 @@ def search_images(
 
 def image_paths(folder: Path) -> list[str]:
     """Files of a suffix that Pillow opens, in any case and at any depth, sorted, relative to the folder."""
-    suffixes = importlib.import_module("lightning_retrieval.datamodules.image_folder").image_suffixes()
+    suffixes = importlib.import_module("lightning_retrieval.datamodules.images.image_folder").image_suffixes()
     found = []
     for top, folders, files in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))

@@ -17,12 +17,12 @@ import torch
 from jsonargparse import ArgumentParser
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
-from lightning_retrieval.help_lines import HelpLines
-from lightning_retrieval.module import RetrievalModule
-from lightning_retrieval.run_folder import run_folder
-from lightning_retrieval.search.images import TRANSFORMS, Answer, Unread, index_images, search_images, shown
+from lightning_retrieval.cli.help import HelpLines
+from lightning_retrieval.cli.images import TRANSFORMS, Answer, Unread, index_images, search_images, shown
+from lightning_retrieval.cli.page import result_page
 from lightning_retrieval.search.index import RECALL_AT, RetrievalIndex
-from lightning_retrieval.search.page import result_page
+from lightning_retrieval.training.module import RetrievalModule
+from lightning_retrieval.training.run_folder import run_folder
 
 
 class _SaveConfig(SaveConfigCallback):
@@ -261,7 +261,3 @@ def main(args: Any = None) -> None:
         parser_class=_Parser,
         args=args,
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -9,7 +9,7 @@ from string import Template
 
 from PIL import Image, ImageOps
 
-from lightning_retrieval.search.images import Answer, Hit, shown
+from lightning_retrieval.cli.images import Answer, Hit, shown
 
 _SIDE, _SMALL = 320, 96  # pixels: the longer side of a picture at most, and below which its pixels are kept sharp
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.checks import check_choice
-from lightning_retrieval.losses.lists import EmbeddingLists, RankedLists, ScoreLists
+from lightning_retrieval.losses.ranked_lists import EmbeddingLists, RankedLists, ScoreLists
 
 Reduction = Literal["mean", "sum", "none"]
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_finite_number, check_integer, check_not_negative, check_positive
 from lightning_retrieval.losses.blackbox import BlackboxAPLoss
-from lightning_retrieval.losses.lists import ScoreLists
+from lightning_retrieval.losses.ranked_lists import ScoreLists
 
 
 class BlackboxMAPLoss(nn.Module):

@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_embeddings, check_finite, check_integers, check_labels, check_tensor
-from lightning_retrieval.labels import check_nesting
-from lightning_retrieval.similarity import normalize
+from lightning_retrieval.ranking.labels import check_nesting
+from lightning_retrieval.ranking.similarity import normalize
 
 
 def at(

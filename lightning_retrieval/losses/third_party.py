@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_retrieval.labels import finest
+from lightning_retrieval.ranking.labels import finest
 
 # The losses of pytorch-metric-learning that rank references, whatever their order, and leave out the pairs that
 # `indices_tuple` does not name. NCALoss takes references too, but counts the query's own copy among them whatever is

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lightning_retrieval.checks import check_finite_number
 from lightning_retrieval.losses.base import QueryShare, Reduction, RetrievalLoss
 from lightning_retrieval.losses.calibration import CalibrationLoss
-from lightning_retrieval.losses.foreign import call_foreign, takes_references
 from lightning_retrieval.losses.sup_ap import SupAPLoss
+from lightning_retrieval.losses.third_party import call_foreign, takes_references
 
 
 class WeightedSum(nn.Module):

@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.distributed import sum_over_ranks
-from lightning_retrieval.labels import finest
 from lightning_retrieval.metrics.retrieval import RetrievalMetrics
 from lightning_retrieval.metrics.store import GALLERY, QUERY
+from lightning_retrieval.ranking.labels import finest
 
 
 def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -> Float[Tensor, ""]:

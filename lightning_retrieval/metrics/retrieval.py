@@ -1,4 +1,4 @@
-"""Retrieval metrics, all from the ranks of the positives (`lightning_retrieval.ranks`).
+"""Retrieval metrics, all from the ranks of the positives (`lightning_retrieval.ranking.ranks`).
 
 Conventions. With r_1 <= r_2 <= ... the ranks of a query's R positives and p_i the number of positives that score at
 least as high as positive i (so p_i = i without ties):
@@ -37,7 +37,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_retrieval.checks import check_integer, check_positive
 from lightning_retrieval.metrics.store import EmbeddingMetric, Ranking, Rows
-from lightning_retrieval.ranks import PositiveRanks, positive_ranks
+from lightning_retrieval.ranking.ranks import PositiveRanks, positive_ranks
 
 _MEANS = {"AP": "mAP", "AP@R": "mAP@R", "R-Precision": "R-Precision", "RR": "MRR", "NDCG": "NDCG"}
 _OF_LEVELS = ("H-AP", "ASI", "NDCG-levels")

@@ -30,12 +30,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.metrics.store import EmbeddingMetric, Ranking
-from lightning_retrieval.ranks import count_at_least
+from lightning_retrieval.ranking.ranks import count_at_least
 
 EASY, HARD, JUNK, NONE = range(4)  # what an image is for a query
 SETUPS = {"easy": (EASY,), "medium": (EASY, HARD), "hard": (HARD,)}  # positives; the rest of the lists is removed
 # Blocks of a fixed size, the tails padded, give an image the same score whoever computes it, and equal embeddings equal
-# scores (see `lightning_retrieval.ranks`).
+# scores (see `lightning_retrieval.ranking.ranks`).
 _ROWS = 128
 _BLOCK = 384 * 16
 

@@ -13,8 +13,8 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 from lightning_retrieval.checks import check_embeddings, check_integers, check_labels, check_tensor
 from lightning_retrieval.distributed import gather_rows, world_size
-from lightning_retrieval.labels import check_nesting, finest
-from lightning_retrieval.similarity import normalize
+from lightning_retrieval.ranking.labels import check_nesting, finest
+from lightning_retrieval.ranking.similarity import normalize
 
 QUERY, GALLERY = 1, 2
 _STATES = ("embeddings", "labels", "ids", "roles", "instances")

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_retrieval.checks import check_choice, check_integer
 from lightning_retrieval.models.glyph_net import GlyphNet
 from lightning_retrieval.models.pooling import GeM, GlobalAvgPool, GlobalMaxPool
-from lightning_retrieval.similarity import normalize as unit
+from lightning_retrieval.ranking.similarity import normalize as unit
 
 Pooling = Literal["gem", "avg", "max"]
 Self = TypeVar("Self", bound="Embedder")

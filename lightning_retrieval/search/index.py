@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.checks import check_integer, check_integers, check_tensor
-from lightning_retrieval.paths import Paths
-from lightning_retrieval.search.files import read_folder, write_folder
-from lightning_retrieval.similarity import normalize
+from lightning_retrieval.ranking.similarity import normalize
+from lightning_retrieval.search.paths import Paths
+from lightning_retrieval.search.storage import read_folder, write_folder
 
 BLOCK = 1 << 16  # rows that are normalised and handed to faiss at a time
 RECALL_AT, RECALL_QUERIES = 10, 256

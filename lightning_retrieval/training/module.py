@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_retrieval.backprop import chunked_backward, largest_chunk_size
 from lightning_retrieval.checks import check_choice, check_finite_number, check_integer, check_positive
 from lightning_retrieval.distributed import (
     GlobalBatch,
@@ -33,14 +32,16 @@ from lightning_retrieval.distributed import (
     sum_over_ranks,
     world_size,
 )
-from lightning_retrieval.labels import finest
 from lightning_retrieval.losses.base import QueryShare
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
-from lightning_retrieval.losses.combined import WeightedSum, call_loss, is_ours, without_references
-from lightning_retrieval.losses.foreign import TAKE_REFERENCES
-from lightning_retrieval.memory import CrossBatchMemory
-from lightning_retrieval.postprocessing import PCAWhitening, check_scales, multi_scale
-from lightning_retrieval.recipe import describe, rebuild, rebuild_factory, settings
+from lightning_retrieval.losses.third_party import TAKE_REFERENCES
+from lightning_retrieval.losses.weighted_sum import WeightedSum, call_loss, is_ours, without_references
+from lightning_retrieval.models.multi_scale import check_scales, multi_scale
+from lightning_retrieval.models.whitening import PCAWhitening
+from lightning_retrieval.ranking.labels import finest
+from lightning_retrieval.training.chunked import chunked_backward, largest_chunk_size
+from lightning_retrieval.training.hyperparameters import describe, rebuild, rebuild_factory, settings
+from lightning_retrieval.training.memory import CrossBatchMemory
 
 Unpacked = tuple[Tensor, Tensor, Tensor | None]
 

@@ -16,7 +16,7 @@ from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery, gallery
 from lightning_retrieval.callbacks.gallery import _ap_of_each, _caption, _nearest
 from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics
-from lightning_retrieval.postprocessing import DatabaseAugmentation, QueryExpansion
+from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 
 QUIET = [
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",

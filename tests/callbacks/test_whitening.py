@@ -17,7 +17,7 @@ from torchvision.transforms import v2
 
 from lightning_retrieval import PCAWhitening, RetrievalMetrics, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import LearnWhitening, RetrievalEvaluation
-from lightning_retrieval.cli import main
+from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import Glyphs, ImageFolder
 
 QUIET = [

@@ -29,7 +29,7 @@ from lightning_retrieval.datamodules.loader import (
     index_generator,
     resume_position,
 )
-from lightning_retrieval.datamodules.samplers import PKSampler
+from lightning_retrieval.datamodules.samplers.pk import PKSampler
 
 LABELS = [image // 4 for image in range(26)]  # seven classes, the last with two images
 BATCHES = 3  # of P = 3, K = 3

@@ -21,8 +21,8 @@ from lightning_retrieval.datamodules import (
     VehicleID,
     VGGFace2,
 )
-from lightning_retrieval.datamodules.layout import read_rows, refuse_duplicates, text_lines
-from lightning_retrieval.datamodules.layout_report import with_warnings
+from lightning_retrieval.datamodules.files.layout import read_rows, refuse_duplicates, text_lines
+from lightning_retrieval.datamodules.files.layout_report import with_warnings
 from tests.datamodules.trees import (
     write_cub,
     write_image,
@@ -215,7 +215,7 @@ def test_images_are_looked_for_where_the_lists_say(tmp_path):
     "name", [name for name in datamodules.__all__ if getattr(datamodules, name).__dict__.get("paper")]
 )
 def test_the_documentation_has_the_published_counts(name):
-    page = (Path(__file__).parents[2] / "docs" / "data-sets.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "data-sets.md").read_text(encoding="utf-8")
     _, _, section = page.partition(f"### {name}\n")
     (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
     text = row + section.partition("\n### ")[0]

@@ -12,11 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_retrieval.datamodules import glyph_images
-from lightning_retrieval.datamodules.glyph_images import GlyphImages, load_glyph_images, make_class_table, split_of
+from lightning_retrieval.datamodules.glyphs import glyph_images
+from lightning_retrieval.datamodules.glyphs.glyph_images import (
+    GlyphImages,
+    load_glyph_images,
+    make_class_table,
+    split_of,
+)
 
 LOAD = (
-    "import sys; from lightning_retrieval.datamodules.glyph_images import load_glyph_images; "
+    "import sys; from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images; "
     "print(load_glyph_images(sys.argv[1]).images.sum())"
 )
 
@@ -300,7 +305,7 @@ def test_two_processes_drawing_at_once_both_end_well(glyphs: GlyphImages, tmp_pa
 
 def test_a_kill_before_the_file_takes_its_place_is_harmless(glyphs: GlyphImages, tmp_path: Path) -> None:
     killed = (
-        "import os, signal; from lightning_retrieval.datamodules import glyph_images; "
+        "import os, signal; from lightning_retrieval.datamodules.glyphs import glyph_images; "
         "glyph_images.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL); "
     )
     command = [sys.executable, "-c", killed + LOAD, str(tmp_path)]

@@ -24,9 +24,9 @@ from lightning_retrieval.datamodules import (
     SeededIndex,
     reference_transform,
 )
-from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, cached, class_numbers
-from lightning_retrieval.datamodules.layout import find_file, integers, read_rows, refuse_duplicates
-from lightning_retrieval.paths import Paths
+from lightning_retrieval.datamodules.files.layout import find_file, integers, read_rows, refuse_duplicates
+from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ROLES, cached, class_numbers
+from lightning_retrieval.search.paths import Paths
 
 QUIET = [
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
@@ -59,7 +59,7 @@ def test_paths_are_the_strings():
 
 @pytest.mark.parametrize("block", [1, 3, 1 << 16])
 def test_paths_are_gathered_as_a_loop_gathers_them(monkeypatch, block):
-    monkeypatch.setattr("lightning_retrieval.paths.BLOCK", block)
+    monkeypatch.setattr("lightning_retrieval.search.paths.BLOCK", block)
     strings = [*STRINGS, "", b"\xff\xfe/caf\xe9.jpg".decode(errors="surrogateescape"), "𝄞.png", "z"]
     paths, n = Paths(strings), len(strings)
     mask = np.arange(n) % 3 != 1

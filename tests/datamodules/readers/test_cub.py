@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lightning_retrieval.datamodules.cub import CUB200
+from lightning_retrieval.datamodules.readers.cub import CUB200
 from tests.datamodules.short_run import QUIET, SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
 from tests.datamodules.trees import write_cub
 

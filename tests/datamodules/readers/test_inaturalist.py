@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from lightning_retrieval.datamodules.inaturalist import LEVELS, INaturalist
+from lightning_retrieval.datamodules.readers.inaturalist import LEVELS, INaturalist
 from tests.datamodules.trees import truncate, write_image, write_text
 from tests.datamodules.trees_more import (
     GROUPS,

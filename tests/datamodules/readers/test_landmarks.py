@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_retrieval.datamodules.landmarks import LandmarksClean
+from lightning_retrieval.datamodules.readers.landmarks import LandmarksClean
 from tests.datamodules.trees import truncate, write_image, write_text
 from tests.datamodules.trees_more import QUICK, QUIET, fit_and_validate, write_images, write_landmarks
 

@@ -5,7 +5,7 @@ import re
 import pytest
 from PIL import Image
 
-from lightning_retrieval.datamodules.online_products import StanfordOnlineProducts
+from lightning_retrieval.datamodules.readers.online_products import StanfordOnlineProducts
 from tests.datamodules.short_run import QUIET, SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
 from tests.datamodules.trees import write_online_products
 

@@ -18,10 +18,10 @@ from torch import nn
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import RevisitedOxford, RevisitedParis
-from lightning_retrieval.datamodules.plain_pickle import load_plain_pickle
+from lightning_retrieval.datamodules.files.plain_pickle import load_plain_pickle
 from tests.datamodules.short_run import QUIET
 from tests.datamodules.trees import truncate, write_image, write_text
-from tests.lightning_retrieval.test_revisited_metrics import by_loops, official, with_ties
+from tests.lightning_retrieval.metrics.test_revisited import by_loops, official, with_ties
 
 pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 refusal = pytest.mark.refusal

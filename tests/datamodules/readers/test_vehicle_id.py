@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_retrieval.datamodules import ImageSet, LayoutReport
-from lightning_retrieval.datamodules.vehicle_id import VehicleID
+from lightning_retrieval.datamodules.readers.vehicle_id import VehicleID
 from lightning_retrieval.metrics import RandomGalleryMetrics
 from tests.datamodules.short_run import QUIET, SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
 from tests.datamodules.trees import write_image, write_vehicle_id

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_retrieval.datamodules.vgg_face2 import VGGFace2
+from lightning_retrieval.datamodules.readers.vgg_face2 import VGGFace2
 from tests.datamodules.trees import truncate, write_image, write_text
 from tests.datamodules.trees_more import QUICK, QUIET, begin_with_byte_order_mark, fit_and_validate, write_vgg_face2
 

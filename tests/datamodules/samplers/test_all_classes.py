@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_retrieval.datamodules.all_classes_sampler import AllClassesSampler
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader
+from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler
 
 LABELS = [7, 7, 7, -1, -1, 5, 5, 5, 5, 5, 5, 9, 9, 9]
 

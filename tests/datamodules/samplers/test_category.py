@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_retrieval.datamodules import category_sampler
-from lightning_retrieval.datamodules.category_sampler import CategorySampler
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader
+from lightning_retrieval.datamodules.samplers import category as category_sampler
+from lightning_retrieval.datamodules.samplers.category import CategorySampler
 
 LABELS = [7, 7, 7, -1, -1, 5, 5, 5, 5, 5, 5, 9, 9, 9, 4, 4, 4, 4, 6, 6, 8, 8, 8]
 OF_CLASS = {7: 30, -1: 10, 5: 30, 9: 10, 4: -20, 6: -20, 8: 30}

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_retrieval.datamodules import queues
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader
-from lightning_retrieval.datamodules.samplers import GlobalBatchSampler, PKSampler
+from lightning_retrieval.datamodules.samplers import queues
+from lightning_retrieval.datamodules.samplers.pk import GlobalBatchSampler, PKSampler
 
 LABELS = [7, 7, 7, -1, -1, 5, 5, 5, 5, 5, 5, 9, 9, 9]
 

@@ -15,7 +15,7 @@ import yaml
 from PIL import Image
 
 from lightning_retrieval import RetrievalModule, datamodules
-from lightning_retrieval.cli import main
+from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import RetrievalDataModule
 from tests.wandb_files import OfflineRun
 
@@ -34,7 +34,7 @@ QUIET = [
 ]
 pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "glyphs.yaml"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "glyphs.yaml"
 SMALL = [
     "--trainer.accelerator=cpu",
     "--trainer.limit_val_batches=2",

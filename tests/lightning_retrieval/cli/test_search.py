@@ -16,10 +16,10 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from lightning_retrieval import Embedder, PCAWhitening, RetrievalIndex, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.cli import main
+from lightning_retrieval.cli import images as search_module
+from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import ImageFolder, reference_transform
-from lightning_retrieval.datamodules.glyph_images import load_glyph_images
-from lightning_retrieval.search import images as search_module
+from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
 from tests.datamodules.trees_more import QUIET, write_folders
 
 pytestmark = [pytest.mark.filterwarnings(ignored) for ignored in QUIET]

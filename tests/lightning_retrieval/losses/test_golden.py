@@ -26,7 +26,7 @@ from lightning_retrieval.losses import (
     blackbox_rank,
 )
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "losses.json").read_text())["cases"]
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "losses.json").read_text())["cases"]
 
 # Prefixes of ids; the first that fits counts.
 NOT_OFFERED = {

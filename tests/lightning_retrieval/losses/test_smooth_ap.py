@@ -13,7 +13,7 @@ from torch.nn.functional import normalize
 
 from lightning_retrieval.losses import SmoothAPLoss
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "golden.json").read_text())["cases"]
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "golden.json").read_text())["cases"]
 CASES = [case for case in GOLDEN if case["loss"] == "smooth_ap" and case["match"] != "do_not_reproduce"]
 FAULTS = [case for case in GOLDEN if case["loss"] == "smooth_ap" and case["match"] == "do_not_reproduce"]
 LABELS = st.lists(st.integers(0, 4), min_size=2, max_size=14).filter(lambda labels: len(set(labels)) < len(labels))

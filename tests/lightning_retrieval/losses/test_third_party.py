@@ -9,7 +9,7 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning.losses import ContrastiveLoss, NCALoss, NTXentLoss, ProxyAnchorLoss, SelfSupervisedLoss
 from torch import nn
 
-from lightning_retrieval.losses.foreign import TAKE_REFERENCES, call_foreign, finest, takes_references
+from lightning_retrieval.losses.third_party import TAKE_REFERENCES, call_foreign, finest, takes_references
 
 SETTINGS = {
     "ManifoldLoss": {"l": 4},

@@ -10,7 +10,7 @@ from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.metrics.curves import mean_precision, pair_counts
 from lightning_retrieval.metrics.decomposability import cut_into_batches, decomposability_gap
 from lightning_retrieval.metrics.store import GALLERY, QUERY
-from lightning_retrieval.postprocessing import DatabaseAugmentation, QueryExpansion
+from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 
 SIZE = 301  # two blocks of queries, the last one smaller
 IDS = torch.randperm(4 * SIZE, generator=torch.Generator().manual_seed(7))[:SIZE]

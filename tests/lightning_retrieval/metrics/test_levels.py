@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 from lightning_retrieval.losses import HAPLoss
 from lightning_retrieval.metrics import RetrievalMetrics
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "golden.json").read_text())["cases"]
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "golden.json").read_text())["cases"]
 GOLDEN = {case["id"]: case for case in GOLDEN if case["loss"] == "metrics"}
 
 

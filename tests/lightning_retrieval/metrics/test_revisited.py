@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_retrieval.metrics import RevisitedMetrics, revisited
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "revisited.json").read_text())["cases"][0]
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "revisited.json").read_text())["cases"][0]
 SETUPS = ("easy", "medium", "hard")
 refusal = pytest.mark.refusal
 

@@ -12,7 +12,8 @@ from sklearn.decomposition import PCA
 from torch import nn
 from torch.nn.functional import normalize
 
-import lightning_retrieval.postprocessing
+import lightning_retrieval.models.whitening
+import lightning_retrieval.ranking.expansion
 from lightning_retrieval import (
     DatabaseAugmentation,
     PCAWhitening,
@@ -23,7 +24,7 @@ from lightning_retrieval import (
     query_expansion,
 )
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "postprocessing.json").read_text())["cases"]
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "postprocessing.json").read_text())["cases"]
 OFFICIAL = {"rtol": 0, "atol": 1e-10}
 
 
@@ -88,7 +89,7 @@ def by_loop(queries, gallery, alpha, k, own):
 @pytest.mark.parametrize("k", [1, 4, 30])  # 30: more than there are
 @pytest.mark.parametrize("block", [1, 40, 1 << 26])
 def test_query_expansion_is_that_of_a_loop(monkeypatch, alpha, k, block):
-    monkeypatch.setattr(lightning_retrieval.postprocessing, "_BLOCK_NUMBERS", block)
+    monkeypatch.setattr(lightning_retrieval.ranking.expansion, "_BLOCK_NUMBERS", block)
     queries, gallery, own = 3 * rows(7, 3), 2 * rows(11, 3, seed=1), [-1, 3, 0, -1, 10, 3, -1]
     gallery[3], gallery[0], gallery[10] = queries[1], queries[2], queries[4]
     expanded = query_expansion(queries, gallery, alpha, k, torch.tensor(own))
@@ -108,7 +109,7 @@ def test_a_similarity_of_zero_weighs_nothing_but_with_alpha_zero():
 def test_database_augmentation_does_not_depend_on_blocks(monkeypatch, block):
     gallery = rows(23, 5)
     whole = database_augmentation(gallery)
-    monkeypatch.setattr(lightning_retrieval.postprocessing, "_BLOCK_NUMBERS", block)
+    monkeypatch.setattr(lightning_retrieval.ranking.expansion, "_BLOCK_NUMBERS", block)
     torch.testing.assert_close(database_augmentation(gallery), whole)
 
 
@@ -178,7 +179,7 @@ def test_whitening_is_the_official_one(case):
 
 @pytest.mark.parametrize("power", [0, 0.25, 0.5, 1.0])
 def test_whitening_is_that_of_scikit_learn(monkeypatch, power):
-    monkeypatch.setattr(lightning_retrieval.postprocessing, "_FIT_ROWS", 7)
+    monkeypatch.setattr(lightning_retrieval.models.whitening, "_FIT_ROWS", 7)
     learned_from = rows(50, 6) * torch.arange(1.0, 7.0) + 3
     others = rows(9, 6, seed=1)
     pca = PCA(n_components=4, svd_solver="full").fit(learned_from.numpy())

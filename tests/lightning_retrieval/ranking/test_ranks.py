@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from lightning_retrieval import ranks
-from lightning_retrieval.ranks import positive_ranks
+from lightning_retrieval.ranking import ranks
+from lightning_retrieval.ranking.ranks import positive_ranks
 
 ROADS = {"few": 1.0, "sorted": -1.0, "as set": ranks._FEW}  # share of candidates up to which they are picked out
 

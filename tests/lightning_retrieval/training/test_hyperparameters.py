@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss
-from lightning_retrieval.recipe import describe, rebuild, rebuild_factory, settings
+from lightning_retrieval.training.hyperparameters import describe, rebuild, rebuild_factory, settings
 
 PATH = "lightning_retrieval.losses.smooth_ap.SmoothAPLoss"
 

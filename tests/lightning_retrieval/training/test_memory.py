@@ -27,7 +27,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import CrossBatchMemory, RetrievalModule
-from lightning_retrieval import module as module_room
 from lightning_retrieval.datamodules import RetrievalDataModule
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
@@ -42,6 +41,7 @@ from lightning_retrieval.losses import (
     SupAPLoss,
     WeightedSum,
 )
+from lightning_retrieval.training import module as module_room
 
 QUIET = [
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",

@@ -555,7 +555,7 @@ def test_chunks_and_sync_batch_norm_do_not_go_together(chunk_size, monkeypatch):
     """The layer works on GPUs only, so the module is asked without a run, as if on two processes."""
     module = RetrievalModule(nn.Sequential(nn.Linear(6, 4), nn.SyncBatchNorm(4)), SmoothAPLoss(), chunk_size)
     module._refuse_for_several()
-    monkeypatch.setattr("lightning_retrieval.module.world_size", lambda: 2)
+    monkeypatch.setattr("lightning_retrieval.training.module.world_size", lambda: 2)
     if chunk_size is None:
         module._refuse_for_several()
     else:
@@ -573,7 +573,7 @@ class Random(nn.Module):
 def test_a_loss_draws_the_same_numbers_whatever_the_rank(monkeypatch):
     found = []
     for rank in (0, 5):
-        monkeypatch.setattr("lightning_retrieval.module.rank", lambda rank=rank: rank)
+        monkeypatch.setattr("lightning_retrieval.training.module.rank", lambda rank=rank: rank)
         module = RetrievalModule(net(), Random(), optimizer=SGD)
         fit(module, batches())
         found.append(module)

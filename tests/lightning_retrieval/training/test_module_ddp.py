@@ -21,7 +21,7 @@ from pytorch_metric_learning.losses import ProxyAnchorLoss
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_retrieval.module
+import lightning_retrieval.training.module
 from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery
 from lightning_retrieval.datamodules import PKSampler, RetrievalDataModule
@@ -144,14 +144,14 @@ def scenarios(world: int, folder: Path) -> dict:
             "buffers": watch.buffers[0],
         }
 
-    said, real = [], lightning_retrieval.module.rank_zero_info
-    lightning_retrieval.module.rank_zero_info = said.append
+    said, real = [], lightning_retrieval.training.module.rank_zero_info
+    lightning_retrieval.training.module.rank_zero_info = said.append
     for settings in ({"memory": CrossBatchMemory(50)}, {"gather": False} if world == 1 else {}):
         embedder = module("smooth-ap").embedder
         trainer(world, folder, max_steps=2).fit(
             RetrievalModule(embedder, SmoothAPLoss(), **settings), datamodule=PointData()
         )
-    lightning_retrieval.module.rank_zero_info = real
+    lightning_retrieval.training.module.rank_zero_info = real
     seen["said"] = said
 
     evaluation, best = RetrievalEvaluation(ks=(1, 5), before_fit=True), ModelCheckpoint(monitor="val/mAP", mode="max")

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
-from lightning_retrieval import backprop
-from lightning_retrieval.backprop import chunked_backward, largest_chunk_size
 from lightning_retrieval.losses import BlackboxAPLoss, FastAPLoss, ROADMAPLoss, SmoothAPLoss
+from lightning_retrieval.training import chunked as backprop
+from lightning_retrieval.training.chunked import chunked_backward, largest_chunk_size
 
 LABELS = torch.arange(11) % 4
 SIZES = [None, 1, 3, 4, 10, 11, 50]

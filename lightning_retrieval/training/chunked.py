@@ -54,7 +54,7 @@ def chunked_backward(
 
     Example:
         >>> import torch
-        >>> from lightning_retrieval.backprop import chunked_backward
+        >>> from lightning_retrieval.training.chunked import chunked_backward
         >>> embed = torch.nn.Linear(3, 2)
         >>> x = torch.randn(5, 3)
         >>> spread = lambda y: y.var()
@@ -130,7 +130,7 @@ def largest_chunk_size(embed: Callable[[Tensor], Tensor], inputs: Tensor, *, res
 
     Example:
         >>> import torch
-        >>> from lightning_retrieval.backprop import largest_chunk_size
+        >>> from lightning_retrieval.training.chunked import largest_chunk_size
         >>> largest_chunk_size(torch.nn.Linear(3, 2), torch.randn(5, 3))
         5
     """

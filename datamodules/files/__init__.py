@@ -1,0 +1,1 @@
+"""Helpers that read lists, folders and pickles of data sets."""

@@ -1,0 +1,1 @@
+"""Glyphs, a data set drawn from fonts."""

@@ -1,0 +1,1 @@
+"""Image files: indexes, data sets, data modules for one's own images."""

@@ -1,0 +1,1 @@
+"""Batch samplers that draw the global batch."""

@@ -1,0 +1,1 @@
+"""The command line: fit, validate, test, predict, check, index and search."""

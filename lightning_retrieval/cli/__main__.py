@@ -1,0 +1,5 @@
+"""`python -m lightning_retrieval.cli` is the command `lightning-retrieval`."""
+
+from lightning_retrieval.cli.main import main
+
+main()

@@ -1,0 +1,1 @@
+"""Ranked lists without any network: similarity, hard ranks, labels, query expansion."""

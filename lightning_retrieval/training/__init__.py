@@ -1,0 +1,1 @@
+"""Training: RetrievalModule, the training step, chunked backward, the memory of past batches."""
