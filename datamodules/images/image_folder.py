@@ -26,15 +26,15 @@ class ImageFolder(ImageDataModule):
 
     Args:
         root: the folder of folders.
-        test_share: the share of classes, between 0 and 1, that is taken for the test; not used where `train` and `test`
-            folders say it.
+        test_fraction: fraction of the classes, between 0 and 1, that form the test set; ignored if there are `train`
+            and `test` folders.
         categories: whether each class lies in the folder of its category; categories are for `sampler="category"`.
         split_seed: another one draws other test classes.
         settings: those of `ImageDataModule`, such as `transform` and `cache_dir`, and of `RetrievalDataModule`.
 
     Raises:
         FileNotFoundError: if `root` is not there.
-        ValueError: if there are no class folders with images, or `test_share` leaves no class on one of the sides.
+        ValueError: if there are no class folders with images, or `test_fraction` leaves no class on one of the sides.
 
     Example:
         >>> from pathlib import Path
@@ -43,7 +43,7 @@ class ImageFolder(ImageDataModule):
         ...     Path("pets", name).mkdir(parents=True)
         ...     for i in range(3):
         ...         Image.new("RGB", (60, 50), (80 * i, 0, 0)).save(f"pets/{name}/{i}.png")
-        >>> data = ImageFolder("pets", test_share=0.5, classes_per_batch=2, samples_per_class=3)
+        >>> data = ImageFolder("pets", test_fraction=0.5, classes_per_batch=2, samples_per_class=3)
         >>> len(data.train_set), len(data.test_set), list(data.splits["test"].names)
         (6, 6, ['cat', 'owl'])
 
@@ -54,13 +54,13 @@ class ImageFolder(ImageDataModule):
     def __init__(
         self,
         root: str | Path,
-        test_share: float = 0.5,
+        test_fraction: float = 0.5,
         categories: bool = False,
         split_seed: int = 0,
         **settings: Any,
     ) -> None:
         super().__init__(root, **settings)
-        self.test_share = check_test_share("ImageFolder", test_share)
+        self.test_fraction = check_test_fraction("ImageFolder", test_fraction)
         self.categories = categories
         self.split_seed = check_integer("ImageFolder", "split_seed", split_seed, least=0)
 
@@ -89,7 +89,7 @@ class ImageFolder(ImageDataModule):
             found = {part: self._classes(self.root / part, litter, empty) for part in parts}
         else:
             classes = self._classes(self.root, litter, empty)
-            test = split_by_class(who, "test_share", list(classes), self.test_share, self.split_seed)
+            test = split_by_class(who, "test_fraction", list(classes), self.test_fraction, self.split_seed)
             found = {
                 "train": {name: paths for name, paths in classes.items() if name not in test},
                 "test": {name: paths for name, paths in classes.items() if name in test},
@@ -165,11 +165,11 @@ def image_suffixes() -> frozenset[str]:
     return frozenset(suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN)
 
 
-def check_test_share(who: str, test_share: float) -> float:
-    """Return `test_share` as it came, refused unless it is between 0 and 1."""
-    if not 0 < check_finite_number(who, "test_share", test_share) < 1:
-        raise ValueError(f"{who}: `test_share` must be between 0 and 1, got {test_share}.")
-    return test_share
+def check_test_fraction(who: str, test_fraction: float) -> float:
+    """Return `test_fraction` as it came, refused unless it is between 0 and 1."""
+    if not 0 < check_finite_number(who, "test_fraction", test_fraction) < 1:
+        raise ValueError(f"{who}: `test_fraction` must be between 0 and 1, got {test_fraction}.")
+    return test_fraction
 
 
 def _listed(folder: Path) -> tuple[list[Path], list[Path]]:

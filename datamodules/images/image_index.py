@@ -163,15 +163,17 @@ def class_numbers(originals: Sequence[Any] | NDArray[Any]) -> tuple[NDArray[np.i
     return np.fromiter((number[value] for value in values), np.int64, len(values)), [str(name) for name in found]
 
 
-def split_by_class(who: str, setting: str, classes: Sequence[Any], share: float, seed: int) -> set[Any]:
-    """A share of the classes, drawn from them in order.
+def split_by_class(who: str, setting: str, classes: Sequence[Any], fraction: float, seed: int) -> set[Any]:
+    """A fraction of the classes, drawn from them in order.
 
     Raises:
-        ValueError: if no class is left on one of the sides, naming the setting that the share is.
+        ValueError: if no class is left on one of the sides, naming the setting that the fraction is.
     """
-    held = round(share * len(classes))
+    held = round(fraction * len(classes))
     if not 0 < held < len(classes):
-        raise ValueError(f"{who}: `{setting}` must leave classes on both sides, got {share} of {len(classes)} classes.")
+        raise ValueError(
+            f"{who}: `{setting}` must leave classes on both sides, got {fraction} of {len(classes)} classes."
+        )
     ordered = sorted(classes)
     return {ordered[i] for i in np.random.default_rng(seed).permutation(len(ordered))[:held]}
 

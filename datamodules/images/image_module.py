@@ -39,8 +39,8 @@ class ImageDataModule(RetrievalDataModule):
         train_transform: from a PIL image to a tensor, in place of that for training.
         eval_transform: the same for evaluation.
         on_error: what happens at an image that cannot be decoded: `"raise"`, or `"skip"`, with a warning and counted.
-        val_share: the share of training classes, from 0 to below 1, that is held out to choose checkpoints by; with 0
-            the test set is taken for that, as the papers do. A split `"val"` goes before.
+        val_fraction: fraction of the training classes, at least 0 and below 1, that is held out to choose checkpoints;
+            with 0 the test set is used for that, as in the papers. A split `"val"` takes precedence.
         cache_dir: where the index of images is kept, so that it is read only once; nowhere where None.
         settings: those of `RetrievalDataModule`: `classes_per_batch`, `samples_per_class`, `num_workers` and so on.
 
@@ -59,7 +59,7 @@ class ImageDataModule(RetrievalDataModule):
         train_transform: Transform | None = None,
         eval_transform: Transform | None = None,
         on_error: Literal["raise", "skip"] = "raise",
-        val_share: float = 0.0,
+        val_fraction: float = 0.0,
         cache_dir: str | Path | None = None,
         **settings: Any,
     ) -> None:
@@ -73,9 +73,9 @@ class ImageDataModule(RetrievalDataModule):
         self.eval_transform = reference_transform(transform, train=False) if eval_transform is None else eval_transform
         self._of_reference = self.eval_transform if eval_transform is None else None
         self.on_error: Literal["raise", "skip"] = check_choice(who, "on_error", on_error, ("raise", "skip"))
-        if not 0 <= check_finite_number(who, "val_share", val_share) < 1:
-            raise ValueError(f"{who}: `val_share` must be from 0 to below 1, got {val_share}.")
-        self.val_share = val_share
+        if not 0 <= check_finite_number(who, "val_fraction", val_fraction) < 1:
+            raise ValueError(f"{who}: `val_fraction` must be at least 0 and below 1, got {val_fraction}.")
+        self.val_fraction = val_fraction
         self.cache_dir = None if cache_dir is None else Path(cache_dir).expanduser()
         self._not_of_read = frozenset(vars(self))  # what a subclass sets besides decides what it reads
 
@@ -165,7 +165,7 @@ class ImageDataModule(RetrievalDataModule):
         """The split `"val"` where there is one, else the images of the classes held out, else the test set."""
         if "val" in self.splits:
             return self.evaluation_set("val", self.splits["val"])
-        held_out = self._training[1] if self.val_share else None
+        held_out = self._training[1] if self.val_fraction else None
         return self.test_set if held_out is None else self.evaluation_set("val", held_out)
 
     @cached_property
@@ -186,7 +186,7 @@ class ImageDataModule(RetrievalDataModule):
 
     def val_dataloader(self) -> Any:
         """The validation set, in order; nothing where training images are all there is."""
-        alone = set(self.splits) == {"train"} and not self.val_share
+        alone = set(self.splits) == {"train"} and not self.val_fraction
         return [] if alone else super().val_dataloader()
 
     def _split(self, name: str) -> ImageIndex:
@@ -201,10 +201,10 @@ class ImageDataModule(RetrievalDataModule):
     def _training(self) -> tuple[ImageIndex, ImageIndex | None]:
         """The training images, and those of the classes held out."""
         train = self._split("train")
-        if not self.val_share:
+        if not self.val_fraction:
             return train, None
         classes = np.unique(train.labels).tolist()
-        held = split_by_class(type(self).__name__, "val_share", classes, self.val_share, self.seed)
+        held = split_by_class(type(self).__name__, "val_fraction", classes, self.val_fraction, self.seed)
         mask = np.isin(train.labels, sorted(held))
         return train[~mask], train[mask]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.files.layout import csv_rows, find_file, plain_path
-from lightning_retrieval.datamodules.images.image_folder import check_test_share
+from lightning_retrieval.datamodules.images.image_folder import check_test_fraction
 from lightning_retrieval.datamodules.images.image_index import (
     DISTRACTOR,
     LEAVES,
@@ -45,7 +45,8 @@ class ImageTable(ImageDataModule):
     Args:
         root: the folder that the paths are relative to.
         table: a CSV file with a header line in UTF-8, or a Parquet file (.parquet), below the root or from here.
-        test_share: the share of classes, between 0 and 1, that is taken for the test where there is no column `split`.
+        test_fraction: fraction of the classes, between 0 and 1, that form the test set; ignored if there is a column
+            `split`.
         split_seed: another one draws other test classes.
         settings: those of `ImageDataModule`, such as `transform` and `cache_dir`, and of `RetrievalDataModule`.
 
@@ -74,13 +75,13 @@ class ImageTable(ImageDataModule):
         self,
         root: str | Path,
         table: str | Path,
-        test_share: float = 0.5,
+        test_fraction: float = 0.5,
         split_seed: int = 0,
         **settings: Any,
     ) -> None:
         super().__init__(root, **settings)
         self.table = Path(table).expanduser()
-        self.test_share = check_test_share("ImageTable", test_share)
+        self.test_fraction = check_test_fraction("ImageTable", test_fraction)
         self.split_seed = check_integer("ImageTable", "split_seed", split_seed, least=0)
 
     def sources(self) -> list[Path]:
@@ -96,7 +97,7 @@ class ImageTable(ImageDataModule):
         splits = table.splits()
         if splits is None:
             classes = np.unique(labels[~distractors]).tolist()
-            test = split_by_class("ImageTable", "test_share", classes, self.test_share, self.split_seed)
+            test = split_by_class("ImageTable", "test_fraction", classes, self.test_fraction, self.split_seed)
             held = distractors | np.isin(labels, sorted(test))
             splits = np.where(held, "test", "train")
         else:

@@ -56,7 +56,7 @@ class LandmarksClean(ImageDataModule):
         ('images/3.jpg', array([0, 0, 1, 1]))
 
     Relations:
-        Without the second list there is nothing to evaluate on: hold classes out by `val_share`.
+        Without the second list there is nothing to evaluate on: hold classes out by `val_fraction`.
 
     Source:
         Babenko et al., "Neural codes for image retrieval", ECCV 2014. Cleaned: Gordo et al., "Deep image retrieval",

@@ -40,13 +40,13 @@ def test_split_is_by_class_and_follows_from_the_seed(tmp_path):
         assert sorted([*splits["train"].names, *splits["test"].names]) == sorted(names)
         return list(splits["test"].names)
 
-    assert len(test_names(test_share=0.25)) == 3
+    assert len(test_names(test_fraction=0.25)) == 3
     assert test_names() == test_names(split_seed=0, seed=5)
     assert test_names() != test_names(split_seed=1)
     drawn = np.random.default_rng(1).permutation(12)[:6]
     assert set(test_names(split_seed=1)) == {sorted(names)[i] for i in drawn}
     # The order in which the folders are found has no say.
-    assert split_by_class("x", "share", names, 0.5, 3) == split_by_class("x", "share", names[::-1], 0.5, 3)
+    assert split_by_class("x", "fraction", names, 0.5, 3) == split_by_class("x", "fraction", names[::-1], 0.5, 3)
 
 
 def test_categories_are_the_folders_above(tmp_path):
@@ -61,7 +61,7 @@ def test_categories_are_the_folders_above(tmp_path):
 
 def test_train_and_test_folders_are_the_split(tmp_path):
     write_folders(tmp_path, ["train/a", "train/b", "test/c"])
-    splits = ImageFolder(tmp_path, test_share=0.9).splits
+    splits = ImageFolder(tmp_path, test_fraction=0.9).splits
     assert {name: list(index.names) for name, index in splits.items()} == {"train": ["a", "b"], "test": ["c"]}
     assert list(splits["test"].paths) == ["test/c/0.jpg", "test/c/1.jpg", "test/c/2.jpg"]
 
@@ -135,14 +135,14 @@ def test_a_root_without_classes_is_refused_with_the_cure(tmp_path, names, catego
 def test_what_is_refused_at_once(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"`root` must be a folder of class folders, got .*nowhere: not there"):
         ImageFolder(tmp_path / "nowhere", cache_dir=tmp_path / "cache").prepare_data()
-    for share in (0, 1, -0.5):
-        with pytest.raises(ValueError, match=rf"ImageFolder: `test_share` must be between 0 and 1, got {share}"):
-            ImageFolder(tmp_path, test_share=share)
+    for fraction in (0, 1, -0.5):
+        with pytest.raises(ValueError, match=rf"ImageFolder: `test_fraction` must be between 0 and 1, got {fraction}"):
+            ImageFolder(tmp_path, test_fraction=fraction)
     with pytest.raises(ValueError, match=r"`split_seed` must be an integer >= 0, got -1"):
         ImageFolder(tmp_path, split_seed=-1)
     write_folders(tmp_path, ["a", "b", "c"])
-    with pytest.raises(ValueError, match=r"`test_share` must leave classes on both sides, got 0.1 of 3 classes"):
-        ImageFolder(tmp_path, test_share=0.1).prepare_data()
+    with pytest.raises(ValueError, match=r"`test_fraction` must leave classes on both sides, got 0.1 of 3 classes"):
+        ImageFolder(tmp_path, test_fraction=0.1).prepare_data()
 
 
 def test_cached_index_is_read_again_when_an_image_comes(tmp_path):

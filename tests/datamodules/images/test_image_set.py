@@ -622,13 +622,13 @@ def test_which_images_checkpoints_are_chosen_by(tree):
     assert len(Pictures(tree, parts=("train", "val", "test")).val_set) == 8
     only_val = Pictures(tree, parts=("train", "val"))
     assert list(only_val.test_set.index.paths) == list(only_val.val_set.index.paths)
-    held = Pictures(tree, val_share=0.34, seed=1)
+    held = Pictures(tree, val_fraction=0.34, seed=1)
     assert (len(held.train_set), len(held.val_set), len(held.test_set)) == (16, 8, 12)
     assert not set(held.train_set.index.paths) & set(held.val_set.index.paths)
     assert held.val_set.transform is held.eval_transform
-    assert list(Pictures(tree, val_share=0.34, seed=1).val_set.index.paths) == list(held.val_set.index.paths)
-    with pytest.raises(ValueError, match=r"`val_share` must leave classes on both sides, got 0.05 of 6 classes"):
-        _ = Pictures(tree, val_share=0.05).train_set
+    assert list(Pictures(tree, val_fraction=0.34, seed=1).val_set.index.paths) == list(held.val_set.index.paths)
+    with pytest.raises(ValueError, match=r"`val_fraction` must leave classes on both sides, got 0.05 of 6 classes"):
+        _ = Pictures(tree, val_fraction=0.05).train_set
     with pytest.raises(ValueError, match="Pictures: has no split 'train', only 'test'"):
         _ = Pictures(tree, parts=("test",)).train_set
 
@@ -692,7 +692,7 @@ def test_check_shows_the_papers_counts_and_what_is_missing(tree):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"val_share": 1.0}, "`val_share` must be from 0 to below 1, got 1.0"),
+        ({"val_fraction": 1.0}, "`val_fraction` must be at least 0 and below 1, got 1.0"),
         ({"on_error": "ignore"}, "`on_error` must be one of 'raise', 'skip', got 'ignore'"),
         (
             {"sampler": "random"},

@@ -64,12 +64,12 @@ def test_without_a_split_the_classes_are_split_with_the_seed(tmp_path):
     names = [f"class {i}" for i in range(10)]
     rows = [(f"{name}/{i}.jpg", name) for name in names for i in range(2)]
     root = write_csv(tmp_path, ("image", "label"), *rows)
-    splits = read(root, test_share=0.3, split_seed=4)
+    splits = read(root, test_fraction=0.3, split_seed=4)
     drawn = {names[i] for i in np.random.default_rng(4).permutation(10)[:3]}
     assert list(splits["test"].names) == sorted(drawn)
     assert list(splits["train"].names) == sorted(set(names) - drawn)
     assert list(splits["test"].paths) == [path for path, name in rows if name in drawn]
-    assert list(read(root, test_share=0.3, split_seed=5)["test"].names) != sorted(drawn)
+    assert list(read(root, test_fraction=0.3, split_seed=5)["test"].names) != sorted(drawn)
 
 
 def test_val_rows_are_the_validation_set_and_others_are_test_sets(tmp_path):
@@ -241,7 +241,10 @@ PLAIN = ("image", "label", "split")
             r"`role` must be gallery or both in one row of 'test' or more, got none",
         ),
         ([PLAIN, TRAIN, ("b.jpg", "1", "test")], r"in training or in evaluation, not in both, got 1 .*'1'"),
-        ([("image", "label"), ("a.jpg", "1")], r"`test_share` must leave classes on both sides, got 0.5 of 1 classes"),
+        (
+            [("image", "label"), ("a.jpg", "1")],
+            r"`test_fraction` must leave classes on both sides, got 0.5 of 1 classes",
+        ),
     ],
 )
 def test_rows_that_are_refused(tmp_path, rows, message):
@@ -254,8 +257,8 @@ def test_a_table_that_is_not_there(tmp_path):
     write_csv(tmp_path / "deeper", *SPLIT_ROWS)
     with pytest.raises(FileNotFoundError, match=r"`root` must hold images.csv, .*; give root=.*deeper"):
         read(tmp_path)
-    with pytest.raises(ValueError, match=r"ImageTable: `test_share` must be between 0 and 1, got 1\.5"):
-        ImageTable(tmp_path, "images.csv", test_share=1.5)
+    with pytest.raises(ValueError, match=r"ImageTable: `test_fraction` must be between 0 and 1, got 1\.5"):
+        ImageTable(tmp_path, "images.csv", test_fraction=1.5)
     with pytest.raises(TypeError, match=r"`split_seed` must be an integer >= 0, got 0\.5"):
         ImageTable(tmp_path, "images.csv", split_seed=0.5)
 

@@ -205,7 +205,7 @@ def test_training_is_refused_before_anything_is_evaluated(tmp_path):
         trainer.fit(module, datamodule=IJBC(tmp_path, **SETTINGS))
     assert not embedded
     with pytest.raises(ValueError, match=r"^IJBC: has no split 'train'"):
-        _ = IJBC(tmp_path, val_share=0.5).val_set
+        _ = IJBC(tmp_path, val_fraction=0.5).val_set
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

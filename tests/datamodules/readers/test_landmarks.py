@@ -127,7 +127,7 @@ def test_trains_and_validates(tmp_path, num_workers):
 def test_trains_on_the_training_list_alone_with_classes_held_out(tmp_path):
     write_landmarks(tmp_path)
     (tmp_path / "annotations" / "annotation_clean_val.txt").unlink()
-    logged = fit_and_validate(LandmarksClean(tmp_path, val_share=0.3, **QUICK))
+    logged = fit_and_validate(LandmarksClean(tmp_path, val_fraction=0.3, **QUICK))
     assert 0 < logged["val/mAP"] <= 1
 
 

@@ -83,7 +83,7 @@ def test_the_reid_protocol_has_random_galleries(tmp_path):
         assert isinstance(metrics, RandomGalleryMetrics)
         assert (metrics.ks, metrics.draws, metrics.seed) == ((1, 5), 10, 4)
         assert type(retrieval.test_set[size]) is ImageSet
-    held = VehicleID(tmp_path, protocol="reid", val_share=0.5).val_set  # checkpoints are chosen by what is reported
+    held = VehicleID(tmp_path, protocol="reid", val_fraction=0.5).val_set  # checkpoints are chosen by what is reported
     assert isinstance(held.metrics((1,)), RandomGalleryMetrics)
 
 

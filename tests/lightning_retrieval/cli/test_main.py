@@ -260,7 +260,7 @@ def test_check_shows_a_layout_beside_the_papers_counts(tmp_path, capsys):
     for label, number in itertools.product("abcd", range(2)):
         (tmp_path / label).mkdir(exist_ok=True)
         Image.new("RGB", (8, 8)).save(tmp_path / label / f"{number}.png")
-    code, out, err = checked(capsys, "--data", "ImageFolder", "--root", tmp_path, "--test_share", 0.25)
+    code, out, err = checked(capsys, "--data", "ImageFolder", "--root", tmp_path, "--test_fraction", 0.25)
     assert (code, err) == (0, "")
     assert [line.split() for line in out.splitlines()[1:]] == [["train", "6", "3"], ["test", "2", "1"]]
 

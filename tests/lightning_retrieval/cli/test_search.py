@@ -192,7 +192,7 @@ def trained(folder, **settings):
     """A checkpoint that a fit on a folder of images wrote, then gone on with for an epoch more."""
     write_folders(folder / "images", ["a", "b", "c", "d"], images=2)
     quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    sizes = {"classes_per_batch": 2, "samples_per_class": 2, "test_share": 0.5, "train_transform": MEDIUM}
+    sizes = {"classes_per_batch": 2, "samples_per_class": 2, "test_fraction": 0.5, "train_transform": MEDIUM}
     for epochs in (1, 2):
         data = ImageFolder(folder / "images", **sizes, **settings)
         torch.manual_seed(0)
