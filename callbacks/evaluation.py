@@ -221,7 +221,7 @@ class RetrievalEvaluation(pl.Callback):
         self.table[stage] = {name: float(value) for name, value in results.items()}
         if trainer.state.fn == "fit":
             for name, value in self.table[stage].items():
-                if not (math.isnan(value) or name.rpartition("/")[2] == "left_out"):
+                if not (math.isnan(value) or name.rpartition("/")[2] == "skipped_queries"):
                     self.best[name] = max(value, self.best.get(name, value))
         log_alike(self, results)
 
@@ -252,7 +252,7 @@ class RetrievalEvaluation(pl.Callback):
         width = max(map(len, self.table[stage]))
         lines = [" " * width + "".join(f"{title:>12}" for title in columns)] if len(columns) > 1 else []
         for name in self.table[stage]:
-            digits = 0 if "left_out" in name else 4
+            digits = 0 if "skipped_queries" in name else 4
             values = (column.get(name, float("nan")) for column in columns.values())
             lines.append(f"{name:<{width}}" + "".join(f"{value:>12.{digits}f}" for value in values))
         print("\n" + "\n".join(lines), flush=True)

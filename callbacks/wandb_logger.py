@@ -16,7 +16,7 @@ from pytorch_lightning.utilities import rank_zero_only, rank_zero_warn
 from lightning_retrieval.checks import check_flag
 
 # What is better where it is lower, of all that the library logs of evaluation sets.
-_LOWER_IS_BETTER = ("left_out", "decomposability_gap", "score_overlap")
+_LOWER_IS_BETTER = ("skipped_queries", "decomposability_gap", "score_overlap")
 _HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 
 

@@ -71,7 +71,7 @@ class RetrievalMetrics(EmbeddingMetric):
         >>> results = metrics.compute()
         >>> {name: round(value.item(), 2) for name, value in results.items()}  # doctest: +NORMALIZE_WHITESPACE
         {'mAP': 0.83, 'mAP@R': 0.75, 'R-Precision': 0.75, 'MRR': 0.83, 'NDCG': 0.88, 'R@1': 0.75, 'R@2': 0.75,
-         'left_out': 0.0}
+         'skipped_queries': 0.0}
         >>> metrics.per_query()["AP"]
         tensor([1.0000, 1.0000, 0.3333, 1.0000], dtype=torch.float64)
 
@@ -103,9 +103,9 @@ class RetrievalMetrics(EmbeddingMetric):
 
         Returns:
             `"mAP"`, `"mAP@R"`, `"R-Precision"`, `"MRR"`, `"NDCG"`, `"mAP@k"` and `"R@k"` for each k, each a float64
-            scalar in [0, 1], and `"left_out"`, the number of queries without any relevant candidate. With label levels
-            also `"H-AP"`, `"ASI"` and `"NDCG-levels"`, over the queries with a candidate of any level. NaN, with a
-            warning, where all queries are left out.
+            scalar in [0, 1], and `"skipped_queries"`, the number of queries without any relevant candidate. With label
+            levels also `"H-AP"`, `"ASI"` and `"NDCG-levels"`, over the queries with a candidate of any level. NaN, with
+            a warning, where all queries are skipped.
         """
         with self._in_order():
             self._table = self._per_query()
@@ -116,15 +116,15 @@ class RetrievalMetrics(EmbeddingMetric):
         counted = table[_FIRST_HIT][~table["AP"].isnan()]
         for k in self.ks:
             results[f"R@{k}"] = (counted <= k).double().mean()
-        left_out = len(table["AP"]) - len(counted)
+        skipped = len(table["AP"]) - len(counted)
         if len(counted) == 0:
             cure = "give at least two images of a label" if self.ranked_images else "there is none to be ranked"
             warnings.warn(
-                f"{type(self).__name__}: none of the {left_out} queries has a relevant candidate, so the metrics are "
+                f"{type(self).__name__}: none of the {skipped} queries has a relevant candidate, so the metrics are "
                 f"NaN; {cure}.",
                 stacklevel=2,
             )
-        results["left_out"] = torch.tensor(float(left_out), dtype=torch.float64, device=self.device)
+        results["skipped_queries"] = torch.tensor(float(skipped), dtype=torch.float64, device=self.device)
         return results
 
     def per_query(self) -> dict[str, Tensor]:

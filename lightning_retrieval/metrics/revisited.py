@@ -67,8 +67,9 @@ class RevisitedMetrics(EmbeddingMetric):
         >>> metrics.update(embeddings, torch.zeros(5).long(), torch.arange(5), is_query, ~is_query)
         >>> results = metrics.compute()
         >>> {name: round(value.item(), 3) for name, value in results.items()}  # doctest: +NORMALIZE_WHITESPACE
-        {'mAP': 0.792, 'mAP/easy': 1.0, 'mP@1/easy': 1.0, 'left_out/easy': 0.0, 'mAP/medium': 0.792,
-         'mP@1/medium': 1.0, 'left_out/medium': 0.0, 'mAP/hard': 0.25, 'mP@1/hard': 0.0, 'left_out/hard': 0.0}
+        {'mAP': 0.792, 'mAP/easy': 1.0, 'mP@1/easy': 1.0, 'skipped_queries/easy': 0.0, 'mAP/medium': 0.792,
+         'mP@1/medium': 1.0, 'skipped_queries/medium': 0.0, 'mAP/hard': 0.25, 'mP@1/hard': 0.0,
+         'skipped_queries/hard': 0.0}
 
     Cost:
         The embeddings are kept until `reset`. `compute` goes through the gallery in blocks, which processes share out,
@@ -115,8 +116,8 @@ class RevisitedMetrics(EmbeddingMetric):
 
         Returns:
             `"mAP"`, which is that of the setup medium, and for each setup `"mAP/easy"`, `"mP@k/easy"` for each k, all
-            float64 scalars in [0, 1], and `"left_out/easy"`, the number of queries without positives. NaN, with a
-            warning, where all queries are left out of a setup.
+            float64 scalars in [0, 1], and `"skipped_queries/easy"`, the number of queries without positives. NaN, with
+            a warning, where all queries of a setup are skipped.
         """
         with self._in_order():
             table = self._per_query()
@@ -124,7 +125,7 @@ class RevisitedMetrics(EmbeddingMetric):
         for setup, values in table.items():
             names = [f"mAP/{setup}", *(f"mP@{k}/{setup}" for k in self.ks)]
             results.update(zip(names, values.nanmean(0).unbind()))
-            results[f"left_out/{setup}"] = values[:, 0].isnan().sum().double()
+            results[f"skipped_queries/{setup}"] = values[:, 0].isnan().sum().double()
         empty = [setup for setup, values in table.items() if bool(values.isnan().all())]
         if empty:
             warnings.warn(

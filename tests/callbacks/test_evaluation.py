@@ -85,7 +85,7 @@ def test_what_is_logged_is_computed_over_the_whole_set(capsys):
     said = capsys.readouterr().out
     lines = [line.split() for line in said.splitlines()]
     assert ["val/mAP", f"{validated['val/mAP']:.4f}"] in lines
-    assert ["test/left_out", "0"] in lines
+    assert ["test/skipped_queries", "0"] in lines
 
 
 def test_a_fit_logs_each_epoch_and_skips_the_sanity_check(capsys):
@@ -188,7 +188,7 @@ def test_before_fit_is_logged_at_step_0_and_stands_beside_the_trained(tmp_path, 
     assert [line.split() for line in lines if line.strip()] == [
         ["untrained", "trained"],
         *(
-            [name, *(f"{table[name]:.{0 if 'left' in name else 4}f}" for table in (untrained, trained))]
+            [name, *(f"{table[name]:.{0 if 'skipped' in name else 4}f}" for table in (untrained, trained))]
             for name in untrained
         ),
     ]

@@ -222,7 +222,7 @@ class ValuesOf(RetrievalEvaluation):
 
     def _metrics(self, loader, sync_on_compute):
         metrics = super()._metrics(loader, sync_on_compute)
-        metrics.compute = lambda: {"mAP": torch.tensor(next(self.values)), "left_out": torch.tensor(3.0)}
+        metrics.compute = lambda: {"mAP": torch.tensor(next(self.values)), "skipped_queries": torch.tensor(3.0)}
         return metrics
 
 

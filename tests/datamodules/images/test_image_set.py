@@ -607,7 +607,7 @@ def test_a_module_trains_and_validates(tree, workers, sampler):
     settings = {"classes_per_batch": 6, "samples_per_class": 2} if sampler == "all_classes" else {}
     found = fit(Pictures(tree, num_workers=workers, sampler=sampler, **settings))
     assert 0 < found["val/mAP"] <= 1
-    assert found["val/left_out"] == 0
+    assert found["val/skipped_queries"] == 0
 
 
 def test_several_sets_are_logged_by_name(tree):

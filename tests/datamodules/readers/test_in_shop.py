@@ -72,10 +72,10 @@ def test_only_queries_are_ranked_for_and_only_against_the_gallery(tmp_path):
     loader = InShop(tmp_path, **SETTINGS).test_dataloader()
     roles = [role for batch in loader for role in batch["roles"].tolist()]
     assert roles == [ROLES["query"], ROLES["gallery"], ROLES["gallery"]] * 3
-    assert fit_and_validate(InShop(tmp_path, **SETTINGS))["val/left_out"] == 0
+    assert fit_and_validate(InShop(tmp_path, **SETTINGS))["val/skipped_queries"] == 0
     for _ in range(2):
         replace(tmp_path / PARTITION, "id_00000001     gallery", "id_00000001     query")
-    assert fit_and_validate(InShop(tmp_path, **SETTINGS))["val/left_out"] == 3
+    assert fit_and_validate(InShop(tmp_path, **SETTINGS))["val/skipped_queries"] == 3
 
 
 def test_a_truncated_image_is_refused_or_skipped(tmp_path):

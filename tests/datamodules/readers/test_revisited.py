@@ -228,7 +228,7 @@ def test_the_trainer_tests_by_the_protocol(tmp_path, num_workers, more):
     lists = [[entry[kind] for entry in GND] for kind in ("easy", "hard", "junk")]
     expected = {f"test/{name}": value for name, value in by_loops(official, scores, *lists, ks=(1, 3)).items()}
     assert logged == pytest.approx(expected, abs=1e-6)
-    assert logged["test/left_out/easy"] == logged["test/left_out/hard"] == 1
+    assert logged["test/skipped_queries/easy"] == logged["test/skipped_queries/hard"] == 1
 
 
 def test_a_truncated_image_is_refused_or_skipped(tmp_path):

@@ -89,7 +89,10 @@ def by_loops(scores, relevant, candidate, ks=KS):
         values["MRR"] = 1 / first_hit
         values.update({f"R@{k}": float(first_hit <= k) for k in ks})
         totals = {name: totals.get(name, 0.0) + value for name, value in values.items()}
-    return {**{name: total / counted for name, total in totals.items()}, "left_out": float(len(scores) - counted)}
+    return {
+        **{name: total / counted for name, total in totals.items()},
+        "skipped_queries": float(len(scores) - counted),
+    }
 
 
 def leave_one_out(labels):
@@ -132,7 +135,7 @@ def check_golden(case, found):
     expected = case["expected"]
     for golden_name, name in NAMES.items():
         assert found[name] == pytest.approx(expected["mean_over_queries_with_positives"][golden_name], abs=1e-12), name
-    assert found["left_out"] == expected["num_queries_without_positives"] > 0
+    assert found["skipped_queries"] == expected["num_queries_without_positives"] > 0
 
 
 def test_golden_scores_below_zero():
@@ -161,7 +164,7 @@ def test_by_hand():
     assert found["mAP"] == pytest.approx((1 / 1 + 2 / 3 + 3 / 4) / 3)
     assert found["mAP@R"] == pytest.approx((1 / 1 + 2 / 3) / 3)
     assert found["R-Precision"] == pytest.approx(2 / 3)
-    assert (found["MRR"], found["R@1"], found["left_out"]) == (1.0, 1.0, 0.0)
+    assert (found["MRR"], found["R@1"], found["skipped_queries"]) == (1.0, 1.0, 0.0)
     # Without the .8, the first hit is tied with an irrelevant one: it comes second.
     found = compute(x[[0, 2, 3, 4]], labels[[0, 2, 3, 4]], ks=(1, 2), is_query=is_query[:4])
     assert (found["MRR"], found["R@1"], found["R@2"]) == (0.5, 0.0, 1.0)
@@ -286,7 +289,7 @@ def test_collapsed_model_scores_what_chance_would(rows, dim, dtype):
 def test_perfect_model():
     labels = torch.arange(40) % 5
     found = compute(torch.eye(5)[labels] + 0.01 * torch.randn(40, 5), labels)
-    assert found == {**dict.fromkeys(found, 1.0), "left_out": 0.0}
+    assert found == {**dict.fromkeys(found, 1.0), "skipped_queries": 0.0}
 
 
 @settings(deadline=None, max_examples=20)
@@ -307,7 +310,7 @@ def test_order_cut_and_names_do_not_matter(data):
 def test_labels_and_ids_that_float64_could_not_tell_apart():
     x = torch.tensor([[1.0, 0], [1, 0.1], [0, 1], [0.1, 1]])
     found = compute(x, torch.tensor([2**62, 2**62 + 1, 2**62 + 1, -(2**62)]), ids=torch.arange(4) + 2**62)
-    assert found["left_out"] == 2.0
+    assert found["skipped_queries"] == 2.0
     assert found["mAP"] == pytest.approx((1 / 2 + 1 / 3) / 2)  # row 1 has 0 before it, row 2 has 3 and then 1
 
 
@@ -351,9 +354,9 @@ def test_roles_of_one_image_in_different_rows_are_merged():
     assert merged == compute(x, labels, ids=ids)  # no query meets its own copy
 
 
-def test_left_out_are_counted():
+def test_skipped_queries_are_counted():
     found = compute(torch.randn(7, 3), torch.tensor([1, 1, 2, 3, 4, 4, 5]))
-    assert found["left_out"] == 3.0
+    assert found["skipped_queries"] == 3.0
 
 
 @pytest.mark.parametrize(
@@ -370,7 +373,7 @@ def test_no_query_with_a_positive(kwargs, queries):
     match = f"RetrievalMetrics: none of the {queries} queries has a relevant candidate, so the metrics are NaN"
     with pytest.warns(UserWarning, match=match):
         found = metrics.compute()
-    assert found.pop("left_out").item() == queries
+    assert found.pop("skipped_queries").item() == queries
     assert all(value.isnan() for value in found.values())
 
 
@@ -428,7 +431,7 @@ def test_per_query():
         assert table["first_hit"][row] == hits.nonzero()[0, 0] + 1
     means = metrics.compute()
     assert means["mAP"].item() == table["AP"].nanmean().item()
-    assert means["left_out"] == table["AP"].isnan().sum() > 0
+    assert means["skipped_queries"] == table["AP"].isnan().sum() > 0
     metrics.update(x, labels, ids + 1)
     assert len(metrics.per_query()["AP"]) == 78  # not the table of before
 

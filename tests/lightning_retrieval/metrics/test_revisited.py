@@ -81,7 +81,7 @@ def by_loops(protocol, scores, easy, hard, junk, ks=(1, 5, 10)):
                 found.append(protocol(s, ok, [i for i in e + h + j if i not in ok], ks))
         names = [f"mAP/{setup}", *(f"mP@{k}/{setup}" for k in ks)]
         results |= {name: sum(v[i] for v in found) / len(found) for i, name in enumerate(names)}
-        results[f"left_out/{setup}"] = len(scores) - len(found)
+        results[f"skipped_queries/{setup}"] = len(scores) - len(found)
     return {"mAP": results["mAP/medium"], **results}
 
 
@@ -120,7 +120,7 @@ def test_golden_numbers():
         assert found[f"mAP/{setup}"] == pytest.approx(expected[setup]["map"], abs=1e-14)
         for k, value in expected[setup]["mp_at_k"].items():
             assert found[f"mP@{k}/{setup}"] == pytest.approx(value, abs=1e-14)
-        assert found[f"left_out/{setup}"] == expected[setup]["ap"].count(None)
+        assert found[f"skipped_queries/{setup}"] == expected[setup]["ap"].count(None)
     assert found["mAP"] == found["mAP/medium"]
     assert found["mAP"] != pytest.approx(expected["medium"]["map_finite_sum"], abs=1e-3)
 
@@ -246,7 +246,7 @@ def test_setups_without_positives_are_nan():
         found = compute(torch.randn(5, 3), torch.randn(2, 3), [[], []], [[1], []], [[], [2]])
     assert math.isnan(found["mAP/easy"])
     assert math.isnan(found["mP@5/easy"])
-    assert (found["left_out/easy"], found["left_out/medium"], found["left_out/hard"]) == (2, 1, 1)
+    assert (found["skipped_queries/easy"], found["skipped_queries/medium"], found["skipped_queries/hard"]) == (2, 1, 1)
     assert 0 < found["mAP"] == found["mAP/hard"] <= 1
 
 
@@ -255,7 +255,7 @@ def test_an_empty_gallery_or_no_query_is_nan(images, queries):
     with pytest.warns(UserWarning, match="setup easy and medium and hard, so"):
         found = compute(torch.randn(images, 3), torch.randn(queries, 3), *([[9 + i]] * queries for i in range(3)))
     assert math.isnan(found["mAP"])
-    assert found["left_out/medium"] == queries
+    assert found["skipped_queries/medium"] == queries
 
 
 def test_memory_does_not_grow_with_queries_times_images(monkeypatch):

@@ -823,7 +823,7 @@ def test_labels_with_levels_train_and_their_finest_is_evaluated():
         callbacks=[RetrievalEvaluation(ks=(1,))],
     )
     assert 0 < float(run.callback_metrics["train/loss"]) < 1
-    assert float(run.callback_metrics["val/left_out"]) == 0
+    assert float(run.callback_metrics["val/skipped_queries"]) == 0
     contrastive = fit(RetrievalModule(net(), ContrastiveLoss(), optimizer=SGD), [(images, labels)])
     assert float(contrastive.callback_metrics["train/loss"]) == pytest.approx(
         ContrastiveLoss()(net()(images), fine).item()
