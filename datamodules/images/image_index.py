@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.datamodules.files.layout_report import with_warnings
 from lightning_retrieval.metrics.store import GALLERY, QUERY
-from lightning_retrieval.search.paths import Paths
+from lightning_retrieval.search.packed_strings import PackedStrings
 
 # What an image is in evaluation: ranked for, ranked, or both. A distractor is ranked and right for nobody.
 ROLES = {"query": QUERY, "gallery": GALLERY, "both": QUERY | GALLERY, "distractor": GALLERY}
@@ -56,7 +56,7 @@ class ImageIndex:
 
     def __init__(
         self,
-        paths: Paths | Sequence[str],
+        paths: PackedStrings | Sequence[str],
         labels: Any,
         *,
         categories: Any = None,
@@ -66,14 +66,14 @@ class ImageIndex:
         instances: Any = None,
         names: Sequence[str] | None = None,
     ) -> None:
-        self.paths = paths if isinstance(paths, Paths) else Paths(paths)
+        self.paths = paths if isinstance(paths, PackedStrings) else PackedStrings(paths)
         self.labels: NDArray[np.int64] = np.asarray(labels, dtype=np.int64)
         self.categories = None if categories is None else np.asarray(categories, dtype=np.int64)
         self.levels = None if levels is None else np.asarray(levels, dtype=np.int64)
         self.boxes = None if boxes is None else _pixels(boxes)
         self.roles = None if roles is None else np.asarray(roles, dtype=np.uint8)
         self.instances = None if instances is None else np.asarray(instances, dtype=np.int64)
-        self.names = None if names is None else Paths(names)
+        self.names = None if names is None else PackedStrings(names)
         if len(self) == 0:
             raise ValueError("ImageIndex: `paths` must hold at least one image, got none.")
         for name, values in self._columns().items():
@@ -112,7 +112,7 @@ class ImageIndex:
         if len(paths) == 0:
             raise ValueError(f"ImageIndex: `rows` must take at least one image, got none of {len(self)}.")
         parts = {name: value[rows] for name, value in self._columns().items() if value is not None}
-        return ImageIndex.of_arrays({**self.arrays(), **parts, "paths": paths.bytes, "ends": paths.ends})
+        return ImageIndex.of_arrays({**self.arrays(), **parts, "paths": paths.data, "ends": paths.ends})
 
     def image(self, place: int) -> tuple[Any, ...]:
         """What is shown at a place: a path, and the box where there are boxes."""
@@ -123,18 +123,18 @@ class ImageIndex:
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """All of it as arrays."""
-        found: dict[str, NDArray[Any]] = {"paths": self.paths.bytes, "ends": self.paths.ends}
+        found: dict[str, NDArray[Any]] = {"paths": self.paths.data, "ends": self.paths.ends}
         found |= {name: value for name, value in self._columns().items() if value is not None}
-        return found if self.names is None else {**found, "names": self.names.bytes, "name_ends": self.names.ends}
+        return found if self.names is None else {**found, "names": self.names.data, "name_ends": self.names.ends}
 
     @classmethod
     def of_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> "ImageIndex":
         """The index whose `arrays()` these are, as it was checked when it was made."""
         index = cls.__new__(cls)
-        index.paths = Paths.of_arrays(arrays["paths"], arrays["ends"])
+        index.paths = PackedStrings.from_arrays(arrays["paths"], arrays["ends"])
         for name in _COLUMNS:
             setattr(index, name, arrays.get(name))
-        index.names = Paths.of_arrays(arrays["names"], arrays["name_ends"]) if "names" in arrays else None
+        index.names = PackedStrings.from_arrays(arrays["names"], arrays["name_ends"]) if "names" in arrays else None
         return index
 
 
@@ -210,8 +210,8 @@ def cached(
     result, warned = with_warnings(lambda: dict(read()))
     descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".npz")
     parts: dict[str, Any] = {f"{s}/{name}": a for s, index in result.items() for name, a in index.arrays().items()}
-    said_now = Paths(warned)
-    parts |= {"warnings": said_now.bytes, "warning_ends": said_now.ends}
+    said_now = PackedStrings(warned)
+    parts |= {"warnings": said_now.data, "warning_ends": said_now.ends}
     try:
         with os.fdopen(descriptor, "wb") as stream:
             np.savez(stream, **parts)
@@ -222,7 +222,7 @@ def cached(
     return result
 
 
-def _load(file: Path) -> tuple[dict[str, ImageIndex], Paths] | None:
+def _load(file: Path) -> tuple[dict[str, ImageIndex], PackedStrings] | None:
     """The splits in a cache's file and what reading them warned of; None where the file is damaged."""
     splits: dict[str, dict[str, NDArray[Any]]] = {}
     try:
@@ -232,7 +232,7 @@ def _load(file: Path) -> tuple[dict[str, ImageIndex], Paths] | None:
                 splits.setdefault(split, {})[part] = arrays[name]
         said = splits.pop("")
         found = {split: ImageIndex.of_arrays(parts) for split, parts in splits.items()}
-        return found, Paths.of_arrays(said["warnings"], said["warning_ends"])
+        return found, PackedStrings.from_arrays(said["warnings"], said["warning_ends"])
     except Exception as error:  # zipfile and NumPy promise no kind of their errors
         warnings.warn(f"ImageDataModule: read the lists again, since {file} is damaged ({error!r}).", stacklevel=3)
         return None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_integer, check_integers, check_tensor
 from lightning_retrieval.ranking.similarity import normalize
-from lightning_retrieval.search.paths import Paths
+from lightning_retrieval.search.packed_strings import PackedStrings
 from lightning_retrieval.search.storage import read_folder, write_folder
 
 BLOCK = 1 << 16  # rows that are normalised and handed to faiss at a time
@@ -85,7 +85,7 @@ class RetrievalIndex:
         """Whether the vectors lie in files that are mapped into memory, so that nothing can be changed."""
         self.faiss_indexes = [self._new() for _ in range(shards)]
         self._ids: NDArray[np.int64] = np.zeros(0, np.int64)  # sorted
-        self._paths = Paths([])  # in the order of the ids
+        self._paths = PackedStrings([])  # in the order of the ids
 
     def __len__(self) -> int:
         """How many rows the index holds."""
@@ -142,7 +142,7 @@ class RetrievalIndex:
             ) from None
         every = np.concatenate([self._ids, new])
         order = np.argsort(every, kind="stable")
-        self._paths = self._paths.joined(Paths([""] * rows if paths is None else paths))[order]
+        self._paths = self._paths.concatenate(PackedStrings([""] * rows if paths is None else paths))[order]
         self._ids = every[order]
         if first and self.factory != "Flat":
             self.recall = self._measured_recall(embeddings, new)
@@ -250,7 +250,7 @@ class RetrievalIndex:
         """
         self._refuse_mapped("save")
         faiss = _faiss()
-        arrays = {"ids.npy": self._ids, "paths.npy": self._paths.bytes, "path-ends.npy": self._paths.ends}
+        arrays = {"ids.npy": self._ids, "paths.npy": self._paths.data, "path-ends.npy": self._paths.ends}
         writers = {name: lambda path, array=array: np.save(path, array) for name, array in arrays.items()}
         writers |= {
             f"vectors-{number}.faiss": lambda path, index=index: faiss.write_index(index, os.fspath(path))
@@ -287,7 +287,7 @@ class RetrievalIndex:
         arrays = {
             name: np.load(files[f"{name}.npy"], "r" if mapped else None) for name in ("ids", "paths", "path-ends")
         }
-        index._ids, index._paths = arrays["ids"], Paths.of_arrays(arrays["paths"], arrays["path-ends"])
+        index._ids, index._paths = arrays["ids"], PackedStrings.from_arrays(arrays["paths"], arrays["path-ends"])
         index.recall, index.mapped = recall, mapped
         return index
 

@@ -26,7 +26,6 @@ from lightning_retrieval.datamodules import (
 )
 from lightning_retrieval.datamodules.files.layout import find_file, integers, read_rows, refuse_duplicates
 from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ROLES, cached, class_numbers
-from lightning_retrieval.search.paths import Paths
 
 QUIET = [
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
@@ -34,8 +33,8 @@ QUIET = [
     "ignore:GPU available but not used:UserWarning",
 ]
 pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
-ODD = ImageIndex(["z"], [3], roles=[1], instances=[5])
 STRINGS = ["a/b.jpg", "é/ü ñ.PNG", "", "x" * 300, "日本/語.jpg"]
+ODD = ImageIndex(["z"], [3], roles=[1], instances=[5])
 TINY = v2.Compose([v2.Resize((8, 8)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
 
 
@@ -44,45 +43,6 @@ def as_it_is(image):
 
 
 # --- the index
-
-
-def test_paths_are_the_strings():
-    paths = Paths(STRINGS)
-    assert list(paths) == [paths[i] for i in range(len(paths))] == STRINGS
-    assert paths[-1] == STRINGS[-1]
-    assert list(paths[1:4]) == STRINGS[1:4]
-    assert list(paths[np.array([True, False, False, True, False])]) == ["a/b.jpg", "x" * 300]
-    assert list(pickle.loads(pickle.dumps(paths))) == STRINGS
-    with pytest.raises(IndexError):
-        paths[5]
-
-
-@pytest.mark.parametrize("block", [1, 3, 1 << 16])
-def test_paths_are_gathered_as_a_loop_gathers_them(monkeypatch, block):
-    monkeypatch.setattr("lightning_retrieval.search.paths.BLOCK", block)
-    strings = [*STRINGS, "", b"\xff\xfe/caf\xe9.jpg".decode(errors="surrogateescape"), "𝄞.png", "z"]
-    paths, n = Paths(strings), len(strings)
-    mask = np.arange(n) % 3 != 1
-    for rows in (
-        mask,
-        mask.tolist(),
-        ~mask & False,
-        np.array([7, 0, -1, 3, 3, 6]),
-        [2, 5],
-        [],
-        slice(None, None, -2),
-        slice(3, 3),
-        slice(-4, None),
-        np.random.default_rng(0).integers(-n, n, 50),
-    ):
-        found = paths[rows]
-        wanted = [strings[place] for place in np.arange(n)[rows].tolist()]
-        assert list(found) == wanted
-        assert [found[place] for place in range(len(found))] == wanted
-        assert found.ends.tolist() == Paths(wanted).ends.tolist()
-    assert list(Paths([])[np.zeros(0, dtype=bool)]) == []
-    with pytest.raises(IndexError):
-        paths[[n]]
 
 
 def test_an_index_takes_arrays_and_rows():

@@ -1,0 +1,81 @@
+"""Millions of strings, such as the paths of images, packed into two arrays."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK = 1 << 16  # strings that are copied at a time
+
+
+class PackedStrings(Sequence[str]):
+    """A sequence of strings, stored as one array of bytes and the position after each string's last byte.
+
+    Arrays pickle, fork and save quickly and without a Python object for each string. An integer index gives a string; a
+    slice, a mask or an array of integers gives `PackedStrings`.
+
+    Args:
+        strings: the strings. File names that are not valid UTF-8 are kept as they are.
+    """
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        encoded = [string.encode(errors="surrogateescape") for string in strings]
+        lengths = [len(string) for string in encoded]
+        self.ends: NDArray[np.int64] = np.cumsum(lengths, dtype=np.int64)
+        self.data: NDArray[np.uint8] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+
+    @classmethod
+    def from_arrays(cls, data: NDArray[np.uint8], ends: NDArray[np.int64]) -> "PackedStrings":
+        """Strings from the `data` and `ends` of other packed strings, without a copy."""
+        strings = cls.__new__(cls)
+        strings.data = data
+        strings.ends = ends
+        return strings
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, (int, np.integer)):
+            return self._select(np.arange(len(self))[index])
+        position = range(len(self))[index]
+        begin = 0
+        if position > 0:
+            begin = int(self.ends[position - 1])
+        return _decode(self.data[begin : int(self.ends[position])].tobytes())
+
+    def __iter__(self) -> Iterator[str]:
+        data = self.data.tobytes()
+        begin = 0
+        for end in self.ends.tolist():
+            yield _decode(data[begin:end])
+            begin = end
+
+    def concatenate(self, other: "PackedStrings") -> "PackedStrings":
+        """These strings, followed by the others."""
+        shifted_ends = len(self.data) + other.ends
+        data = np.concatenate([self.data, other.data])
+        return PackedStrings.from_arrays(data, np.concatenate([self.ends, shifted_ends]))
+
+    def _select(self, rows: NDArray[np.int64]) -> "PackedStrings":
+        """The strings at these positions, copied block by block.
+
+        The positions of all bytes at once would take 16 times the memory of the bytes themselves.
+        """
+        all_lengths = np.diff(self.ends, prepend=0)
+        lengths = all_lengths[rows]
+        begins = (self.ends - all_lengths)[rows]
+        ends = np.cumsum(lengths, dtype=np.int64)
+        data = np.empty(int(lengths.sum()), dtype=np.uint8)
+        for block in range(0, len(rows), BLOCK):
+            part = slice(block, block + BLOCK)
+            first = int(ends[block] - lengths[block])
+            last = int(ends[part][-1])
+            shifts = begins[part] - (ends[part] - lengths[part])  # from a byte's new position to its old one
+            data[first:last] = self.data[np.arange(first, last) + np.repeat(shifts, lengths[part])]
+        return PackedStrings.from_arrays(data, ends)
+
+
+def _decode(encoded: bytes) -> str:
+    return encoded.decode(errors="surrogateescape")
