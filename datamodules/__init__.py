@@ -1,7 +1,7 @@
 """Data modules, samplers and the loader that carries them into training."""
 
 from lightning_retrieval.datamodules.base import RetrievalDataModule
-from lightning_retrieval.datamodules.files.layout_report import LayoutReport
+from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.glyphs.glyphs import GlyphDataset, Glyphs
 from lightning_retrieval.datamodules.images.image_folder import ImageFolder
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
@@ -28,6 +28,7 @@ __all__ = [
     "IJBC",
     "AllClassesSampler",
     "CategorySampler",
+    "DataReport",
     "GlobalBatchSampler",
     "GlyphDataset",
     "Glyphs",
@@ -39,7 +40,6 @@ __all__ = [
     "ImageTable",
     "InShop",
     "LandmarksClean",
-    "LayoutReport",
     "PKSampler",
     "RetrievalDataLoader",
     "RetrievalDataModule",

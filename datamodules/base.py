@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_retrieval.checks import check_flag, check_integer
-from lightning_retrieval.datamodules.files.layout_report import Count, LayoutReport
+from lightning_retrieval.datamodules.files.data_report import Count, DataReport
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader, resume_position
 from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler
 from lightning_retrieval.datamodules.samplers.category import CategorySampler
@@ -64,7 +64,7 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         batch.
     """
 
-    paper: ClassVar[Mapping[str, Sequence[Count]]] = MappingProxyType({})  # published counts of each set, for `check`
+    published_counts: ClassVar[Mapping[str, Sequence[Count]]] = MappingProxyType({})  # of each set, for `check`
 
     def __init__(
         self,
@@ -143,9 +143,9 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         """The test set, in order; a dict of loaders where there are several."""
         return self._evaluation(self.test_set)
 
-    def check(self) -> LayoutReport:
+    def check(self) -> DataReport:
         """Count the images and classes of each set, before training, beside the published counts."""
-        report = LayoutReport()
+        report = DataReport()
         for stage, found in {"train": self.train_set, "val": self.val_set, "test": self.test_set}.items():
             sets = (
                 {f"{stage}/{name}": part for name, part in found.items()}
@@ -154,7 +154,7 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
             )
             for name, dataset in sets.items():
                 counts = (len(dataset), len(dataset.labels.unique()))
-                report.splits[name] = (counts, self.paper.get(name, ()))
+                report.splits[name] = (counts, self.published_counts.get(name, ()))
         return report
 
     def _evaluation(self, dataset: Any) -> Any:

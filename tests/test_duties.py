@@ -144,7 +144,7 @@ TABLE = {
     "ImageSet": Duties(
         {"index": ImageIndex(["a.jpg"], [0]), "root": ".", "transform": TRANSFORM, "on_error": "skip"},
     ),
-    "LayoutReport": Duties({"splits": {"train": ((2, 1), ())}, "missing": ["a.jpg"], "odd": ["odd"]}),
+    "DataReport": Duties({"splits": {"train": ((2, 1), ())}, "missing_files": ["a.jpg"], "problems": ["a sentence"]}),
     "reference_transform": Duties(without=ONLY_CALLED),
     "CUB200": Duties({"root": "CUB_200_2011", "boxes": True, "val_fraction": 0.1}),
     "IJBC": Duties({"root": "IJB-C", "least_instances": 2, "cache_dir": "cache"}),

@@ -1,1 +1,1 @@
-"""Helpers that read lists, folders and pickles of data sets."""
+"""Helpers for data sets on disk: find their files, read their lists and pickles, report what is there."""

@@ -37,7 +37,7 @@ import PIL
 from jaxtyping import Int64, Shaped, UInt8
 from PIL import Image, ImageDraw, ImageFont, features
 
-from lightning_retrieval.datamodules.files.layout_report import Count
+from lightning_retrieval.datamodules.files.data_report import Count
 
 RECIPE = 1  # raise it when the drawing below changes: it is part of the name of the cache
 IMAGE_SIZE = 32  # pixels

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from lightning_retrieval.checks import check_choice
 from lightning_retrieval.datamodules.base import RetrievalDataModule
-from lightning_retrieval.datamodules.files.layout_report import LayoutReport
+from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.glyphs.glyph_images import (
     GlyphImages,
     load_glyph_images,
@@ -141,15 +141,15 @@ class Glyphs(RetrievalDataModule):
     def test_set(self) -> GlyphDataset:
         return GlyphDataset(self._glyphs, "test", channels=self.channels)
 
-    def check(self) -> LayoutReport:
+    def check(self) -> DataReport:
         """Draw the images where the cache does not hold them; counts beside those that the classes' table has.
 
         Other versions of fonts and renderer draw other images, which the counts show; a font may be missing.
         """
         counted = super().check().splits
-        report = LayoutReport({name: (found, [table_counts()[name]]) for name, (found, _) in counted.items()})
+        report = DataReport({name: (found, [table_counts()[name]]) for name, (found, _) in counted.items()})
         missing, versions = table_differences(self._glyphs.font_names)
-        return report if report.ok and not missing else LayoutReport(report.splits, missing, [versions])
+        return report if report.ok and not missing else DataReport(report.splits, missing, [versions])
 
     @cached_property
     def _glyphs(self) -> GlyphImages:

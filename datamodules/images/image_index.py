@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.datamodules.files.layout_report import with_warnings
+from lightning_retrieval.datamodules.files.record_warnings import record_warnings
 from lightning_retrieval.metrics.store import GALLERY, QUERY
 from lightning_retrieval.search.packed_strings import PackedStrings
 
@@ -207,7 +207,7 @@ def cached(
         for message in said:
             warnings.warn(message, stacklevel=2)
         return splits
-    result, warned = with_warnings(lambda: dict(read()))
+    result, warned = record_warnings(lambda: dict(read()))
     descriptor, temporary = tempfile.mkstemp(dir=folder, suffix=".npz")
     parts: dict[str, Any] = {f"{s}/{name}": a for s, index in result.items() for name, a in index.arrays().items()}
     said_now = PackedStrings(warned)

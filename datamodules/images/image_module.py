@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_choice, check_finite_number
 from lightning_retrieval.datamodules.base import RetrievalDataModule
-from lightning_retrieval.datamodules.files.layout_report import LayoutReport, with_warnings
+from lightning_retrieval.datamodules.files.data_report import DataReport
+from lightning_retrieval.datamodules.files.record_warnings import record_warnings
 from lightning_retrieval.datamodules.images.image_index import (
     DISTRACTOR,
     ImageIndex,
@@ -108,7 +109,7 @@ class ImageDataModule(RetrievalDataModule):
     @cached_property
     def _read(self) -> tuple[dict[str, ImageIndex], list[str]]:
         """The images of each split, and what reading them warned of."""
-        return with_warnings(self._read_or_cached)
+        return record_warnings(self._read_or_cached)
 
     def _read_or_cached(self) -> dict[str, ImageIndex]:
         sources = self.sources()
@@ -208,19 +209,19 @@ class ImageDataModule(RetrievalDataModule):
         mask = np.isin(train.labels, sorted(held))
         return train[~mask], train[mask]
 
-    def check(self) -> LayoutReport:
+    def check(self) -> DataReport:
         """Look at the layout before training: counts beside the published ones, and files that are missing."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what reading warns of stands in the report
             splits, warned = self._read
-        report = LayoutReport(odd=list(warned))
+        report = DataReport(problems=list(warned))
         for name, index in splits.items():
             classes = np.unique(index.labels)
             found = (len(index), int((classes != DISTRACTOR).sum()))
-            report.splits[name] = (found, self.paper.get(name, ()))
+            report.splits[name] = (found, self.published_counts.get(name, ()))
             paths = Tqdm(index.paths, desc=f"Looking for the images of {name}", delay=2, leave=False)
-            report.missing += [path for path in paths if not (self.root / path).is_file()]
+            report.missing_files += [path for path in paths if not (self.root / path).is_file()]
             twice = len(index) - len(set(index.paths)) if index.boxes is None else 0
             if twice:
-                report.odd.append(f"{twice} paths are listed twice in {name}")
+                report.problems.append(f"{twice} paths are listed twice in {name}")
         return report

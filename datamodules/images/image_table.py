@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.datamodules.files.layout import csv_rows, find_file, plain_path
+from lightning_retrieval.datamodules.files.find import find_file
+from lightning_retrieval.datamodules.files.lists import normalized_path, read_csv_rows
 from lightning_retrieval.datamodules.images.image_folder import check_test_fraction
 from lightning_retrieval.datamodules.images.image_index import (
     DISTRACTOR,
@@ -155,7 +156,7 @@ class _Table:
             np.array([LEAVES.search(image) is not None for image in images]),
             lambda row: f"`image` must lie inside the root, got {images[row]!r}",
         )
-        self.columns = {**columns, "image": [plain_path(image) for image in images]}
+        self.columns = {**columns, "image": [normalized_path(image) for image in images]}
 
     def refuse(self, odd: Any, sentence: Any) -> None:
         """Raise the sentence about the first of the odd rows."""
@@ -248,7 +249,7 @@ class _Table:
 
 
 def _csv(path: Path) -> _Table:
-    rows = csv_rows("ImageTable", path)
+    rows = read_csv_rows("ImageTable", path)
     header = [name.strip() for name in next(rows, ([], 1))[0]]
     _check_header(path, header)
     places = [(name, header.index(name)) for name in COLUMNS if name in header]

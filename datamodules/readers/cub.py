@@ -7,13 +7,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lightning_retrieval.datamodules.files.layout import (
-    find_file,
-    integers,
-    line_of,
+from lightning_retrieval.datamodules.files.find import find_file
+from lightning_retrieval.datamodules.files.lists import (
+    check_not_empty,
+    check_unique,
+    line_number,
+    parse_integers,
     read_rows,
-    refuse_duplicates,
-    refuse_empty,
 )
 from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
@@ -52,7 +52,7 @@ class CUB200(ImageDataModule):
         species is that of Oh Song et al., CVPR 2016.
     """
 
-    paper = MappingProxyType({"train": [(5_864, 100)], "test": [(5_924, 100)]})
+    published_counts = MappingProxyType({"train": [(5_864, 100)], "test": [(5_924, 100)]})
 
     def __init__(self, root: str | Path, boxes: bool = False, **settings: Any) -> None:
         super().__init__(root, **settings)
@@ -68,7 +68,7 @@ class CUB200(ImageDataModule):
         who, (of_paths, of_classes, *of_boxes) = type(self).__name__, self.sources()
         find_file(who, self.root, "images")
         paths = self._by_id(of_paths, 2)
-        refuse_duplicates(who, of_paths, "path", [row[1] for row in paths.values()])
+        check_unique(who, of_paths, "path", [row[1] for row in paths.values()])
         classes = self._by_id(of_classes, 2)
         boxes = self._by_id(of_boxes[0], 5) if of_boxes else {}
         for path, others in [(of_classes, classes), *((path, boxes) for path in of_boxes)]:
@@ -77,14 +77,14 @@ class CUB200(ImageDataModule):
             if not re.fullmatch("[0-9]{1,9}", row[1]) or not 1 <= int(row[1]) <= CLASSES:
                 raise ValueError(
                     f"{who}: the class must be an integer from 1 to {CLASSES}, got {row[1]!r} for image {image} in "
-                    f"line {line_of(of_classes, row)} of {of_classes}."
+                    f"line {line_number(of_classes, row)} of {of_classes}."
                 )
         # macOS leaves files ._name behind, which are no images.
         images = [image for image, row in paths.items() if not row[1].rpartition("/")[2].startswith("._")]
         splits = {}
         for split in ("train", "test"):
             chosen = [image for image in images if (int(classes[image][1]) <= TRAIN_CLASSES) == (split == "train")]
-            refuse_empty(who, of_classes, split, chosen)
+            check_not_empty(who, of_classes, split, chosen)
             labels, names = class_numbers([int(classes[image][1]) for image in chosen])
             splits[split] = ImageIndex(
                 [f"images/{paths[image][1]}" for image in chosen],
@@ -97,8 +97,8 @@ class CUB200(ImageDataModule):
     def _by_id(self, path: Path, fields: int) -> dict[int, list[str]]:
         who = type(self).__name__
         rows = list(read_rows(who, path, fields))
-        ids = integers(who, path, "image_id", [row[0] for row in rows])
-        refuse_duplicates(who, path, "image_id", ids)
+        ids = parse_integers(who, path, "image_id", [row[0] for row in rows])
+        check_unique(who, path, "image_id", ids)
         return dict(zip(ids, rows))
 
     def _refuse_unmatched(self, one: Path, of_one: Mapping[int, Any], other: Path, of_other: Mapping[int, Any]) -> None:
@@ -120,5 +120,5 @@ class CUB200(ImageDataModule):
             pass
         raise ValueError(
             f"{type(self).__name__}: a box must be four finite numbers, got {' '.join(row[1:])!r} in line "
-            f"{line_of(path, row)} of {path}."
+            f"{line_number(path, row)} of {path}."
         )

@@ -10,13 +10,8 @@ from typing import Any, NamedTuple
 from pytorch_lightning.utilities import rank_zero_info
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.datamodules.files.layout import (
-    csv_columns,
-    find_file,
-    read_rows,
-    refuse_duplicates,
-    refuse_empty,
-)
+from lightning_retrieval.datamodules.files.find import find_file
+from lightning_retrieval.datamodules.files.lists import check_not_empty, check_unique, read_csv_columns, read_rows
 from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
@@ -110,7 +105,7 @@ class IJBC(ImageDataModule):
                 f"IJBC: left out {rows_left_out:,} rows of faces without a subject{'' if of_crops else ' or a box'}.",
                 stacklevel=2,
             )
-        refuse_empty("IJBC", (of_crops or lists)[0], "test", faces)
+        check_not_empty("IJBC", (of_crops or lists)[0], "test", faces)
         kept = self._with_enough_instances(faces)
         labels, names = class_numbers([face.subject for face in kept])
         instances: dict[tuple[int, str], int] = {}
@@ -144,7 +139,7 @@ def _boxes(lists: Sequence[Path]) -> tuple[dict[_Face, _Box], int, int]:
     boxes: dict[_Face, _Box] = {}
     left_out = differing = 0
     for path in lists:
-        for (subject, name, sighting, *box), line in csv_columns(
+        for (subject, name, sighting, *box), line in read_csv_columns(
             "IJBC", path, ("SUBJECT_ID", "FILENAME", "SIGHTING_ID", *BOX)
         ):
             owner, corners = _subject(subject, path, line), _corners(box, path, line)
@@ -163,7 +158,7 @@ def _crops(lists: Sequence[Path], of_crops: Path) -> tuple[list[_Face], int]:
     """The faces of the re-pack, and how many have no subject, by their templates."""
     owners: dict[str, int] = {}
     for path in lists:
-        for (template, subject), line in csv_columns("IJBC", path, ("TEMPLATE_ID", "SUBJECT_ID")):
+        for (template, subject), line in read_csv_columns("IJBC", path, ("TEMPLATE_ID", "SUBJECT_ID")):
             owner = _subject(subject, path, line)
             if owner is not None and owners.setdefault(template, owner) != owner:
                 raise ValueError(
@@ -171,7 +166,7 @@ def _crops(lists: Sequence[Path], of_crops: Path) -> tuple[list[_Face], int]:
                     f"line {line} of {path}."
                 )
     rows = list(read_rows("IJBC", of_crops, 3))
-    refuse_duplicates("IJBC", of_crops, "image", [image for image, _, _ in rows])
+    check_unique("IJBC", of_crops, "image", [image for image, _, _ in rows])
     faces = [
         _Face(owners[template], f"loose_crop/{image}", medium) for image, template, medium in rows if template in owners
     ]

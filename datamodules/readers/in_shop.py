@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.datamodules.files.layout import (
-    find_file,
-    integers,
-    line_of,
+from lightning_retrieval.datamodules.files.data_report import DataReport
+from lightning_retrieval.datamodules.files.find import find_file
+from lightning_retrieval.datamodules.files.lists import (
+    check_not_empty,
+    check_unique,
+    line_number,
+    parse_integers,
+    read_lines,
     read_rows,
-    refuse_duplicates,
-    refuse_empty,
-    text_lines,
 )
-from lightning_retrieval.datamodules.files.layout_report import LayoutReport
 from lightning_retrieval.datamodules.images.image_index import ROLES, ImageIndex, class_numbers
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
@@ -61,7 +61,7 @@ class InShop(ImageDataModule):
         Annotations, CVPR 2016.
     """
 
-    paper = MappingProxyType(
+    published_counts = MappingProxyType(
         {
             "train": [(25_882, 3_997)],
             "test": [(26_830, 3_985)],
@@ -89,7 +89,7 @@ class InShop(ImageDataModule):
         """The images of the partition, in its order."""
         who, (path, *of_boxes) = type(self).__name__, self.sources()
         rows = self._counted(path, PARTITION)
-        refuse_duplicates(who, path, "image_name", [row[0] for row in rows])
+        check_unique(who, path, "image_name", [row[0] for row in rows])
         for row in rows:
             self._check(path, row)
         names = [row[0].replace("img/", "img_highres/", 1) if self.high_res else row[0] for row in rows]
@@ -102,7 +102,7 @@ class InShop(ImageDataModule):
         for split, statuses in {"train": ("train",), "test": ("query", "gallery")}.items():
             chosen = [place for place, row in enumerate(rows) if row[2] in statuses]
             for status in statuses:
-                refuse_empty(who, path, status, [place for place in chosen if rows[place][2] == status])
+                check_not_empty(who, path, status, [place for place in chosen if rows[place][2] == status])
             labels, items = class_numbers([rows[place][1] for place in chosen])
             splits[split] = ImageIndex(
                 [prefix + names[place] for place in chosen],
@@ -114,19 +114,19 @@ class InShop(ImageDataModule):
             )
         return splits
 
-    def check(self) -> LayoutReport:
+    def check(self) -> DataReport:
         """Look at the layout: counts, also of queries and gallery, beside the published ones, and missing files."""
         report, test = super().check(), self.splits["test"]
         for status in ("query", "gallery"):
             labels = test.labels[test.roles == ROLES[status]]
-            report.splits[status] = ((len(labels), len(np.unique(labels))), self.paper[status])
+            report.splits[status] = ((len(labels), len(np.unique(labels))), self.published_counts[status])
         return report
 
     def _counted(self, path: Path, header: tuple[str, ...]) -> list[list[str]]:
         """The rows of a list whose first line says how many there are."""
         who = type(self).__name__
-        first = next(text_lines(who, path), "")
-        (count,) = integers(who, path, "the number of images in line 1", [first.strip()])
+        first = next(read_lines(who, path), "")
+        (count,) = parse_integers(who, path, "the number of images in line 1", [first.strip()])
         rows = list(read_rows(who, path, len(header), header=header, skip=1))
         if count != len(rows):
             raise ValueError(
@@ -140,18 +140,19 @@ class InShop(ImageDataModule):
         if status not in ("train", "query", "gallery"):
             raise ValueError(
                 f"{who}: `evaluation_status` must be train, query or gallery, got {status!r} in line "
-                f"{line_of(path, row)} of {path}."
+                f"{line_number(path, row)} of {path}."
             )
         if not name.startswith("img/") or name.count("/") < 3 or ".." in name.split("/"):
             raise ValueError(
-                f"{who}: `image_name` must be img/gender/kind/..., got {name!r} in line {line_of(path, row)} of {path}."
+                f"{who}: `image_name` must be img/gender/kind/..., got {name!r} in line {line_number(path, row)} of "
+                f"{path}."
             )
 
     def _boxes(self, path: Path, images: list[str]) -> NDArray[np.int32]:
         who = type(self).__name__
         rows = self._counted(path, BOXES)
-        refuse_duplicates(who, path, "image_name", [row[0] for row in rows])
-        columns = [integers(who, path, BOXES[i], [row[i] for row in rows], bits=32) for i in range(3, 7)]
+        check_unique(who, path, "image_name", [row[0] for row in rows])
+        columns = [parse_integers(who, path, BOXES[i], [row[i] for row in rows], bits=32) for i in range(3, 7)]
         places = {row[0]: place for place, row in enumerate(rows)}
         without = [image for image in images if image not in places]
         if without:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.datamodules.files.layout import find_file, refuse_duplicates, text_lines
+from lightning_retrieval.datamodules.files.find import find_file
+from lightning_retrieval.datamodules.files.lists import check_unique, read_lines
 from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
@@ -56,7 +57,7 @@ class INaturalist(ImageDataModule):
         ECCV 2022.
     """
 
-    paper = MappingProxyType({"train": [(325_846, 5_690)], "test": [(136_093, 2_452)]})
+    published_counts = MappingProxyType({"train": [(325_846, 5_690)], "test": [(136_093, 2_452)]})
 
     def __init__(self, root: str | Path, levels: Sequence[str] | None = None, **settings: Any) -> None:
         super().__init__(root, **settings)
@@ -139,7 +140,7 @@ def _read_list(path: Path) -> tuple[list[str], list[int], list[str]]:
     paths: list[str] = []
     classes: list[int] = []
     groups: list[str] = []
-    for number, line in enumerate(text_lines("INaturalist", path), 1):
+    for number, line in enumerate(read_lines("INaturalist", path), 1):
         image = line.strip()
         if not image:
             continue
@@ -154,5 +155,5 @@ def _read_list(path: Path) -> tuple[list[str], list[int], list[str]]:
         groups.append(parts[-3])
     if not paths:
         raise ValueError(f"INaturalist: {path} must name at least one image, got none.")
-    refuse_duplicates("INaturalist", path, "image", paths)
+    check_unique("INaturalist", path, "image", paths)
     return paths, classes, groups

@@ -11,7 +11,8 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from lightning_retrieval.datamodules.files.layout import find_file, integers, plain_path, read_rows
+from lightning_retrieval.datamodules.files.find import find_file
+from lightning_retrieval.datamodules.files.lists import normalized_path, parse_integers, read_rows
 from lightning_retrieval.datamodules.images.image_index import LEAVES, ImageIndex
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
@@ -63,7 +64,7 @@ class LandmarksClean(ImageDataModule):
         ECCV 2016. As training set of AP-GeM: Revaud et al., ICCV 2019.
     """
 
-    paper = MappingProxyType({"train": [(42_410, 586)], "test": [(6_382, 586)]})
+    published_counts = MappingProxyType({"train": [(42_410, 586)], "test": [(6_382, 586)]})
     shared_classes = True
 
     def __init__(self, root: str | Path, images: str = "images", **settings: Any) -> None:
@@ -117,7 +118,7 @@ class LandmarksClean(ImageDataModule):
 
     def _rows(self, path: Path) -> list[_Row]:
         rows = list(read_rows("LandmarksClean", path, 2, more=True))
-        landmarks = integers("LandmarksClean", path, "landmark", [row[1] for row in rows])
+        landmarks = parse_integers("LandmarksClean", path, "landmark", [row[1] for row in rows])
         there: set[str] = set()
         if any("://" in row[0] for row in rows):
             there = set(os.listdir(find_file("LandmarksClean", self.root, self.images)))
@@ -129,7 +130,7 @@ class LandmarksClean(ImageDataModule):
 
     def _path(self, source: str, there: set[str]) -> str | None:
         if "://" not in source:
-            path = plain_path(source)
+            path = normalized_path(source)
             return path if LEAVES.search(path) or (self.root / path).is_file() else None
         name = source.rsplit("/", 1)[-1]
         found = next((name for name in (name, unquote(name)) if name in there), None)

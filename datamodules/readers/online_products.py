@@ -5,7 +5,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from lightning_retrieval.datamodules.files.layout import find_file, integers, read_rows, refuse_duplicates, refuse_empty
+from lightning_retrieval.datamodules.files.find import find_file
+from lightning_retrieval.datamodules.files.lists import check_not_empty, check_unique, parse_integers, read_rows
 from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
@@ -48,7 +49,7 @@ class StanfordOnlineProducts(ImageDataModule):
         Oh Song, Xiang, Jegelka and Savarese, Deep Metric Learning via Lifted Structured Feature Embedding, CVPR 2016.
     """
 
-    paper = MappingProxyType({"train": [(59_551, 11_318)], "test": [(60_502, 11_316)]})
+    published_counts = MappingProxyType({"train": [(59_551, 11_318)], "test": [(60_502, 11_316)]})
 
     def __init__(self, root: str | Path, **settings: Any) -> None:
         super().__init__(root, **settings)
@@ -63,27 +64,27 @@ class StanfordOnlineProducts(ImageDataModule):
         lists = dict(zip(("train", "test"), self.sources()))
         rows = {split: list(read_rows(who, path, 4, header=COLUMNS)) for split, path in lists.items()}
         for split, path in lists.items():
-            refuse_empty(who, path, split, rows[split])
+            check_not_empty(who, path, split, rows[split])
         every = [*rows["train"], *rows["test"]]
         both = lists["train"].with_name("Ebay_{train,test}.txt")
         ids, groups = (
             [
                 number
                 for split, path in lists.items()
-                for number in integers(who, path, name, [row[column] for row in rows[split]])
+                for number in parse_integers(who, path, name, [row[column] for row in rows[split]])
             ]
             for column, name in ((0, "image_id"), (2, "super_class_id"))
         )
-        refuse_duplicates(who, both, "image_id", ids)
+        check_unique(who, both, "image_id", ids)
         categories, _ = class_numbers(groups)
         first = Path(every[0][3]).parts[0]
         folder = find_file(who, self.root, first, f"images/{first}").parent
         prefix = "" if folder == self.root else f"{folder.name}/"
         splits, begin = {}, 0
         for split, path in lists.items():
-            labels, names = class_numbers(integers(who, path, "class_id", [row[1] for row in rows[split]]))
+            labels, names = class_numbers(parse_integers(who, path, "class_id", [row[1] for row in rows[split]]))
             paths = [prefix + row[3] for row in rows[split]]
-            refuse_duplicates(who, path, "path", paths)
+            check_unique(who, path, "path", paths)
             end = begin + len(paths)
             splits[split] = ImageIndex(paths, labels, categories=categories[begin:end], names=names)
             begin = end

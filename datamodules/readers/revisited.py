@@ -16,8 +16,9 @@ import numpy as np
 from PIL import Image
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.datamodules.files.layout import find_file, refuse_duplicates, refuse_empty, text_lines
-from lightning_retrieval.datamodules.files.layout_report import LayoutReport
+from lightning_retrieval.datamodules.files.data_report import DataReport
+from lightning_retrieval.datamodules.files.find import find_file
+from lightning_retrieval.datamodules.files.lists import check_not_empty, check_unique, read_lines
 from lightning_retrieval.datamodules.files.plain_pickle import load_plain_pickle
 from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ROLES, ImageIndex
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
@@ -125,9 +126,9 @@ class _Revisited(ImageDataModule):
         paths = [f"{folder}/{name}.jpg" for name in truth.images]
         if self.distractors is not None:
             folder_of_more = find_file(who, self.distractors, *FOLDERS).relative_to(self.root).as_posix()
-            lines = [line.strip() for line in text_lines(who, lists[0]) if line.strip()]
-            refuse_empty(who, lists[0], "distractors", lines)
-            refuse_duplicates(who, lists[0], "image", lines)
+            lines = [line.strip() for line in read_lines(who, lists[0]) if line.strip()]
+            check_not_empty(who, lists[0], "distractors", lines)
+            check_unique(who, lists[0], "image", lines)
             paths += [f"{folder_of_more}/{line}" for line in lines]
         ranked, queries = len(paths), len(truth.queries)
         paths += [f"{folder}/{name}.jpg" for name in truth.queries]
@@ -148,14 +149,14 @@ class _Revisited(ImageDataModule):
         settings = index, self.root, self.eval_transform, self.on_error
         return RevisitedImages(*settings, image_size=self.image_size, lists=lists)
 
-    def check(self) -> LayoutReport:
+    def check(self) -> DataReport:
         """Look at the layout: counts beside the published ones, and files that are missing."""
         report = super().check()
         queries, database = len(self.ground_truth.queries), len(self.ground_truth.images)
         found = {"queries": (queries, queries), "database": (database, 0)}
         if self.distractors is not None:
             found["distractors"] = (len(self.splits["test"]) - queries - database, 0)
-        report.splits = {name: (counts, self.paper[name]) for name, counts in found.items()}
+        report.splits = {name: (counts, self.published_counts[name]) for name, counts in found.items()}
         return report
 
     def _pickle(self) -> Path:
@@ -228,7 +229,9 @@ class RevisitedOxford(_Revisited):
 
     city = "roxford5k"
     older = "oxford5k"
-    paper = MappingProxyType({"queries": [(70, 70)], "database": [(4_993, 0)], "distractors": [(1_001_001, 0)]})
+    published_counts = MappingProxyType(
+        {"queries": [(70, 70)], "database": [(4_993, 0)], "distractors": [(1_001_001, 0)]}
+    )
 
 
 class RevisitedParis(_Revisited):
@@ -265,7 +268,9 @@ class RevisitedParis(_Revisited):
 
     city = "rparis6k"
     older = "paris6k"
-    paper = MappingProxyType({"queries": [(70, 70)], "database": [(6_322, 0)], "distractors": [(1_001_001, 0)]})
+    published_counts = MappingProxyType(
+        {"queries": [(70, 70)], "database": [(6_322, 0)], "distractors": [(1_001_001, 0)]}
+    )
 
 
 def parse_ground_truth(who: str, path: Path, value: Any) -> GroundTruth:

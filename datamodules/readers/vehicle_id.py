@@ -6,7 +6,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from lightning_retrieval.checks import check_choice
-from lightning_retrieval.datamodules.files.layout import find_file, integers, read_rows, refuse_duplicates, refuse_empty
+from lightning_retrieval.datamodules.files.find import find_file
+from lightning_retrieval.datamodules.files.lists import check_not_empty, check_unique, parse_integers, read_rows
 from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 from lightning_retrieval.datamodules.images.image_set import ImageSet
@@ -69,7 +70,7 @@ class VehicleID(ImageDataModule):
         CVPR 2016.
     """
 
-    paper = MappingProxyType(  # as in the papers, and as fast-reid's reader of the same lists has them
+    published_counts = MappingProxyType(  # as in the papers, and as fast-reid's reader of the same lists has them
         {
             "train": [(110_178, 13_134), (113_346, 13_164)],
             "small": [(7_332, 800), (6_493, 800)],
@@ -114,7 +115,7 @@ class VehicleID(ImageDataModule):
         of_image: dict[str, int] = {}
         for split, name in self._lists().items():
             images, vehicles = self._rows(f"{LISTS}/{name}")
-            refuse_empty(who, self.root / LISTS / name, split, images)
+            check_not_empty(who, self.root / LISTS / name, split, images)
             if every is not None:
                 images, vehicles = self._images_of(vehicles, *every)
             for image, vehicle in zip(images, vehicles):
@@ -148,8 +149,8 @@ class VehicleID(ImageDataModule):
         who, path = type(self).__name__, self.root / name
         rows = list(read_rows(who, path, 2))
         images = [row[0] for row in rows]
-        refuse_duplicates(who, path, "image", images)
-        return images, integers(who, path, "vehicle id", [row[1] for row in rows])
+        check_unique(who, path, "image", images)
+        return images, parse_integers(who, path, "vehicle id", [row[1] for row in rows])
 
     def _images_of(self, wanted: list[int], images: list[str], vehicles: list[int]) -> tuple[list[str], list[int]]:
         among = set(wanted)
@@ -168,7 +169,7 @@ class VehicleID(ImageDataModule):
         if not path.exists():
             return None
         rows = sorted({(row[0], row[1]) for row in read_rows(who, path, 2)})  # a line may come twice, saying the same
-        vehicles = integers(who, path, "vehicle id", [vid for vid, _ in rows])
-        refuse_duplicates(who, path, "vehicle id", vehicles)
-        numbers, names = class_numbers(integers(who, path, "model id", [model for _, model in rows]))
+        vehicles = parse_integers(who, path, "vehicle id", [vid for vid, _ in rows])
+        check_unique(who, path, "vehicle id", vehicles)
+        numbers, names = class_numbers(parse_integers(who, path, "model id", [model for _, model in rows]))
         return {None: len(names), **dict(zip(vehicles, numbers.tolist()))}

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.datamodules.files.layout import csv_rows, find_file, refuse_duplicates, text_lines
+from lightning_retrieval.datamodules.files.find import find_file
+from lightning_retrieval.datamodules.files.lists import check_unique, read_csv_rows, read_lines
 from lightning_retrieval.datamodules.images.image_folder import image_suffixes
 from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
@@ -52,7 +53,7 @@ class VGGFace2(ImageDataModule):
         Cao et al., "VGGFace2: a dataset for recognising faces across pose and age", FG 2018.
     """
 
-    paper = MappingProxyType({"train": [(3_141_890, 8_631)], "test": [(169_396, 500)]})
+    published_counts = MappingProxyType({"train": [(3_141_890, 8_631)], "test": [(169_396, 500)]})
 
     def __init__(self, root: str | Path, boxes: bool = False, **settings: Any) -> None:
         super().__init__(root, **settings)
@@ -101,7 +102,7 @@ def _read_list(path: Path, split: str) -> tuple[list[str], list[str]]:
     paths: list[str] = []
     known: dict[str, str] = {}  # one string for each person, not for each image
     prefix = f"{split}/"
-    for number, line in enumerate(text_lines("VGGFace2", path), 1):
+    for number, line in enumerate(read_lines("VGGFace2", path), 1):
         image = line.strip()
         if not image:
             continue
@@ -121,7 +122,7 @@ def _read_list(path: Path, split: str) -> tuple[list[str], list[str]]:
         paths.append(image)
     if not paths:
         raise ValueError(f"VGGFace2: {path} must name at least one image, got none.")
-    refuse_duplicates("VGGFace2", path, "image", paths)
+    check_unique("VGGFace2", path, "image", paths)
     return people, paths
 
 
@@ -154,7 +155,7 @@ def _read_boxes(path: Path, split: str, paths: Sequence[str]) -> NDArray[np.int3
     """(images, 4) left, top, right, bottom, in the order of the paths; the official rows have it already."""
     prefix, sides, order = f"{split}/", array("i"), array("q")
     place: dict[str, int] | None = None
-    rows = csv_rows("VGGFace2", path)
+    rows = read_csv_rows("VGGFace2", path)
     header = [name.strip() for name in next(rows, ([], 1))[0]]
     if header != BOX_HEADER:
         raise ValueError(

@@ -199,9 +199,11 @@ def test_a_check_has_the_tables_counts_beside_those_drawn(glyphs):
             rows = [row for row in csv.DictReader(list(table)[1:]) if row["split"] == split]
         assert published == (sum(int(row["images"]) for row in rows), len(rows))
     assert list(report.splits) == ["train", "val", "test"]
-    assert not report.missing
+    assert not report.missing_files
     counts_differ = any(found not in published for found, published in report.splits.values())
-    assert [line.split(",")[0].split()[:3] for line in report.odd] == [["drawn", "with", "matplotlib"]] * counts_differ
+    assert [line.split(",")[0].split()[:3] for line in report.problems] == [
+        ["drawn", "with", "matplotlib"]
+    ] * counts_differ
 
 
 def test_a_check_names_the_fonts_that_are_missing(tmp_path, monkeypatch):
@@ -213,7 +215,7 @@ def test_a_check_names_the_fonts_that_are_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(matplotlib, "get_data_path", lambda: str(tmp_path))
     with pytest.warns(UserWarning, match="classes have no images"):
         report = Glyphs(cache_dir=tmp_path).check()
-    assert set(report.missing) == {f"{name}.ttf" for name in glyph_images.TABLE_FONTS.split() if name not in few}
-    assert "DejaVuSansMono.ttf" in report.missing
+    assert set(report.missing_files) == {f"{name}.ttf" for name in glyph_images.TABLE_FONTS.split() if name not in few}
+    assert "DejaVuSansMono.ttf" in report.missing_files
     assert not report.ok
-    assert "odd: drawn with matplotlib " in str(report)
+    assert "problem: drawn with matplotlib " in str(report)

@@ -24,7 +24,8 @@ from lightning_retrieval.datamodules import (
     SeededIndex,
     reference_transform,
 )
-from lightning_retrieval.datamodules.files.layout import find_file, integers, read_rows, refuse_duplicates
+from lightning_retrieval.datamodules.files.find import find_file
+from lightning_retrieval.datamodules.files.lists import check_unique, parse_integers, read_rows
 from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ROLES, cached, class_numbers
 
 QUIET = [
@@ -184,15 +185,16 @@ def test_rows_are_read_as_they_stand(tmp_path):
         list(read_rows("I", file, 2, header=["id", "way"], skip=1))
     file.write_text("1 a\n2\n3 c d\n4 e\n")
     with pytest.raises(
-        ValueError, match=rf"^I: each line of {file} must have 2 fields, which 2 have not \(line 2, 3\)"
+        ValueError,
+        match=rf"^I: each line of {file} must have 2 fields, got 2 with a different number of fields \(line 2, 3\)",
     ):
         list(read_rows("I", file, 2))
     file.write_text("1 a\n3 c d\n")
     assert len(list(read_rows("I", file, 2, more=True))) == 2
     with pytest.raises(ValueError, match=rf"^I: `id` must be integers in {file}, got '1x'"):
-        integers("I", file, "id", ["1", "1x"])
+        parse_integers("I", file, "id", ["1", "1x"])
     with pytest.raises(ValueError, match=rf"^I: `id` must be different in each line of {file}, got 7 twice"):
-        refuse_duplicates("I", file, "id", [7, 8, 7])
+        check_unique("I", file, "id", [7, 8, 7])
 
 
 def test_a_root_one_folder_off_is_told_the_right_one(tmp_path):
@@ -202,12 +204,14 @@ def test_a_root_one_folder_off_is_told_the_right_one(tmp_path):
     assert find_file("I", tmp_path / "up" / "set", "train.txt", "lists/train.txt") == file
     for root in (tmp_path / "up", tmp_path / "up" / "set" / "lists"):
         with pytest.raises(
-            FileNotFoundError, match=rf"^I: `root` must hold lists/train.txt, .* give root={tmp_path}/up/set\."
+            FileNotFoundError, match=rf"^I: `root` must contain lists/train.txt, .* pass root={tmp_path}/up/set\."
         ):
             find_file("I", root, "lists/train.txt")
-    with pytest.raises(FileNotFoundError, match="nor a folder near it"):
+    with pytest.raises(FileNotFoundError, match="no folder near it contains one"):
         find_file("I", tmp_path, "test.txt")
-    with pytest.raises(FileNotFoundError, match=r"must be a folder that holds a\.txt, got .*none, which is not there"):
+    with pytest.raises(
+        FileNotFoundError, match=r"must be a folder that contains a\.txt, got .*none, which does not exist"
+    ):
         find_file("I", tmp_path / "none", "a.txt")
 
 
@@ -512,7 +516,7 @@ def test_an_unknown_transform_is_refused():
 class Pictures(ImageDataModule):
     """Classes 0 to 5 in training, 6 to 8 in evaluation, four images each."""
 
-    paper = MappingProxyType({"train": [(24, 6)], "test": [(13, 3), (13, 4)]})
+    published_counts = MappingProxyType({"train": [(24, 6)], "test": [(13, 3), (13, 4)]})
 
     def __init__(self, root, parts=("train", "test"), **settings):
         small = {"train_transform": TINY, "eval_transform": TINY, "classes_per_batch": 2, "samples_per_class": 4}
@@ -627,7 +631,7 @@ def test_the_index_is_kept_in_the_cache(tree, tmp_path):
 def test_check_shows_the_papers_counts_and_what_is_missing(tree):
     report = Pictures(tree, parts=("train", "test", "hard")).check()
     assert not report.ok  # 12 test images, not 13
-    published = Pictures.paper
+    published = Pictures.published_counts
     assert report.splits == {
         "train": ((24, 6), published["train"]),
         "test": ((12, 3), published["test"]),
@@ -644,8 +648,8 @@ def test_check_shows_the_papers_counts_and_what_is_missing(tree):
             return ImageIndex(["0/0.png", "0/0.png", "gone/é.png"], [0, 0, 1])
 
     report = Gone(tree, parts=("train",)).check()
-    assert report.missing == ["gone/é.png"]
-    assert report.odd == ["1 paths are listed twice in train"]
+    assert report.missing_files == ["gone/é.png"]
+    assert report.problems == ["1 paths are listed twice in train"]
     assert "missing: gone/é.png" in str(report)
 
 

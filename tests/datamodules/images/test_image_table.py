@@ -255,7 +255,7 @@ def test_rows_that_are_refused(tmp_path, rows, message):
 @refusal
 def test_a_table_that_is_not_there(tmp_path):
     write_csv(tmp_path / "deeper", *SPLIT_ROWS)
-    with pytest.raises(FileNotFoundError, match=r"`root` must hold images.csv, .*; give root=.*deeper"):
+    with pytest.raises(FileNotFoundError, match=r"`root` must contain images.csv, .*; pass root=.*deeper"):
         read(tmp_path)
     with pytest.raises(ValueError, match=r"ImageTable: `test_fraction` must be between 0 and 1, got 1\.5"):
         ImageTable(tmp_path, "images.csv", test_fraction=1.5)

@@ -42,7 +42,7 @@ def test_the_report_has_the_papers_counts(tmp_path):
     write_cub(tmp_path)
     report = CUB200(tmp_path).check()
     assert report.splits == {"train": ((12, 4), [(5864, 100)]), "test": ((9, 3), [(5924, 100)])}
-    assert not report.missing
+    assert not report.missing_files
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -61,8 +61,18 @@ def test_a_truncated_image_is_refused_or_skipped(tmp_path):
 
 PATHS, CLASSES, BOXES = "images.txt", "image_class_labels.txt", "bounding_boxes.txt"
 REFUSALS = {
-    "missing path": (PATHS, f"2 {ALBATROSS}_1_1.jpg", "2", r"images.txt must have 2 fields, which 1 have not \(line 2"),
-    "missing class": (CLASSES, "20 200\n", "20\n", r"labels.txt must have 2 fields, which 1 have not \(line 3\)"),
+    "missing path": (
+        PATHS,
+        f"2 {ALBATROSS}_1_1.jpg",
+        "2",
+        r"images.txt must have 2 fields, got 1 with a different number of fields \(line 2",
+    ),
+    "missing class": (
+        CLASSES,
+        "20 200\n",
+        "20\n",
+        r"labels.txt must have 2 fields, got 1 with a different number of fields \(line 3\)",
+    ),
     "missing height": (BOXES, "2.0 20.25 30.0", "2.0 20.25", r"boxes.txt must have 5 fields, .* \(line 2\)"),
     "id twice": (PATHS, "2 001", "1 001", "`image_id` must be different in each line of .*images.txt, got 1 twice"),
     "class's id twice": (CLASSES, "20 200", "21 200", "must be different .*image_class_labels.txt, got 21 twice"),
@@ -111,7 +121,7 @@ def test_an_empty_split_is_refused(tmp_path, split, odd):
     rows = [row for place, row in enumerate(written) if place not in odd]
     (tmp_path / PATHS).write_text("".join(f"{image} {name}\n" for image, name, _, _ in rows))
     (tmp_path / CLASSES).write_text("".join(f"{image} {number}\n" for image, _, number, _ in rows))
-    with pytest.raises(ValueError, match=f"the split '{split}' must hold at least one image, got none in .*labels.txt"):
+    with pytest.raises(ValueError, match=f"the split '{split}' must have at least one image, got none in .*labels.txt"):
         CUB200(tmp_path).prepare_data()
 
 
@@ -119,7 +129,7 @@ def test_an_empty_split_is_refused(tmp_path, split, odd):
 def test_a_root_one_folder_off_is_told_the_right_one(tmp_path, given):
     write_cub(tmp_path / "CUB_200_2011")
     (tmp_path / given).mkdir(exist_ok=True)
-    with pytest.raises(FileNotFoundError, match=re.escape(f"give root={tmp_path / 'CUB_200_2011'}.")):
+    with pytest.raises(FileNotFoundError, match=re.escape(f"pass root={tmp_path / 'CUB_200_2011'}.")):
         CUB200(tmp_path / given).prepare_data()
 
 
@@ -127,5 +137,7 @@ def test_a_root_one_folder_off_is_told_the_right_one(tmp_path, given):
 def test_what_is_missing_is_named(tmp_path, name):
     write_cub(tmp_path / "birds")
     (tmp_path / "birds" / name).rename(tmp_path / "birds/away")
-    with pytest.raises(FileNotFoundError, match=f"must hold {name}, which .*birds does not, nor a folder near it"):
+    with pytest.raises(
+        FileNotFoundError, match=f"must contain {name}, got .*birds, which does not; no folder near it contains one"
+    ):
         CUB200(tmp_path / "birds", boxes=True).prepare_data()

@@ -128,7 +128,7 @@ def test_the_report_counts_images_and_names_the_missing(tmp_path, layout):
     assert report.splits["test"][0] == (len(index), 2)
     assert report.ok
     (tmp_path / index.paths[3]).unlink()
-    assert IJBC(tmp_path).check().missing == [index.paths[3]]
+    assert IJBC(tmp_path).check().missing_files == [index.paths[3]]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -221,17 +221,29 @@ REFUSALS = {
         G1,
         "SUBJECT_ID",
         "SUBJECT",
-        r"G1.csv must name the columns .*; SUBJECT_ID missing in",
+        r"G1.csv must name the columns .*, got .*, which lacks SUBJECT_ID",
     ),
     "no header": (
         "re-pack",
         MIXED,
         "TEMPLATE_ID,",
         "1,",
-        "probe_mixed.csv must name .*; TEMPLATE_ID missing in '1,SUB",
+        "probe_mixed.csv must name .*, got '1,SUB.*', which lacks TEMPLATE_ID",
     ),
-    "missing fields": ("release", G2, ",20.25", "\n20.25", r"G2.csv must have 8 fields, which 1 have not \(line 2\)"),
-    "missing subject": ("re-pack", G1, "1,5,img", "1\n1,5,img", r"must have 2 fields, which 1 have not \(line 2\)"),
+    "missing fields": (
+        "release",
+        G2,
+        ",20.25",
+        "\n20.25",
+        r"G2.csv must have 8 fields, got 1 with a different number of fields \(line 2\)",
+    ),
+    "missing subject": (
+        "re-pack",
+        G1,
+        "1,5,img",
+        "1\n1,5,img",
+        r"must have 2 fields, got 1 with a different number of fields \(line 2\)",
+    ),
     "subject that is no number": (
         "release",
         G1,
@@ -252,7 +264,7 @@ REFUSALS = {
         "ijbc_face_tid_mid.txt",
         " 101",
         "",
-        r"must have 3 fields, which 1 have not \(line 1\)",
+        r"must have 3 fields, got 1 with a different number of fields \(line 1\)",
     ),
     "crop twice": (
         "re-pack",
@@ -298,7 +310,7 @@ def test_an_empty_split_is_refused(tmp_path, layout):
         path.write_text(path.read_text().splitlines()[0] + "\n")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(ValueError, match=r"^IJBC: the split 'test' must hold at least one image, got none in"):
+        with pytest.raises(ValueError, match=r"^IJBC: the split 'test' must have at least one image, got none in"):
             IJBC(tmp_path).prepare_data()
 
 
@@ -323,7 +335,7 @@ def test_settings_out_of_range_are_refused(tmp_path):
 )
 def test_a_root_one_folder_off_is_told_the_right_one(tmp_path, layout, given):
     LAYOUTS[layout][0](tmp_path / "data")
-    with pytest.raises(FileNotFoundError, match=re.escape(f"give root={tmp_path / 'data'}.")):
+    with pytest.raises(FileNotFoundError, match=re.escape(f"pass root={tmp_path / 'data'}.")):
         IJBC(tmp_path / given).prepare_data()
 
 
@@ -341,7 +353,7 @@ def test_what_is_missing_is_named(tmp_path, layout, name):
     write(tmp_path / "faces")
     path = tmp_path / "faces" / (f"{folder}/{name}" if name.endswith("csv") else name)
     path.rename(tmp_path / "faces/away")
-    with pytest.raises(FileNotFoundError, match=f"^IJBC: `root` must hold .*{name}.*, which .*faces does not"):
+    with pytest.raises(FileNotFoundError, match=f"^IJBC: `root` must contain .*{name}.*, got .*faces, which does not"):
         IJBC(tmp_path / "faces").prepare_data()
 
 

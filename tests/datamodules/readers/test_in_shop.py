@@ -54,7 +54,7 @@ def test_the_report_has_the_papers_counts(tmp_path):
         "query": ((3, 3), [(14218, 3985)]),
         "gallery": ((6, 3), [(12612, 3985)]),
     }
-    assert not report.missing
+    assert not report.missing_files
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -97,7 +97,12 @@ REFUSALS = {
     "another count": (PARTITION, "21\n", "22\n", "must hold as many images as its first line says, 22, got 21"),
     "no count": (PARTITION, "21\n", "", "`the number of images in line 1` must be integers .*, got 'image_name item"),
     "other header": (PARTITION, "item_id", "item", "line 2 of .* must be the header 'image_name item_id evaluation_"),
-    "missing fields": (PARTITION, "id_00000001     query", "query", r"3 fields, which 1 have not \(line 3\)"),
+    "missing fields": (
+        PARTITION,
+        "id_00000001     query",
+        "query",
+        r"3 fields, got 1 with a different number of fields \(line 3\)",
+    ),
     "unknown status": (PARTITION, "query", "probe", "query or gallery, got 'probe' in line 3 of .*partition.txt"),
     "image twice": (PARTITION, "01_2_side", "01_1_front", f"`image_name` must be different .* '{FIRST}' twice"),
     "no folders": (PARTITION, FIRST, "img/id_00000001.jpg", "img/gender/kind/..., got 'img/id_00000001.jpg' in line 3"),
@@ -117,7 +122,7 @@ REFUSALS = {
         " 4294967296\n",
         r"`y_2` must be integers in .*, got '4294967296' in line 3",
     ),
-    "missing corner": (BOXES, " 030\n", "\n", r"7 fields, which 1 have not \(line 3\)"),
+    "missing corner": (BOXES, " 030\n", "\n", r"7 fields, got 1 with a different number of fields \(line 3\)"),
     "corner that is no number": (BOXES, " 030\n", " 3x\n", "`y_2` must be integers .*, got '3x'"),
     "empty box": (BOXES, " 030\n", " 002\n", r"`boxes` must hold pixels, got \[3, 2, 30, 2\] for img/"),
     "no box": (BOXES, FIRST, "img/other.jpg", f"must hold a box for each image, which 1 have not, such as {FIRST}"),
@@ -144,10 +149,10 @@ def test_an_empty_split_is_refused(tmp_path, split, statuses):
     lines = (tmp_path / PARTITION).read_text().splitlines()
     kept = [line for line in lines[2:] if line and line.split()[2] not in statuses]
     (tmp_path / PARTITION).write_text("\n".join([str(len(kept)), lines[1], *kept]))
-    with pytest.raises(ValueError, match=f"the split '{split}' must hold at least one image, got none in .*partition"):
+    with pytest.raises(ValueError, match=f"the split '{split}' must have at least one image, got none in .*partition"):
         InShop(tmp_path).prepare_data()
     (tmp_path / PARTITION).write_text(f"0\n{lines[1]}\n")
-    with pytest.raises(ValueError, match="the split 'train' must hold at least one image"):
+    with pytest.raises(ValueError, match="the split 'train' must have at least one image"):
         InShop(tmp_path).prepare_data()
 
 
@@ -164,11 +169,13 @@ def test_a_root_one_folder_off_is_told_the_right_one(tmp_path, layout, given):
     lists, images = LAYOUTS[layout]
     write_in_shop(tmp_path / "In-shop", lists, images)
     (tmp_path / given).mkdir(exist_ok=True)
-    with pytest.raises(FileNotFoundError, match=re.escape(f"give root={tmp_path / 'In-shop'}.")):
+    with pytest.raises(FileNotFoundError, match=re.escape(f"pass root={tmp_path / 'In-shop'}.")):
         InShop(tmp_path / given).prepare_data()
 
 
 def test_missing_images_are_looked_for_near_by(tmp_path):
     write_in_shop(tmp_path, "Eval/", "Img/")
-    with pytest.raises(FileNotFoundError, match=re.escape(f"img/MEN, which {tmp_path / 'Eval'} does not; give root=")):
+    with pytest.raises(
+        FileNotFoundError, match=re.escape(f"img/MEN, got {tmp_path / 'Eval'}, which does not; pass root=")
+    ):
         InShop(tmp_path / "Eval").prepare_data()

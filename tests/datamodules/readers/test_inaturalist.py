@@ -108,7 +108,7 @@ def test_a_missing_taxonomy_is_refused(tmp_path):
     refused({"categories": []}, r"all categories missing in .*train2018.json")
     path.unlink()
     with pytest.raises(
-        FileNotFoundError, match=r"INaturalist: `root` must hold train2018.json or val2018.json or categ"
+        FileNotFoundError, match=r"INaturalist: `root` must contain train2018.json or val2018.json or categ"
     ):
         INaturalist(tmp_path, levels=LEVELS).prepare_data()
 
@@ -117,7 +117,7 @@ def test_a_missing_taxonomy_is_refused(tmp_path):
 def test_lists_that_are_missing_or_odd(tmp_path):
     write_inaturalist(tmp_path / "inat", images=False)
     with pytest.raises(
-        FileNotFoundError, match=r"must hold Inat_dataset_splits/Inat.*train_set1.txt.*give root=.*/inat\."
+        FileNotFoundError, match=r"must contain Inat_dataset_splits/Inat.*train_set1.txt.*pass root=.*/inat\."
     ):
         INaturalist(tmp_path).prepare_data()
     path = tmp_path / "inat" / "Inat_dataset_splits" / "Inaturalist_train_set1.txt"
@@ -143,7 +143,7 @@ def test_check_counts_beside_the_paper(tmp_path):
     (tmp_path / paths["test"][4]).unlink()
     report = INaturalist(tmp_path).check()
     assert report.splits == {"train": ((9, 3), [(325_846, 5_690)]), "test": ((6, 2), [(136_093, 2_452)])}
-    assert report.missing == [paths["test"][4]]
+    assert report.missing_files == [paths["test"][4]]
     assert not report.ok
 
 

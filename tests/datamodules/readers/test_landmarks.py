@@ -81,7 +81,7 @@ def test_names_of_several_urls_are_warned_of(tmp_path):
 @refusal
 def test_what_is_refused(tmp_path):
     with pytest.raises(
-        FileNotFoundError, match=r"must hold annotations/annotation_clean_train.txt or annotation_clean_tr"
+        FileNotFoundError, match=r"must contain annotations/annotation_clean_train.txt or annotation_clean_tr"
     ):
         LandmarksClean(tmp_path).prepare_data()
     path = tmp_path / "annotation_clean_train.txt"
@@ -92,7 +92,7 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"`landmark` must be integers in .*, got 'one'"):
         LandmarksClean(tmp_path).prepare_data()
     write_text(path, "http://x.org/a.jpg 1\n")
-    with pytest.raises(FileNotFoundError, match=r"`root` must hold images, which"):
+    with pytest.raises(FileNotFoundError, match=r"`root` must contain images, got"):
         LandmarksClean(tmp_path).prepare_data()
     (tmp_path / "images").mkdir()
     with (

@@ -47,7 +47,7 @@ def test_the_report_has_the_papers_counts_and_what_is_missing(tmp_path):
     (tmp_path / written["test"][4][0]).unlink()
     report = StanfordOnlineProducts(tmp_path).check()
     assert report.splits == {"train": ((12, 4), [(59551, 11318)]), "test": ((9, 3), [(60502, 11316)])}
-    assert report.missing == [written["test"][4][0]]
+    assert report.missing_files == [written["test"][4][0]]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -76,7 +76,12 @@ def test_a_truncated_image_is_refused_or_skipped(tmp_path):
 REFUSALS = {
     "other header": ("train", HEADER, "image_id class_id path", "line 1 of .*Ebay_train.txt must be the header"),
     "no header": ("test", f"{HEADER}\n", "", "line 1 of .*Ebay_test.txt must be the header .* got '13 11319 2 "),
-    "missing fields": ("train", "2 8 12 ", "2 12 ", r"Ebay_train.txt must have 4 fields, which 1 have not \(line 3\)"),
+    "missing fields": (
+        "train",
+        "2 8 12 ",
+        "2 12 ",
+        r"Ebay_train.txt must have 4 fields, got 1 with a different number of fields \(line 3\)",
+    ),
     "id twice": ("train", "\n2 8", "\n1 8", r"`image_id` must be different .*Ebay_\{train,test\}.txt, got 1 twice"),
     "id in both lists": ("test", "\n13 ", "\n1 ", r"`image_id` must be different .*Ebay_\{train,test\}.txt, got 1 "),
     "id that is no number": ("train", "\n2 8", "\nb 8", "`image_id` must be integers .*, got 'b'"),
@@ -103,7 +108,7 @@ def test_what_is_odd_is_refused(tmp_path, case):
 def test_an_empty_split_is_refused(tmp_path, split):
     write_online_products(tmp_path)
     (tmp_path / f"Ebay_{split}.txt").write_text(f"{HEADER}\n\n")
-    with pytest.raises(ValueError, match=f"the split '{split}' must hold at least one image, got none in .*{split}"):
+    with pytest.raises(ValueError, match=f"the split '{split}' must have at least one image, got none in .*{split}"):
         StanfordOnlineProducts(tmp_path).prepare_data()
 
 
@@ -113,16 +118,16 @@ def test_a_root_one_folder_off_is_told_the_right_one(tmp_path, layout, given):
     lists, images = LAYOUTS[layout]
     write_online_products(tmp_path / "products", lists, images)
     (tmp_path / given).mkdir(exist_ok=True)
-    with pytest.raises(FileNotFoundError, match=re.escape(f"give root={tmp_path / 'products'}.")):
+    with pytest.raises(FileNotFoundError, match=re.escape(f"pass root={tmp_path / 'products'}.")):
         StanfordOnlineProducts(tmp_path / given).prepare_data()
 
 
 def test_missing_folders_and_files_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"got .*nowhere, which is not there"):
+    with pytest.raises(FileNotFoundError, match=r"got .*nowhere, which does not exist"):
         StanfordOnlineProducts(tmp_path / "nowhere").prepare_data()
     written = write_online_products(tmp_path)
     (tmp_path / "toaster_final").rename(tmp_path / "gone")
-    with pytest.raises(FileNotFoundError, match="must hold toaster_final or images/toaster_final, which"):
+    with pytest.raises(FileNotFoundError, match="must contain toaster_final or images/toaster_final, got"):
         StanfordOnlineProducts(tmp_path).prepare_data()
     (tmp_path / "gone").rename(tmp_path / "toaster_final")
     (tmp_path / written["train"][0][0]).unlink()

@@ -154,7 +154,7 @@ def test_the_report_has_the_published_counts(tmp_path):
         "database": ((8, 0), [(4993, 0)]),
         "distractors": ((3, 0), [(1001001, 0)]),
     }
-    assert report.missing == [f"roxford5k/jpg/{IMAGES[3]}.jpg", f"revisitop1m/jpg/{MORE[1]}"]
+    assert report.missing_files == [f"roxford5k/jpg/{IMAGES[3]}.jpg", f"revisitop1m/jpg/{MORE[1]}"]
     assert "1,001,001" in str(report)
     paris = RevisitedParis(write_revisited(tmp_path, "rparis6k", pickled="gnd_rparis6k.pkl")).check()
     assert paris.splits["database"] == ((8, 0), [(6322, 0)])
@@ -264,7 +264,7 @@ def test_a_crop_of_one_pixel_stays_one(tmp_path):
 def test_an_empty_list_of_distractors_and_an_image_twice_are_refused(tmp_path):
     folder, more = write_revisited(tmp_path), write_distractors(tmp_path / "revisitop1m")
     for text, message in (
-        ("\n", "the split 'distractors' must hold at least one image, got none in .*revisitop1m.txt"),
+        ("\n", "the split 'distractors' must have at least one image, got none in .*revisitop1m.txt"),
         ("a.jpg\nb.jpg\na.jpg\n", "`image` must be different in each line of .*revisitop1m.txt, got 'a.jpg' twice"),
     ):
         write_text(more / "revisitop1m.txt", text)
@@ -489,16 +489,16 @@ def test_what_is_odd_is_refused(tmp_path, case):
 
 @refusal
 def test_missing_files_are_refused_with_a_hint(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"RevisitedOxford: `root` must hold gnd_roxford5k.pkl, which"):
+    with pytest.raises(FileNotFoundError, match=r"RevisitedOxford: `root` must contain gnd_roxford5k.pkl, got"):
         RevisitedOxford(tmp_path).prepare_data()
     folder = write_revisited(tmp_path)
-    with pytest.raises(FileNotFoundError, match=re.escape(f"give root={folder}")):
+    with pytest.raises(FileNotFoundError, match=re.escape(f"pass root={folder}")):
         RevisitedOxford(folder / "jpg").prepare_data()
     (tmp_path / "list").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"RevisitedOxford: `root` must hold revisitop1m.txt, which"):
+    with pytest.raises(FileNotFoundError, match=r"RevisitedOxford: `root` must contain revisitop1m.txt, got"):
         RevisitedOxford(folder, distractors=tmp_path / "list").prepare_data()
     (folder / "jpg").rename(folder / "jpegs")
-    with pytest.raises(FileNotFoundError, match="RevisitedOxford: `root` must hold jpg or images, which"):
+    with pytest.raises(FileNotFoundError, match="RevisitedOxford: `root` must contain jpg or images, got"):
         RevisitedOxford(folder).prepare_data()
 
 
@@ -514,7 +514,7 @@ def test_several_ground_truths_are_refused(tmp_path):
 def test_another_city_is_refused(tmp_path):
     folder = write_revisited(tmp_path, "rparis6k", pickled="gnd_rparis6k.pkl")
     with pytest.raises(
-        FileNotFoundError, match=r"RevisitedOxford: `root` must hold gnd_roxford5k.pkl, which .*rparis6k"
+        FileNotFoundError, match=r"RevisitedOxford: `root` must contain gnd_roxford5k.pkl, got .*rparis6k"
     ):
         RevisitedOxford(folder).prepare_data()
 

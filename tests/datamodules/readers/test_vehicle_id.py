@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from lightning_retrieval.datamodules import ImageSet, LayoutReport
+from lightning_retrieval.datamodules import DataReport, ImageSet
 from lightning_retrieval.datamodules.readers.vehicle_id import VehicleID
 from lightning_retrieval.metrics import RandomGalleryMetrics
 from tests.datamodules.short_run import QUIET, SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
@@ -113,10 +113,10 @@ def test_the_report_has_the_papers_counts(tmp_path):
 @pytest.mark.parametrize("published", [0, 1])
 def test_either_of_the_published_counts_is_right(published):
     """The papers' and those of fast-reid; but not one of each."""
-    counts = {name: alternatives[published] for name, alternatives in VehicleID.paper.items()}
-    assert LayoutReport({name: (found, VehicleID.paper[name]) for name, found in counts.items()}).ok
-    mixed = (VehicleID.paper["train"][published][0], VehicleID.paper["train"][1 - published][1])
-    assert not LayoutReport({"train": (mixed, VehicleID.paper["train"])}).ok
+    counts = {name: alternatives[published] for name, alternatives in VehicleID.published_counts.items()}
+    assert DataReport({name: (found, VehicleID.published_counts[name]) for name, found in counts.items()}).ok
+    mixed = (VehicleID.published_counts["train"][published][0], VehicleID.published_counts["train"][1 - published][1])
+    assert not DataReport({"train": (mixed, VehicleID.published_counts["train"])}).ok
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -151,8 +151,18 @@ def test_a_truncated_image_is_refused_or_skipped(tmp_path):
 
 
 REFUSALS = {
-    "missing fields": (TRAIN, "0000008 10", "0000008", r"train_list.txt must have 2 fields, .*1 have not \(line 2\)"),
-    "more fields": (SMALL_LIST, " 30\n", " 30 1\n", r"test_list_800.txt must have 2 fields, .*1 have not \(line 1\)"),
+    "missing fields": (
+        TRAIN,
+        "0000008 10",
+        "0000008",
+        r"train_list.txt must have 2 fields, .*got 1 with a different .* \(line 2\)",
+    ),
+    "more fields": (
+        SMALL_LIST,
+        " 30\n",
+        " 30 1\n",
+        r"test_list_800.txt must have 2 fields, .*got 1 with a different .* \(line 1\)",
+    ),
     "image twice": (TRAIN, "0000008 10", "0000001 10", "`image` must be different .*train_list.txt, got '0000001' tw"),
     "vehicle that is no number": (TRAIN, "0000008 10", "0000008 x", "`vehicle id` must be integers .*, got 'x'"),
     "vehicle in both splits": (
@@ -163,9 +173,19 @@ REFUSALS = {
     ),
     "path out of the root": (SMALL_LIST, "00", "../../00", "must lie inside the root, got 'image/../../00"),
     "vehicle without images": (TRAIN, "0000008 10", "0000008 77", "of each listed vehicle, which 1 have not, .* as 77"),
-    "missing vehicle": (ALL, "0000001  9", "0000001", r"img2vid.txt must have 2 fields, which 1 have not \(line 1\)"),
+    "missing vehicle": (
+        ALL,
+        "0000001  9",
+        "0000001",
+        r"img2vid.txt must have 2 fields, got 1 with a different number of fields \(line 1\)",
+    ),
     "image in two vehicles": (ALL, "0000008", "0000001", "`image` must be different .*img2vid.txt, got '0000001' tw"),
-    "missing model": (ATTRIBUTE, "9 101", "9", r"model_attr.txt must have 2 fields, which 1 have not \(line 1\)"),
+    "missing model": (
+        ATTRIBUTE,
+        "9 101",
+        "9",
+        r"model_attr.txt must have 2 fields, got 1 with a different number of fields \(line 1\)",
+    ),
     "model that is no number": (ATTRIBUTE, "9 101", "9 Audi", "`model id` must be integers .*, got 'Audi'"),
     "two models": (ATTRIBUTE, "20 7", "9 7", "`vehicle id` must be different .*model_attr.txt, got 9 twice"),
 }
@@ -185,7 +205,7 @@ def test_what_is_odd_is_refused(tmp_path, case):
 def test_an_empty_split_is_refused(tmp_path, split, name):
     write_vehicle_id(tmp_path)
     (tmp_path / name).write_text("\n")
-    with pytest.raises(ValueError, match=f"the split '{split}' must hold at least one image, got none in .*{name}"):
+    with pytest.raises(ValueError, match=f"the split '{split}' must have at least one image, got none in .*{name}"):
         VehicleID(tmp_path).prepare_data()
 
 
@@ -205,7 +225,7 @@ def test_settings_out_of_range_are_refused(tmp_path, settings, message):
 @pytest.mark.parametrize("given", [".", "VehicleID_V1.0/train_test_split", "VehicleID_V1.0/attribute"])
 def test_a_root_one_folder_off_is_told_the_right_one(tmp_path, given):
     write_vehicle_id(tmp_path / "VehicleID_V1.0")
-    with pytest.raises(FileNotFoundError, match=re.escape(f"give root={tmp_path / 'VehicleID_V1.0'}.")):
+    with pytest.raises(FileNotFoundError, match=re.escape(f"pass root={tmp_path / 'VehicleID_V1.0'}.")):
         VehicleID(tmp_path / given).prepare_data()
 
 
@@ -213,7 +233,9 @@ def test_a_root_one_folder_off_is_told_the_right_one(tmp_path, given):
 def test_what_is_missing_is_named(tmp_path, name):
     write_vehicle_id(tmp_path / "cars")
     (tmp_path / "cars" / name).rename(tmp_path / "cars/away")
-    with pytest.raises(FileNotFoundError, match=f"must hold {name}.*, which .*cars does not, nor a folder near it"):
+    with pytest.raises(
+        FileNotFoundError, match=f"must contain {name}.*, got .*cars, which does not; no folder near it contains one"
+    ):
         VehicleID(tmp_path / "cars", select_by_vid=True).prepare_data()
 
 

@@ -86,13 +86,13 @@ def test_lines_that_are_refused(tmp_path, line, message):
 
 @refusal
 def test_files_that_are_missing_or_empty(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"VGGFace2: `root` must hold meta/train_list.txt or train_list.txt"):
+    with pytest.raises(FileNotFoundError, match=r"VGGFace2: `root` must contain meta/train_list.txt or train_list.txt"):
         VGGFace2(tmp_path).prepare_data()
     write_vgg_face2(tmp_path / "vgg")
-    with pytest.raises(FileNotFoundError, match=r"must hold meta/train_list.txt .*; give root=.*/vgg\."):
+    with pytest.raises(FileNotFoundError, match=r"must contain meta/train_list.txt .*; pass root=.*/vgg\."):
         VGGFace2(tmp_path).prepare_data()
     (tmp_path / "vgg" / "meta" / "test_list.txt").unlink()
-    with pytest.raises(FileNotFoundError, match=r"must hold meta/test_list.txt or test_list.txt"):
+    with pytest.raises(FileNotFoundError, match=r"must contain meta/test_list.txt or test_list.txt"):
         VGGFace2(tmp_path / "vgg").prepare_data()
     write_text(tmp_path / "vgg" / "meta" / "test_list.txt", "\n")
     with pytest.raises(ValueError, match=r"test_list.txt must name at least one image, got none"):
@@ -133,7 +133,7 @@ def test_boxes_that_are_refused(tmp_path, text, message):
 def test_boxes_that_are_not_there(tmp_path):
     write_vgg_face2(tmp_path)
     (tmp_path / "bb_landmark" / "loose_bb_test.csv").unlink()
-    with pytest.raises(FileNotFoundError, match=r"must hold bb_landmark/loose_bb_test.csv"):
+    with pytest.raises(FileNotFoundError, match=r"must contain bb_landmark/loose_bb_test.csv"):
         VGGFace2(tmp_path, boxes=True).prepare_data()
 
 
@@ -165,5 +165,7 @@ def test_a_truncated_image_is_named(tmp_path):
 def test_the_list_of_another_data_set_is_not_proposed(tmp_path):
     write_text(tmp_path / "VehicleID_V1.0" / "train_test_split" / "train_list.txt", "0000001 7\n")
     (tmp_path / "faces").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"train_list.txt, which .*faces does not, nor a folder near it\.$"):
+    with pytest.raises(
+        FileNotFoundError, match=r"train_list.txt, got .*faces, which does not; no folder near it contains one\.$"
+    ):
         VGGFace2(tmp_path / "faces").prepare_data()

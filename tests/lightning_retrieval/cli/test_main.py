@@ -276,8 +276,8 @@ def test_check_says_where_a_data_set_may_be(tmp_path, capsys):
     (tmp_path / "set" / "Ebay_train.txt").write_text("")
     code, out, err = checked(capsys, "--data", "StanfordOnlineProducts", "--root", tmp_path)
     assert (code, out) == (2, "")
-    assert err.startswith("StanfordOnlineProducts: `root` must hold Ebay_train.txt")
-    assert err.rstrip().endswith(f"give root={tmp_path}/set.")
+    assert err.startswith("StanfordOnlineProducts: `root` must contain Ebay_train.txt")
+    assert err.rstrip().endswith(f"pass root={tmp_path}/set.")
 
 
 def test_check_of_the_embedded_data_set_needs_no_root(capsys):

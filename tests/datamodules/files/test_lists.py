@@ -12,17 +12,17 @@ import pytest
 from lightning_retrieval import datamodules
 from lightning_retrieval.datamodules import (
     CUB200,
+    DataReport,
     ImageTable,
     INaturalist,
     InShop,
     LandmarksClean,
-    LayoutReport,
     StanfordOnlineProducts,
     VehicleID,
     VGGFace2,
 )
-from lightning_retrieval.datamodules.files.layout import read_rows, refuse_duplicates, text_lines
-from lightning_retrieval.datamodules.files.layout_report import with_warnings
+from lightning_retrieval.datamodules.files.lists import check_unique, read_lines, read_rows
+from lightning_retrieval.datamodules.files.record_warnings import record_warnings
 from tests.datamodules.trees import (
     write_cub,
     write_image,
@@ -40,7 +40,7 @@ LATIN = "é".encode("latin-1")
 def test_lines_are_those_of_the_file_whatever_ends_them(tmp_path):
     path = tmp_path / "list.txt"
     path.write_bytes(b"\xef\xbb\xbf1 \xc3\xbc\r\n2 a\x0bb\n\n3 c")
-    assert list(text_lines("I", path)) == ["1 ü\r\n", "2 a\x0bb\n", "\n", "3 c"]
+    assert list(read_lines("I", path)) == ["1 ü\r\n", "2 a\x0bb\n", "\n", "3 c"]
     assert list(read_rows("I", path, 2, more=True)) == [["1", "ü"], ["2", "a", "b"], ["3", "c"]]
 
 
@@ -101,19 +101,19 @@ def test_an_image_that_is_listed_twice_is_refused(tmp_path, kind):
 
 def test_values_of_one_hash_are_no_duplicates(tmp_path):
     assert hash(-1) == hash(-2)
-    refuse_duplicates("I", tmp_path, "id", [-1, -2, "-1"])
+    check_unique("I", tmp_path, "id", [-1, -2, "-1"])
     with pytest.raises(ValueError, match=r"`id` must be different in each line of .*, got -2 twice"):
-        refuse_duplicates("I", tmp_path, "id", [-1, -2, -2])
+        check_unique("I", tmp_path, "id", [-1, -2, -2])
 
 
 def test_a_report_is_right_with_any_of_the_published_counts():
     published = [(1000, 7), (1200, 7)]
-    report = LayoutReport({"train": ((1200, 7), published), "test": ((5, 2), ())})
+    report = DataReport({"train": ((1200, 7), published), "test": ((5, 2), ())})
     assert report.ok
     assert str(report).splitlines()[1] == "train   1,200        7     1,000 or 1,200        7"
-    assert not LayoutReport({"train": ((1100, 7), published)}).ok
-    assert not LayoutReport(odd=["a sentence"]).ok
-    many = LayoutReport(missing=[f"{i}.jpg" for i in range(1012)])
+    assert not DataReport({"train": ((1100, 7), published)}).ok
+    assert not DataReport(problems=["a sentence"]).ok
+    many = DataReport(missing_files=[f"{i}.jpg" for i in range(1012)])
     assert str(many).splitlines()[-2:] == ["missing: 9.jpg", "... and 1,002 more are missing"]
 
 
@@ -123,12 +123,12 @@ def test_warnings_are_kept_and_heard(tmp_path):
         return 7
 
     with pytest.warns(UserWarning, match="as said"):
-        assert with_warnings(read) == (7, ["as said"])
+        assert record_warnings(read) == (7, ["as said"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert with_warnings(lambda: 7) == (7, [])
+        assert record_warnings(lambda: 7) == (7, [])
         with pytest.raises(UserWarning, match="as said"):
-            with_warnings(read)
+            record_warnings(read)
 
 
 def test_what_reading_warned_of_is_said_again_from_the_cache_and_stands_in_the_report(tmp_path):
@@ -143,7 +143,7 @@ def test_what_reading_warned_of_is_said_again_from_the_cache_and_stands_in_the_r
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             report = data.check()
-        assert report.odd == said[-1]
+        assert report.problems == said[-1]
         assert not report.ok
     assert len(list((tmp_path / "cache").iterdir())) == 1
     assert said[0] == said[1]
@@ -155,20 +155,20 @@ def test_a_check_before_anything_else_shows_what_reading_warns_of_once(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = LandmarksClean(tmp_path).check()
-    assert [line[:5] for line in str(report).splitlines() if "left out 1 images" in line] == ["odd: "]
+    assert [line[:5] for line in str(report).splitlines() if "left out 1 images" in line] == ["probl"]
 
 
 @refusal
 def test_a_root_that_is_not_there_is_told_the_one_beside_it(tmp_path, monkeypatch):
     write_online_products(tmp_path / "products")
-    right = re.escape(f"; give root={tmp_path / 'products'}.")
+    right = re.escape(f"; pass root={tmp_path / 'products'}.")
     for root, what in (
-        (tmp_path / "produkts", "is not there"),
-        (tmp_path / "produkts" / "deeper", "is not there"),
+        (tmp_path / "produkts", "does not exist"),
+        (tmp_path / "produkts" / "deeper", "does not exist"),
         (tmp_path / "products" / "Ebay_test.txt", "is a file"),
     ):
         with pytest.raises(
-            FileNotFoundError, match=rf"must be a folder that holds .*, got {root}, which {what}{right}"
+            FileNotFoundError, match=rf"must be a folder that contains .*, got {root}, which {what}{right}"
         ):
             StanfordOnlineProducts(root).prepare_data()
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -208,16 +208,21 @@ def test_images_are_looked_for_where_the_lists_say(tmp_path):
     table(tmp_path)
     write_image(tmp_path / "a.png")
     report = ImageTable(tmp_path, "table.csv").check()
-    assert report.missing == ["b.png"]
+    assert report.missing_files == ["b.png"]
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in datamodules.__all__ if getattr(datamodules, name).__dict__.get("paper")]
+    "name", [name for name in datamodules.__all__ if getattr(datamodules, name).__dict__.get("published_counts")]
 )
 def test_the_documentation_has_the_published_counts(name):
     page = (Path(__file__).parents[3] / "docs" / "data-sets.md").read_text(encoding="utf-8")
     _, _, section = page.partition(f"### {name}\n")
     (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
     text = row + section.partition("\n### ")[0]
-    counts = [f"{number:,}" for each in getattr(datamodules, name).paper.values() for count in each for number in count]
+    counts = [
+        f"{number:,}"
+        for each in getattr(datamodules, name).published_counts.values()
+        for count in each
+        for number in count
+    ]
     assert [number for number in counts if number != "0" and number not in text] == []

@@ -1,0 +1,242 @@
+"""Read the lists of data sets; errors name the file and the line."""
+
+import csv
+import posixpath
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+MAX_SHOWN = 5  # line numbers in a message
+
+
+def read_lines(owner: str, path: Path) -> Iterator[str]:
+    """Yield the lines of a text file in UTF-8 with their line endings, without a leading byte order mark.
+
+    Args:
+        owner: prefix of error messages.
+        path: the file.
+
+    Raises:
+        ValueError: if the path is a folder, or a line is not in UTF-8; the message has the line's number.
+    """
+    if path.is_dir():
+        raise ValueError(f"{owner}: {path} must be a text file, got a folder.")
+    encoding = "utf-8-sig"
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                text = line.decode(encoding)
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{owner}: {path} must be text in UTF-8, got the byte {line[error.start]:#x} in line {number}; "
+                    "save it as UTF-8."
+                ) from None
+            yield text
+            encoding = "utf-8"  # only the first line may begin with a byte order mark
+
+
+def read_rows(
+    owner: str,
+    path: Path,
+    fields: int,
+    *,
+    header: Sequence[str] | None = None,
+    skip: int = 0,
+    more: bool = False,
+) -> Iterator[list[str]]:
+    """Yield the fields, separated by whitespace, of each line that is not blank.
+
+    Args:
+        owner: prefix of error messages.
+        path: a text file in UTF-8.
+        fields: number of fields that each line must have.
+        header: the fields of the header, which is the first line after the skipped ones; None if there is no header.
+        skip: number of lines before the header that are skipped.
+        more: whether a line may have more fields.
+
+    Raises:
+        ValueError: if the file is not in UTF-8, the header differs, or lines have a different number of fields; the
+            message has their line numbers.
+    """
+    invalid_lines: list[int] = []
+    for number, line in enumerate(read_lines(owner, path), 1):
+        if number <= skip:
+            continue
+        row = line.split()
+        if header is not None and number == skip + 1:
+            if row != list(header):
+                raise ValueError(
+                    f"{owner}: line {number} of {path} must be the header {' '.join(header)!r}, got {line.strip()!r}."
+                )
+            continue
+        if not row:
+            continue
+        has_excess = len(row) > fields and not more
+        if len(row) < fields or has_excess:
+            invalid_lines.append(number)
+        elif not invalid_lines:
+            yield row
+    _check_no_invalid_lines(owner, path, fields, invalid_lines)
+
+
+def read_csv_rows(owner: str, path: Path) -> Iterator[tuple[list[str], int]]:
+    """Yield the fields of each row of a CSV file that is not blank, the header first, and the row's last line number.
+
+    Args:
+        owner: prefix of error messages.
+        path: a CSV file in UTF-8.
+
+    Raises:
+        ValueError: if the file is not in UTF-8 or not CSV.
+    """
+    reader = csv.reader(read_lines(owner, path), skipinitialspace=True)
+    try:
+        for row in reader:
+            if row:
+                yield row, reader.line_num
+    except csv.Error as error:
+        raise ValueError(f"{owner}: {path} must be a CSV file, got {error} in line {reader.line_num}.") from None
+
+
+def read_csv_header(rows: Iterator[tuple[list[str], int]]) -> list[str]:
+    """Take the first row of `read_csv_rows` and return the names of the columns; empty if there is no row."""
+    first_row, _ = next(rows, ([], 1))
+    return [name.strip() for name in first_row]
+
+
+def read_csv_columns(owner: str, path: Path, columns: Sequence[str]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yield the fields of the named columns of each row of a CSV file, and the row's line number.
+
+    Args:
+        owner: prefix of error messages.
+        path: a CSV file in UTF-8, with a header.
+        columns: names of the columns, in the order in which they are returned; the file may have others.
+
+    Raises:
+        ValueError: if the header lacks a column, or rows end before a column; the message has their line numbers.
+    """
+    rows = read_csv_rows(owner, path)
+    header = read_csv_header(rows)
+    missing = [name for name in columns if name not in header]
+    if missing:
+        raise ValueError(
+            f"{owner}: line 1 of {path} must name the columns {', '.join(columns)}, separated by commas, got "
+            f"{','.join(header)!r}, which lacks {', '.join(missing)}."
+        )
+    positions = list(map(header.index, columns))
+    required = max(positions) + 1
+    invalid_lines: list[int] = []
+    for row, line in rows:
+        if len(row) < required:
+            invalid_lines.append(line)
+        elif not invalid_lines:
+            yield tuple(row[position].strip() for position in positions), line
+    _check_no_invalid_lines(owner, path, required, invalid_lines)
+
+
+def _check_no_invalid_lines(owner: str, path: Path, fields: int, invalid_lines: Sequence[int]) -> None:
+    if not invalid_lines:
+        return
+    numbers = ", ".join(map(str, invalid_lines[:MAX_SHOWN]))
+    if len(invalid_lines) > MAX_SHOWN:
+        numbers += ", ..."
+    raise ValueError(
+        f"{owner}: each line of {path} must have {fields} fields, got {len(invalid_lines)} with a different number of "
+        f"fields (line {numbers})."
+    )
+
+
+def parse_integers(owner: str, path: Path, column: str, values: Sequence[str], bits: int = 64) -> list[int]:
+    """Convert the fields of a column to integers.
+
+    Args:
+        owner: prefix of error messages.
+        path: the file that the fields come from.
+        column: name of the column, for the message.
+        values: the fields.
+        bits: number of bits that each integer must fit into, as a signed number.
+
+    Raises:
+        ValueError: if a field is not such an integer; the message has the file, the column and the line number.
+    """
+    try:
+        numbers = list(map(int, values))
+        smallest, largest = min(numbers, default=0), max(numbers, default=0)
+        if _fits(smallest, bits) and _fits(largest, bits):
+            return numbers
+    except ValueError:
+        pass
+    invalid = _first_invalid_integer(values, bits)
+    where = ""
+    number = _number_of_line_with(path, invalid)
+    if number is not None:
+        where = f" in line {number}"
+    shown = repr(invalid)
+    if len(invalid) > 40:
+        shown = f"{invalid[:40]!r}..."
+    raise ValueError(f"{owner}: `{column}` must be integers in {path}, got {shown}{where}.")
+
+
+def _fits(value: int | str, bits: int) -> bool:
+    bound: int = 2 ** (bits - 1)
+    try:
+        return -bound <= int(value) < bound
+    except ValueError:
+        return False
+
+
+def _first_invalid_integer(values: Sequence[str], bits: int) -> str:
+    return next(value for value in values if not _fits(value, bits))
+
+
+def _number_of_line_with(path: Path, value: str) -> int | None:
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if value in line.split():
+                return number
+    return None
+
+
+def normalized_path(path: str) -> str:
+    """Return a relative path without `./` and `//`; `..` is kept, so that it can be rejected."""
+    if not path or ".." in path.split("/"):
+        return path
+    return posixpath.normpath(path)
+
+
+def check_unique(owner: str, path: Path, column: str, values: Sequence[object]) -> None:
+    """Check that no value of a column occurs twice.
+
+    Args:
+        owner: prefix of error messages.
+        path: the file that the values come from.
+        column: name of the column, for the message.
+        values: the values.
+
+    Raises:
+        ValueError: if a value occurs twice.
+    """
+    hashes = np.fromiter(map(hash, values), np.int64, len(values))  # a set of millions of paths takes much memory
+    if len(np.unique(hashes)) == len(values):
+        return
+    seen: set[object] = set()
+    for value in values:
+        if value in seen:
+            raise ValueError(f"{owner}: `{column}` must be different in each line of {path}, got {value!r} twice.")
+        seen.add(value)
+
+
+def line_number(path: Path, row: Sequence[str]) -> int:
+    """Return the number of the first line that has these fields, for an error message; 0 if there is none."""
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.split() == list(row):
+                return number
+    return 0
+
+
+def check_not_empty(owner: str, path: Path, split: str, rows: Sequence[object]) -> None:
+    """Check that a split has images; raise a ValueError otherwise."""
+    if not rows:
+        raise ValueError(f"{owner}: the split {split!r} must have at least one image, got none in {path}.")
