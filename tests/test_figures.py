@@ -1,7 +1,7 @@
 """How large, dense and branched the code is: the figures, and the limits that they must keep.
 
-`python tests/test_figures.py` prints them, for all three packages or for the files and folders that are named; `pytest
-tests/test_figures.py -s` prints them too.
+`python tests/test_figures.py` prints the figures of the three packages, or of the files and folders that are named;
+`pytest tests/test_figures.py -s` prints them too.
 """
 
 import ast
@@ -11,6 +11,8 @@ import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("lightning_retrieval", "callbacks", "datamodules")
 LIMITS = {
@@ -19,51 +21,69 @@ LIMITS = {
     "cyclomatic complexity": 14,
     "conditional expressions in 1,000 lines": 16,
     "comprehensions in 1,000 lines": 20,
+    "conditional expressions and comprehensions in one statement": 1,
     "positional constructor arguments": 3,
+    "nonlocal statements": 0,
 }
 BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.IfExp, ast.match_case)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
-NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING}
+# Nodes that hold statements of their own, although they are no statements.
+BLOCKS = (ast.ExceptHandler, ast.match_case)
+# Dataclasses and named tuples write their constructors themselves, so only constructors that are written out count.
+CONSTRUCTORS = ("__init__", "__new__")
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
 
 
 @dataclass
 class Figures:
-    """What was counted in some files; `worst` holds (value, where) of each limit, largest first."""
+    """What was counted in some files; `worst` holds (value, location) for each limit, largest first."""
 
     code_lines: int = 0
     conditional_expressions: int = 0
     comprehensions: int = 0
     worst: dict[str, list[tuple[float, str]]] = field(default_factory=dict)
 
-    def note(self, limit, value, where):
-        self.worst.setdefault(limit, []).append((value, where))
+    def add(self, limit, value, location):
+        self.worst.setdefault(limit, []).append((value, location))
 
-    def finish(self):
-        """Add the two densities, and put the worst first."""
-        for limit, count in (
-            ("conditional expressions in 1,000 lines", self.conditional_expressions),
-            ("comprehensions in 1,000 lines", self.comprehensions),
-        ):
-            self.note(limit, 1000 * count / max(1, self.code_lines), "all files together")
+    def add_densities(self):
+        """Divide the two counts of all files by their lines of code."""
+        thousands = max(1, self.code_lines) / 1000
+        everywhere = "all files together"
+        self.add("conditional expressions in 1,000 lines", self.conditional_expressions / thousands, everywhere)
+        self.add("comprehensions in 1,000 lines", self.comprehensions / thousands, everywhere)
+
+    def sort(self):
         for values in self.worst.values():
             values.sort(reverse=True)
-        return self
 
     def over(self, limit):
-        return [(value, where) for value, where in self.worst.get(limit, []) if value > LIMITS[limit]]
+        """Values above the limit, with their locations."""
+        return [(value, location) for value, location in self.worst.get(limit, []) if value > LIMITS[limit]]
 
 
 def source_files(paths):
     files = []
     for path in map(Path, paths):
-        files += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        if path.is_dir():
+            files += sorted(path.rglob("*.py"))
+        else:
+            files.append(path)
     return files
 
 
 def docstring_lines(tree):
-    """The lines of all docstrings."""
+    """The line numbers of all docstrings."""
     lines = set()
     for node in ast.walk(tree):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
@@ -72,7 +92,7 @@ def docstring_lines(tree):
 
 
 def code_lines(source, tree):
-    """Numbers of the lines that are neither blank nor comment nor docstring."""
+    """The numbers of the lines that are neither blank nor comment nor docstring."""
     lines = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NO_CODE:
@@ -81,13 +101,13 @@ def code_lines(source, tree):
 
 
 def own_nodes(function):
-    """The nodes of a function without those of functions and classes that are defined in it."""
-    waiting, found = list(function.body), []
-    while waiting:
-        node = waiting.pop()
+    """The nodes of a function, without those of functions and classes that are defined inside it."""
+    pending, found = list(function.body), []
+    while pending:
+        node = pending.pop()
         found.append(node)
         if not isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-            waiting += ast.iter_child_nodes(node)
+            pending += ast.iter_child_nodes(node)
     return found
 
 
@@ -104,42 +124,154 @@ def complexity(function):
     return total
 
 
+def dense_expressions(statement):
+    """Conditional expressions and comprehensions in a statement, without those in the statements inside it."""
+    pending, total = list(ast.iter_child_nodes(statement)), 0
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (ast.stmt, *BLOCKS)):
+            continue
+        total += isinstance(node, (ast.IfExp, *COMPREHENSIONS))
+        pending += ast.iter_child_nodes(node)
+    return total
+
+
 def positional_arguments(constructor):
-    """How many arguments besides `self` may be given by position."""
+    """How many arguments besides the first (`self` or `cls`) may be given by position."""
     return len(constructor.args.posonlyargs) + len(constructor.args.args) - 1
 
 
 def measure(paths):
     figures = Figures()
     for path in source_files(paths):
-        source = path.read_text(encoding="utf-8")
-        tree = ast.parse(source)
-        name = path.relative_to(REPOSITORY).as_posix() if path.is_relative_to(REPOSITORY) else str(path)
-        lines = code_lines(source, tree)
-        figures.code_lines += len(lines)
-        figures.note("lines of a file", len(source.splitlines()), name)
-        for node in ast.walk(tree):
-            figures.conditional_expressions += isinstance(node, ast.IfExp)
-            figures.comprehensions += isinstance(node, COMPREHENSIONS)
-            if not isinstance(node, FUNCTIONS):
-                continue
-            where = f"{name}:{node.lineno} {node.name}"
-            body = set(range(node.body[0].lineno, node.end_lineno + 1)) & lines
-            figures.note("lines of a function body", len(body), where)
-            figures.note("cyclomatic complexity", complexity(node), where)
-            if node.name == "__init__":
-                figures.note("positional constructor arguments", positional_arguments(node), where)
-    return figures.finish()
+        name = str(path)
+        if path.is_relative_to(REPOSITORY):
+            name = path.relative_to(REPOSITORY).as_posix()
+        measure_source(path.read_text(encoding="utf-8"), name, figures)
+    figures.add_densities()
+    figures.sort()
+    return figures
+
+
+def measure_source(source, name, figures):
+    """Add the figures of one file."""
+    tree = ast.parse(source)
+    lines = code_lines(source, tree)
+    figures.code_lines += len(lines)
+    figures.add("lines of a file", len(source.splitlines()), name)
+    for node in ast.walk(tree):
+        figures.conditional_expressions += isinstance(node, ast.IfExp)
+        figures.comprehensions += isinstance(node, COMPREHENSIONS)
+        if isinstance(node, ast.stmt):
+            limit = "conditional expressions and comprehensions in one statement"
+            figures.add(limit, dense_expressions(node), f"{name}:{node.lineno}")
+        if isinstance(node, ast.Nonlocal):
+            figures.add("nonlocal statements", 1, f"{name}:{node.lineno}")
+        if isinstance(node, FUNCTIONS):
+            measure_function(node, lines, name, figures)
+
+
+def measure_function(function, lines, name, figures):
+    """Add the figures of one function of a file, whose lines of code are `lines`."""
+    location = f"{name}:{function.lineno} {function.name}"
+    body = lines.intersection(range(function.body[0].lineno, function.end_lineno + 1))
+    figures.add("lines of a function body", len(body), location)
+    figures.add("cyclomatic complexity", complexity(function), location)
+    if function.name in CONSTRUCTORS:
+        figures.add("positional constructor arguments", positional_arguments(function), location)
 
 
 def report(figures, shown=3):
+    """The figures as text: whatever is over a limit, and at least the `shown` largest values."""
     lines = [f"{figures.code_lines} lines of code"]
     for limit, allowed in LIMITS.items():
         over = figures.over(limit)
         lines.append(f"{limit}: at most {allowed}, {len(over)} over")
-        for value, where in (over or figures.worst.get(limit, []))[: max(shown, len(over))]:
-            lines.append(f"    {value:6.1f}  {where}")
+        for value, location in figures.worst.get(limit, [])[: max(shown, len(over))]:
+            lines.append(f"    {value:6.1f}  {location}")
     return "\n".join(lines)
+
+
+@pytest.fixture(scope="module")
+def library():
+    figures = measure([REPOSITORY / package for package in PACKAGES])
+    print(f"\n{report(figures)}")
+    return figures
+
+
+@pytest.mark.xfail(reason="the library is being restructured", strict=False)
+@pytest.mark.parametrize("limit", LIMITS)
+def test_the_library_keeps_the_limit_on(limit, library):
+    assert not library.over(limit)
+
+
+def measured(source):
+    """The figures of one file with this text."""
+    figures = Figures()
+    measure_source(source, "file.py", figures)
+    figures.add_densities()
+    figures.sort()
+    return figures
+
+
+def test_the_counters_see_what_is_over_a_limit():
+    too_much = {
+        "lines of a file": "x = 1\n" * 351,
+        "lines of a function body": "def f():\n" + "    x = 1\n" * 41,
+        "cyclomatic complexity": "def f(x):\n" + "    if x:\n        pass\n" * 14,
+        "conditional expressions in 1,000 lines": "x = 1 if y else 2\n" + "x = 1\n" * 50,
+        "comprehensions in 1,000 lines": "x = {y for y in z}\n" + "x = 1\n" * 40,
+        "conditional expressions and comprehensions in one statement": "x = [1 if y else 2 for y in z]",
+        "positional constructor arguments": "class A:\n    def __init__(self, a, b, c, d=1, *, e):\n        pass",
+        "nonlocal statements": "def f():\n    x = 1\n    def g():\n        nonlocal x\n        x = 2",
+    }
+    assert too_much.keys() == LIMITS.keys()
+    for limit, source in too_much.items():
+        assert len(measured(source).over(limit)) == 1, limit
+
+
+def test_the_counters_pass_what_is_at_a_limit():
+    allowed = {
+        "lines of a file": "x = 1\n" * 350,
+        "lines of a function body": 'def f():\n    """Doc\n    string."""\n' + "    x = 1  # code\n    # comment\n\n" * 40,
+        "cyclomatic complexity": "def f(x):\n" + "    if x:\n        pass\n" * 13,
+        "conditional expressions in 1,000 lines": "x = 1 if y else 2\n" + "x = 1\n" * 70,
+        "comprehensions in 1,000 lines": "x = {y for y in z}\n" + "x = 1\n" * 60,
+        "conditional expressions and comprehensions in one statement": (
+            "for x in [y for y in z]:\n    x = 1 if y else 2\ntry:\n    x = [y for y in z]\nexcept A if b else C:\n    pass"
+        ),
+        "positional constructor arguments": "class A:\n    def __init__(self, a, b, c=1, *d, e, **f):\n        pass",
+        "nonlocal statements": "def f():\n    global x\n    x = 2",
+    }
+    assert allowed.keys() == LIMITS.keys()
+    for limit, source in allowed.items():
+        assert not measured(source).over(limit), limit
+
+
+def test_lines_of_code_are_neither_blank_nor_comment_nor_docstring():
+    source = '"""Module."""\n\nimport a  # code\n\n# comment\nx = """two\n\nlines"""\nclass A:\n    """Doc."""\n'
+    assert sorted(code_lines(source, ast.parse(source))) == [3, 6, 7, 8, 9]
+
+
+def test_complexity_counts_branches_operators_and_comprehensions_but_no_inner_function():
+    source = """
+def f(x):
+    for y in x:                               # 1
+        if y and x and not y:                 # 1 + 2
+            z = [w for w in x if w if not w]  # 1 + 2
+    while x:                                  # 1
+        try:
+            x = y if z else x                 # 1
+        except ValueError:                    # 1
+            match x:
+                case 1:                       # 1
+                    pass
+    def g():
+        if x:
+            pass
+"""
+    (outer, _) = [node for node in ast.walk(ast.parse(source)) if isinstance(node, FUNCTIONS)]
+    assert complexity(outer) == 1 + 11
 
 
 if __name__ == "__main__":

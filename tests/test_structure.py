@@ -1,156 +1,184 @@
-"""Imports point one way, and a few things are nowhere: read from the source, not run."""
+"""Imports point one way, and some things occur nowhere in the library. This is read from the source, which is not run."""
 
 import ast
 import graphlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
-ROOMS = {
-    "lightning_retrieval": "lightning_retrieval",
-    "callbacks": "lightning_retrieval.callbacks",
-    "datamodules": "lightning_retrieval.datamodules",
-}
-# Imported inside the function that needs them, so that who does not use them need not wait for them, or have them.
+from tests.source_tree import PACKAGES, import_statements, imported_names, lines_that_call, module_name, syntax_trees
+
+# The layers of the library, lowest first. A module imports from its own layer and from lower ones.
+LAYERS = (
+    {"checks"},
+    {"distributed"},
+    {"ranking"},
+    {"metrics", "losses", "models"},
+    {"training", "search"},
+    {"callbacks", "datamodules"},
+    {"cli"},
+)
+# These are imported inside the function that needs them: whoever does not use them need not install or load them.
 LAZY = {"faiss", "matplotlib", "pyarrow", "sklearn", "timm", "wandb"}
-MAY_IMPORT_LIGHTNING = {"lightning_retrieval/training/module.py", "lightning_retrieval/cli/main.py"}
-MAY_PRINT = {"callbacks/evaluation.py", "lightning_retrieval/cli/main.py"}  # the table at the end, a layout's report
-COMPARISONS = {"allclose", "array_equal", "equal", "isclose"}
+# Only these modules of the core may import Lightning, so that a plain PyTorch loop can use the rest.
+MAY_IMPORT_LIGHTNING = {
+    "lightning_retrieval/training/module.py",
+    "lightning_retrieval/cli/main.py",
+}
+MAY_PRINT = {
+    "callbacks/evaluation.py",  # the table at the end
+    "lightning_retrieval/cli/main.py",  # the report on the files of a data set
+}
+MAY_IMPORT_BY_NAME = {
+    "lightning_retrieval/training/hyperparameters.py",  # rebuilds a class from the path that a checkpoint holds
+    "datamodules/images/image_table.py",  # looks for pyarrow, which is optional
+}
 
-
-def source_files(*folders):
-    return {
-        path.relative_to(REPOSITORY).as_posix(): ast.parse(path.read_text(encoding="utf-8"))
-        for folder in folders
-        for path in sorted((REPOSITORY / folder).rglob("*.py"))
-    }
-
-
-LIBRARY = source_files(*ROOMS)
-TESTS = source_files("tests")
-
-
-def module_name(path):
-    room, _, rest = path.partition("/")
-    parts = [ROOMS[room], *rest.removesuffix(".py").split("/")]
-    return ".".join(part for part in parts if part != "__init__")
-
-
+LIBRARY = syntax_trees(*PACKAGES)
 MODULES = {module_name(path): tree for path, tree in LIBRARY.items()}
-
-
-def imported_names(node):
-    """Dotted names that an import statement may load: `from a import b` may load a.b."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    return [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
-
-
-def imports(tree):
-    return [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
 
 
 def library_imports(tree):
     """Modules of the library that this one imports: the deepest that exists for each name."""
     found = set()
-    for node in imports(tree):
+    for node in import_statements(tree):
         names = [name for name in imported_names(node) if name in MODULES]
-        if isinstance(node, ast.ImportFrom) and len(names) > 1:
-            names = names[1:] if len(names) == len(node.names) + 1 else names  # only submodules were asked for
-        found.update(names)
+        only_submodules = isinstance(node, ast.ImportFrom) and len(names) == len(node.names) + 1
+        found.update(names[1:] if only_submodules else names)
     return found
+
+
+def package_of(module):
+    """The part of the library that a module belongs to: `losses` for `lightning_retrieval.losses.base`."""
+    return f"{module}.".split(".")[1]
+
+
+def layer_of(package):
+    (number,) = [number for number, packages in enumerate(LAYERS) if package in packages]
+    return number
+
+
+def upward_imports(imports):
+    """Imports of a module of a higher layer, given {module: modules that it imports}."""
+    found = []
+    for module, imported in imports.items():
+        layer = layer_of(package_of(module))
+        found += [f"{module} imports {other}" for other in sorted(imported) if layer_of(package_of(other)) > layer]
+    return found
+
+
+def package_graph(imports):
+    """{package: other packages that it imports}, given {module: modules that it imports}."""
+    graph = {}
+    for module, imported in imports.items():
+        package = package_of(module)
+        graph.setdefault(package, set()).update({package_of(other) for other in imported} - {package})
+    return graph
 
 
 def at_import_time(tree):
     """Import statements that run when the module is loaded: not in functions, not for the type checker only."""
-    waiting, found = list(tree.body), []
-    while waiting:
-        node = waiting.pop()
+    pending, found = list(tree.body), []
+    while pending:
+        node = pending.pop()
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             found.append(node)
-        is_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not is_typing:
-            waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
+        for_type_checker = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and not for_type_checker:
+            pending += [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
     return found
 
 
-def calls(tree, name):
-    """Lines of calls of a function or a method of this name."""
-    functions = ((node.lineno, node.func) for node in ast.walk(tree) if isinstance(node, ast.Call))
-    return [line for line, function in functions if getattr(function, "attr", getattr(function, "id", None)) == name]
+def imports_from(top_level_names, trees, statements=import_statements):
+    """Locations of imports of these top-level packages."""
+    found = []
+    for path, tree in trees.items():
+        for node in statements(tree):
+            if {name.split(".")[0] for name in imported_names(node)} & top_level_names:
+                found.append(f"{path}:{node.lineno}")
+    return found
 
 
-def test_core_imports_neither_callbacks_nor_datamodules():
-    wrong = [
-        f"{path}:{node.lineno}"
-        for path, tree in LIBRARY.items()
-        if path.startswith("lightning_retrieval/")
-        for node in imports(tree)
-        for name in imported_names(node)
-        if name.startswith(("lightning_retrieval.callbacks", "lightning_retrieval.datamodules"))
-    ]
-    assert not wrong
+@pytest.fixture(scope="module")
+def imports():
+    """{module: modules of the library that it imports}, without the root.
+
+    The root only gathers the public names of all packages. Nothing in the library may import from it.
+    """
+    found = {name: library_imports(tree) - {name} for name, tree in MODULES.items()}
+    del found["lightning_retrieval"]
+    return found
 
 
-def test_callbacks_and_datamodules_do_not_import_each_other():
-    wrong = [
-        f"{path}:{node.lineno}"
-        for room, other in (("callbacks/", "datamodules"), ("datamodules/", "callbacks"))
-        for path, tree in LIBRARY.items()
-        if path.startswith(room)
-        for node in imports(tree)
-        for name in imported_names(node)
-        if name.startswith(f"lightning_retrieval.{other}")
-    ]
-    assert not wrong
+def test_nothing_in_the_library_imports_from_its_root(imports):
+    assert not [module for module, imported in imports.items() if "lightning_retrieval" in imported]
 
 
-def test_in_the_core_only_module_and_cli_import_lightning():
-    found = {
-        path
-        for path, tree in LIBRARY.items()
-        if path.startswith("lightning_retrieval/")
-        for node in imports(tree)
-        for name in imported_names(node)
-        if name.split(".")[0] in ("pytorch_lightning", "lightning", "lightning_fabric")
+def test_every_package_has_a_layer():
+    packages = {package_of(module) for module in MODULES} - {""}
+    assert packages == set().union(*LAYERS)
+
+
+def test_no_module_imports_from_a_higher_layer(imports):
+    assert not upward_imports(imports)
+
+
+def test_callbacks_and_datamodules_do_not_import_each_other(imports):
+    graph = package_graph(imports)
+    assert "datamodules" not in graph["callbacks"]
+    assert "callbacks" not in graph["datamodules"]
+
+
+def test_neither_modules_nor_packages_import_in_a_circle(imports):
+    for graph in (imports, package_graph(imports)):
+        order = list(graphlib.TopologicalSorter(graph).static_order())
+        assert set(order) == set(graph)
+
+
+def test_wrong_imports_are_seen():
+    imports = {
+        "lightning_retrieval.losses.base": {"lightning_retrieval.training.module", "lightning_retrieval.checks"},
+        "lightning_retrieval.training.module": {"lightning_retrieval.losses.base"},
     }
-    assert found == MAY_IMPORT_LIGHTNING
+    assert upward_imports(imports) == ["lightning_retrieval.losses.base imports lightning_retrieval.training.module"]
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(package_graph(imports)).prepare()
 
 
-def test_imports_have_no_cycle():
-    graph = {name: library_imports(tree) - {name} for name, tree in MODULES.items()}
-    # The root gives RetrievalModule when it is asked for, and nothing of the library may import from the root.
-    assert not [name for name, wanted in graph.items() if "lightning_retrieval" in wanted]
-    order = list(graphlib.TopologicalSorter(graph).static_order())
-    assert set(order) == set(MODULES)
+def test_only_the_named_modules_of_the_core_import_lightning():
+    core = {path: tree for path, tree in LIBRARY.items() if path.startswith("lightning_retrieval/")}
+    locations = imports_from({"pytorch_lightning", "lightning", "lightning_fabric"}, core)
+    assert {location.split(":")[0] for location in locations} == MAY_IMPORT_LIGHTNING
+
+
+@pytest.mark.xfail(reason="the command line is being restructured", strict=False)
+def test_only_the_named_modules_import_by_name():
+    found = {path for path, tree in LIBRARY.items() if lines_that_call(tree, "import_module")}
+    assert found == MAY_IMPORT_BY_NAME
+    assert not [path for path, tree in LIBRARY.items() if lines_that_call(tree, "__import__")]
 
 
 def test_imports_are_absolute():
-    wrong = [
-        f"{path}:{node.lineno}"
-        for path, tree in {**LIBRARY, **TESTS}.items()
-        for node in imports(tree)
-        if isinstance(node, ast.ImportFrom) and node.level
-    ]
+    wrong = []
+    for path, tree in {**LIBRARY, **syntax_trees("tests")}.items():
+        for node in import_statements(tree):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                wrong.append(f"{path}:{node.lineno}")
     assert not wrong
 
 
-def test_heavy_imports_wait_until_they_are_needed():
-    wrong = [
-        f"{path}:{node.lineno}"
-        for path, tree in LIBRARY.items()
-        for node in at_import_time(tree)
-        for name in imported_names(node)
-        if name.split(".")[0] in LAZY
-    ]
-    assert not wrong
+def test_annotations_are_not_postponed():
+    # jaxtyping and jsonargparse want the types themselves, not their text.
+    assert not imports_from({"__future__"}, LIBRARY)
 
 
-def test_import_of_the_core_loads_nothing_heavy():
-    # What torch and torchmetrics load by themselves (torchmetrics loads matplotlib where it is) is not ours to change.
+def test_heavy_packages_are_imported_where_they_are_needed():
+    assert not imports_from(LAZY, LIBRARY, at_import_time)
+
+
+def test_importing_the_core_loads_nothing_heavy():
+    # What torch and torchmetrics load by themselves is beyond our control: torchmetrics loads matplotlib if it finds it.
     program = (
         "import sys, torch, torchvision, torchmetrics; before = set(sys.modules); "
         "import lightning_retrieval, lightning_retrieval.losses, lightning_retrieval.metrics, "
@@ -164,38 +192,14 @@ def test_import_of_the_core_loads_nothing_heavy():
     assert not loaded & (LAZY | {"pytorch_lightning", "lightning"})
 
 
-def test_library_never_asserts():
+def test_the_library_never_asserts():
     # An assert vanishes under `python -O`, and its message is no sentence.
-    wrong = [
-        f"{path}:{node.lineno}"
-        for path, tree in LIBRARY.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assert)
-    ]
+    wrong = []
+    for path, tree in LIBRARY.items():
+        wrong += [f"{path}:{node.lineno}" for node in ast.walk(tree) if isinstance(node, ast.Assert)]
     assert not wrong
 
 
 @pytest.mark.parametrize(("name", "allowed"), [("cuda", set()), ("print", MAY_PRINT)])
-def test_library_never_calls(name, allowed):
-    wrong = {path: lines for path, tree in LIBRARY.items() if (lines := calls(tree, name)) and path not in allowed}
-    assert not wrong
-
-
-def dropped_comparisons(tree):
-    """Lines with a comparison whose answer nobody looks at."""
-    return [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Call)
-        and getattr(node.value.func, "attr", getattr(node.value.func, "id", None)) in COMPARISONS
-    ]
-
-
-def test_tests_look_at_every_comparison():
-    assert not {path: lines for path, tree in TESTS.items() if (lines := dropped_comparisons(tree))}
-
-
-def test_dropped_comparisons_are_seen():
-    source = "torch.equal(a, b)\na.allclose(b)\nassert torch.equal(a, b)\nsame = torch.isclose(a, b)\nisclose(a, b)"
-    assert sorted(dropped_comparisons(ast.parse(source))) == [1, 2, 5]
+def test_the_library_never_calls(name, allowed):
+    assert {path for path, tree in LIBRARY.items() if lines_that_call(tree, name)} == allowed

@@ -1,0 +1,50 @@
+"""The source files of the repository as syntax trees, and the few questions that several tests ask of them."""
+
+import ast
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+# Each folder of source code, and the package as which it is installed.
+PACKAGES = {
+    "lightning_retrieval": "lightning_retrieval",
+    "callbacks": "lightning_retrieval.callbacks",
+    "datamodules": "lightning_retrieval.datamodules",
+}
+
+
+def syntax_trees(*folders):
+    """{path in the repository: syntax tree} of all Python files in these folders."""
+    trees = {}
+    for folder in folders:
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            trees[path.relative_to(REPOSITORY).as_posix()] = ast.parse(path.read_text(encoding="utf-8"))
+    return trees
+
+
+def module_name(path):
+    """The name by which a file of the library is imported."""
+    folder, _, rest = path.partition("/")
+    name = ".".join([PACKAGES[folder], *rest.removesuffix(".py").split("/")])
+    return name.removesuffix(".__init__")
+
+
+def import_statements(tree):
+    return [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
+def imported_names(node):
+    """Dotted names that an import statement may load: `from a import b` may load a.b."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+
+
+def called_name(call):
+    """The last part of the name that a call names: `f` of `f(...)` and of `a.b.f(...)`."""
+    return getattr(call.func, "attr", getattr(call.func, "id", None))
+
+
+def lines_that_call(tree, name):
+    """Line numbers of the calls of a function or a method of this name."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call.lineno for call in calls if called_name(call) == name]
