@@ -56,7 +56,7 @@ def test_an_object_and_back():
 def test_an_object_that_tells_its_arguments():
     description = describe(WithInitArgs(6))
     assert description["init_args"] == {"width": 6}
-    assert description["class_path"].endswith("test_recipe.WithInitArgs")
+    assert description["class_path"].endswith("test_hyperparameters.WithInitArgs")
 
 
 def test_an_object_stands_for_itself():
