@@ -22,8 +22,8 @@ from lightning_retrieval.losses import (
     SupAPLoss,
     WeightedSum,
 )
-from lightning_retrieval.losses.base import QueryShare
-from lightning_retrieval.losses.weighted_sum import is_ours
+from lightning_retrieval.losses.ranked_batch import QueryRange
+from lightning_retrieval.losses.third_party import ThirdPartyLoss, original_loss
 from lightning_retrieval.metrics.decomposability import decomposability_gap
 from lightning_retrieval.ranking.labels import finest
 
@@ -79,7 +79,7 @@ class APMonitor(pl.Callback):
             )
         if stage == "fit" and _surrogate(loss) is None:
             rank_zero_warn(
-                f"APMonitor: train/AP_e is not logged, since {type(loss).__name__} is no surrogate of AP in [0, 1]."
+                f"APMonitor: train/AP_e is not logged, since {type(original_loss(loss)).__name__} is no surrogate of AP in [0, 1]."
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -124,9 +124,9 @@ class APMonitor(pl.Callback):
         """AP of the lists that the loss has just ranked: the first time in a step, those of the batch."""
         if self._sums is not None:
             return
-        if not is_ours(loss):  # its own library's arguments come third
-            arguments, keywords = arguments[:2], {}
         lists = dict(zip(("embeddings", "labels", "ref_emb", "ref_labels"), arguments)) | keywords
+        if isinstance(loss, ThirdPartyLoss):
+            lists = {"embeddings": lists["embeddings"], "labels": lists["labels"]}
         if self._classes == 0:
             counts = torch.unique(finest(lists["labels"]), return_counts=True)[1]
             self._classes, self._samples = len(counts), max(2, round(float(counts.double().mean())))
@@ -155,7 +155,7 @@ def _sums_of_ap(
     ref_labels: Tensor | None = None,
     ids: Tensor | None = None,
     ref_ids: Tensor | None = None,
-    queries: QueryShare | None = None,
+    queries: QueryRange | None = None,
 ) -> Float[Tensor, "3"]:
     """Over this process' queries that have a positive: the sum of AP, of the surrogate's AP, and their number."""
     if ref_emb is None:

@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.checks import check_choice, check_finite, check_not_negative, check_positive, check_tensor
-from lightning_retrieval.losses.base import PairLoss, Reduction, RetrievalLoss
+from lightning_retrieval.losses.base import Reduction, RetrievalLoss
+from lightning_retrieval.losses.pair_loss import PairLoss
 
 TINY = 1e-8  # added to lambda where the official code divides by it
 

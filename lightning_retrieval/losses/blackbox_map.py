@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_finite_number, check_integer, check_not_negative, check_positive
 from lightning_retrieval.losses.blackbox import BlackboxAPLoss
-from lightning_retrieval.losses.ranked_lists import ScoreLists
+from lightning_retrieval.losses.score_lists import ScoreLists
 
 
 class BlackboxMAPLoss(nn.Module):
@@ -67,7 +67,7 @@ class BlackboxMAPLoss(nn.Module):
             scores: of each image for each class.
             targets: which images belong to which classes.
         """
-        ScoreLists("BlackboxMAPLoss", scores, targets, None, mask_name="targets")  # the checks
+        ScoreLists("BlackboxMAPLoss", scores, targets, mask_name="targets")  # the checks
         classes = self.memory[-1][0].shape[1] if self.memory else scores.shape[1]
         if scores.shape[1] != classes:
             raise ValueError(

@@ -16,7 +16,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lightning_retrieval.checks import check_choice, check_finite_number
-from lightning_retrieval.losses.base import PairLoss, Reduction
+from lightning_retrieval.losses.base import Reduction
+from lightning_retrieval.losses.pair_loss import PairLoss
 
 
 class CalibrationLoss(PairLoss):

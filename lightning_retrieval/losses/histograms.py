@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_retrieval.losses.ranked_lists import at
+from lightning_retrieval.losses.indexing import at
 
 
 def soft_histograms(

@@ -1,16 +1,18 @@
-"""Losses of other libraries: called with what they take, the query's own copy kept out of its list."""
+"""Losses of other libraries behind the interface of this one."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_retrieval.losses.batch_loss import BatchLoss
+from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
 from lightning_retrieval.ranking.labels import finest
 
-# The losses of pytorch-metric-learning that rank references, whatever their order, and leave out the pairs that
-# `indices_tuple` does not name. NCALoss takes references too, but counts the query's own copy among them whatever is
-# named; ThresholdConsistentMarginLoss and LiftedStructureLoss take the places of references for places of queries.
-TAKE_REFERENCES = frozenset(
+# The losses of pytorch-metric-learning that rank references, whatever their order, and ignore the pairs that
+# `indices_tuple` does not list. NCALoss accepts references too, but counts the query's own copy among them whatever is
+# listed; ThresholdConsistentMarginLoss and LiftedStructureLoss mistake indices of references for indices of queries.
+ACCEPT_REFERENCES = frozenset(
     {
         "AngularLoss",
         "CircleLoss",
@@ -27,40 +29,121 @@ TAKE_REFERENCES = frozenset(
         "TupletMarginLoss",
     }
 )
+USE_OTHER_LOSS = (
+    f"use a loss of this library, or one of pytorch-metric-learning's {', '.join(sorted(ACCEPT_REFERENCES))}"
+)
 
 
-def takes_references(loss: nn.Module) -> bool:
-    """Whether a loss of another library can rank references without the query's own copy."""
-    return any(
-        base.__name__ in TAKE_REFERENCES and base.__module__.startswith("pytorch_metric_learning.")
-        for base in type(loss).__mro__
-    )
+class ThirdPartyLoss(BatchLoss):
+    """A loss of another library with the call signature of this library's losses.
 
+    It is called with embeddings and labels and, if there are references, with the pairs of queries and references but
+    those of a query and its own copy. `RetrievalModule` and `WeightedSum` wrap such losses themselves.
 
-def call_foreign(
-    loss: nn.Module,
-    embeddings: Tensor,
-    labels: Tensor,
-    ref_emb: Tensor | None,
-    ref_labels: Tensor | None,
-    ids: Tensor | None,
-    ref_ids: Tensor | None,
-) -> Any:
-    """Call a loss of another library, with the labels of the finest level.
+    Args:
+        loss: called as `loss(embeddings, labels)` or, with references, as `loss(embeddings, labels, indices_tuple,
+            ref_emb, ref_labels)`, the signature of pytorch-metric-learning.
 
     Raises:
-        TypeError: if there are references, and the loss cannot rank them without the query's own copy.
+        TypeError: at the call, if there are references and the loss cannot exclude the query's own copy, or if only a
+            range of queries is to be computed.
+
+    Example:
+        >>> import torch
+        >>> from pytorch_metric_learning.losses import ContrastiveLoss
+        >>> from lightning_retrieval.losses.third_party import ThirdPartyLoss
+        >>> loss = ThirdPartyLoss(ContrastiveLoss())
+        >>> embeddings, ids = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1])
+        >>> loss(embeddings, torch.tensor([7, 7]), ids=ids).item() == loss.loss(embeddings, torch.tensor([7, 7])).item()
+        True
+
+    Relations:
+        Labels of several levels are reduced to the finest level.
     """
-    labels = finest(labels)
-    if ref_emb is None or ref_labels is None:
-        return loss(embeddings, labels)
-    if not takes_references(loss):
-        raise TypeError(
-            f"{type(loss).__name__} does not rank references without the query's own copy; take a loss of this "
-            f"library, or one of pytorch-metric-learning's {', '.join(sorted(TAKE_REFERENCES))}."
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    @property
+    def splits_by_query(self) -> bool:
+        """False: the value is known for the whole batch only."""
+        return False
+
+    @property
+    def terms_without_references(self) -> list[str]:
+        """The name of the loss if it cannot rank references without the query's own copy."""
+        if _accepts_references(self.loss):
+            return []
+        return [type(self.loss).__name__]
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+        *,
+        ids: Tensor | None = None,
+        ref_ids: Tensor | None = None,
+        queries: QueryRange | None = None,
+    ) -> Any:
+        """The value of the loss; arguments as in `RetrievalLoss`."""
+        batch = RankedBatch(embeddings, labels, ref_emb, ref_labels, ids, ref_ids, queries)
+        if batch.queries is not None:
+            raise TypeError(
+                f"{type(self.loss).__name__}: a third-party loss is not a sum over queries, so it cannot be computed "
+                "for a range of them; leave out `queries`."
+            )
+        if batch.ref_emb is None or batch.ref_labels is None:
+            return self.loss(batch.embeddings, finest(batch.labels))
+        if self.terms_without_references:
+            raise TypeError(
+                f"{type(self.loss).__name__}: the loss cannot rank references without the query's own copy; "
+                f"{USE_OTHER_LOSS}."
+            )
+        return self.loss(
+            batch.embeddings,
+            finest(batch.labels),
+            _pairs(batch, batch.ref_labels),
+            batch.ref_emb,
+            finest(batch.ref_labels),
         )
-    ref_labels = finest(ref_labels)
-    same = labels[:, None] == ref_labels
-    other = torch.ones_like(same) if ids is None or ref_ids is None else ids[:, None] != ref_ids
-    pairs = *torch.where(same & other), *torch.where(~same & other)
-    return loss(embeddings, labels, pairs, ref_emb, ref_labels)
+
+    def from_scores(self, scores: Tensor, relevant: Tensor, candidate: Tensor | None = None) -> Tensor:
+        """Raises TypeError: a loss of another library needs embeddings and labels."""
+        raise TypeError(
+            f"{type(self.loss).__name__}: a third-party loss cannot be computed from a score matrix; call it with "
+            "embeddings and labels."
+        )
+
+
+def as_batch_loss(loss: nn.Module) -> BatchLoss:
+    """The loss itself if it has the interface of this library, else wrapped in `ThirdPartyLoss`."""
+    if isinstance(loss, BatchLoss):
+        return loss
+    return ThirdPartyLoss(loss)
+
+
+def original_loss(loss: nn.Module) -> nn.Module:
+    """The loss that `as_batch_loss` was given."""
+    if isinstance(loss, ThirdPartyLoss):
+        return loss.loss
+    return loss
+
+
+def _accepts_references(loss: nn.Module) -> bool:
+    """Whether a third-party loss can rank references without the query's own copy."""
+    for base in type(loss).__mro__:
+        if base.__name__ in ACCEPT_REFERENCES and base.__module__.startswith("pytorch_metric_learning."):
+            return True
+    return False
+
+
+def _pairs(batch: RankedBatch, ref_labels: Tensor) -> tuple[Tensor, ...]:
+    """Indices of anchors and positives, anchors and negatives, without the pairs of a query and its own copy."""
+    same_label = finest(batch.labels)[:, None] == finest(ref_labels)
+    another_image = torch.ones_like(same_label)
+    if batch.ids is not None and batch.ref_ids is not None:
+        another_image = batch.ids[:, None] != batch.ref_ids
+    return *torch.where(same_label & another_image), *torch.where(~same_label & another_image)

@@ -32,10 +32,9 @@ from lightning_retrieval.distributed import (
     sum_over_ranks,
     world_size,
 )
-from lightning_retrieval.losses.base import QueryShare
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
-from lightning_retrieval.losses.third_party import TAKE_REFERENCES
-from lightning_retrieval.losses.weighted_sum import WeightedSum, call_loss, is_ours, without_references
+from lightning_retrieval.losses.ranked_batch import QueryRange
+from lightning_retrieval.losses.third_party import USE_OTHER_LOSS, as_batch_loss, original_loss
 from lightning_retrieval.models.multi_scale import check_scales, multi_scale
 from lightning_retrieval.models.whitening import PCAWhitening
 from lightning_retrieval.ranking.labels import finest
@@ -131,7 +130,7 @@ class RetrievalModule(pl.LightningModule):
             self.save_hyperparameters(describe({**self.hparams, **given}))
         self.automatic_optimization = False
         self.embedder = rebuild(who, "embedder", embedder, nn.Module)
-        self.loss = rebuild(who, "loss", loss, nn.Module)
+        self.loss = as_batch_loss(rebuild(who, "loss", loss, nn.Module))
         self.optimizer = rebuild_factory(who, "optimizer", optimizer, Optimizer)
         self.lr_scheduler = lr_scheduler and rebuild_factory(
             who, "lr_scheduler", lr_scheduler, (LRScheduler, ReduceLROnPlateau)
@@ -141,7 +140,7 @@ class RetrievalModule(pl.LightningModule):
         if chunk_size is not None and chunk_size != "auto":
             check_integer(who, "chunk_size", chunk_size, least=1)
         self.chunk_size = chunk_size
-        if isinstance(self.loss, BlackboxMAPLoss):
+        if isinstance(original_loss(self.loss), BlackboxMAPLoss):
             raise TypeError(
                 f"{who}: BlackboxMAPLoss takes scores of images for classes, not embeddings and labels; call it in a "
                 "loop of your own, or rank images by images with BlackboxAPLoss and a `memory`."
@@ -362,7 +361,7 @@ class RetrievalModule(pl.LightningModule):
                 "images."
             )
         embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
-        batch = gather_batch(who, embeddings, labels, ids, gather=self.gather, own_queries=is_ours(self.loss))
+        batch = gather_batch(who, embeddings, labels, ids, gather=self.gather, own_queries=self.loss.splits_by_query)
         finite = torch.isfinite(batch.embeddings).all(1)
         if not bool(finite.all()):  # seen by all ranks alike, so that none is left waiting for another
             rows = (~finite).nonzero()[:, 0]
@@ -377,9 +376,9 @@ class RetrievalModule(pl.LightningModule):
     def _loss(self, batch: GlobalBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """This process' share of the loss, and of its terms; the shares of all processes add up to them."""
         embeddings, labels, ids, counts = batch
-        own_queries = self.gather and len(counts) > 1 and is_ours(self.loss)
+        own_queries = self.gather and len(counts) > 1 and self.loss.splits_by_query
         begin = sum(counts[: rank()])
-        queries = QueryShare(begin, begin + counts[rank()], sum_over_ranks) if own_queries else None
+        queries = QueryRange(begin, begin + counts[rank()], sum_over_ranks) if own_queries else None
         part = 1.0 if own_queries else 1 / len(counts)
         with torch.autocast(embeddings.device.type, enabled=False):
             longer = self.memory is not None and self.memory_weight is None
@@ -387,7 +386,7 @@ class RetrievalModule(pl.LightningModule):
             if self.memory is not None:  # asked in any case, so that it refuses a batch before anything is changed
                 ranked = self.memory.references(embeddings if longer else embeddings.detach(), labels, ids)
             value = self._call_loss(embeddings, labels, **(ranked if longer else {"ids": ids}), queries=queries)
-            terms = dict(self.loss.terms) if isinstance(self.loss, WeightedSum) else {}
+            terms = dict(self.loss.terms)
             if self.memory is not None and self.memory_weight is not None and self.memory.started:
                 of_memory = self._call_loss(embeddings, labels, **ranked, queries=queries)
                 terms |= {"batch": value.detach(), "memory": of_memory.detach()}
@@ -395,7 +394,7 @@ class RetrievalModule(pl.LightningModule):
         return part * value, {f"train/loss/{name}": part * term for name, term in terms.items()}
 
     def _call_loss(self, *arguments: Any, **keywords: Any) -> Tensor:
-        value = call_loss(self.loss, *arguments, **keywords)
+        value = self.loss(*arguments, **keywords)
         if not isinstance(value, Tensor) or value.ndim:
             raise ValueError(f"{type(self).__name__}: `loss` must return a scalar, got {value!r}; set its reduction.")
         return value
@@ -406,12 +405,10 @@ class RetrievalModule(pl.LightningModule):
             check_finite_number(who, "memory_weight", weight)
             if self.memory is None:
                 raise ValueError(f"{who}: `memory_weight` came without `memory`; give both or neither.")
-        refusing = [] if self.memory is None else without_references(self.loss)
-        if refusing:
+        if self.memory is not None and self.loss.terms_without_references:
             raise TypeError(
                 f"{who}: with a `memory` the loss must rank references without the query's own copy, which "
-                f"{', '.join(refusing)} does not; take a loss of this library, or one of pytorch-metric-learning's "
-                f"{', '.join(sorted(TAKE_REFERENCES))}."
+                f"{', '.join(self.loss.terms_without_references)} cannot do; {USE_OTHER_LOSS}."
             )
         return weight
 
@@ -452,7 +449,7 @@ class RetrievalModule(pl.LightningModule):
         if world_size() > 1:
             numbers = sum(p.numel() for p in self.parameters() if p.requires_grad)
             rows, dim = batch.embeddings.shape
-            own_queries = is_ours(self.loss)
+            own_queries = self.loss.splits_by_query
             traffic = step_traffic(
                 rows,
                 dim,

@@ -26,7 +26,7 @@ from lightning_retrieval.losses import (
     SupAPLoss,
     WeightedSum,
 )
-from lightning_retrieval.losses.base import QueryShare
+from lightning_retrieval.losses.ranked_batch import QueryRange
 from lightning_retrieval.metrics.decomposability import decomposability_gap
 
 QUIET = [
@@ -259,7 +259,7 @@ def test_the_hook_goes_where_a_step_fails(tmp_path):
 
 def _shared_out(rank, world):
     rows, labels, ids = data(4)[:]
-    share = QueryShare(0, 15, sum_over_ranks) if rank == 0 else QueryShare(15, 24, sum_over_ranks)
+    share = QueryRange(0, 15, sum_over_ranks) if rank == 0 else QueryRange(15, 24, sum_over_ranks)
     return sum_over_ranks(_sums_of_ap(SmoothAPLoss(TAU), rows, labels, ids=ids, queries=share))
 
 

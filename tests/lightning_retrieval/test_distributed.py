@@ -14,7 +14,7 @@ from lightning_retrieval.distributed import (
     world_size,
 )
 from lightning_retrieval.losses import SmoothAPLoss
-from lightning_retrieval.losses.base import QueryShare
+from lightning_retrieval.losses.ranked_batch import QueryRange
 from lightning_retrieval.metrics import RetrievalMetrics
 
 ROWS = 420  # more than one block of queries
@@ -131,7 +131,7 @@ def at_work(this, world):
         batch = gather_batch("I", net(x[mine]), levels[mine], mine, gather=True, own_queries=own_queries)
         results["batch"] = batch.labels, batch.ids, batch.counts
         begin = sum(batch.counts[:this])
-        queries = QueryShare(begin, begin + len(mine), sum_over_ranks) if own_queries else None
+        queries = QueryRange(begin, begin + len(mine), sum_over_ranks) if own_queries else None
         share = SmoothAPLoss(tau=0.2)(batch.embeddings, batch.labels[:, 0], queries=queries)
         share = share if own_queries else share / world
         share.backward()

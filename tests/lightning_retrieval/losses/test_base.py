@@ -13,12 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytorch_metric_learning.miners import MultiSimilarityMiner
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_retrieval import losses
-from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss, base
+from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss, blockwise
 
 LOSSES = [
     loss
@@ -181,7 +182,7 @@ def test_the_cut_into_blocks_does_not_matter(cls, reduction, labels, elements, c
     x, labels = torch.randn(len(labels), 4, dtype=torch.float64), torch.tensor(labels)
     others = (torch.randn(9, 4, dtype=torch.float64), torch.arange(9) % 5) if references else ()
     value, gradient = value_and_gradient(loss, x, labels, *others)
-    with patch.object(base, "BLOCK_ELEMENTS", elements):
+    with patch.object(blockwise, "BLOCK_ELEMENTS", elements):
         cut, cut_gradient = value_and_gradient(loss, x, labels, *others)
     torch.testing.assert_close(cut, value, equal_nan=True)
     torch.testing.assert_close(cut_gradient, gradient, rtol=1e-7, atol=1e-9)
@@ -193,7 +194,7 @@ def test_the_cut_into_blocks_does_not_matter(cls, reduction, labels, elements, c
 @pytest.mark.parametrize("elements", [1, 60, 1 << 21])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_against_the_whole_matrix(reduction, elements, monkeypatch):
-    monkeypatch.setattr(base, "BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", elements)
     loss = Toy(reduction=reduction).double()
     x, labels = batch([3, 1, 4, 2])
     r, ref_labels = batch([2, 2, 5])
@@ -364,7 +365,7 @@ def test_no_tensor_as_large_as_the_score_matrix(reduction):
     labels = torch.arange(2304) % 1152
     with Largest() as largest:
         SmoothAPLoss(reduction=reduction)(x, labels).sum().backward()
-    assert largest.elements <= 2 * base.BLOCK_ELEMENTS < 2304**2
+    assert largest.elements <= 2 * blockwise.BLOCK_ELEMENTS < 2304**2
 
 
 PEAK = """
@@ -484,3 +485,27 @@ def test_bad_reduction(cls, reduction):
     match = rf"{cls.__name__}: `reduction` must be one of 'mean', 'sum', 'none', got {reduction!r}\."
     with pytest.raises(ValueError, match=match):
         cls(reduction=reduction)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("cls", "hint"),
+    [
+        (SmoothAPLoss, "which is called `tau` here, as in the paper; pass tau=."),
+        (losses.RecallAtKLoss, "which is called `tau_rank` or `tau_k` here, as in the paper; pass tau_rank=."),
+        (losses.FastAPLoss, "but this loss has no temperature; leave it out."),
+        (losses.ROADMAPLoss, "but this loss has no temperature; leave it out."),
+    ],
+)
+def test_temperature_gets_a_hint(cls, hint):
+    with pytest.raises(TypeError, match=f"^{cls.__name__}: got `temperature`, {hint}"):
+        cls(temperature=0.1)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("cls", LOSSES)
+def test_a_miners_tuple_gets_a_hint(cls):
+    pairs = MultiSimilarityMiner()(X, Y)
+    match = rf"^{cls.__name__}: `ref_emb` must be a tensor, got a tuple of 4, as the miners of .* need no miner"
+    with pytest.raises(TypeError, match=match):
+        cls()(X, Y, pairs)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_retrieval.losses import BlackboxAPLoss, BlackboxMAPLoss, BlackboxRecallLoss, base, blackbox_rank
+from lightning_retrieval.losses import BlackboxAPLoss, BlackboxMAPLoss, BlackboxRecallLoss, blackbox_rank, blockwise
 
 
 def ranks_by_sorting(scores):
@@ -75,7 +75,7 @@ def test_against_sorting(kind, lambda_, margin, elements):
     relevant[4] = torch.arange(15) == 7
     candidate[4] = True
     expected = slow_gradient(scores.tolist(), relevant.tolist(), candidate.tolist(), lambda_, margin, kind)
-    with patch.object(base, "BLOCK_ELEMENTS", elements):
+    with patch.object(blockwise, "BLOCK_ELEMENTS", elements):
         gradient = gradient_of(make(kind, lambda_, margin), scores, relevant, candidate)
     assert expected.any()
     torch.testing.assert_close(gradient, expected, rtol=1e-7, atol=1e-12)

@@ -23,7 +23,7 @@ from lightning_retrieval.losses import (
     ROADMAPLoss,
     SmoothAPLoss,
     SupAPLoss,
-    base,
+    blockwise,
 )
 
 LABELS = st.lists(st.integers(0, 4), min_size=2, max_size=12).filter(lambda labels: len(set(labels)) < len(labels))
@@ -374,7 +374,7 @@ def test_gradcheck_of_means_over_all_pairs(pair_mean):
 @pytest.mark.parametrize("elements", [1, 30, 1 << 21])
 def test_means_over_all_pairs(elements, monkeypatch):
     """Queries without a positive belong to them too, whatever the blocks."""
-    monkeypatch.setattr(base, "BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", elements)
     x, labels = batch([1, 2, 4, 1])
     unit = nn.functional.normalize(x)
     s = unit @ unit.T
@@ -450,7 +450,7 @@ def test_order_and_names_do_not_matter(name, labels, data):
 def test_blocks_do_not_matter(name, labels, elements, reduction):
     x, y = torch.randn(len(labels), 4, dtype=torch.float64), labels_for(name, torch.tensor(labels))
     value, gradient = value_and_gradient(make(name, reduction=reduction), x, y)
-    with patch.object(base, "BLOCK_ELEMENTS", elements):
+    with patch.object(blockwise, "BLOCK_ELEMENTS", elements):
         cut, cut_gradient = value_and_gradient(make(name, reduction=reduction), x, y)
     torch.testing.assert_close(cut, value, equal_nan=True)
     torch.testing.assert_close(cut_gradient, gradient, rtol=1e-7, atol=1e-9)

@@ -26,9 +26,9 @@ from lightning_retrieval.losses import (
     SmoothAPLoss,
     SupAPLoss,
     WeightedSum,
-    base,
+    blockwise,
 )
-from lightning_retrieval.losses.base import QueryShare
+from lightning_retrieval.losses.ranked_batch import QueryRange
 
 
 class Learned(SupAPLoss):
@@ -139,7 +139,7 @@ def shares(loss, *arguments):
             own.append(values.clone())
             return values
 
-        first = evaluate(loss, *arguments, QueryShare(begin, end, hear))
+        first = evaluate(loss, *arguments, QueryRange(begin, end, hear))
         heard[-1] = heard[-1], first
     totals = [torch.stack(parts).sum(0) for parts in zip(*(own for own, _ in heard), strict=True)]  # all of one shape
     if not totals:
@@ -153,7 +153,7 @@ def shares(loss, *arguments):
             assert torch.equal(values, had)
             return summed
 
-        answers.append(evaluate(loss, *arguments, QueryShare(begin, end, total)))
+        answers.append(evaluate(loss, *arguments, QueryRange(begin, end, total)))
         assert next(left, None) is None
     return answers, len(totals)
 
@@ -190,7 +190,7 @@ def test_the_terms_of_a_sum_add_up_too():
     evaluate(loss, *arguments, None)
     whole, parts = loss.terms, []
     for begin, end in CUT:
-        evaluate(loss, *arguments, QueryShare(begin, end, lambda values: values))
+        evaluate(loss, *arguments, QueryRange(begin, end, lambda values: values))
         parts.append(loss.terms)
     for name, value in whole.items():
         assert sum(part[name] for part in parts).item() == pytest.approx(value.item(), abs=1e-12)
@@ -198,7 +198,7 @@ def test_the_terms_of_a_sum_add_up_too():
 
 @pytest.mark.parametrize("name", ["smooth_ap", "calibration nonzero", "blackbox_ap", "learned margins"])
 def test_shares_add_up_where_each_is_taken_in_blocks(name, monkeypatch):
-    monkeypatch.setattr(base, "BLOCK_ELEMENTS", 40)
+    monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", 40)
     check(MAKE[name](), *batch(name, references=True))
 
 
@@ -211,7 +211,7 @@ def test_a_share_without_any_positive_gives_zero(name):
     labels[1:4] = torch.tensor([[7, 7], [8, 8], [9, 9]]) if labels.ndim == 2 else torch.tensor([7, 8, 9])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        value, *gradients = evaluate(loss, x, labels, None, keywords, QueryShare(1, 4, lambda values: values))
+        value, *gradients = evaluate(loss, x, labels, None, keywords, QueryRange(1, 4, lambda values: values))
     assert value.item() == 0
     for gradient in gradients:
         assert not gradient.any()
@@ -220,7 +220,7 @@ def test_a_share_without_any_positive_gives_zero(name):
 def test_each_share_depends_on_its_own_queries_only():
     """The others' rows are in its lists, but no query of theirs is: their lists may be anything."""
     x, labels, remembered, keywords = batch("smooth_ap", True)
-    loss, share = SmoothAPLoss(0.1), QueryShare(0, 5, lambda values: values)
+    loss, share = SmoothAPLoss(0.1), QueryRange(0, 5, lambda values: values)
     each = SmoothAPLoss(0.1, reduction="none")(
         x, labels, torch.cat([x, remembered]), keywords["ref_labels"], ids=keywords["ids"], ref_ids=keywords["ref_ids"]
     )
@@ -239,7 +239,7 @@ def test_values_of_each_query_cannot_be_added_up(name):
     if name == "learned":
         sentence = sentence.replace("Loss", "Learned")
     with pytest.raises(ValueError, match=sentence):
-        loss(x, labels, queries=QueryShare(0, 5, lambda values: values), **keywords)
+        loss(x, labels, queries=QueryRange(0, 5, lambda values: values), **keywords)
 
 
 @pytest.mark.refusal
@@ -247,5 +247,7 @@ def test_losses_of_other_libraries_have_no_shares():
     """Each process would add up the whole of it."""
     loss = WeightedSum({"ap": (1.0, SmoothAPLoss()), "pml": (1.0, ContrastiveLoss())})
     x, labels, _, keywords = batch("", False)
-    with pytest.raises(TypeError, match=r"^ContrastiveLoss has no shares of queries .*; leave out `queries`\."):
-        loss(x, labels, queries=QueryShare(0, 5, lambda values: values), **keywords)
+    with pytest.raises(
+        TypeError, match=r"^ContrastiveLoss: a third-party loss is not a sum over queries, .*; leave out `queries`\."
+    ):
+        loss(x, labels, queries=QueryRange(0, 5, lambda values: values), **keywords)

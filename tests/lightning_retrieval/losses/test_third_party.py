@@ -9,7 +9,7 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning.losses import ContrastiveLoss, NCALoss, NTXentLoss, ProxyAnchorLoss, SelfSupervisedLoss
 from torch import nn
 
-from lightning_retrieval.losses.third_party import TAKE_REFERENCES, call_foreign, finest, takes_references
+from lightning_retrieval.losses.third_party import ACCEPT_REFERENCES, ThirdPartyLoss
 
 SETTINGS = {
     "ManifoldLoss": {"l": 4},
@@ -21,7 +21,7 @@ CLASSIFIER = {"num_classes": 4, "embedding_size": 4}
 BASES = {"BaseMetricLossFunction", "EmbeddingRegularizerMixin", "GenericPairLoss", "WeightRegularizerMixin"}
 WRAPPERS = {"BaseLossWrapper", "CrossBatchMemory", "MultipleLosses", "SelfSupervisedLoss"}
 CLASSES = {name: cls for name, cls in vars(pml).items() if inspect.isclass(cls) and name not in BASES | WRAPPERS}
-KNOWN = sorted(name for name in TAKE_REFERENCES if name in CLASSES)
+KNOWN = sorted(name for name in ACCEPT_REFERENCES if name in CLASSES)
 # They take references, but the first counts the own copy; the others take places of references for those of queries.
 OTHERWISE = {"NCALoss", "LiftedStructureLoss", "ThresholdConsistentMarginLoss"}
 
@@ -71,7 +71,7 @@ def test_which_losses_take_references(name):
     """Known by one question: is a batch ranked against its copy, without each query's own, the batch itself?"""
     plain, ranked = loss_of_batch(name, references=False), loss_of_batch(name, references=True)
     same = plain is not None and ranked is not None and torch.allclose(plain, ranked, rtol=1e-12, atol=1e-12)
-    assert same == takes_references(make(name))
+    assert same != bool(ThirdPartyLoss(make(name)).terms_without_references)
     if same:
         assert plain > 0
     assert (ranked is not None and not same) == (name in OTHERWISE)
@@ -80,9 +80,9 @@ def test_which_losses_take_references(name):
 def test_every_class_was_asked():
     """A new one has to be asked as well, and none of the names is gone but those of a newer version."""
     assert BASES | WRAPPERS | set(SETTINGS) <= set(vars(pml))
-    assert set(TAKE_REFERENCES) - set(CLASSES) <= {"DynamicSoftMarginLoss"}
+    assert set(ACCEPT_REFERENCES) - set(CLASSES) <= {"DynamicSoftMarginLoss"}
     for wrapper in (SelfSupervisedLoss(ContrastiveLoss()), pml.MultipleLosses([ContrastiveLoss()])):
-        assert not takes_references(wrapper)
+        assert ThirdPartyLoss(wrapper).terms_without_references
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -90,7 +90,7 @@ def test_the_own_copy_counts_for_nothing(name):
     """One query, whose copy may be anything; another's row may not."""
 
     def value(ref):
-        return call_foreign(make(name), E[:1], Y[:1], ref, Z, IDS[:1], REF_IDS).item()
+        return ThirdPartyLoss(make(name))(E[:1], Y[:1], ref, Z, ids=IDS[:1], ref_ids=REF_IDS).item()
 
     moved, other = R.clone(), R.clone()
     moved[0], other[1:] = R[11] * 3, -R[1:]
@@ -110,7 +110,7 @@ def test_calls_name_the_pairs(name, levels):
         if explicit:
             value = loss(x, Y, pairs(Y, Z, IDS, REF_IDS), ref, Z)
         else:
-            value = call_foreign(loss, x, labels, ref, ref_labels, IDS, REF_IDS)
+            value = ThirdPartyLoss(loss)(x, labels, ref, ref_labels, ids=IDS, ref_ids=REF_IDS)
         value.backward()
         results.append((value.detach(), x.grad))
     (expected, gradient), (value, of_call) = results
@@ -123,7 +123,7 @@ def test_calls_name_the_pairs(name, levels):
 def test_without_references_any_loss_is_called_as_it_is(name):
     levels = torch.stack([Y, Y * 0], 1)
     expected = make(name)(E, Y)
-    assert call_foreign(make(name), E, levels, None, None, IDS, None).item() == expected.item()
+    assert ThirdPartyLoss(make(name))(E, levels, None, None, ids=IDS, ref_ids=None).item() == expected.item()
 
 
 def test_without_ids_all_references_are_ranked():
@@ -131,15 +131,15 @@ def test_without_ids_all_references_are_ranked():
     assert sum(map(len, every)) == 2 * 9 * 12
     expected = NTXentLoss()(E, Y, every, R, Z)
     for ids, ref_ids in ((None, None), (IDS, None), (None, REF_IDS)):
-        assert call_foreign(NTXentLoss(), E, Y, R, Z, ids, ref_ids).item() == expected.item()
-    assert expected.item() != call_foreign(NTXentLoss(), E, Y, R, Z, IDS, REF_IDS).item()
+        assert ThirdPartyLoss(NTXentLoss())(E, Y, R, Z, ids=ids, ref_ids=ref_ids).item() == expected.item()
+    assert expected.item() != ThirdPartyLoss(NTXentLoss())(E, Y, R, Z, ids=IDS, ref_ids=REF_IDS).item()
 
 
 def test_nothing_to_rank_is_zero():
     """No positive, no negative, or only one's own copy: the losses say 0 with a gradient of 0."""
     for name in KNOWN:
         x = E[:1].clone().requires_grad_()
-        value = call_foreign(make(name), x, Y[:1], R[:1], Z[:1], IDS[:1], REF_IDS[:1])
+        value = ThirdPartyLoss(make(name))(x, Y[:1], R[:1], Z[:1], ids=IDS[:1], ref_ids=REF_IDS[:1])
         value.backward()
         assert value.item() == 0, name
         assert not x.grad.any(), name
@@ -150,16 +150,10 @@ def test_subclasses_rank_as_their_bases_and_namesakes_do_not():
         pass
 
     namesake = type("ContrastiveLoss", (nn.Module,), {})
-    assert takes_references(Mine())
-    assert takes_references(copy.deepcopy(Mine()))
-    assert not takes_references(namesake())
-    assert not takes_references(nn.MSELoss())
-
-
-def test_finest():
-    assert finest(Y) is Y
-    assert finest(torch.stack([Y, Y + 1], 1)).tolist() == Y.tolist()
-    assert finest(Y[:, None]).tolist() == Y.tolist()
+    assert not ThirdPartyLoss(Mine()).terms_without_references
+    assert not ThirdPartyLoss(copy.deepcopy(Mine())).terms_without_references
+    assert ThirdPartyLoss(namesake()).terms_without_references
+    assert ThirdPartyLoss(nn.MSELoss()).terms_without_references
 
 
 @pytest.mark.refusal
@@ -169,10 +163,10 @@ def test_finest():
     ids=lambda loss: type(loss).__name__,
 )
 def test_others_are_refused(loss):
-    who = type(loss).__name__
+    owner = type(loss).__name__
     sentence = (
-        rf"^{who} does not rank references without the query's own copy; take a loss of this library, or one of "
-        r"pytorch-metric-learning's AngularLoss, CircleLoss, .*, TupletMarginLoss\.$"
+        rf"^{owner}: the loss cannot rank references without the query's own copy; use a loss of this library, or one "
+        r"of pytorch-metric-learning's AngularLoss, CircleLoss, .*, TupletMarginLoss\.$"
     )
     with pytest.raises(TypeError, match=sentence):
-        call_foreign(loss, E, Y, R, Z, IDS, REF_IDS)
+        ThirdPartyLoss(loss)(E, Y, R, Z, ids=IDS, ref_ids=REF_IDS)

@@ -632,7 +632,7 @@ def test_losses_that_cannot_rank_references_are_refused_by_name(loss, wrapped, w
     else:
         name = type(loss).__name__
     sentence = (
-        rf"^RetrievalModule: with a `memory` the loss must rank references .*, which {name} does not; take a loss of "
+        rf"^RetrievalModule: with a `memory` the loss must rank references .*, which {name} cannot do; use a loss of "
         "this library, or one of pytorch-metric-learning's AngularLoss, .*, TupletMarginLoss"
     )
     with pytest.raises(TypeError, match=sentence):

@@ -1,0 +1,165 @@
+"""The ranked lists of embeddings and labels: cosine scores, relevance by label, the query's own copy excluded."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_retrieval.checks import check_embeddings, check_integers, check_labels
+from lightning_retrieval.losses.ranked_batch import RankedBatch
+from lightning_retrieval.losses.ranked_lists import RankedLists
+from lightning_retrieval.ranking.labels import check_nesting, finest
+from lightning_retrieval.ranking.similarity import normalize
+
+
+class EmbeddingLists(RankedLists):
+    """Every query of a batch against the references, or against the batch itself without references.
+
+    Args:
+        owner: name of the loss, the prefix of error messages.
+        batch: what is ranked; it is validated here.
+        include_self: keep each query in its own list.
+        self_is_positive: whether a query in its own list is a positive of itself.
+        graded: relevance is the number of label levels that query and reference share, instead of yes or no.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        batch: RankedBatch,
+        *,
+        include_self: bool,
+        self_is_positive: bool = True,
+        graded: bool = False,
+    ) -> None:
+        _check_batch(owner, batch)
+        self.in_batch = batch.ref_emb is None
+        self.include_self, self.self_is_positive = include_self, self_is_positive
+
+        ref_labels = batch.labels
+        if batch.ref_labels is not None:
+            ref_labels = batch.ref_labels
+        self.labels, self.ref_labels = finest(batch.labels), finest(ref_labels)
+        self.levels: tuple[Tensor, Tensor] | None = None
+        if graded:
+            self.levels = _as_levels(batch.labels), _as_levels(ref_labels)
+            _check_levels(owner, *self.levels)
+
+        self.ids, self.ref_ids = batch.ids, batch.ref_ids
+        if self.in_batch:
+            self.ref_ids = batch.ids
+
+        queries = normalize(batch.embeddings)
+        references = queries
+        if batch.ref_emb is not None:
+            references = normalize(batch.ref_emb).to(queries.dtype)
+        self.tensors = (queries, references)
+        self.gallery = len(references)
+        self._queries, self._references = queries.detach(), references.detach()
+
+    def scores(self, rows: Tensor) -> Tensor:
+        return self._queries[rows] @ self._references.T
+
+    def masks(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        relevant = self._relevance(rows)
+        candidate = torch.ones_like(relevant, dtype=torch.bool)
+        if not self.include_self:
+            self._exclude_self(rows, candidate)
+            return relevant * candidate, candidate
+        if not self.self_is_positive:
+            others = torch.ones_like(candidate)
+            self._exclude_self(rows, others)
+            return relevant * others, candidate
+        return relevant, candidate
+
+    def add_gradient(self, rows: Tensor, gradient: Tensor, gradients: list[Tensor | None]) -> None:
+        of_queries, of_references = gradients[:2]
+        if of_queries is not None:
+            of_queries.index_add_(0, rows, gradient @ self._references)
+        if of_references is not None:
+            of_references.addmm_(gradient.T, self._queries[rows])
+
+    def class_weights(self, valid: Tensor) -> Tensor:
+        _, classes = torch.unique(self.labels, return_inverse=True)
+        sizes = torch.bincount(classes[valid], minlength=len(self.labels))[classes]
+        weights = torch.where(valid, 1.0 / sizes.clamp(min=1).to(self.dtype), torch.zeros((), dtype=self.dtype))
+        return weights * (valid.sum() / weights.sum().clamp(min=torch.finfo(self.dtype).tiny))
+
+    def _relevance(self, rows: Tensor) -> Tensor:
+        """Whether each reference has the query's label or, with levels, how many labels it shares with the query."""
+        if self.levels is None:
+            return self.labels[rows, None] == self.ref_labels
+        labels, ref_labels = self.levels
+        shared = torch.zeros(len(rows), len(ref_labels), dtype=torch.uint8, device=rows.device)
+        for of_queries, of_references in zip(labels.unbind(1), ref_labels.unbind(1)):
+            shared += of_queries[rows, None] == of_references
+        return shared
+
+    def _exclude_self(self, rows: Tensor, mask: Tensor) -> None:
+        """Set the elements of a mask to False where the reference is the query itself, by its position or its id."""
+        if self.in_batch:
+            mask[torch.arange(len(rows), device=rows.device), rows] = False
+        if self.ids is not None and self.ref_ids is not None:
+            mask &= self.ids[rows, None] != self.ref_ids
+
+
+def _as_levels(labels: Tensor) -> Tensor:
+    if labels.ndim == 1:
+        return labels[:, None]
+    return labels
+
+
+def _check_levels(owner: str, labels: Tensor, ref_labels: Tensor) -> None:
+    if labels.ndim != 2 or ref_labels.ndim != 2 or labels.shape[1] != ref_labels.shape[1]:
+        raise ValueError(
+            f"{owner}: labels must have shape (rows, levels), finest level first, got `labels` {tuple(labels.shape)} "
+            f"and `ref_labels` {tuple(ref_labels.shape)}."
+        )
+    check_nesting(owner, torch.cat([labels, ref_labels]))
+
+
+def _check_batch(owner: str, batch: RankedBatch) -> None:
+    check_embeddings(owner, "embeddings", batch.embeddings)
+    rows = len(batch.embeddings)
+    if rows == 0:
+        raise ValueError(
+            f"{owner}: `embeddings` must hold at least one row, got shape {tuple(batch.embeddings.shape)}."
+        )
+    check_labels(owner, "labels", batch.labels, rows, "embeddings")
+    if batch.ids is not None:
+        check_integers(owner, "ids", batch.ids, rows, "embeddings")
+    if batch.ref_emb is None:
+        _check_no_references(owner, batch)
+    else:
+        _check_references(owner, batch, batch.ref_emb)
+
+
+def _check_no_references(owner: str, batch: RankedBatch) -> None:
+    for name, value in (("ref_labels", batch.ref_labels), ("ref_ids", batch.ref_ids)):
+        if value is not None:
+            raise ValueError(f"{owner}: `{name}` came without `ref_emb`; give both or neither.")
+
+
+def _check_references(owner: str, batch: RankedBatch, ref_emb: Any) -> None:
+    if isinstance(ref_emb, tuple):
+        raise TypeError(
+            f"{owner}: `ref_emb` must be a tensor, got a tuple of {len(ref_emb)}, as the miners of "
+            "pytorch-metric-learning return; the losses of this library rank all pairs and need no miner, so call "
+            "loss(embeddings, labels)."
+        )
+    if batch.ref_labels is None:
+        raise ValueError(f"{owner}: `ref_emb` came without `ref_labels`; give both or neither.")
+    check_embeddings(owner, "ref_emb", ref_emb)
+    if ref_emb.shape[1] != batch.embeddings.shape[1]:
+        raise ValueError(
+            f"{owner}: `ref_emb` must have the dimension of `embeddings`, got {tuple(ref_emb.shape)} "
+            f"against {tuple(batch.embeddings.shape)}."
+        )
+    check_labels(owner, "ref_labels", batch.ref_labels, len(ref_emb), "ref_emb")
+    if (batch.ids is None) != (batch.ref_ids is None):
+        missing, given = "ref_ids", "ids"
+        if batch.ids is None:
+            missing, given = given, missing
+        raise ValueError(f"{owner}: `{given}` came without `{missing}`; with `ref_emb` give both or neither.")
+    if batch.ref_ids is not None:
+        check_integers(owner, "ref_ids", batch.ref_ids, len(ref_emb), "ref_emb")
