@@ -1,4 +1,4 @@
-"""How far apart the similarities of right and wrong images are."""
+"""A figure of the similarities of positive and of negative pairs, and how far the two overlap."""
 
 from typing import Any
 
@@ -7,31 +7,52 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.callbacks.evaluation import log_alike
-from lightning_retrieval.callbacks.pictures import EvaluationPicture, Picture, new_figure
+from lightning_retrieval.callbacks.figures import Drawing, EvaluationFigure, new_figure
+from lightning_retrieval.callbacks.log_values import log_without_sync
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.metrics.curves import pair_counts
 
-_FINE = 20_000  # bins from -1 to 1 in which pairs are counted, before the range that they take up is known
+_FINE_BINS = 20_000  # from -1 to 1, in which pairs are counted before the occupied range is known
 _COLOURS = {"positive": "tab:green", "negative": "tab:red"}
 
 
-class ScoreHistogram(EvaluationPicture):
-    """Writes a PNG with the densities of the similarities of positive and of negative pairs, and logs their overlap.
-
-    The pairs are all (query, candidate) of the evaluation set, counted, not sampled; the query is not its own
-    candidate. `val/score_overlap` is the area under both densities, from 0 (a threshold tells positives from negatives)
-    to 1 (alike), as the bins show it; NaN where the
-    set has no positive pair. The pictures lie in `retrieval/` of the run's log folder, and go to every logger
-    that takes images (TensorBoard, Weights & Biases).
+def occupied_bins(counts: Int[Tensor, "2 fine"], bins: int) -> tuple[Int[Tensor, "2 bins"], Float[Tensor, " edge"]]:
+    """Merge fine bins into at most `bins` equal bins that cover the occupied range, and return them with their edges.
 
     Args:
-        bins: equal intervals between the lowest and the highest similarity, at most so many, >= 2.
-        every_n_epochs: validation pictures are written after every so many epochs, >= 1; test pictures always.
+        counts: positive and negative pairs in equal bins from -1 to 1.
+        bins: largest number of merged bins.
+    """
+    occupied = counts.sum(0).nonzero()[:, 0].tolist()
+    if not occupied:
+        occupied = [0]
+    first = occupied[0]
+    length = occupied[-1] + 1 - first
+    width = -(-length // bins)  # of a merged bin, in fine bins, rounded up
+    number = -(-length // width)
+    positions = first + width * torch.arange(number + 1, dtype=torch.float64)
+    edges = -1 + positions * (2 / counts.shape[1])
+    padded = torch.nn.functional.pad(counts[:, first:], (0, width * number))
+    merged = padded[:, : width * number].reshape(2, number, width).sum(2)
+    return merged, edges
+
+
+class ScoreHistogram(EvaluationFigure):
+    """Plots the densities of the similarities of positive and of negative pairs, and logs their overlap.
+
+    The pairs are all (query, candidate) of the evaluation set, not a sample of them. A query is not its own candidate.
+    `val/score_overlap` is the area under both densities, computed from the bins: 0 if a threshold separates positives
+    from negatives, 1 if the densities are equal, and NaN if the set has no positive pair. The PNG files are in
+    `retrieval/` of the run's log folder. Every logger that accepts images (TensorBoard, Weights & Biases) gets them
+    too.
+
+    Args:
+        bins: largest number of equal intervals between the lowest and the highest similarity, >= 2.
+        every_n_epochs: number of epochs between two figures of the validation sets, >= 1. Test sets are always drawn.
 
     Raises:
-        ValueError: if a number is too small, or there is no `RetrievalEvaluation` among the callbacks.
+        ValueError: if a number is too small, or if the Trainer has no `RetrievalEvaluation`.
         TypeError: if a number is not an integer.
 
     Example:
@@ -39,45 +60,36 @@ class ScoreHistogram(EvaluationPicture):
         >>> callbacks = [RetrievalEvaluation(), ScoreHistogram(bins=50, every_n_epochs=5)]
 
     Cost:
-        All scores are computed once more, block by block, and shared out over the processes.
+        All scores are computed once more, block by block, distributed over the processes.
 
     Relations:
-        `CalibrationLoss` pulls the two apart at fixed places. Sets measured by other metrics than `RetrievalMetrics`
-        are left out, with a warning.
+        `CalibrationLoss` separates the two densities at fixed similarities. Evaluation sets with another metric than
+        `RetrievalMetrics` are skipped, with a warning.
     """
 
-    prefix = "scores-"
+    file_prefix = "scores-"
 
     def __init__(self, bins: int = 100, every_n_epochs: int = 1) -> None:
         super().__init__(every_n_epochs)
         self.bins = check_integer("ScoreHistogram", "bins", bins, least=2)
 
     def draw(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: RetrievalMetrics, dataset: Any, name: str
-    ) -> Picture:
-        counts, edges = _occupied(pair_counts(metrics, _FINE), self.bins)
-        shares = counts / counts.sum(1, keepdim=True, dtype=torch.float64)  # NaN where there are no pairs
-        overlap = shares.amin(0).sum()
-        log_alike(self, {f"{name}score_overlap": overlap})
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: RetrievalMetrics, dataset: Any, prefix: str
+    ) -> Drawing:
+        counts, edges = occupied_bins(pair_counts(metrics, _FINE_BINS), self.bins)
+        fractions = counts / counts.sum(1, keepdim=True, dtype=torch.float64)  # NaN if there are no pairs
+        overlap = fractions.amin(0).sum()
+        log_without_sync(pl_module, {f"{prefix}score_overlap": overlap})
+        densities = fractions.nan_to_num().cpu() / edges.diff()
         figure = new_figure()
         axes = figure.subplots()
-        for kind, count, share in zip(_COLOURS, counts.sum(1).tolist(), shares.nan_to_num().cpu()):
-            label = f"{count:,} {kind} pairs"
-            axes.stairs(share / edges.diff(), edges, fill=True, alpha=0.4, color=_COLOURS[kind], label=label)
+        for kind, pairs, density in zip(_COLOURS, counts.sum(1).tolist(), densities):
+            label = f"{pairs:,} {kind} pairs"
+            axes.stairs(density, edges, fill=True, alpha=0.4, color=_COLOURS[kind], label=label)
         axes.set_xlim(float(edges[0]), float(edges[-1]))
         axes.set_xlabel("cosine similarity")
         axes.set_ylabel("density")
-        axes.set_title(f"{name}score_overlap = {overlap:.3f}", fontsize="medium")
+        axes.set_title(f"{prefix}score_overlap = {overlap:.3f}", fontsize="medium")
         axes.grid(alpha=0.3)
         axes.legend()
         return figure
-
-
-def _occupied(fine: Int[Tensor, "2 fine"], bins: int) -> tuple[Int[Tensor, "2 bins"], Float[Tensor, " edge"]]:
-    """The counts in at most `bins` equal bins of the range that has any, and the bins' edges."""
-    taken = fine.sum(0).nonzero()[:, 0].tolist() or [0]
-    width = -(-(taken[-1] + 1 - taken[0]) // bins)  # of a bin, in fine ones
-    number = -(-(taken[-1] + 1 - taken[0]) // width)
-    edges = -1 + (taken[0] + width * torch.arange(number + 1, dtype=torch.float64)) * (2 / fine.shape[1])
-    counts = torch.nn.functional.pad(fine[:, taken[0] :], (0, width * number))[:, : width * number]
-    return counts.reshape(2, number, width).sum(2), edges

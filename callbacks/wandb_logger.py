@@ -1,41 +1,40 @@
-"""Weights & Biases as retrieval is tracked with it."""
+"""A logger for Weights & Biases with defaults for retrieval."""
 
 import math
-import netrc
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import WandbLogger
 from pytorch_lightning.utilities import rank_zero_only, rank_zero_warn
 
+from lightning_retrieval.callbacks.best_values import is_count
+from lightning_retrieval.callbacks.wandb_key import has_wandb_key
 from lightning_retrieval.checks import check_flag
 
-# What is better where it is lower, of all that the library logs of evaluation sets.
-_LOWER_IS_BETTER = ("skipped_queries", "decomposability_gap", "score_overlap")
-_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+_LOWER_IS_BETTER = ("decomposability_gap", "score_overlap")  # of the values that are logged of evaluation sets
 
 
 class RetrievalWandbLogger(WandbLogger):
-    """Lightning's `WandbLogger`, offline where there is no key, with the best of each metric and the best checkpoint.
+    """Lightning's `WandbLogger`, which works offline without a key and keeps best values and the best checkpoint.
 
     Args:
-        name: of the run; Weights & Biases makes one up where None.
-        save_dir: the folder that `wandb/` with the run's files is written to.
-        project: that the run belongs to.
-        id: of the run. A run begun again with the same id, and with `ckpt_path="last"`, goes on in the same run and the
-            same folder of checkpoints.
-        offline: keep the run on this machine, to be sent by `wandb sync`; where None, if there is no key (environment
-            variable `WANDB_API_KEY`, or `~/.netrc` as `wandb login` writes it, for `WANDB_BASE_URL` where that is set)
-            and `WANDB_MODE` is not set.
-        artifact: keep the best checkpoint of each `ModelCheckpoint` as an artifact of the run, of the type "model".
-            Its alias is the metric that has chosen it with its value, such as "val-mAP-0.7660"; that of the first which
-            looks at a metric is "best" too, and that of one which looks at none "last".
-        kwargs: others of `WandbLogger` and of `wandb.init`, such as `tags`, `group` or `notes`.
+        name: of the run; if None, Weights & Biases makes one up.
+        save_dir: the folder in which `wandb/` with the files of the run is created.
+        project: the project of the run.
+        id: of the run. A run that is started again with the same id and with `ckpt_path="last"` continues the same run
+            and uses the same folder of checkpoints.
+        offline: keep the run on this machine, from which `wandb sync` uploads it. If None, the run is offline if
+            `WANDB_MODE` is not set and there is no key: neither in the environment variable `WANDB_API_KEY`, nor in
+            `~/.netrc`, where `wandb login` writes it, for the server (`WANDB_BASE_URL` if that is set).
+        artifact: upload the best checkpoint of each `ModelCheckpoint` as an artifact of the run, of type "model". Its
+            alias is the monitored metric with its value, such as "val-mAP-0.7660". The first `ModelCheckpoint` that
+            monitors a metric also gets the alias "best"; one that monitors none gets "last".
+        prefix: of the names of all metrics.
+        kwargs: further arguments of `WandbLogger` and of `wandb.init`, such as `tags`, `group` or `notes`.
 
     Raises:
         TypeError: if `offline` is not True, False or None.
@@ -47,65 +46,83 @@ class RetrievalWandbLogger(WandbLogger):
         'products'
 
     Relations:
-        The summary of the run has the highest, and the last, value of each metric of evaluation sets, as
-        `summary["val/mAP"]["max"]`, and the lowest training loss; over all parts of a run that was resumed
-        `RetrievalEvaluation` keeps the highest as `summary["best/val/mAP"]`. The configuration comes from
-        `RetrievalModule`, with data set, sampler and batch; pictures from `RetrievalGallery` and its neighbours; all of
-        these also reach other loggers of Lightning.
+        The summary of the run contains the highest and the last value of each metric of the evaluation sets, as
+        `summary["val/mAP"]["max"]`, and the lowest training loss. `RetrievalEvaluation` logs the highest value over all
+        parts of a resumed run as `summary["best/val/mAP"]`. `RetrievalModule` logs the config with data set, sampler
+        and batch, and `RetrievalGallery` and the other figures log images. Lightning's other loggers get all of this
+        too.
     """
 
     def __init__(
         self,
         name: str | None = None,
         save_dir: str | Path = ".",
+        *,
         project: str = "lightning-retrieval",
         id: str | None = None,
         offline: bool | None = None,
         artifact: bool = True,
+        prefix: str = "",
         **kwargs: Any,
     ) -> None:
         check_flag("RetrievalWandbLogger", "offline", offline)
         if offline is None:
-            offline = not os.environ.get("WANDB_MODE") and not _has_key()
-        super().__init__(name=name, save_dir=save_dir, project=project, id=id, offline=offline, **kwargs)
+            offline = not os.environ.get("WANDB_MODE") and not has_wandb_key()
+        super().__init__(name=name, save_dir=save_dir, project=project, id=id, offline=offline, prefix=prefix, **kwargs)
+        self.offline = offline
         self.artifact = artifact
+        self.prefix = prefix
         self._checkpoints: dict[int, ModelCheckpoint] = {}
-        self._kept: set[tuple[str, float]] = set()
-        self._summarised: set[str] = set()
+        self._uploaded: set[tuple[str, float]] = set()  # path and time of change of the checkpoints
+        self._defined: set[str] = set()  # metrics of which the summary is defined
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """As `WandbLogger`, and say of each metric which value the summary keeps besides the last."""
-        for name in metrics.keys() - self._summarised:
-            stage, _, rest = name.partition("/")
-            lower = stage == "train" or rest.rpartition("/")[2] in _LOWER_IS_BETTER
-            if stage in ("val", "test") or name.startswith("train/loss"):  # by full names: of two patterns any may win
-                name_there = f"{self._prefix}{self.LOGGER_JOIN_CHAR}{name}" if self._prefix else name
-                summary = "min,last" if lower else "max,last"
-                self.experiment.define_metric(name_there, step_metric="trainer/global_step", summary=summary)
-            self._summarised.add(name)
+        """Log metrics, and define the first time which values of each metric are kept in the summary."""
+        for name in metrics.keys() - self._defined:
+            self._define_summary(name)
+            self._defined.add(name)
         super().log_metrics(metrics, step)
 
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Remember whose best checkpoint is to be kept."""
+        """Remember the callback, whose best checkpoint is uploaded at the end."""
         super().after_save_checkpoint(checkpoint_callback)
         self._checkpoints[id(checkpoint_callback)] = checkpoint_callback
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Keep the best checkpoints, also of a run that was interrupted."""
+        """Upload the best checkpoints, also those of an interrupted run."""
         super().finalize(status)
-        for checkpoint in self._checkpoints.values() if self.artifact and self._experiment is not None else ():
+        # The base class has no public attribute that tells whether the run was begun; `experiment` would begin it.
+        if not self.artifact or self._experiment is None:
+            return
+        for checkpoint in self._checkpoints.values():
             path = Path(checkpoint.best_model_path)
-            version = (str(path), path.stat().st_mtime) if path.is_file() else None
-            if version is not None and version not in self._kept:
-                self._kept.add(version)
-                try:
-                    self._keep(checkpoint, path)
-                except Exception as error:  # a run's end is no place to fail
-                    rank_zero_warn(f"RetrievalWandbLogger: {path} could not be kept as an artifact: {error}")
+            if not path.is_file():
+                continue
+            version = (str(path), path.stat().st_mtime)
+            if version in self._uploaded:
+                continue
+            self._uploaded.add(version)
+            try:
+                self._upload(checkpoint, path)
+            except Exception as error:  # a finished run must not fail because of its artifact
+                rank_zero_warn(f"RetrievalWandbLogger: {path} could not be uploaded as an artifact: {error}")
 
-    def _keep(self, checkpoint: ModelCheckpoint, path: Path) -> None:
+    def _define_summary(self, name: str) -> None:
+        stage = name.partition("/")[0]
+        if stage not in ("val", "test") and not name.startswith("train/loss"):
+            return
+        best = "max"
+        if stage == "train" or is_count(name) or name.rpartition("/")[2] in _LOWER_IS_BETTER:
+            best = "min"
+        full_name = name
+        if self.prefix:
+            full_name = f"{self.prefix}{self.LOGGER_JOIN_CHAR}{name}"
+        # Patterns with * are not used: if two of them match a name, it is not defined which one applies.
+        self.experiment.define_metric(full_name, step_metric="trainer/global_step", summary=f"{best},last")
+
+    def _upload(self, checkpoint: ModelCheckpoint, path: Path) -> None:
         import wandb
 
         aliases: list[str] = []
@@ -116,26 +133,10 @@ class RetrievalWandbLogger(WandbLogger):
         elif math.isfinite(score):
             aliases.append(re.sub(r"[^\w.@-]+", "-", f"{checkpoint.monitor}-{float(score):.4f}"))
             metadata[checkpoint.monitor] = float(score)
-            # Of several that look at a metric the first, by which Lightning's "best" goes too.
-            if checkpoint is next(other for other in self._checkpoints.values() if other.monitor is not None):
+            # Lightning's own alias "best" also goes to the first one.
+            monitoring = [other for other in self._checkpoints.values() if other.monitor is not None]
+            if checkpoint is monitoring[0]:
                 aliases.append("best")
         artifact = wandb.Artifact(f"model-{self.experiment.id}", type="model", metadata=metadata)
         artifact.add_file(str(path), name="model.ckpt")
         self.experiment.log_artifact(artifact, aliases=aliases)
-
-
-def _has_key() -> bool:
-    """Whether Weights & Biases would find a key, without asking for one or going online."""
-    if os.environ.get("WANDB_API_KEY", "").strip() or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
-        return True
-    server = os.environ.get("WANDB_BASE_URL")
-    hosts = (urlsplit(server).netloc,) if server else _HOSTS
-    given = os.environ.get("NETRC")
-    for path in [Path(given)] if given else [Path("~/.netrc").expanduser(), Path("~/_netrc").expanduser()]:
-        try:
-            entries = [netrc.netrc(path).authenticators(host) for host in hosts]
-        except (netrc.NetrcParseError, OSError, UnicodeError):
-            continue
-        if any(entry is not None and entry[2] for entry in entries):
-            return True
-    return False

@@ -1,4 +1,4 @@
-"""Whitening of the model that is being trained, learned on training images."""
+"""Learns the whitening of the module from training images."""
 
 import copy
 from typing import Any
@@ -7,12 +7,12 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
-from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_retrieval.callbacks.evaluation import _listed
+from lightning_retrieval.callbacks.evaluation_loop import batches_on_device
+from lightning_retrieval.callbacks.loaders import loader_list
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.distributed import gather_rows, rank, world_size
 from lightning_retrieval.models.whitening import PCAWhitening
@@ -22,20 +22,21 @@ from lightning_retrieval.training.module import RetrievalModule
 class LearnWhitening(pl.Callback):
     """Fits `RetrievalModule(whitening=...)` on training images at the start of each validation of a fit.
 
-    So the metrics are those of whitened embeddings, and the checkpoint written after a validation holds the whitening
-    of its own weights; one written between validations holds that of the last. In `validate`, `test` and `predict` it
-    is learned only where the checkpoint has none. The sanity check, and the evaluation before a fit, are not whitened.
+    The metrics are therefore those of whitened embeddings, and a checkpoint that is written after a validation contains
+    the whitening of its own weights. One that is written between validations contains that of the last validation.
+    `validate`, `test` and `predict` learn the whitening only if the checkpoint has none. The sanity check and the
+    evaluation before a fit are not whitened.
 
-    The images are spread evenly over the training set and seen as in evaluation: with the data module's
-    `eval_transform` in place of the set's `transform`, and without `augment`, where these attributes are there. All
-    processes share the work and end with the same whitening.
+    The images are spread evenly over the training set. They are read as in evaluation: with the data module's
+    `eval_transform` instead of the data set's `transform`, and without `augment`, if these attributes exist. The
+    processes share the work, and all of them end with the same whitening.
 
     Args:
-        images: how many are taken, all where there are fewer; more than the whitening's `dim`.
+        images: number of images, more than the whitening's `dim`; all images if there are fewer.
 
     Raises:
-        ValueError: if the module has no whitening, there are fewer images than needed, or the training images are not
-            known: of a data module that has no `train_set`, in `validate`, `test` and `predict`.
+        ValueError: if the module has no whitening, if there are fewer images than needed, or if the training images are
+            not known: in `validate`, `test` and `predict`, of a data module that has no `train_set`.
         TypeError: if `images` is not an integer.
 
     Example:
@@ -46,10 +47,10 @@ class LearnWhitening(pl.Callback):
         >>> callbacks = [LearnWhitening(images=5000), RetrievalEvaluation()]
 
     Cost:
-        Each time, the images are embedded once, and all their embeddings held by every process.
+        Each time, the images are embedded once, and every process holds all their embeddings.
 
     Relations:
-        `PCAWhitening.fit` does it by hand, also with images of another set.
+        `PCAWhitening.fit` learns a whitening from given embeddings, also from those of another data set.
     """
 
     def __init__(self, images: int = 20_000) -> None:
@@ -59,7 +60,7 @@ class LearnWhitening(pl.Callback):
         dim = _whitening(pl_module).dim
         if dim is not None and self.images <= dim:
             raise ValueError(
-                f"LearnWhitening: `images` must be more than the whitening's dim, {dim}, got {self.images}."
+                f"LearnWhitening: `images` must be larger than the whitening's dim, {dim}, got {self.images}."
             )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -74,7 +75,7 @@ class LearnWhitening(pl.Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if _whitening(pl_module).learned is None:
-            rank_zero_warn("LearnWhitening: nothing was learned, since the fit ended without a validation.")
+            rank_zero_warn("LearnWhitening: no whitening was learned, because the fit ended without a validation.")
 
     def _learn(self, trainer: pl.Trainer, pl_module: Any, loaders: Any) -> None:
         whitening = _whitening(pl_module)
@@ -84,69 +85,66 @@ class LearnWhitening(pl.Callback):
         count = min(self.images, len(dataset))
         if count < world_size():
             raise ValueError(
-                f"LearnWhitening: there must be a training image for each of the {world_size()} processes, got {count}."
+                f"LearnWhitening: each of the {world_size()} processes needs at least one training image, got {count} images."
             )
         if world_size() > 1:
-            for buffer in pl_module.buffers():  # batch norm's, as DDP does before it evaluates
+            for buffer in pl_module.buffers():  # of batch norm; DDP also does this before it evaluates
                 dist.broadcast(buffer, 0)
         chosen = torch.arange(count) * len(dataset) // count
-        loader = _loader(dataset, chosen.tensor_split(world_size())[rank()].tolist(), loaders)
-        rows = gather_rows(_embeddings(trainer, pl_module, loader))
-        whitening.fit(rows)
+        own_shard = chosen.tensor_split(world_size())[rank()]
+        loader = _create_loader(dataset, own_shard.tolist(), loader_list(loaders)[0])
+        whitening.fit(gather_rows(_embed(trainer, pl_module, loader)))
 
 
 def _whitening(pl_module: pl.LightningModule) -> PCAWhitening:
     whitening = pl_module.whitening if isinstance(pl_module, RetrievalModule) else None
     if whitening is None:
         raise ValueError(
-            f"LearnWhitening: {type(pl_module).__name__} has no whitening to be learned; give it one: "
+            f"LearnWhitening: {type(pl_module).__name__} has no whitening to learn; create it with one: "
             "RetrievalModule(..., whitening=PCAWhitening())."
         )
     return whitening
 
 
 def _training_images(trainer: pl.Trainer) -> Any:
-    """The training set as evaluation would see it."""
+    """Return a copy of the training set that reads its images as in evaluation."""
     datamodule: Any = getattr(trainer, "datamodule", None)
     dataset = getattr(datamodule, "train_set", None)
     if dataset is None:
         dataset = getattr(trainer.train_dataloader, "dataset", None)
     if not hasattr(dataset, "__len__"):
         raise ValueError(
-            "LearnWhitening: the training images must be known, as the data module's `train_set` or, in a fit, the "
-            f"train_dataloader's dataset with a length, got {type(dataset).__name__}; give the Trainer a "
+            "LearnWhitening: the training images must be known, as the data module's `train_set` or, in a fit, as the "
+            f"train_dataloader's dataset with a length, got {type(dataset).__name__}; pass the Trainer a "
             "RetrievalDataModule, or fit first."
         )
-    plain: Any = copy.copy(dataset)
-    if hasattr(datamodule, "eval_transform") and hasattr(plain, "transform"):
-        plain.transform = datamodule.eval_transform
-    if hasattr(plain, "augment"):
-        plain.augment = False
-    return plain
+    evaluated: Any = copy.copy(dataset)
+    if hasattr(datamodule, "eval_transform") and hasattr(evaluated, "transform"):
+        evaluated.transform = datamodule.eval_transform
+    if hasattr(evaluated, "augment"):
+        evaluated.augment = False
+    return evaluated
 
 
-def _loader(dataset: Any, indices: list[int], loaders: Any) -> DataLoader[Any]:
-    """These images in batches like those of the first evaluation set."""
-    like = _listed(loaders)[0]
+def _create_loader(dataset: Any, indices: list[int], evaluation_loader: Any) -> DataLoader[Any]:
+    """Create a data loader of these images with the settings of an evaluation loader."""
     return DataLoader(
         dataset,
-        batch_size=getattr(like, "batch_size", None) or 64,
+        batch_size=getattr(evaluation_loader, "batch_size", None) or 64,
         sampler=indices,
-        num_workers=getattr(like, "num_workers", 0),
-        collate_fn=getattr(like, "collate_fn", None),
+        num_workers=getattr(evaluation_loader, "num_workers", 0),
+        collate_fn=getattr(evaluation_loader, "collate_fn", None),
         generator=torch.Generator(),  # leaves the global random state alone
     )
 
 
-def _embeddings(trainer: pl.Trainer, pl_module: RetrievalModule, loader: Any) -> Float[Tensor, "share dim"]:
-    """This process' rows, in float32 or better."""
-    silent = trainer.progress_bar_callback is None or not trainer.is_global_zero
-    rows = []
+def _embed(trainer: pl.Trainer, pl_module: RetrievalModule, loader: Any) -> Float[Tensor, "row dim"]:
+    """Return the embeddings of this process's images, in float32 or float64."""
+    embeddings = []
     with trainer.precision_plugin.val_step_context():
-        for batch in Tqdm(loader, desc="Learning whitening", disable=silent, leave=False):
-            batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
-            embeddings = pl_module.embed(pl_module.unpack_batch(batch)[0], whiten=False)
+        for batch in batches_on_device(trainer, loader, "Learning whitening"):
+            rows = pl_module.embed(pl_module.unpack_batch(batch)[0], whiten=False)
             if isinstance(batch, dict) and "roles" in batch:
-                embeddings = embeddings[batch["roles"] > 0]  # without what stands in for images that cannot be read
-            rows.append(embeddings.to(torch.promote_types(embeddings.dtype, torch.float32)))
-    return torch.cat(rows)
+                rows = rows[batch["roles"] > 0]  # placeholders of images that cannot be read have role 0
+            embeddings.append(rows.to(torch.promote_types(rows.dtype, torch.float32)))
+    return torch.cat(embeddings)

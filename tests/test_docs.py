@@ -66,7 +66,7 @@ QUIET = [  # Lightning's advice, what its own code meets in newer libraries, and
     r"ignore:\s*By default only one JsonargparseDeprecationWarning per type is shown:DeprecationWarning",
     r"ignore:\s*.* was deprecated in v4.49.0 and will be removed in v5.0.0:DeprecationWarning",
     "ignore:RetrievalEvaluation. .*, so they are too high:UserWarning",
-    "ignore:RetrievalEvaluation. .* look at more images than the .* that are ranked:UserWarning",
+    "ignore:RetrievalEvaluation. .* have a k above the number of ranked images:UserWarning",
 ]
 
 

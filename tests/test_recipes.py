@@ -32,7 +32,7 @@ QUIET = [
     "ignore:LightningCLI's args parameter is intended to run from within Python:UserWarning",
     r"ignore:\s*By default only one JsonargparseDeprecationWarning per type is shown:DeprecationWarning",
     r"ignore:\s*.* was deprecated in v4.49.0 and will be removed in v5.0.0:DeprecationWarning",
-    "ignore:RetrievalEvaluation. .* look at more images than the .* that are ranked:UserWarning",
+    "ignore:RetrievalEvaluation. .* have a k above the number of ranked images:UserWarning",
     "ignore:RevisitedMetrics:UserWarning",
     r"ignore:Found \d+ module\(s\) in eval mode at the start of training:UserWarning",
     "ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint:UserWarning",

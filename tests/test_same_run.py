@@ -182,7 +182,7 @@ def fit(world, module, data, precision="64-true", steps=STEPS, strategy="ddp", k
     return {
         "weights": flat(module.parameters()),
         "losses": watch.losses,
-        "metrics": evaluation.table["val"],
+        "metrics": evaluation.results["val"],
         "collectives": watch.collectives,
         "gradient": watch.gradient,
     }

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_retrieval import CrossBatchMemory, RetrievalMetrics, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import APMonitor, RetrievalEvaluation
-from lightning_retrieval.callbacks.ap_monitor import _sums_of_ap
+from lightning_retrieval.callbacks.ap_monitor import sums_of_ap
 from lightning_retrieval.distributed import sum_over_ranks
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
@@ -26,7 +26,7 @@ from lightning_retrieval.losses import (
     SupAPLoss,
     WeightedSum,
 )
-from lightning_retrieval.losses.ranked_batch import QueryRange
+from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
 from lightning_retrieval.metrics.decomposability import decomposability_gap
 
 QUIET = [
@@ -171,7 +171,7 @@ def test_a_memory_is_in_the_lists_where_it_is_in_the_loss(tmp_path, weight):
 def test_with_another_librarys_loss_the_lists_are_the_batchs(tmp_path):
     """Its third argument names pairs, and its references come after."""
     record = Record()
-    with pytest.warns(UserWarning, match="APMonitor: train/AP_e is not logged, since ContrastiveLoss is no"):
+    with pytest.warns(UserWarning, match="APMonitor: train/AP_e is not logged, because ContrastiveLoss does"):
         fit(tmp_path, ContrastiveLoss(), record, APMonitor(), epochs=1, memory=CrossBatchMemory(12))
     ap = mean(average_precision_score(relevant, scores) for scores, relevant in lists(*record.steps[1][:2]))
     assert logged(tmp_path)[1]["train/AP"] == pytest.approx(ap, abs=1e-6)
@@ -187,7 +187,7 @@ class PairDistance(nn.Module):
 @pytest.mark.parametrize("loss", [CalibrationLoss(), PairDistance()], ids=["ours", "another library's"])
 def test_other_losses_have_ap_but_no_error(tmp_path, loss):
     record = Record()
-    with pytest.warns(UserWarning, match=rf"^APMonitor: train/AP_e is not logged, since {type(loss).__name__} is no"):
+    with pytest.warns(UserWarning, match=rf"^APMonitor: train/AP_e is not logged, because {type(loss).__name__} does"):
         fit(tmp_path, loss, record, APMonitor())
     row = logged(tmp_path)[3]
     ap = mean(average_precision_score(relevant, scores) for scores, relevant in lists(*record.steps[3][:2]))
@@ -260,12 +260,12 @@ def test_the_hook_goes_where_a_step_fails(tmp_path):
 def _shared_out(rank, world):
     rows, labels, ids = data(4)[:]
     share = QueryRange(0, 15, sum_over_ranks) if rank == 0 else QueryRange(15, 24, sum_over_ranks)
-    return sum_over_ranks(_sums_of_ap(SmoothAPLoss(TAU), rows, labels, ids=ids, queries=share))
+    return sum_over_ranks(sums_of_ap(SmoothAPLoss(TAU), RankedBatch(rows, labels, ids=ids, queries=share)))
 
 
 def test_two_processes_find_the_same(run_processes):
     rows, labels, _ = data(4)[:]
-    expected = _sums_of_ap(SmoothAPLoss(TAU), rows.clone().requires_grad_(), labels)
+    expected = sums_of_ap(SmoothAPLoss(TAU), RankedBatch(rows.clone().requires_grad_(), labels))
     assert not expected.requires_grad
     assert expected[2] == sum(1 for _ in lists(rows, labels)) < 24
     for found in run_processes(_shared_out, 2):
@@ -277,10 +277,12 @@ def test_what_it_needs_is_named():
     settings = {"accelerator": "cpu", "logger": False, "max_epochs": 1, "enable_checkpointing": False}
     run = pl.Trainer(**settings, callbacks=[APMonitor()])
     module = RetrievalModule(nn.Linear(6, 3), SmoothAPLoss())
-    with pytest.raises(ValueError, match=r"^APMonitor: .* RetrievalEvaluation collects, which is not among the callb"):
+    with pytest.raises(
+        ValueError, match=r"^APMonitor: .* must have the callback RetrievalEvaluation, .* it has none; pass both"
+    ):
         run.fit(module, DataLoader(data(1)), DataLoader(data(2)))
     run = pl.Trainer(**settings, callbacks=[RetrievalEvaluation(), APMonitor()])
     with pytest.raises(
-        TypeError, match=r"^APMonitor: the module must have a `loss` that is a module, .* got method in"
+        TypeError, match=r"^APMonitor: the module must have a `loss` that is an nn.Module, .* got method in"
     ):
         run.fit(BoringModel(), DataLoader(data(1)), DataLoader(data(2)))

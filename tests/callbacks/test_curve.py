@@ -75,5 +75,7 @@ def test_points_survive_a_resume(tmp_path):
 
 @pytest.mark.refusal
 def test_a_metric_that_is_not_logged_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"`metric` must be logged in validation, got 'val/R@7'; logged are .*'val/mA"):
+    with pytest.raises(
+        ValueError, match=r"`metric` must be logged in validation, got 'val/R@7'; logged metrics are .*'val/mA"
+    ):
         fit(tmp_path, TrainingCurve("val/R@7"))

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_retrieval import RetrievalMetrics, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
+from lightning_retrieval.callbacks.evaluation_set import EvaluationSet
 
 QUIET = [
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
@@ -140,7 +141,7 @@ def test_several_sets_are_numbered(capsys):
     expected = {**by_hand(module, 2, "val/0"), **by_hand(module, 5, "val/1")}
     logged = {name: value.item() for name, value in run.callback_metrics.items() if name.startswith("val")}
     assert logged == pytest.approx(expected, abs=1e-6)
-    assert set(run.callbacks[0].table["untrained"]) == {name.replace("val", "test") for name in expected}
+    assert set(run.callbacks[0].results["untrained"]) == {name.replace("val", "test") for name in expected}
     (first, second) = trainer(RetrievalEvaluation(KS)).test(module, verbose=False)
     tested = {**by_hand(module, 3, "test/0"), **by_hand(module, 6, "test/1")}
     assert {**first, **second} == pytest.approx(tested, abs=1e-12)
@@ -174,7 +175,7 @@ def test_before_fit_is_logged_at_step_0_and_stands_beside_the_trained(tmp_path, 
     run = trainer(evaluation, Modes(), logger=logger, max_epochs=2)
     run.fit(module)
     assert {name for name, training in modes[0] if not training} == {"embedder.2"}
-    assert evaluation.table["untrained"] == pytest.approx(untrained, abs=1e-12)
+    assert evaluation.results["untrained"] == pytest.approx(untrained, abs=1e-12)
     header, first = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[:2]
     row = dict(zip(header.split(","), first.split(","), strict=True))
     assert row["step"] == "0"
@@ -202,7 +203,7 @@ def test_before_fit_is_skipped_where_a_run_is_resumed(tmp_path):
     half.save_checkpoint(tmp_path / "half.ckpt")
     evaluation = RetrievalEvaluation(KS, before_fit=True)
     trainer(evaluation, max_epochs=2).fit(Net(), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
-    assert set(evaluation.table) == {"val"}
+    assert set(evaluation.results) == {"val"}
 
 
 @pytest.mark.parametrize(("limit", "batches"), [(2, 2), (0.5, 2), (1.0, 5), (9, 5)])
@@ -218,7 +219,7 @@ def test_before_fit_sees_what_the_test_will_see(monkeypatch, limit, batches):
     run.fit(Net())
     before = len(given)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "RetrievalEvaluation: test metrics are those of 2 of 5 batches")
+        warnings.filterwarnings("ignore", "RetrievalEvaluation: test metrics cover 2 of 5 batches")
         run.test(run.lightning_module, verbose=False)
     assert given[:before] == given[before:]
     assert len(given) == 2 * batches
@@ -246,7 +247,7 @@ def test_a_limited_set_warns_once(stage):
         (run.validate if stage == "val" else run.test)(Net(), verbose=False)
     said = [str(w.message) for w in caught if "RetrievalEvaluation" in str(w.message)]
     assert [message.split(":")[1] for message in said] == [
-        f" {stage} metrics are those of 2 of 5 batches (limit_{stage}_batches)"
+        f" {stage} metrics cover 2 of 5 batches (limit_{stage}_batches)"
     ]
 
 
@@ -264,7 +265,9 @@ def test_steps_that_return_something_else_are_refused(answer, came):
         def validation_step(self, batch, batch_idx):
             return answer
 
-    with pytest.raises(TypeError, match=rf"^RetrievalEvaluation: Other's validation .* ids, got {came}; RetrievalModu"):
+    with pytest.raises(
+        TypeError, match=rf"^RetrievalEvaluation: Other's validation .* ids, got {came}; the steps of Retr"
+    ):
         trainer(RetrievalEvaluation(KS)).validate(Other(), verbose=False)
 
 
@@ -273,14 +276,14 @@ def test_embeddings_are_freed_when_evaluation_ends():
 
     class Held(pl.Callback):
         def on_validation_epoch_end(self, trainer, module):
-            held.append(sum(map(len, evaluation.metrics[0].embeddings)))
+            held.append(sum(map(len, evaluation.sets[0].metrics.embeddings)))
 
     evaluation = RetrievalEvaluation(KS)
     trainer(evaluation, Held(), num_sanity_val_steps=0).fit(Net())
     assert held == [23]
-    assert evaluation.metrics == {}
+    assert evaluation.sets == []
     trainer(evaluation).test(Net(), verbose=False)
-    assert evaluation.metrics == {}
+    assert evaluation.sets == []
 
 
 @pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled:UserWarning")
@@ -305,13 +308,12 @@ def test_ids_are_the_positions_where_the_batches_have_none(monkeypatch, shuffle)
 
 @pytest.mark.refusal
 def test_roles_that_are_no_integers():
-    evaluation, run = RetrievalEvaluation(KS), Net()
-    evaluation._start(DataLoader(points(3)), torch.device("cpu"))
+    evaluation_set = EvaluationSet("test/", DataLoader(points(3)), RetrievalMetrics(KS))
     match = (
         r"RetrievalEvaluation: the `roles` that Net's steps return must be a tensor of integers .*, got torch.float32"
     )
     with pytest.raises(TypeError, match=match):
-        evaluation._collect(run, {"embeddings": torch.ones(2, 3), "labels": torch.ones(2), "roles": torch.ones(2)}, 0)
+        evaluation_set.add("Net", {"embeddings": torch.ones(2, 3), "labels": torch.ones(2), "roles": torch.ones(2)})
 
 
 @pytest.mark.refusal

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery, gallery
-from lightning_retrieval.callbacks.gallery import _ap_of_each, _caption, _nearest
+from lightning_retrieval.callbacks.gallery import ap_caption, nearest_images, query_ap
 from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 
@@ -125,7 +125,7 @@ def aps(model: RetrievalModule) -> np.ndarray:
 @pytest.mark.parametrize("order", ["hardest", "quantiles"])
 def test_queries_are_chosen_by_their_ap(tmp_path, order, monkeypatch):
     model, captions = module(), []
-    monkeypatch.setattr(gallery, "_caption", lambda ap: captions.append(ap) or _caption(ap))
+    monkeypatch.setattr(gallery, "ap_caption", lambda ap: captions.append(ap) or ap_caption(ap))
     trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=4, k=2, order=order)).test(
         model, loader(), verbose=False
     )
@@ -140,7 +140,7 @@ def test_queries_are_chosen_by_their_ap(tmp_path, order, monkeypatch):
         assert (title < 128).any()
         assert (pixels[36 + 98 * row - 18 : 36 + 98 * row, 104:] == 255).all() or row == 0
     assert captions == pytest.approx(ap, abs=1e-9)  # in the order of the ids
-    assert (_caption(0.25), _caption(float("nan"))) == ("AP = 0.250", "no AP")
+    assert (ap_caption(0.25), ap_caption(float("nan"))) == ("AP = 0.250", "no AP")
 
 
 def test_queries_without_ap_are_drawn_by_spread_alone(tmp_path):
@@ -220,16 +220,20 @@ def test_it_arrives_in_weights_and_biases_offline(tmp_path, end_offline_run):
 
 @pytest.mark.refusal
 def test_without_evaluation_it_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"^RetrievalGallery: .* RetrievalEvaluation collects, which is not among"):
+    with pytest.raises(
+        ValueError, match=r"^RetrievalGallery: .* must have the callback RetrievalEvaluation, .* it has none; pass both"
+    ):
         trainer(tmp_path, RetrievalGallery()).validate(module(), loader(), verbose=False)
 
 
 @pytest.mark.refusal
 def test_ids_that_do_not_index_the_dataset_draw_nothing(tmp_path):
     run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=1))
-    with pytest.warns(UserWarning, match=r"ids must index the evaluated dataset, got \[40\] for one of 22 items \(Ind"):
+    with pytest.warns(UserWarning, match=r"ids must index the evaluated data set, got 40 for one of 22 items \(Ind"):
         run.test(module(), loader(shift=40), verbose=False)
-    with pytest.warns(UserWarning, match=r"ids must index .*, got id 1 for an image whose own id is 2\. No picture"):
+    with pytest.warns(
+        UserWarning, match=r"ids must index .*, got id 1 for an image that has the id 2\. test/ is not drawn"
+    ):
         run.test(module(), loader(shift=1), verbose=False)
     assert list(tmp_path.rglob("*.*")) == []
 
@@ -257,7 +261,7 @@ def test_images_that_cannot_be_found_again_are_not_drawn(tmp_path):
     shuffled = DataLoader(torch.utils.data.TensorDataset(images, labels), batch_size=4, shuffle=True)
     run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery())
     with pytest.warns(
-        UserWarning, match="RetrievalGallery: no picture is drawn of an evaluation set whose batches have"
+        UserWarning, match="RetrievalGallery: an evaluation set is not drawn, because its batches have no ids"
     ):
         run.validate(module(), shuffled, verbose=False)
     assert list(tmp_path.rglob("*.png")) == []
@@ -265,7 +269,7 @@ def test_images_that_cannot_be_found_again_are_not_drawn(tmp_path):
 
 def shown_for(metrics, chosen, k):
     rows, ranking, _ = metrics.ranked()
-    return _nearest(metrics, rows, ranking, chosen, k)
+    return nearest_images(metrics, rows, ranking, chosen, k)
 
 
 def _nearest_of_my_rows(rank, world):
@@ -285,7 +289,9 @@ def test_a_rank_without_images_takes_part(run_processes):
 def test_what_is_no_image_is_not_drawn(tmp_path):
     vectors = DataLoader(torch.utils.data.TensorDataset(torch.rand(8, 24), torch.arange(8) // 2), batch_size=4)
     run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery())
-    with pytest.warns(UserWarning, match=r"images must have shape \(channels, height, width\) .*, got \(24,\)\. No"):
+    with pytest.warns(
+        UserWarning, match=r"images must have shape \(channels, height, width\) .*, got \(24,\)\. val/ is not"
+    ):
         run.validate(module(), vectors, verbose=False)
     assert list(tmp_path.rglob("*.*")) == []
 
@@ -335,6 +341,6 @@ def test_junk_is_not_shown():
 def test_random_galleries_have_no_ap_of_the_list_that_is_shown():
     metrics = RandomGalleryMetrics(ks=(1,))
     metrics.update(torch.randn(6, 3), torch.arange(6) % 2, torch.arange(6))
-    ids, ap = _ap_of_each(metrics, torch.tensor([3, 1, 2]))
+    ids, ap = query_ap(metrics, torch.tensor([3, 1, 2]))
     assert ids.tolist() == [1, 2, 3]
     assert ap is None

@@ -27,10 +27,8 @@ pytestmark = [
     pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The '(train|val|test)_dataloader' does not have many workers:UserWarning"),
     pytest.mark.filterwarnings("ignore:GPU available but not used:UserWarning"),
-    pytest.mark.filterwarnings(
-        "ignore:RetrievalEvaluation. (val|test) metrics are those of .* of .* batches:UserWarning"
-    ),
-    pytest.mark.filterwarnings("ignore:RetrievalEvaluation. .* look at more images than:UserWarning"),
+    pytest.mark.filterwarnings("ignore:RetrievalEvaluation. (val|test) metrics cover .* of .* batches:UserWarning"),
+    pytest.mark.filterwarnings("ignore:RetrievalEvaluation. .* have a k above the number of ranked images:UserWarning"),
     pytest.mark.filterwarnings("ignore:RetrievalModule. BatchNorm sees:UserWarning"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
     pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning"),
@@ -141,7 +139,7 @@ def test_a_run_of_one_id_goes_on_where_it_stopped(tmp_path, no_key, glyphs, end_
 
 def test_it_is_online_where_there_is_a_key_and_as_was_said(tmp_path, no_key, monkeypatch):
     def is_offline(**settings):
-        return RetrievalWandbLogger(save_dir=tmp_path, **settings)._offline
+        return RetrievalWandbLogger(save_dir=tmp_path, **settings).offline
 
     assert is_offline()
     assert is_offline(offline=True)
@@ -164,7 +162,7 @@ def test_it_is_online_where_there_is_a_key_and_as_was_said(tmp_path, no_key, mon
 
 def test_keys_are_those_that_would_be_found(tmp_path, no_key, monkeypatch):
     def is_offline():
-        return RetrievalWandbLogger(save_dir=tmp_path)._offline
+        return RetrievalWandbLogger(save_dir=tmp_path).offline
 
     netrc = tmp_path / "home" / ".netrc"
     monkeypatch.setenv("WANDB_API_KEY", "  ")
@@ -207,7 +205,7 @@ def test_a_run_does_not_fail_for_its_artifact(tmp_path, no_key, glyphs, monkeypa
         raise OSError("no space left on device")
 
     monkeypatch.setattr(wandb.Artifact, "add_file", full)
-    with pytest.warns(UserWarning, match=r"ckpt could not be kept as an artifact: no space left on device"):
+    with pytest.warns(UserWarning, match=r"ckpt could not be uploaded as an artifact: no space left on device"):
         fit(RetrievalWandbLogger(save_dir=tmp_path), glyphs, tmp_path, epochs=1)
     end_offline_run()
     assert not offline_runs(tmp_path)[0].artifacts
@@ -220,8 +218,8 @@ class ValuesOf(RetrievalEvaluation):
         super().__init__((1,))
         self.values = values
 
-    def _metrics(self, loader, sync_on_compute):
-        metrics = super()._metrics(loader, sync_on_compute)
+    def _create_metrics(self, loader, sync_on_compute):
+        metrics = super()._create_metrics(loader, sync_on_compute)
         metrics.compute = lambda: {"mAP": torch.tensor(next(self.values)), "skipped_queries": torch.tensor(3.0)}
         return metrics
 

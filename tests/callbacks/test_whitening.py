@@ -27,7 +27,7 @@ QUIET = [
     "ignore:You defined a `validation_step` but have no `val_dataloader`:UserWarning",
     "ignore:Checkpoint directory .* exists and is not empty:UserWarning",
     r"ignore:The number of training batches \([12]\) is smaller than the logging interval:UserWarning",
-    "ignore:RetrievalEvaluation. val metrics are those of 2 of:UserWarning",
+    "ignore:RetrievalEvaluation. val metrics cover 2 of:UserWarning",
     "ignore:LightningCLI's args parameter is intended to run from within Python:UserWarning",
     r"ignore:\s*By default only one JsonargparseDeprecationWarning per type is shown:DeprecationWarning",
     r"ignore:\s*.* was deprecated in v4.49.0 and will be removed in v5.0.0:DeprecationWarning",
@@ -197,9 +197,11 @@ def test_learning_changes_nothing_in_training(tmp_path, root):
 @pytest.mark.refusal
 def test_what_cannot_be_learned_is_refused_at_the_start(tmp_path, root):
     data = folder_data(root)
-    with pytest.raises(ValueError, match="LearnWhitening: RetrievalModule has no whitening to be learned; give it one"):
+    with pytest.raises(
+        ValueError, match="LearnWhitening: RetrievalModule has no whitening to learn; create it with one"
+    ):
         trainer(tmp_path, LearnWhitening()).fit(module(whitening=None), datamodule=data)
-    with pytest.raises(ValueError, match="LearnWhitening: `images` must be more than the whitening's dim, 3, got 3"):
+    with pytest.raises(ValueError, match="LearnWhitening: `images` must be larger than the whitening's dim, 3, got 3"):
         trainer(tmp_path, LearnWhitening(images=3)).fit(module(), datamodule=data)
     with pytest.raises(ValueError, match=r"LearnWhitening: the training images must be known, .* got NoneType"):
         trainer(tmp_path, LearnWhitening()).predict(module(), data.predict_dataloader())
@@ -209,7 +211,9 @@ def test_what_cannot_be_learned_is_refused_at_the_start(tmp_path, root):
 
 def test_a_fit_without_validation_is_warned_of(tmp_path, root):
     run = trainer(tmp_path, LearnWhitening(), limit_val_batches=0)
-    with pytest.warns(UserWarning, match="LearnWhitening: nothing was learned, since the fit ended without a valid"):
+    with pytest.warns(
+        UserWarning, match="LearnWhitening: no whitening was learned, because the fit ended without a valid"
+    ):
         run.fit(module(), datamodule=folder_data(root))
 
 

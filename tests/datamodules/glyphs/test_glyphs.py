@@ -22,7 +22,7 @@ QUIET = [
     "ignore:The '(train|val|test)_dataloader' does not have many workers:UserWarning",
     "ignore:GPU available but not used:UserWarning",
     "ignore:You defined a `validation_step` but have no `val_dataloader`:UserWarning",
-    "ignore:RetrievalEvaluation. val metrics are those of 2 of:UserWarning",
+    "ignore:RetrievalEvaluation. val metrics cover 2 of:UserWarning",
 ]
 pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 

@@ -24,7 +24,7 @@ QUIET = [
     "ignore:The '(train|val|test|predict)_dataloader' does not have many workers:UserWarning",
     "ignore:GPU available but not used:UserWarning",
     r"ignore:The number of training batches \(2\) is smaller than the logging interval:UserWarning",
-    "ignore:RetrievalEvaluation. (val|test) metrics are those of 2 of:UserWarning",
+    "ignore:RetrievalEvaluation. (val|test) metrics cover 2 of:UserWarning",
     "ignore:LightningCLI's args parameter is intended to run from within Python:UserWarning",
     r"ignore:\s*By default only one JsonargparseDeprecationWarning per type is shown:DeprecationWarning",
     # What pytorch-lightning 2.6 calls in jsonargparse 4.53:

@@ -165,7 +165,7 @@ def scenarios(world: int, folder: Path) -> dict:
         logger=CSVLogger(folder, "logs", version=0),
     )
     run.fit(module("smooth-ap"), datamodule=PointData())
-    seen["tables"] = evaluation.table
+    seen["tables"] = evaluation.results
     seen["best"] = float(best.best_model_score)
     validated, points = module("smooth-ap"), PointData.val_set
     for form, dataset in {"ids": points, "pairs": TensorDataset(points.images, points.labels)}.items():

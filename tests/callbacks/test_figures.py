@@ -180,9 +180,11 @@ def test_sets_measured_in_another_way_are_left_out_with_one_warning(tmp_path):
 
     sets = [loader(2), DataLoader(Vehicles(*data(3).tensors), batch_size=8)]
     run = trainer(tmp_path, ScoreHistogram(), max_epochs=2)
-    with pytest.warns(UserWarning, match=r"^ScoreHistogram: .* by RetrievalMetrics; val/1/, measured by Rand") as said:
+    with pytest.warns(
+        UserWarning, match=r"^ScoreHistogram: .* RetrievalMetrics are supported; val/1/, evaluated by Rand"
+    ) as said:
         run.fit(module(), loader(1), sets)
-    assert len([w for w in said if "left out" in str(w.message)]) == 1
+    assert len([w for w in said if "is skipped" in str(w.message)]) == 1
     assert sorted(path.name for path in tmp_path.rglob("*.png")) == [
         "scores-val-epoch=000-set=0.png",
         "scores-val-epoch=001-set=0.png",
@@ -197,5 +199,8 @@ def test_settings_are_checked(tmp_path):
         with pytest.raises(ValueError, match=rf"^{kind.__name__}: `every_n_epochs` must be an integer >= 1, got 0\."):
             kind(every_n_epochs=0)
         run = pl.Trainer(accelerator="cpu", logger=False, callbacks=[kind()], enable_checkpointing=False)
-        with pytest.raises(ValueError, match=rf"^{kind.__name__}: .* RetrievalEvaluation collects, which is not among"):
+        with pytest.raises(
+            ValueError,
+            match=rf"^{kind.__name__}: .* must have the callback RetrievalEvaluation, .* it has none; pass both",
+        ):
             run.validate(module(), loader(2), verbose=False)

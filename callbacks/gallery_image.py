@@ -1,0 +1,122 @@
+"""The image of `RetrievalGallery`: one row of tiles for each query."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytorch_lightning as pl
+from jaxtyping import Float
+from PIL import Image, ImageDraw
+from torch import Tensor
+from torch.utils.data import default_collate
+
+_GREEN, _RED, _GREY, _WHITE, _DARK = (34, 160, 70), (208, 48, 48), (120, 120, 120), (255, 255, 255), (60, 60, 60)
+_TILE, _BORDER, _GAP, _TITLE = 72, 4, 6, 18  # pixels
+_SIDE = _TILE + 2 * _BORDER
+
+Colour = tuple[int, int, int]
+
+
+class Hit(NamedTuple):
+    """An image in a query's ranked list."""
+
+    id: int
+    relevant: bool
+
+
+class GalleryRow(NamedTuple):
+    """A query, the text above it, and the first images of its ranked list."""
+
+    query: int
+    caption: str
+    hits: Sequence[Hit]
+
+
+def load_image(pl_module: pl.LightningModule, dataset: Any, index: int) -> Image.Image:
+    """Load one image of a data set as the model sees it.
+
+    Raises:
+        ValueError: if there is no such image, if it has another id, or if it cannot be drawn.
+    """
+    try:
+        item = dataset[index]
+    except (IndexError, KeyError, TypeError) as error:
+        size = "an unknown number of"
+        if hasattr(dataset, "__len__"):
+            size = str(len(dataset))
+        raise ValueError(
+            f"RetrievalGallery: ids must index the evaluated data set, got {index} for one of {size} items "
+            f"({type(error).__name__}: {error})."
+        ) from None
+    batch = default_collate([item])
+    unpack_batch = getattr(pl_module, "unpack_batch", None)
+    if unpack_batch is not None:
+        batch = unpack_batch(batch)
+    images, _, *rest = batch
+    if rest and rest[0] is not None and rest[0].tolist() != [index]:
+        raise ValueError(
+            f"RetrievalGallery: ids must index the evaluated data set, got id {index} for an image that has the id "
+            f"{rest[0].tolist()[0]}."
+        )
+    if images.ndim != 4 or images.shape[1] == 2:
+        raise ValueError(
+            f"RetrievalGallery: images must have shape (channels, height, width) with 1 or at least 3 channels, got "
+            f"{tuple(images.shape[1:])}."
+        )
+    return as_image(images[0].float().cpu())
+
+
+def as_image(tensor: Float[Tensor, "channel height width"]) -> Image.Image:
+    """Convert a tensor to an RGB image, with its values stretched to the full range."""
+    low, high = tensor.min(), tensor.max()
+    stretched = ((tensor - low) / (high - low).clamp(min=1e-12) * 255).byte()
+    rgb = stretched[:3]
+    if len(stretched) == 1:
+        rgb = stretched.expand(3, -1, -1)
+    return Image.fromarray(rgb.permute(1, 2, 0).numpy(), "RGB")
+
+
+def draw_gallery(rows: Sequence[GalleryRow], load: Callable[[int], Image.Image], k: int) -> Image.Image:
+    """Draw the rows one below the other, with the ranks above the columns.
+
+    Args:
+        rows: to draw.
+        load: returns the image with an id.
+        k: number of columns after the query's.
+    """
+    width = (k + 1) * (_SIDE + _GAP) + 3 * _GAP
+    height = len(rows) * (_SIDE + _TITLE) + _TITLE + _GAP
+    canvas = Image.new("RGB", (width, height), _WHITE)
+    pen = ImageDraw.Draw(canvas)
+    _write(pen, 0, _TITLE // 2 + 2, "query")
+    for rank in range(1, k + 1):
+        _write(pen, rank, _TITLE // 2 + 2, str(rank))
+    for number, row in enumerate(rows):
+        top = 2 * _TITLE + number * (_SIDE + _TITLE)
+        _write(pen, 0, top - _TITLE // 2, row.caption)
+        _draw_tile(canvas, 0, top, load(row.query), _GREY)
+        for rank, hit in enumerate(row.hits, 1):
+            colour = _RED
+            if hit.relevant:
+                colour = _GREEN
+            _draw_tile(canvas, rank, top, load(hit.id), colour)
+    return canvas
+
+
+def _left(column: int) -> int:
+    left = _GAP + column * (_SIDE + _GAP)
+    if column > 0:
+        left += 2 * _GAP  # between the query and its list
+    return left
+
+
+def _write(pen: ImageDraw.ImageDraw, column: int, y: int, text: str) -> None:
+    pen.text((_left(column) + _SIDE // 2, y), text, _DARK, anchor="mm", font_size=12)
+
+
+def _draw_tile(canvas: Image.Image, column: int, top: int, image: Image.Image, colour: Colour) -> None:
+    left = _left(column)
+    ImageDraw.Draw(canvas).rectangle((left, top, left + _SIDE - 1, top + _SIDE - 1), colour)
+    resampling = Image.Resampling.LANCZOS
+    if image.width <= _TILE:
+        resampling = Image.Resampling.NEAREST  # shows the pixels of small images
+    canvas.paste(image.resize((_TILE, _TILE), resampling), (left + _BORDER, top + _BORDER))
