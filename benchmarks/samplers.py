@@ -30,7 +30,7 @@ SAMPLERS = [  # name, share of the classes, categories, batch size
 
 def maker(name: str, images: int, classes: int, categories: int | None, batch: int) -> Callable[[], GlobalBatchSampler]:
     """Makes the labels, and answers with what makes the sampler."""
-    warnings.filterwarnings("ignore", ".*left out of training for having a single image")
+    warnings.filterwarnings("ignore", ".*classes in training because they have a single image")
     labels = np.random.default_rng(0).integers(classes, size=images)
     if name == "AllClassesSampler":
         return lambda: AllClassesSampler(labels, batch_size=batch)

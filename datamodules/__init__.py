@@ -9,7 +9,8 @@ from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 from lightning_retrieval.datamodules.images.image_set import ImageSet
 from lightning_retrieval.datamodules.images.image_table import ImageTable
 from lightning_retrieval.datamodules.images.transforms import reference_transform
-from lightning_retrieval.datamodules.loader import RetrievalDataLoader, SeededIndex, index_generator, resume_position
+from lightning_retrieval.datamodules.item_seeds import item_generator
+from lightning_retrieval.datamodules.loader import RetrievalDataLoader, resume_position
 from lightning_retrieval.datamodules.readers.cub import CUB200
 from lightning_retrieval.datamodules.readers.ijbc import IJBC
 from lightning_retrieval.datamodules.readers.in_shop import InShop
@@ -20,8 +21,9 @@ from lightning_retrieval.datamodules.readers.revisited import RevisitedOxford, R
 from lightning_retrieval.datamodules.readers.vehicle_id import VehicleID
 from lightning_retrieval.datamodules.readers.vgg_face2 import VGGFace2
 from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler
+from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
 from lightning_retrieval.datamodules.samplers.category import CategorySampler
-from lightning_retrieval.datamodules.samplers.pk import GlobalBatchSampler, PKSampler
+from lightning_retrieval.datamodules.samplers.pk import PKSampler
 
 __all__ = [
     "CUB200",
@@ -45,11 +47,10 @@ __all__ = [
     "RetrievalDataModule",
     "RevisitedOxford",
     "RevisitedParis",
-    "SeededIndex",
     "StanfordOnlineProducts",
     "VGGFace2",
     "VehicleID",
-    "index_generator",
+    "item_generator",
     "reference_transform",
     "resume_position",
 ]

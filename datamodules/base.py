@@ -1,4 +1,4 @@
-"""What every data module shares: a loader of global batches for training, plain loaders for evaluation."""
+"""The base class of all data modules: a loader of global batches for training, plain loaders for evaluation."""
 
 import os
 from abc import ABC, abstractmethod
@@ -16,15 +16,27 @@ from lightning_retrieval.checks import check_flag, check_integer
 from lightning_retrieval.datamodules.files.data_report import Count, DataReport
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader, resume_position
 from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler
+from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
 from lightning_retrieval.datamodules.samplers.category import CategorySampler
-from lightning_retrieval.datamodules.samplers.pk import GlobalBatchSampler, PKSampler
+from lightning_retrieval.datamodules.samplers.pk import PKSampler
 
 SamplerName = Literal["pk", "category", "all_classes"]
 
 
+def check_sampler(owner: str, sampler: SamplerName | GlobalBatchSampler) -> SamplerName | GlobalBatchSampler:
+    """Return `sampler` unchanged; raise an error unless it is a known name or a `GlobalBatchSampler`."""
+    if isinstance(sampler, GlobalBatchSampler) or sampler in get_args(SamplerName):
+        return sampler
+    names = ", ".join(map(repr, get_args(SamplerName)))
+    message = f"{owner}: `sampler` must be one of {names}, or a GlobalBatchSampler, got {sampler!r}."
+    if isinstance(sampler, str):
+        raise ValueError(message)
+    raise TypeError(message)
+
+
 @runtime_checkable
 class LabelledImages(Protocol):
-    """A map-style dataset whose items are dicts with `images`, `labels` and `ids`, the id being the item's index."""
+    """A map-style dataset whose items are dicts with `images`, `labels` and `ids`; an item's id is its index."""
 
     labels: Int[Tensor, " item"]
 
@@ -34,40 +46,42 @@ class LabelledImages(Protocol):
 
 
 class RetrievalDataModule(pl.LightningDataModule, ABC):
-    """Base of the data modules: training batches of P classes with K images each, evaluation sets as they are.
+    """Base class of the data modules: training batches of P classes with K images each, and evaluation in order.
 
-    A subclass says what the three sets are, in `train_set`, `val_set` and `test_set`; the latter two may be dicts of
-    several sets by name. One that wants training batches of its own overrides `train_sampler`.
+    A subclass defines the three sets `train_set`, `val_set` and `test_set`; the latter two may be dicts of several sets
+    by name.
 
     Args:
-        classes_per_batch: P, the classes of a global batch.
-        samples_per_class: K, the images of each, >= 2.
-        eval_batch_size: images embedded at a time in evaluation, >= 1.
-        num_workers: processes that load images, >= 0; with 0 the training process does.
-        seed: what the batches and the augmentation follow from, together with the epoch; that of `seed_everything`
-            where None, and 0 without one.
-        sampler: of training batches: `"pk"` (`PKSampler`), `"category"` (`CategorySampler`, two categories a batch, of
-            the training set's `categories`) or `"all_classes"` (`AllClassesSampler`, of P K images); or a
-            `GlobalBatchSampler` that was made with the training set's labels, for which P and K here count nothing.
-        pin_memory: whether batches are put into page-locked memory, from which a GPU is fed faster; where there is one
-            where None.
-        persistent_workers: whether the workers stay from epoch to epoch; they do where None.
+        classes_per_batch: P, the number of classes in a global batch.
+        samples_per_class: K, the number of images per class, >= 2.
+        eval_batch_size: number of images that are embedded at a time in evaluation, >= 1.
+        num_workers: number of processes that load images, >= 0; with 0 the training process loads them.
+        seed: determines the batches and the augmentation, together with the epoch; if None, the seed of
+            `seed_everything`, else 0.
+        sampler: the sampler of the training batches: `"pk"` (`PKSampler`), `"category"` (`CategorySampler`, with two
+            categories per batch, from the training set's `categories`) or `"all_classes"` (`AllClassesSampler`, with
+            P K images per batch); or a `GlobalBatchSampler` made with the labels of the training set, which ignores P
+            and K.
+        pin_memory: whether batches are copied to page-locked memory, from which the transfer to a GPU is faster; if
+            None, only if there is a GPU.
+        persistent_workers: whether the workers are kept between epochs; if None, they are.
 
     Raises:
-        ValueError: if a number is out of its range, `sampler` is unknown, or workers are to persist and there are none;
-            P and K, and a sampler of your own, against the data when training begins.
-        TypeError: if a number is not an integer, `sampler` is neither a name nor a `GlobalBatchSampler`, or one of the
-            last two is not True, False or None.
+        ValueError: if a number is out of its range, `sampler` is unknown, or `persistent_workers` is True without
+            workers; when training begins, if P, K or the sampler do not fit the training set.
+        TypeError: if a number is not an integer, `sampler` is neither a name nor a `GlobalBatchSampler`, or
+            `pin_memory` or `persistent_workers` is not True, False or None.
 
     Relations:
-        A run does not depend on the number of workers or processes, and goes on in the middle of an epoch with the next
-        batch.
+        A run does not depend on the number of workers or processes. A run that was interrupted within an epoch
+        continues with the next batch.
     """
 
     published_counts: ClassVar[Mapping[str, Sequence[Count]]] = MappingProxyType({})  # of each set, for `check`
 
     def __init__(
         self,
+        *,
         classes_per_batch: int = 32,
         samples_per_class: int = 4,
         eval_batch_size: int = 256,
@@ -78,45 +92,47 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         persistent_workers: bool | None = None,
     ) -> None:
         super().__init__()
-        who = type(self).__name__
-        self.classes_per_batch = check_integer(who, "classes_per_batch", classes_per_batch, least=1)
-        self.samples_per_class = check_integer(who, "samples_per_class", samples_per_class, least=2)
-        self.eval_batch_size = check_integer(who, "eval_batch_size", eval_batch_size, least=1)
-        self.num_workers = check_integer(who, "num_workers", num_workers, least=0)
-        default = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        self.seed = default if seed is None else check_integer(who, "seed", seed, least=0)
-        self.sampler = _check_sampler(who, sampler)
-        self.pin_memory = check_flag(who, "pin_memory", pin_memory)
-        self.persistent_workers = check_flag(who, "persistent_workers", persistent_workers)
+        owner = type(self).__name__
+        self.classes_per_batch = check_integer(owner, "classes_per_batch", classes_per_batch, least=1)
+        self.samples_per_class = check_integer(owner, "samples_per_class", samples_per_class, least=2)
+        self.eval_batch_size = check_integer(owner, "eval_batch_size", eval_batch_size, least=1)
+        self.num_workers = check_integer(owner, "num_workers", num_workers, least=0)
+        if seed is None:
+            seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+        self.seed = check_integer(owner, "seed", seed, least=0)
+        self.sampler = check_sampler(owner, sampler)
+        self.pin_memory = check_flag(owner, "pin_memory", pin_memory)
+        self.persistent_workers = check_flag(owner, "persistent_workers", persistent_workers)
         if self.persistent_workers and not self.num_workers:
-            raise ValueError(f"{who}: `persistent_workers` need workers, got num_workers=0; set it to 1 or more.")
+            raise ValueError(f"{owner}: `persistent_workers` need workers, got num_workers=0; set it to 1 or more.")
 
     @property
     @abstractmethod
     def train_set(self) -> LabelledImages:
-        """What is trained on, augmented."""
+        """The training set, with augmentation."""
 
     @property
     @abstractmethod
     def val_set(self) -> LabelledImages | Mapping[str, LabelledImages]:
-        """What checkpoints are chosen by, or several such sets by name."""
+        """The set on which checkpoints are chosen, or several such sets by name."""
 
     @property
     @abstractmethod
     def test_set(self) -> LabelledImages | Mapping[str, LabelledImages]:
-        """What is reported, or several such sets by name."""
+        """The set for which results are reported, or several such sets by name."""
 
     def train_sampler(self) -> GlobalBatchSampler:
-        """The sampler of the training batches. For one that is made of the data read, override this method.
+        """Return the sampler of the training batches, which the argument `sampler` chooses.
 
-        It is asked for when training begins, and is made of the `train_set`'s labels and `self.seed`.
+        It is called when training begins. Override it only in a subclass whose sampler has to be built from the
+        training set itself, for example from a grouping of its labels.
         """
         labels, P, K = self.train_set.labels, self.classes_per_batch, self.samples_per_class
         if isinstance(self.sampler, GlobalBatchSampler):
-            if self.sampler.size != len(labels):
+            if self.sampler.dataset_size != len(labels):
                 raise ValueError(
                     f"{type(self).__name__}: `sampler` must be made with the labels of the {len(labels):,} training "
-                    f"images, got one made with {self.sampler.size:,}."
+                    f"images, got one made with {self.sampler.dataset_size:,}."
                 )
             return self.sampler
         if self.sampler == "all_classes":
@@ -127,53 +143,57 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         return PKSampler(labels, classes_per_batch=P, samples_per_class=K, seed=self.seed)
 
     def train_dataloader(self) -> RetrievalDataLoader:
-        """The batches of `train_sampler`, from the position a resumed run goes on at."""
-        position = {} if self.trainer is None else resume_position(self.trainer)
-        return RetrievalDataLoader(self.train_set, self.train_sampler(), **position, **self._loading(self.train_set))
+        """A loader of the batches of `train_sampler`, which begins where a resumed run continues."""
+        position: dict[str, int] = {}
+        if self.trainer is not None:
+            position = resume_position(self.trainer)
+        settings = self._loader_settings(self.train_set)
+        return RetrievalDataLoader(self.train_set, self.train_sampler(), **position, **settings)
 
     def val_dataloader(self) -> Any:
-        """The validation set, in order; a dict of loaders where there are several."""
-        return self._evaluation(self.val_set)
+        """A loader of the validation set in order, or a dict of loaders if there are several sets."""
+        return self._evaluation_loader(self.val_set)
 
     def test_dataloader(self) -> Any:
-        """The test set, in order; a dict of loaders where there are several."""
-        return self._evaluation(self.test_set)
+        """A loader of the test set in order, or a dict of loaders if there are several sets."""
+        return self._evaluation_loader(self.test_set)
 
     def predict_dataloader(self) -> Any:
-        """The test set, in order; a dict of loaders where there are several."""
-        return self._evaluation(self.test_set)
+        """A loader of the test set in order, or a dict of loaders if there are several sets."""
+        return self._evaluation_loader(self.test_set)
 
     def check(self) -> DataReport:
-        """Count the images and classes of each set, before training, beside the published counts."""
+        """Count the images and classes of each set before training, and compare them with the published counts."""
         report = DataReport()
-        for stage, found in {"train": self.train_set, "val": self.val_set, "test": self.test_set}.items():
-            sets = (
-                {f"{stage}/{name}": part for name, part in found.items()}
-                if isinstance(found, Mapping)
-                else {stage: found}
-            )
-            for name, dataset in sets.items():
-                counts = (len(dataset), len(dataset.labels.unique()))
-                report.splits[name] = (counts, self.published_counts.get(name, ()))
+        self._count(report, "train", self.train_set)
+        self._count(report, "val", self.val_set)
+        self._count(report, "test", self.test_set)
         return report
 
-    def _evaluation(self, dataset: Any) -> Any:
+    def _count(self, report: DataReport, name: str, dataset: Any) -> None:
         if isinstance(dataset, Mapping):
-            return {name: self._evaluation(part) for name, part in dataset.items()}
-        return DataLoader(dataset, batch_size=self.eval_batch_size, **self._loading(dataset))
+            for part, part_set in dataset.items():
+                self._count(report, f"{name}/{part}", part_set)
+            return
+        counts = (len(dataset), len(dataset.labels.unique()))
+        report.splits[name] = (counts, self.published_counts.get(name, ()))
 
-    def _loading(self, dataset: Any) -> dict[str, Any]:
+    def _evaluation_loader(self, dataset: Any) -> Any:
+        if isinstance(dataset, Mapping):
+            return {name: self._evaluation_loader(part) for name, part in dataset.items()}
+        return DataLoader(dataset, batch_size=self.eval_batch_size, **self._loader_settings(dataset))
+
+    def _loader_settings(self, dataset: Any) -> dict[str, Any]:
+        """Arguments that the loaders for training and for evaluation have in common."""
+        pin_memory = self.pin_memory
+        if pin_memory is None:
+            pin_memory = torch.cuda.is_available()
+        persistent_workers = self.persistent_workers
+        if persistent_workers is None:
+            persistent_workers = self.num_workers > 0
         return {
             "num_workers": self.num_workers,
-            "persistent_workers": self.num_workers > 0 if self.persistent_workers is None else self.persistent_workers,
-            "pin_memory": torch.cuda.is_available() if self.pin_memory is None else self.pin_memory,
+            "persistent_workers": persistent_workers,
+            "pin_memory": pin_memory,
             "collate_fn": getattr(dataset, "collate", None),
         }
-
-
-def _check_sampler(who: str, sampler: SamplerName | GlobalBatchSampler) -> SamplerName | GlobalBatchSampler:
-    if isinstance(sampler, GlobalBatchSampler) or sampler in get_args(SamplerName):
-        return sampler
-    kind = ValueError if isinstance(sampler, str) else TypeError
-    names = ", ".join(map(repr, get_args(SamplerName)))
-    raise kind(f"{who}: `sampler` must be one of {names}, or a GlobalBatchSampler, got {sampler!r}.")

@@ -19,7 +19,7 @@ from lightning_retrieval.datamodules.glyphs.glyph_images import (
     table_counts,
     table_differences,
 )
-from lightning_retrieval.datamodules.loader import index_generator
+from lightning_retrieval.datamodules.item_seeds import item_generator
 
 # Largest change of an augmented glyph: turn and slant in radians, stretch and shift as shares of the image.
 _TURN, _SLANT, _STRETCH, _SHIFT = 0.12, 0.15, 0.12, 0.05
@@ -76,7 +76,7 @@ class GlyphDataset(Dataset[dict[str, Any]]):
         ids = torch.tensor(indices)
         images = self.images[ids, None].float() / 255
         if self.augment:
-            images = _augment(images, torch.stack([torch.rand(6, generator=index_generator(i)) for i in indices]))
+            images = _augment(images, torch.stack([torch.rand(6, generator=item_generator(i)) for i in indices]))
         images = images.expand(-1, self.channels, -1, -1)
         return [{"images": x, "labels": y, "ids": i} for x, y, i in zip(images, self.labels[ids], ids)]
 
@@ -120,7 +120,13 @@ class Glyphs(RetrievalDataModule):
         channels: Literal[1, 3] = 1,
         cache_dir: str | Path | None = None,
     ) -> None:
-        super().__init__(classes_per_batch, samples_per_class, eval_batch_size, num_workers, seed)
+        super().__init__(
+            classes_per_batch=classes_per_batch,
+            samples_per_class=samples_per_class,
+            eval_batch_size=eval_batch_size,
+            num_workers=num_workers,
+            seed=seed,
+        )
         self.augment = augment
         self.channels = check_choice("Glyphs", "channels", channels, (1, 3))
         self.cache_dir = cache_dir

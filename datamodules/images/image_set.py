@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, default_collate
 
 from lightning_retrieval.checks import check_choice
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
-from lightning_retrieval.datamodules.loader import SeededIndex
+from lightning_retrieval.datamodules.item_seeds import SeededIndex
 
 BLACK = (224, 224)  # pixels of the image in place of a batch that cannot be read
 

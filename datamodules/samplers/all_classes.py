@@ -1,4 +1,4 @@
-"""Batches that hold every class, as Average Precision over one large batch is trained on few classes."""
+"""Batches that hold every class, for training with AP over one large batch on a data set of few classes."""
 
 import math
 from collections.abc import Iterator
@@ -6,48 +6,64 @@ from collections.abc import Iterator
 import numpy as np
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.datamodules.samplers.pk import GlobalBatchSampler, Labels
-from lightning_retrieval.datamodules.samplers.queues import Integers, ShuffledQueues, shuffled_order, uniform
+from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers, Labels
+from lightning_retrieval.datamodules.samplers.queues import ShuffledQueues, shuffled_order, uniform_numbers
+
+
+def largest_equal_count(sizes: Integers, total: int) -> int:
+    """The largest number that every set can contribute (or its whole size, if smaller) with at most `total` in sum.
+
+    Args:
+        sizes: the sizes of the sets, ascending.
+        total: at most the sum of the sizes.
+    """
+    used_by_smaller = np.cumsum(sizes) - sizes  # if every smaller set contributes its whole size
+    remaining_sets = np.arange(len(sizes), 0, -1)
+    count = (total - used_by_smaller) // remaining_sets
+    contributes_part = sizes > count
+    if not contributes_part.any():
+        return int(sizes[-1])
+    return int(count[contributes_part.argmax()])
 
 
 class AllClassesSampler(GlobalBatchSampler):
-    """Batches that hold every class, and as many images of each as fit.
+    """Batches that hold every class, with as many images of each class as fit.
 
-    An epoch has ceil(N / batch_size) batches, N being the images that take part. A batch gives all classes equally many
-    of its images: a class that has fewer gives all of its own, the others share what it leaves, and what cannot be
-    shared equally goes to a random choice of them, one image to each. No batch holds an image twice, and within an
-    epoch every image of a class comes round before any comes twice.
+    An epoch has ceil(N / batch_size) batches, where N is the number of images that take part. A batch takes the same
+    number of images from every class, except that a class with fewer images contributes all of them and the others
+    fill the rest. Positions that cannot be divided equally go to a random choice of the larger classes, one image each.
+    No batch holds an image twice, and within an epoch every image of a class is drawn once before any is drawn twice.
 
-    In a batch the images of a class stand side by side, the classes in random order.
+    In a batch the images of a class are adjacent, and the classes are in random order.
 
     Args:
-        labels: one integer for each image of the dataset, in its order; any integers, any class sizes. Classes with a
-            single image are left out, as it has no positive; one warning says how many.
-        batch_size: the images of a batch, at least 2: at least as many as there are classes with two images or more,
-            and at most as many as these have images. With twice the number of classes every image has a positive.
-        seed: an integer >= 0, which with the epoch decides every batch.
+        labels: one integer for each image, in the order of the dataset; any integers, any class sizes. Classes with a
+            single image are skipped, because that image has no positive; one warning gives their number.
+        batch_size: number of images in a batch, at least 2: at least the number of classes with two images or more,
+            and at most the number of their images. With twice the number of classes every image has a positive.
+        seed: an integer >= 0. The seed and the epoch determine every batch.
 
     Raises:
-        TypeError: if the labels are not integers, or another argument is not one.
-        ValueError: if the labels are not one-dimensional, are none, or no class has two images; if the batch size or
+        TypeError: if the labels or another argument are not integers.
+        ValueError: if the labels are empty or not one-dimensional, or no class has two images; if the batch size or
             the seed is out of its range.
 
     Example:
         >>> sampler = AllClassesSampler([7, 7, 7, -1, -1, 5, 5, 5, 5], batch_size=7)
         >>> len(sampler)
         2
-        >>> [sum(index in (3, 4) for index in batch) for batch in sampler]  # all that class -1 has
+        >>> [sum(index in (3, 4) for index in batch) for batch in sampler]  # all images of class -1
         [2, 2]
 
-    A batch is drawn when it is asked for, in about a microsecond for each image.
+    A batch is drawn when it is needed, in about a microsecond per image.
 
     Relations:
-        `PKSampler` takes some of the classes, K images of each, where they are too many for one batch.
-        `RetrievalDataLoader` shares each batch out over ranks and workers.
+        `PKSampler` draws P classes with K images each, for data sets whose classes do not all fit into one batch.
+        `RetrievalDataLoader` splits each batch over ranks and workers.
 
     Source:
         Revaud, Almazan, Rezende and de Souza, Learning with Average Precision: Training Image Retrieval with a Listwise
-        Loss, ICCV 2019, section 4.2. How the images beyond the first of each class are chosen is ours.
+        Loss, ICCV 2019, section 4.2. How the images beyond the first of each class are chosen is our own choice.
     """
 
     def __init__(self, labels: Labels, *, batch_size: int, seed: int = 0) -> None:
@@ -57,8 +73,8 @@ class AllClassesSampler(GlobalBatchSampler):
         if batch_size < classes:
             raise ValueError(
                 f"{self.name}: `batch_size` must be at least the number of classes with two images or more, got "
-                f"{batch_size} for {classes} such classes ({self.single} more have a single image); raise it, or take "
-                "PKSampler."
+                f"{batch_size} for {classes} such classes ({self.num_single_image_classes} more have a single image); "
+                "raise it, or use PKSampler."
             )
         if batch_size > len(self.images):
             raise ValueError(
@@ -70,29 +86,16 @@ class AllClassesSampler(GlobalBatchSampler):
         return math.ceil(len(self.images) / self.batch_size)
 
     def draw(self, generator: np.random.Generator) -> Iterator[Integers]:
-        queues = ShuffledQueues(self.images, self.class_sizes, uniform(generator))
-        level = equal_share(self.class_sizes, self.batch_size)
-        every_batch = np.minimum(self.class_sizes, level)
-        left = self.batch_size - int(every_batch.sum())
+        queues = ShuffledQueues(self.images, self.class_sizes, uniform_numbers(generator))
+        equal_count = largest_equal_count(self.class_sizes, self.batch_size)
+        counts_of_every_batch = np.minimum(self.class_sizes, equal_count)
+        remaining = self.batch_size - int(counts_of_every_batch.sum())
         for _ in range(len(self)):
             order = shuffled_order(generator, len(self.class_sizes))
-            count = every_batch.copy()
-            count[order[self.class_sizes[order] > level][:left]] += 1
+            counts = counts_of_every_batch.copy()
+            larger_classes = order[self.class_sizes[order] > equal_count]
+            counts[larger_classes[:remaining]] += 1
             batch: list[int] = []
-            for label, images in zip(order.tolist(), count[order].tolist(), strict=True):
-                batch += queues.take(label, images)
+            for class_index, count in zip(order.tolist(), counts[order].tolist(), strict=True):
+                batch += queues.take(class_index, count)
             yield np.array(batch)
-
-
-def equal_share(sizes: Integers, total: int) -> int:
-    """The largest number that each of the sets can give, or all that it has, without giving more than `total`.
-
-    Args:
-        sizes: of the sets, ascending.
-        total: at most the sum of the sizes.
-    """
-    before = np.cumsum(sizes) - sizes
-    # What is left for each of the others when the sets before one have given all they have.
-    share = (total - before) // np.arange(len(sizes), 0, -1)
-    gives_part = sizes > share
-    return int(share[gives_part.argmax()] if gives_part.any() else sizes[-1])

@@ -1,4 +1,4 @@
-"""Batches of a few categories, as ROADMAP and HAPPIER are trained: the negatives are of the positives' own kind."""
+"""Batches from a few categories, as ROADMAP and HAPPIER are trained: negatives share the category of the positives."""
 
 import itertools
 import math
@@ -9,37 +9,52 @@ from collections.abc import Iterator
 import numpy as np
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.datamodules.samplers.pk import GlobalBatchSampler, Labels, grouped, integer_array
-from lightning_retrieval.datamodules.samplers.queues import Integers, ShuffledQueues, shuffled_order, uniform
+from lightning_retrieval.datamodules.samplers.base import (
+    GlobalBatchSampler,
+    Integers,
+    Labels,
+    group_equal_values,
+    integer_array,
+)
+from lightning_retrieval.datamodules.samplers.queues import ShuffledQueues, shuffled_order, uniform_numbers
 
-_LISTED = 1_000_000  # combinations, beyond which they are drawn one by one
-_COMBINATIONS = 1  # after (seed, refill), a stream of its own beside the batches' (seed, epoch)
+_MAX_LISTED = 1_000_000  # beyond this number, combinations are not listed but drawn one by one
+_COMBINATION_STREAM = 1  # seeds (seed, refill, 1), so that combinations have other random numbers than the batches
+
+
+def list_combinations(count: int, size: int) -> Integers | None:
+    """All combinations of `size` of the numbers below `count`, one a row; None if there are more than a million."""
+    if math.comb(count, size) > _MAX_LISTED:
+        return None
+    numbers = itertools.chain.from_iterable(itertools.combinations(range(count), size))
+    return np.fromiter(numbers, dtype=np.int32).reshape(-1, size)
 
 
 class CategorySampler(GlobalBatchSampler):
-    """Batches of few categories, P classes in equal shares of each, K images of each class.
+    """Batches of P classes from a few categories, the same number of classes from each, with K images per class.
 
-    An epoch has ceil(N / (P K)) batches, N being the images that take part. All combinations of categories come round
-    before any comes twice, also over epochs. Within an epoch, every class of a category comes round before any comes
-    twice, and every image of a class. A batch holds an image twice only where its class has fewer than the batch takes
-    of it (then its images appear equally often, but for one, in the batch and in each group of K), and a class twice
-    only where its category has fewer than its share of P (likewise).
+    An epoch has ceil(N / (P K)) batches, where N is the number of images that take part. Every combination of
+    categories is drawn once before any is drawn twice, also across epochs. Within an epoch every class of a category is
+    drawn once before any is drawn twice, and likewise every image of a class. A batch holds an image more than once
+    only if its class has fewer images than the batch takes from it; the numbers of times that these images occur then
+    differ by at most one, in the batch and in each group of K. A batch holds a class more than once only if its
+    category has fewer classes than the batch takes from it, with the same limit.
 
-    In a batch the classes of a category stand side by side, and the images of a class.
+    In a batch the classes of a category are adjacent, and so are the images of a class.
 
     Args:
-        labels: one integer for each image of the dataset, in its order; any integers, any class sizes. Classes with a
-            single image are left out, as it has no positive; one warning says how many.
+        labels: one integer for each image, in the order of the dataset; any integers, any class sizes. Classes with a
+            single image are skipped, because that image has no positive; one warning gives their number.
         categories: one integer for each image, the same for all images of a class.
         classes_per_batch: P, a multiple of `categories_per_batch`.
         samples_per_class: K, at least 2.
         categories_per_batch: at least 1 and at most the number of categories that hold a class with two images.
-        seed: an integer >= 0, which with the epoch decides every batch.
+        seed: an integer >= 0. The seed and the epoch determine every batch.
 
     Raises:
-        TypeError: if labels or categories are not integers, or another argument is not one.
-        ValueError: if labels or categories are not one-dimensional or not equally many, or no class has two images; if
-            a class has images of several categories; if a number is out of its range.
+        TypeError: if the labels, the categories or another argument are not integers.
+        ValueError: if labels or categories are empty, not one-dimensional or not equally many, or no class has two
+            images; if a class has images of several categories; if a number is out of its range.
 
     Example:
         >>> labels, categories = [0, 0, 1, 1, 2, 2, 3, 3], [7, 7, 7, 7, 5, 5, 5, 5]
@@ -49,12 +64,13 @@ class CategorySampler(GlobalBatchSampler):
         >>> sorted(sorted(categories[index] for index in batch) for batch in sampler)
         [[5, 5, 5, 5], [7, 7, 7, 7]]
 
-    More than a million combinations are not listed: then each category comes round before any comes twice, within an
-    epoch, in random company. A batch is drawn when it is asked for, in about a microsecond for each image.
+    If there are more than a million combinations, they are not listed. Then every category is drawn once before any is
+    drawn twice, within an epoch, in random combinations. A batch is drawn when it is needed, in about a microsecond per
+    image.
 
     Relations:
-        Negatives of the positives' own categories are harder than those that `PKSampler` finds among all classes.
-        `RetrievalDataLoader` shares each batch out over ranks and workers.
+        Negatives from the categories of the positives are harder than those of `PKSampler`, which draws from all
+        classes. `RetrievalDataLoader` splits each batch over ranks and workers.
 
     Source:
         Cakir, He, Xia, Kulis and Sclaroff, Deep Metric Learning to Rank, CVPR 2019, section 4.2 (two categories).
@@ -80,44 +96,47 @@ class CategorySampler(GlobalBatchSampler):
             )
         if categories is None:
             raise TypeError(
-                f"{self.name}: `categories` must be one integer for each image, got None; give them, or take PKSampler."
+                f"{self.name}: `categories` must be one integer for each image, got None; provide them, or use "
+                "PKSampler."
             )
         super().__init__(labels, seed=seed)
-        # The classes of each category side by side, and how many each has.
-        self.classes, starts = grouped(self._category_of_each_class(categories))
+        # The classes grouped by category, and the number of classes of each category.
+        self.classes, starts = group_equal_values(self._category_of_each_class(categories))
         self.category_sizes: Integers = np.diff(starts, append=len(self.classes))
-        count = len(starts)
-        if categories_per_batch > count:
-            raise ValueError(
-                f"{self.name}: `categories_per_batch` must be at most the number of categories that hold a class with "
-                f"two images or more, got {categories_per_batch} for {count} such categories; lower it."
-            )
-        self.combinations: Integers | None = None
-        if math.comb(count, categories_per_batch) <= _LISTED:
-            listed = itertools.chain.from_iterable(itertools.combinations(range(count), categories_per_batch))
-            self.combinations = np.fromiter(listed, dtype=np.int32).reshape(-1, categories_per_batch)
-        small = int((self.category_sizes < self._share).sum())
+        self._check_category_sizes()
+        self.combinations = list_combinations(len(self.category_sizes), categories_per_batch)
+        small = int((self.category_sizes < self._classes_per_category).sum())
         if small:
             warnings.warn(
-                f"{self.name}: fewer classes than the {self._share} that a batch takes of a category: {small} of "
-                f"{count} categories; a batch holds their classes several times.",
+                f"{self.name}: {small} of {len(self.category_sizes)} categories have fewer than the "
+                f"{self._classes_per_category} classes that a batch takes from a category; batches repeat their "
+                "classes.",
                 stacklevel=2,
             )
 
     @property
-    def _share(self) -> int:
-        """The classes that a batch takes of a category."""
+    def _classes_per_category(self) -> int:
+        """Number of classes that a batch takes from each of its categories."""
         return self.classes_per_batch // self.categories_per_batch
+
+    def _check_category_sizes(self) -> None:
+        count = len(self.category_sizes)
+        if self.categories_per_batch > count:
+            raise ValueError(
+                f"{self.name}: `categories_per_batch` must be at most the number of categories that hold a class with "
+                f"two images or more, got {self.categories_per_batch} for {count} such categories; lower it."
+            )
 
     def _category_of_each_class(self, categories: Labels) -> Integers:
         array = integer_array(self.name, "categories", categories)
-        if len(array) != self.size:
+        if len(array) != self.dataset_size:
             raise ValueError(
-                f"{self.name}: `categories` must be one integer for each of the {self.size} labels, got {len(array)}."
+                f"{self.name}: `categories` must be one integer for each of the {self.dataset_size} labels, got "
+                f"{len(array)}."
             )
-        array = array[self.images]
-        lowest = np.minimum.reduceat(array, self.class_starts)
-        highest = np.maximum.reduceat(array, self.class_starts)
+        by_class = array[self.images]
+        lowest = np.minimum.reduceat(by_class, self.class_starts)
+        highest = np.maximum.reduceat(by_class, self.class_starts)
         mixed = np.flatnonzero(lowest != highest)
         if len(mixed):
             first = mixed[0]
@@ -131,27 +150,35 @@ class CategorySampler(GlobalBatchSampler):
         return math.ceil(len(self.images) / (self.classes_per_batch * self.samples_per_class))
 
     def draw(self, generator: np.random.Generator) -> Iterator[Integers]:
-        random = uniform(generator)
-        classes = ShuffledQueues(self.classes, self.category_sizes, random)
-        images = ShuffledQueues(self.images, self.class_sizes, random)
+        random = uniform_numbers(generator)
+        class_queues = ShuffledQueues(self.classes, self.category_sizes, random)
+        image_queues = ShuffledQueues(self.images, self.class_sizes, random)
         for combination in itertools.islice(self._combinations(random), len(self)):
             batch: list[int] = []
-            for place in shuffled_order(generator, len(combination)).tolist():  # none is always the first rank's
-                category = combination[place]
-                for label, times in Counter(classes.take(category, self._share)).items():
-                    batch += images.take(label, self.samples_per_class, times)
+            # The order is random, so that no category is always the first rank's.
+            for position in shuffled_order(generator, len(combination)).tolist():
+                classes = class_queues.take(combination[position], self._classes_per_category)
+                for class_index, times in Counter(classes).items():
+                    batch += image_queues.take(class_index, self.samples_per_class, times)
             yield np.array(batch)
 
     def _combinations(self, random: Iterator[float]) -> Iterator[list[int]]:
-        """This epoch's stretch of the queue of combinations, which is one for all epochs."""
+        """The combinations of categories of this epoch and, after them, those of the next epochs."""
         if self.combinations is None:
-            count = len(self.category_sizes)
-            categories = ShuffledQueues(np.arange(count), np.array([count]), random)
-            while True:
-                yield categories.take(0, self.categories_per_batch)
-        refill, place = divmod(self.epoch * len(self), len(self.combinations))
+            return self._unlisted_combinations(random)
+        return self._listed_combinations(self.combinations)
+
+    def _unlisted_combinations(self, random: Iterator[float]) -> Iterator[list[int]]:
+        count = len(self.category_sizes)
+        queue = ShuffledQueues(np.arange(count), np.array([count]), random)
         while True:
-            refilled = np.random.default_rng((self.seed, refill, _COMBINATIONS))
-            for number in shuffled_order(refilled, len(self.combinations))[place:]:
-                yield self.combinations[number].tolist()
-            refill, place = refill + 1, 0
+            yield queue.take(0, self.categories_per_batch)
+
+    def _listed_combinations(self, combinations: Integers) -> Iterator[list[int]]:
+        """All epochs read from one shuffled queue; this epoch starts where the epoch before ends."""
+        first_refill, start = divmod(self.epoch * len(self), len(combinations))
+        for refill in itertools.count(first_refill):
+            generator = np.random.default_rng((self.seed, refill, _COMBINATION_STREAM))
+            for row in shuffled_order(generator, len(combinations))[start:]:
+                yield combinations[row].tolist()
+            start = 0

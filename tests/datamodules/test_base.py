@@ -24,7 +24,7 @@ QUIET = [
     "ignore:The '(train|val)_dataloader' does not have many workers:UserWarning",
     "ignore:GPU available but not used:UserWarning",
     "ignore:You defined a `validation_step` but have no `val_dataloader`:UserWarning",
-    "ignore:CategorySampler. fewer classes than the 4 that a batch takes of a category:UserWarning",
+    "ignore:CategorySampler. .* have fewer than the:UserWarning",
     "ignore:Using ModelCheckpoint with manual optimization and every_n_train_steps:UserWarning",
     "ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be:UserWarning",
     r"ignore:\s*By default only one JsonargparseDeprecationWarning per type is shown:DeprecationWarning",

@@ -22,13 +22,8 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
-from lightning_retrieval.datamodules.loader import (
-    RetrievalDataLoader,
-    SeededIndex,
-    augmentation_seeds,
-    index_generator,
-    resume_position,
-)
+from lightning_retrieval.datamodules.item_seeds import SeededIndex, augmentation_seeds, item_generator
+from lightning_retrieval.datamodules.loader import RetrievalDataLoader, resume_position
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
 
 LABELS = [image // 4 for image in range(26)]  # seven classes, the last with two images
@@ -72,7 +67,7 @@ def make(seed=3, **kwargs) -> RetrievalDataLoader:
 
 def expected(epochs=3) -> list:
     """What one process sees, from the sampler and a hash written with Python's integers."""
-    sampler, rows = make()._share.batch_sampler, []
+    sampler, rows = make()._rank_sampler.batch_sampler, []
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for number, batch in enumerate(sampler):
@@ -139,13 +134,13 @@ def test_a_seeded_index_is_an_int_that_keeps_its_seed():
     assert (repr(index), type(index + 1)) == ("5", int)
 
 
-def test_index_generator_follows_the_seed_and_is_none_for_a_plain_int():
+def test_item_generator_follows_the_seed_and_is_none_for_a_plain_int():
     draw = [
-        torch.rand(3, generator=index_generator(SeededIndex(i, seed=s))).tolist() for i, s in [(1, 4), (2, 4), (1, 5)]
+        torch.rand(3, generator=item_generator(SeededIndex(i, seed=s))).tolist() for i, s in [(1, 4), (2, 4), (1, 5)]
     ]
     assert draw[0] == draw[1] != draw[2]
-    assert index_generator(3) is None
-    assert index_generator(SeededIndex(0, seed=2**63 - 1)).initial_seed() == 2**63 - 1
+    assert item_generator(3) is None
+    assert item_generator(SeededIndex(0, seed=2**63 - 1)).initial_seed() == 2**63 - 1
 
 
 def test_augmentation_seeds_are_the_hash_and_do_not_collide():
@@ -176,7 +171,7 @@ def test_a_dataset_with_getitems_is_asked_for_seeded_indices():
             assert all(type(index) is SeededIndex for index in indices)
             return [self[index] for index in indices]
 
-    loader = RetrievalDataLoader(Many(), make()._share.batch_sampler)
+    loader = RetrievalDataLoader(Many(), make()._rank_sampler.batch_sampler)
     assert listed(loader) == [row[2] for row in expected(1)]
 
 
@@ -396,6 +391,6 @@ if __name__ == "__main__":
 def test_a_dataset_of_another_size_is_refused(dataset, came):
     sampler = PKSampler([0, 0, 1, 1, 2, 2], classes_per_batch=2, samples_per_class=2)
     with pytest.raises(
-        ValueError, match=rf"^RetrievalDataLoader: `dataset` must have an item for each of the 6 .*{came}"
+        ValueError, match=rf"^RetrievalDataLoader: `dataset` must have one item for each of the 6 .*{came}"
     ):
         RetrievalDataLoader(dataset, sampler)

@@ -13,9 +13,10 @@ from torch import nn
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.datamodules import GlyphDataset, Glyphs, SeededIndex
+from lightning_retrieval.datamodules import GlyphDataset, Glyphs
 from lightning_retrieval.datamodules.glyphs import glyph_images
 from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
+from lightning_retrieval.datamodules.item_seeds import SeededIndex
 
 QUIET = [
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",

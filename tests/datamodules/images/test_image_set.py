@@ -21,12 +21,12 @@ from lightning_retrieval.datamodules import (
     ImageDataModule,
     ImageIndex,
     ImageSet,
-    SeededIndex,
     reference_transform,
 )
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import check_unique, parse_integers, read_rows
 from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ROLES, cached, class_numbers
+from lightning_retrieval.datamodules.item_seeds import SeededIndex
 
 QUIET = [
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",

@@ -1,4 +1,4 @@
-"""AllClassesSampler against a plain-Python reading of its promises."""
+"""AllClassesSampler: its contract is checked with dictionaries and loops, independently of the implementation."""
 
 import itertools
 import pickle
@@ -23,36 +23,39 @@ def make(labels=LABELS, size=9, seed=0, epoch=0) -> AllClassesSampler:
     return sampler
 
 
-def dealt_out(images: dict, size: int) -> tuple[dict, int, set]:
-    """One image to each class, again and again while there are enough places: how many each class gets for certain,
-    the places over, and the classes that compete for these."""
-    gets = dict.fromkeys(images, 0)
+def distribute(images: dict, size: int) -> tuple[dict, int, set]:
+    """Give each class one position after the other while there are enough positions for all classes that have images.
+
+    Returns:
+        The number of positions of each class, the number of positions that remain, and the classes that may get them.
+    """
+    counts = dict.fromkeys(images, 0)
     while True:
-        wanting = {label for label in images if gets[label] < len(images[label])}
-        if not wanting or sum(gets.values()) + len(wanting) > size:
-            return gets, size - sum(gets.values()), wanting
-        for label in wanting:
-            gets[label] += 1
+        unfinished = {label for label in images if counts[label] < len(images[label])}
+        if not unfinished or sum(counts.values()) + len(unfinished) > size:
+            return counts, size - sum(counts.values()), unfinished
+        for label in unfinished:
+            counts[label] += 1
 
 
-def assert_promises(batches: list[list[int]], labels: list[int], size: int) -> None:
-    """The whole contract, read off the batches with dictionaries and loops."""
+def assert_contract(batches: list[list[int]], labels: list[int], size: int) -> None:
+    """Check the whole contract of one epoch."""
     images = {label: {i for i, other in enumerate(labels) if other == label} for label in set(labels)}
     images = {label: members for label, members in images.items() if len(members) >= 2}
     assert len(batches) == -(-sum(map(len, images.values())) // size)
-    gets, over, wanting = dealt_out(images, size)
+    counts, remaining, unfinished = distribute(images, size)
     drawn = {label: [] for label in images}
     for batch in batches:
         assert len(batch) == len(set(batch)) == size
         assert all(type(index) is int for index in batch)
         owners = [labels[index] for index in batch]
-        assert sum(a != b for a, b in itertools.pairwise(owners)) == len(images) - 1  # side by side
+        assert sum(a != b for a, b in itertools.pairwise(owners)) == len(images) - 1  # adjacent
         times = Counter(owners)
         assert times.keys() == images.keys()
-        further = {label for label in images if times[label] != gets[label]}
-        assert further <= wanting
-        assert len(further) == over
-        assert all(times[label] == gets[label] + 1 for label in further)
+        one_more = {label for label in images if times[label] != counts[label]}
+        assert one_more <= unfinished
+        assert len(one_more) == remaining
+        assert all(times[label] == counts[label] + 1 for label in one_more)
         for index in batch:
             drawn[labels[index]].append(index)
     for label, members in images.items():
@@ -62,10 +65,10 @@ def assert_promises(batches: list[list[int]], labels: list[int], size: int) -> N
             assert len(set(chunk)) == len(chunk)
 
 
-@pytest.mark.filterwarnings("ignore:AllClassesSampler. left out of training for having a single image:UserWarning")
+@pytest.mark.filterwarnings("ignore:AllClassesSampler. skipped .* classes in training:UserWarning")
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_every_batch_holds_every_class_and_as_much_of_each_as_fits(data):
+def test_every_batch_holds_every_class_with_as_many_images_as_fit(data):
     sizes = data.draw(st.lists(st.integers(1, 13), min_size=1, max_size=9).filter(lambda s: max(s) > 1))
     labels = [label * 3 - 5 for label, size in enumerate(sizes) for _ in range(size)]
     labels = data.draw(st.permutations(labels))
@@ -74,15 +77,15 @@ def test_every_batch_holds_every_class_and_as_much_of_each_as_fits(data):
     sampler = make(labels, size, data.draw(st.integers(0, 2**64)), data.draw(st.integers(0, 99)))
     batches = list(sampler)
     assert len(sampler) == len(batches)
-    assert_promises(batches, labels, size)
+    assert_contract(batches, labels, size)
 
 
 @pytest.mark.parametrize("sizes", [[2, 40], [2, 2, 300], [7] * 6, [3, 4, 5, 6, 50]])
 @pytest.mark.parametrize("size", [6, 9, 13, 42])
-def test_the_promises_hold_over_many_rounds(sizes, size):
+def test_the_contract_holds_over_many_rounds(sizes, size):
     labels = [label for label, size in enumerate(sizes) for _ in range(size)]
     for epoch in range(5):
-        assert_promises(list(make(labels, size, epoch=epoch)), labels, size)
+        assert_contract(list(make(labels, size, epoch=epoch)), labels, size)
 
 
 def test_batches_are_a_function_of_seed_and_epoch():
@@ -97,12 +100,12 @@ def test_batches_are_a_function_of_seed_and_epoch():
     assert len(set(lists)) == 16
 
 
-def test_the_batches_of_a_seed_do_not_change_between_versions():
+def test_batches_equal_those_of_earlier_versions():
     sampler = make([0, 0, 1, 1, 1, 2, 2, 2, 2], 7, seed=5, epoch=1)
     assert list(sampler) == [[4, 2, 3, 5, 6, 0, 1], [8, 7, 5, 0, 1, 2, 4]]
 
 
-def test_no_global_random_state_is_touched_or_used():
+def test_the_global_random_state_is_neither_used_nor_changed():
     states = torch.get_rng_state(), pickle.dumps(np.random.get_state()), random.getstate()
     before = list(make())
     assert torch.equal(torch.get_rng_state(), states[0])
@@ -113,23 +116,23 @@ def test_no_global_random_state_is_touched_or_used():
 
 
 def test_each_class_and_each_image_is_drawn_equally_often():
-    """Batches of 7 from 5 classes of 9: two classes get a second place, and the second round begins in some batch."""
-    further, images, first = Counter(), Counter(), Counter()
+    """Batches of 7 from 5 classes of 9 images: two classes get a second position, and rounds begin within batches."""
+    second, images, first = Counter(), Counter(), Counter()
     for epoch in range(400):
         batches = list(make([c for c in range(5) for _ in range(9)], 7, epoch=epoch))
         for batch in batches:
             owners = [index // 9 for index in batch]
-            further.update(label for label, times in Counter(owners).items() if times == 2)
+            second.update(label for label, times in Counter(owners).items() if times == 2)
             first[owners[0]] += 1
         images.update(batches[-1])
-    assert max(further.values()) < 1.15 * min(further.values())  # 1120 each, standard deviation about 26
-    assert max(first.values()) < 1.25 * min(first.values())  # 560 each: no class is always the first rank's
+    assert max(second.values()) < 1.15 * min(second.values())  # 1120 each, standard deviation about 26
+    assert max(first.values()) < 1.25 * min(first.values())  # 560 each: no class is always on the first rank
     assert max(images.values()) < 2 * min(images.values())  # 62 each, standard deviation about 7
 
 
-def test_single_images_are_left_out_with_one_warning():
+def test_single_image_classes_are_skipped_with_one_warning():
     labels = [1, 2, 2, 3, 3, 3, 4]
-    sentence = r"AllClassesSampler: left out of .* a single image: 2 of 4 classes\."
+    sentence = r"AllClassesSampler: skipped 2 of 4 classes .* a single image\."
     with pytest.warns(UserWarning, match=sentence) as caught:
         sampler = make(labels, 3)
     assert len(caught) == 1
@@ -138,14 +141,14 @@ def test_single_images_are_left_out_with_one_warning():
     assert len(sampler) == 2  # ceil(5 / 3)
 
 
-def test_the_pickled_state_is_arrays():
+def test_the_pickled_state_holds_arrays_only():
     sampler = make(np.arange(100_000) // 100, 3000)
     assert len(pickle.dumps(sampler)) < 100_000 * 8 + 1_000 * 16 + 2_000
     assert not any(isinstance(value, (list, tuple, dict)) for value in vars(sampler).values())
     assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
 
 
-def test_an_epoch_goes_on_where_a_loader_is_told_to():
+def test_an_epoch_resumes_at_the_position_of_the_loader():
     def loader(**position):
         return [batch.tolist() for batch in RetrievalDataLoader(range(len(LABELS)), make(size=4), **position)]
 
@@ -156,7 +159,7 @@ def test_an_epoch_goes_on_where_a_loader_is_told_to():
 
 
 @pytest.mark.refusal
-@pytest.mark.filterwarnings("ignore:AllClassesSampler. left out of training for having a single image:UserWarning")
+@pytest.mark.filterwarnings("ignore:AllClassesSampler. skipped .* classes in training:UserWarning")
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
@@ -164,7 +167,7 @@ def test_an_epoch_goes_on_where_a_loader_is_told_to():
         (
             {"labels": [*LABELS, 1], "size": 3},
             ValueError,
-            r"got 3 for 4 such classes \(1 more have a single image\); raise it, or take PKSampler\.$",
+            r"got 3 for 4 such classes \(1 more have a single image\); raise it, or use PKSampler\.$",
         ),
         (
             {"labels": [*LABELS, 1], "size": 15},
@@ -179,6 +182,6 @@ def test_an_epoch_goes_on_where_a_loader_is_told_to():
         ({"labels": [1, 2, 3]}, ValueError, r"at least 2 images, got 3 images of 3 classes; check"),
     ],
 )
-def test_impossible_requests_are_refused(changed, error, message):
+def test_invalid_arguments_raise_an_error(changed, error, message):
     with pytest.raises(error, match=rf"^AllClassesSampler: .*{message}"):
         make(**changed)

@@ -1,4 +1,4 @@
-"""CategorySampler against a plain-Python reading of its promises."""
+"""CategorySampler: its contract is checked with dictionaries and loops, independently of the implementation."""
 
 import math
 import pickle
@@ -19,8 +19,8 @@ LABELS = [7, 7, 7, -1, -1, 5, 5, 5, 5, 5, 5, 9, 9, 9, 4, 4, 4, 4, 6, 6, 8, 8, 8]
 OF_CLASS = {7: 30, -1: 10, 5: 30, 9: 10, 4: -20, 6: -20, 8: 30}
 CATEGORIES = [OF_CLASS[label] for label in LABELS]
 QUIET = [
-    "ignore:CategorySampler. left out of training for having a single image:UserWarning",
-    "ignore:CategorySampler. fewer classes than the:UserWarning",
+    "ignore:CategorySampler. skipped .* classes in training:UserWarning",
+    "ignore:CategorySampler. .* have fewer than the:UserWarning",
 ]
 
 
@@ -33,18 +33,18 @@ def make(labels=LABELS, categories=CATEGORIES, P=4, K=3, C=2, seed=0, epoch=0) -
 
 
 def runs(values: list) -> list[list]:
-    """Places of equal neighbours."""
+    """Positions of adjacent equal values, one list for each run of them."""
     found = []
-    for place, value in enumerate(values):
-        if place and value == values[place - 1]:
-            found[-1].append(place)
+    for position, value in enumerate(values):
+        if position and value == values[position - 1]:
+            found[-1].append(position)
         else:
-            found.append([place])
+            found.append([position])
     return found
 
 
 def assert_balanced(drawn: list, of: set) -> None:
-    """No member comes twice where there are enough of them; else all come equally often, but for one."""
+    """No member of `of` is drawn twice if there are enough; else the numbers of draws differ by at most one."""
     times = Counter(dict.fromkeys(of, 0))
     times.update(drawn)
     assert times.keys() == of
@@ -55,15 +55,15 @@ def assert_balanced(drawn: list, of: set) -> None:
 
 
 def assert_rounds(drawn: list, of: set) -> None:
-    """Every member of `of` comes before any comes twice, then again, and so on."""
+    """In each round, every member of `of` is drawn once before the next round begins."""
     for begin in range(0, len(drawn), len(of)):
         chunk = drawn[begin : begin + len(of)]
         assert set(chunk) <= of
         assert len(set(chunk)) == len(chunk)
 
 
-def assert_promises(batches: list[list[int]], labels: list, categories: list, P: int, K: int, C: int) -> list:
-    """The contract of one epoch, read off the batches with dictionaries and loops; the combinations in their order."""
+def assert_contract(batches: list[list[int]], labels: list, categories: list, P: int, K: int, C: int) -> list:
+    """Check the contract of one epoch; return the combinations of categories in the order of the batches."""
     images = {label: {i for i, other in enumerate(labels) if other == label} for label in set(labels)}
     images = {label: members for label, members in images.items() if len(members) >= 2}
     category = {label: categories[min(members)] for label, members in images.items()}
@@ -82,11 +82,12 @@ def assert_promises(batches: list[list[int]], labels: list, categories: list, P:
         assert len(by_class) == len(set(owners))  # side by side
         for part in parts:
             assert len(part) == P // C * K
-            mine = [owners[place] for place in part[::K]]
-            assert_balanced(mine, classes[category[mine[0]]])
-            drawn_classes[category[mine[0]]].append(mine)
-        for places in by_class:
-            owner, group = owners[places[0]], [batch[place] for place in places]
+            part_classes = [owners[position] for position in part[::K]]
+            part_category = category[part_classes[0]]
+            assert_balanced(part_classes, classes[part_category])
+            drawn_classes[part_category].append(part_classes)
+        for positions in by_class:
+            owner, group = owners[positions[0]], [batch[position] for position in positions]
             assert len(group) % K == 0
             assert_balanced(group, images[owner])
             for begin in range(0, len(group), K):
@@ -100,7 +101,7 @@ def assert_promises(batches: list[list[int]], labels: list, categories: list, P:
 
 
 def assert_class_rounds(groups: list[list], of: set) -> None:
-    """As `assert_rounds`, where the order within a group is not the queue's: no class is ahead of another by two."""
+    """Like `assert_rounds`, but for groups in another order than the queue: no class is ahead of another by two."""
     times = Counter(dict.fromkeys(of, 0))
     for group in groups:
         times.update(group)
@@ -110,7 +111,7 @@ def assert_class_rounds(groups: list[list], of: set) -> None:
 @pytest.mark.filterwarnings(*QUIET)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_every_class_and_every_image_comes_round_before_any_comes_twice(data):
+def test_every_class_and_image_is_drawn_once_before_any_is_drawn_twice(data):
     sizes = data.draw(st.lists(st.integers(1, 13), min_size=1, max_size=12).filter(lambda s: max(s) > 1))
     of_class = data.draw(st.lists(st.integers(-3, 3), min_size=len(sizes), max_size=len(sizes)))
     pairs = [(label * 3 - 5, of_class[label] * 7) for label, size in enumerate(sizes) for _ in range(size)]
@@ -121,37 +122,37 @@ def test_every_class_and_every_image_comes_round_before_any_comes_twice(data):
     sampler = make(labels, categories, P, K, C, data.draw(st.integers(0, 2**64)), data.draw(st.integers(0, 99)))
     batches = list(sampler)
     assert len(sampler) == len(batches)
-    assert_promises(batches, labels, categories, P, K, C)
+    assert_contract(batches, labels, categories, P, K, C)
 
 
 @pytest.mark.filterwarnings(*QUIET)
 @pytest.mark.parametrize("sizes", [[2, 40], [2, 2, 300], [7] * 6, [3, 4, 5, 6, 50], [2, 3, 300]])
 @pytest.mark.parametrize(("P", "K"), [(1, 2), (2, 5), (6, 4)])
-def test_the_promises_hold_over_many_rounds(sizes, P, K):
+def test_the_contract_holds_over_many_rounds(sizes, P, K):
     labels = [label for label, size in enumerate(sizes) for _ in range(size)]
     categories = [int(label == 0) for label in labels]
     for epoch in range(5):
         for C in {1, 2} if P % 2 == 0 else {1}:
-            assert_promises(list(make(labels, categories, P, K, C, epoch=epoch)), labels, categories, P, K, C)
+            assert_contract(list(make(labels, categories, P, K, C, epoch=epoch)), labels, categories, P, K, C)
 
 
 @pytest.mark.parametrize(("count", "C"), [(3, 2), (5, 2), (5, 3), (4, 1), (4, 4)])
-def test_all_combinations_come_round_before_any_comes_twice_also_over_epochs(count, C):
+def test_every_combination_is_drawn_once_before_any_is_drawn_twice_across_epochs(count, C):
     labels = [label for label in range(3 * count) for _ in range(5)]
     categories = [label % count for label in labels]
     combinations, orders = [], set()
     for epoch in range(25):
         batches = list(make(labels, categories, 2 * C, 3, C, epoch=epoch))
-        combinations += assert_promises(batches, labels, categories, 2 * C, 3, C)
+        combinations += assert_contract(batches, labels, categories, 2 * C, 3, C)
     every = set(combinations)
     assert len(every) == math.comb(count, C)
     assert_rounds(combinations, every)
     for begin in range(0, len(combinations) - len(every) + 1, len(every)):
         orders.add(tuple(combinations[begin : begin + len(every)]))
-    assert len(orders) > 1 or len(every) == 1  # each refill is shuffled anew
+    assert len(orders) > 1 or len(every) == 1  # each refill has a new order
 
 
-def test_the_order_of_the_combinations_follows_the_seed():
+def test_the_order_of_the_combinations_depends_on_the_seed():
     labels = [label for label in range(10) for _ in range(8)]
     categories = [label % 5 for label in labels]
     orders = {
@@ -161,29 +162,29 @@ def test_the_order_of_the_combinations_follows_the_seed():
     assert len(orders) == 5
 
 
-def test_a_combination_does_not_put_the_same_category_first_always():
+def test_the_order_of_the_categories_in_a_batch_is_random():
     labels = [label for label in range(8) for _ in range(5)]
     categories = [label % 2 for label in labels]
     first = Counter(categories[batch[0]] for epoch in range(40) for batch in make(labels, categories, epoch=epoch))
     assert min(first[0], first[1]) > 40  # 160 batches
 
 
-def test_of_too_many_combinations_to_list_the_categories_come_round(monkeypatch):
+def test_each_category_is_drawn_once_per_round_if_there_are_too_many_combinations_to_list(monkeypatch):
     labels = [label for label in range(60) for _ in range(4)]
     categories = [label % 20 for label in labels]
     listed = make(labels, categories, 8, 2, 4)
     assert listed.combinations.shape == (math.comb(20, 4), 4)
-    monkeypatch.setattr(category_sampler, "_LISTED", math.comb(20, 4) - 1)
+    monkeypatch.setattr(category_sampler, "_MAX_LISTED", math.comb(20, 4) - 1)
     sampler = make(labels, categories, 8, 2, 4)
     assert sampler.combinations is None
     combinations = []
     for epoch in range(20):
         sampler.set_epoch(epoch)
-        drawn = assert_promises(list(sampler), labels, categories, 8, 2, 4)
+        drawn = assert_contract(list(sampler), labels, categories, 8, 2, 4)
         assert_class_rounds(drawn, set(range(20)))
         combinations += drawn
-    assert len(set(combinations)) > 0.8 * len(combinations)  # in ever new company
-    monkeypatch.setattr(category_sampler, "_LISTED", 1_000_000)
+    assert len(set(combinations)) > 0.8 * len(combinations)  # the combinations change
+    monkeypatch.setattr(category_sampler, "_MAX_LISTED", 1_000_000)
     assert make(labels, categories, 10, 2, 10).combinations is not None  # 184,756
     wide = make([c for c in range(1500) for _ in "ab"], [c for c in range(1500) for _ in "ab"], 2, 2, 2)
     assert wide.combinations is None  # 1,124,250
@@ -201,13 +202,13 @@ def test_batches_are_a_function_of_seed_and_epoch():
     assert len(set(lists)) == 16
 
 
-def test_the_batches_of_a_seed_do_not_change_between_versions():
+def test_batches_equal_those_of_earlier_versions():
     labels = [0, 0, 1, 1, 1, 2, 2, 2]
     sampler = make(labels, [0, 0, 1, 1, 1, 0, 0, 0], P=2, K=2, seed=5, epoch=1)
     assert list(sampler) == [[4, 2, 5, 6], [1, 0, 3, 4]]
 
 
-def test_no_global_random_state_is_touched_or_used():
+def test_the_global_random_state_is_neither_used_nor_changed():
     states = torch.get_rng_state(), pickle.dumps(np.random.get_state()), random.getstate()
     before = list(make())
     assert torch.equal(torch.get_rng_state(), states[0])
@@ -223,7 +224,7 @@ def test_each_class_and_each_image_is_drawn_equally_often():
     classes, images, second = Counter(), Counter(), Counter()
     for epoch in range(400):
         batches = list(make(labels, categories, 6, 4, epoch=epoch))
-        classes.update(index // 9 for index in batches[1][::4])  # the batch that the first refill of the classes cuts
+        classes.update(index // 9 for index in batches[1][::4])  # the first refill of the classes falls into this batch
         second.update(batches[1])
         images.update(index for batch in batches for index in batch)
     assert max(classes.values()) < 1.25 * min(classes.values())  # 240 each, standard deviation about 10
@@ -237,9 +238,9 @@ def test_categories_may_be_any_integers(as_given):
 
 
 @pytest.mark.filterwarnings(QUIET[1])
-def test_single_images_are_left_out_with_one_warning():
+def test_single_image_classes_are_skipped_with_one_warning():
     labels, categories = [1, 2, 2, 3, 3, 3, 4, 8, 8], [0, 0, 0, 1, 1, 1, 2, 1, 1]
-    with pytest.warns(UserWarning, match=r"CategorySampler: left out of .* a single image: 2 of 5 classes\.") as caught:
+    with pytest.warns(UserWarning, match=r"CategorySampler: skipped 2 of 5 classes .* a single image\.") as caught:
         sampler = make(labels, categories, P=2, K=2)
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -248,8 +249,10 @@ def test_single_images_are_left_out_with_one_warning():
     assert len(sampler.combinations) == 1  # category 2 has no class left
 
 
-def test_categories_with_few_classes_are_told_of_once():
-    sentence = r"CategorySampler: fewer classes than the 3 that a batch takes of a category: 2 of 3 categories; a batch"
+def test_categories_with_few_classes_give_one_warning():
+    sentence = (
+        r"CategorySampler: 2 of 3 categories have fewer than the 3 classes that a batch takes from a category; batches"
+    )
     with pytest.warns(UserWarning, match=sentence) as caught:
         make(P=6)
     assert len(caught) == 1
@@ -257,7 +260,7 @@ def test_categories_with_few_classes_are_told_of_once():
     make(P=4)  # two of each: enough
 
 
-def test_the_pickled_state_is_arrays():
+def test_the_pickled_state_holds_arrays_only():
     sampler = make(np.arange(100_000) // 10, np.arange(100_000) // 10 % 12, 8, 4)
     assert len(pickle.dumps(sampler)) < 100_000 * 8 + 10_000 * 20 + 4_000
     assert not any(isinstance(value, (list, tuple, dict)) for value in vars(sampler).values())
@@ -265,7 +268,7 @@ def test_the_pickled_state_is_arrays():
     assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
 
 
-def test_an_epoch_goes_on_where_a_loader_is_told_to():
+def test_an_epoch_resumes_at_the_position_of_the_loader():
     def loader(**position):
         return [batch.tolist() for batch in RetrievalDataLoader(range(len(LABELS)), make(P=2, K=2), **position)]
 
@@ -289,7 +292,11 @@ def test_an_epoch_goes_on_where_a_loader_is_told_to():
         ({"epoch": -1}, ValueError, r"`epoch` must be an integer >= 0, got -1\."),
         ({"labels": []}, ValueError, r"`labels` must be one integer for each image, got shape \(0,\)\."),
         ({"labels": [1, 2, 3]}, ValueError, r"at least 2 images, got 3 images of 3 classes; check"),
-        ({"categories": None}, TypeError, r"`categories` .* for each image, got None; give them, or take PKSampler\.$"),
+        (
+            {"categories": None},
+            TypeError,
+            r"`categories` .* for each image, got None; provide them, or use PKSampler\.$",
+        ),
         ({"categories": [1, 2]}, ValueError, r"`categories` must be one integer for each of the 23 labels, got 2\.$"),
         ({"categories": 7}, ValueError, r"`categories` must be one integer for each image, got shape \(\)\."),
         ({"categories": [[1], [1, 2]]}, ValueError, r"`categories` must be .*, got rows of unequal length\."),
@@ -301,6 +308,6 @@ def test_an_epoch_goes_on_where_a_loader_is_told_to():
         ),
     ],
 )
-def test_impossible_requests_are_refused(changed, error, message):
+def test_invalid_arguments_raise_an_error(changed, error, message):
     with pytest.raises(error, match=rf"^CategorySampler: .*{message}"):
         make(**changed)

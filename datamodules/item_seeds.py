@@ -1,0 +1,87 @@
+"""The random state of each dataset item, a function of (seed, epoch, batch, position in the global batch).
+
+The augmentation of an image therefore does not depend on the number of ranks or workers, nor on where a run was
+interrupted.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+def augmentation_seeds(seed: int, epoch: int, batch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Hash (seed, epoch, batch, position) to a number from 0 to 2**63 - 1, for each position in the global batch.
+
+    Source:
+        Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014 (SplitMix64).
+    """
+    state = np.zeros(len(positions), dtype=np.uint64)
+    for part in (seed % 2**64, epoch, batch, positions):
+        state = (state ^ np.asarray(part).astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)  # wraps around
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        state = state ^ (state >> np.uint64(31))
+    halved: NDArray[np.uint64] = state >> np.uint64(1)
+    return halved.astype(np.int64)
+
+
+def item_generator(index: int) -> torch.Generator | None:
+    """The random generator for one dataset item, to be used in `dataset[index]`.
+
+    Augmentation that is drawn from it does not depend on the number of workers or processes, and a resumed run repeats
+    it exactly.
+
+    Args:
+        index: the index with which `dataset[index]` was called. `RetrievalDataLoader` gives it a seed. A plain `int`,
+            as from an evaluation loader, has no seed; then the result is None, and torch's functions use the global
+            generator.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.datamodules import PKSampler, RetrievalDataLoader, item_generator
+        >>> class Noise(torch.utils.data.Dataset):
+        ...     def __len__(self):
+        ...         return 4
+        ...     def __getitem__(self, index):
+        ...         return torch.rand((), generator=item_generator(index))
+        >>> sampler = PKSampler([0, 0, 1, 1], classes_per_batch=2, samples_per_class=2)
+        >>> first, again = (next(iter(RetrievalDataLoader(Noise(), sampler))) for _ in range(2))
+        >>> bool((first == again).all()), item_generator(3) is None
+        (True, True)
+
+    Relations:
+        `ImageSet` seeds torch's global generator in the same way while it calls the transform of an image.
+    """
+    if isinstance(index, SeededIndex):
+        return torch.Generator().manual_seed(index.seed)
+    return None
+
+
+class SeededIndex(int):
+    """A dataset index that carries the random seed of its item.
+
+    It is an `int` in every respect, so a dataset that ignores the seed works unchanged. Arithmetic with it (as in
+    `Subset` and `ConcatDataset`) gives a plain `int`.
+
+    Args:
+        value: the index.
+        seed: from 0 to 2**63 - 1.
+
+    Example:
+        >>> index = SeededIndex(3, seed=11)
+        >>> "abcdef"[index], index == 3, index.seed
+        ('d', True, 11)
+
+    Relations:
+        `RetrievalDataLoader` passes these indices to the dataset, and `item_generator` converts one to a generator.
+    """
+
+    seed: int
+
+    def __new__(cls, value: int, seed: int) -> "SeededIndex":
+        index = super().__new__(cls, value)
+        index.seed = seed
+        return index
+
+    def __reduce__(self) -> tuple[type["SeededIndex"], tuple[int, int]]:
+        return SeededIndex, (int(self), self.seed)

@@ -1,0 +1,147 @@
+"""The base class of the batch samplers, which yield global batches.
+
+The list of batches is a function of (seed, epoch) and of nothing else. A sampler knows nothing about ranks, workers or
+restarts: `RetrievalDataLoader` splits each global batch into one shard per rank, so a run has the same batches in one
+process and in many.
+"""
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from lightning_retrieval.checks import check_integer
+
+Integers = NDArray[np.signedinteger[Any]]
+Labels = Tensor | NDArray[Any] | Sequence[int]
+
+
+def integer_array(owner: str, name: str, values: Labels) -> NDArray[Any]:
+    """Convert `values` to a one-dimensional array of integers.
+
+    Raises:
+        ValueError: if the values are empty or not one-dimensional.
+        TypeError: if the values are not integers.
+    """
+    if isinstance(values, Tensor):
+        values = values.detach().cpu().numpy()
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise ValueError(f"{owner}: `{name}` must be one integer for each image, got rows of unequal length.") from None
+    if array.ndim != 1 or len(array) == 0:
+        raise ValueError(f"{owner}: `{name}` must be one integer for each image, got shape {array.shape}.")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{owner}: `{name}` must be integers, got {array.dtype}.")
+    return array
+
+
+def group_equal_values(values: NDArray[Any]) -> tuple[Integers, Integers]:
+    """Sort the indices of `values` so that equal values are adjacent.
+
+    Returns:
+        The indices, ascending within each group of equal values, and the position at which each group starts.
+    """
+    order: Integers = np.argsort(values, kind="stable")
+    if len(order) <= np.iinfo(np.int32).max:
+        order = order.astype(np.int32)  # half the memory
+    ordered = values[order]
+    starts_group = np.ones(len(values), dtype=bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=starts_group[1:])
+    return order, np.flatnonzero(starts_group)
+
+
+def slice_positions(starts: Integers, lengths: Integers, dtype: np.dtype[Any]) -> Integers:
+    """Concatenate the ranges from `start` to `start + length` for all pairs of a start and a length."""
+    offsets = (starts - (np.cumsum(lengths) - lengths)).astype(dtype)
+    positions: Integers = np.repeat(offsets, lengths)
+    positions += np.arange(len(positions), dtype=dtype)
+    return positions
+
+
+class GlobalBatchSampler(Sampler[list[int]], ABC):
+    """Base class of the batch samplers: images grouped by class, a seed, an epoch, and the batches of that epoch.
+
+    A subclass defines the number of batches in an epoch (`__len__`) and the batches themselves (`draw`). It may read
+    `images` (the dataset indices of all images that take part, grouped by class, the smallest class first),
+    `class_labels`, `class_sizes` and `class_starts` (the label, the size and the first position in `images` of each
+    class).
+
+    Args:
+        labels: one integer for each image, in the order of the dataset; any integers, any class sizes. Classes with a
+            single image are skipped, because that image has no positive; one warning gives their number.
+        seed: an integer >= 0. The seed and the epoch determine every batch.
+
+    Raises:
+        TypeError: if the labels or the seed are not integers.
+        ValueError: if the labels are empty or not one-dimensional, or no class has two images.
+
+    Relations:
+        `.sampler` is the sampler itself. So Lightning's `set_epoch` also reaches it through a plain
+        `DataLoader(dataset, batch_sampler=...)` in one process. With several processes use `RetrievalDataLoader`.
+    """
+
+    def __init__(self, labels: Labels, *, seed: int = 0) -> None:
+        self.seed = check_integer(self.name, "seed", seed, 0)
+        self.epoch = 0
+        array = integer_array(self.name, "labels", labels)
+        order, starts = group_equal_values(array)
+        sizes = np.diff(starts, append=len(array))
+        kept = np.argsort(sizes, kind="stable")
+        kept = kept[sizes[kept] >= 2]
+        if len(kept) == 0:
+            raise ValueError(
+                f"{self.name}: `labels` must hold a class with at least 2 images, got {len(array)} images of "
+                f"{len(sizes)} classes; check that the labels are classes and not the numbers of the images."
+            )
+        self.dataset_size = len(array)
+        self.num_single_image_classes = len(sizes) - len(kept)
+        self.class_labels = array[order[starts[kept]]]
+        self.class_sizes: Integers = sizes[kept]
+        self.images: Integers = order[slice_positions(starts[kept], self.class_sizes, order.dtype)]
+        if self.num_single_image_classes:
+            warnings.warn(
+                f"{self.name}: skipped {self.num_single_image_classes} of {len(sizes)} classes in training because "
+                "they have a single image.",
+                stacklevel=3,
+            )
+
+    @property
+    def name(self) -> str:
+        """The class name, which is the prefix of error messages."""
+        return type(self).__name__
+
+    @property
+    def class_starts(self) -> Integers:
+        """Position in `images` at which each class starts."""
+        starts: Integers = np.cumsum(self.class_sizes) - self.class_sizes
+        return starts
+
+    @property
+    def sampler(self) -> "GlobalBatchSampler":
+        """The sampler itself, because Lightning looks for `set_epoch` here."""
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, an integer >= 0, whose batches the next iteration yields."""
+        self.epoch = check_integer(self.name, "epoch", epoch, 0)
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of batches in an epoch."""
+
+    @abstractmethod
+    def draw(self, generator: np.random.Generator) -> Iterable[Integers]:
+        """Draw the global batches of epoch `self.epoch`, each as a row of dataset indices.
+
+        Use no other source of randomness than `generator`, which is newly created from (seed, epoch).
+        """
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.draw(np.random.default_rng((self.seed, self.epoch))):
+            yield batch.tolist()
