@@ -32,9 +32,10 @@ import yaml
 from PIL import Image
 
 from lightning_retrieval.cli.main import main
-from tests.test_duties import PUBLIC
+from tests.test_surface import public_objects
 
 REPOSITORY = Path(__file__).parents[1]
+PUBLIC = public_objects()
 DOCS = REPOSITORY / "docs"
 PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())

@@ -76,7 +76,9 @@ def test_wheel_holds_every_module_of_the_three_rooms(built):
     assert {name for name in contents(built[0]) if name.endswith(".py")} == expected
 
 
-@pytest.mark.parametrize("name", ["lightning_retrieval/py.typed", "lightning_retrieval/datamodules/glyphs/glyph_classes.csv"])
+@pytest.mark.parametrize(
+    "name", ["lightning_retrieval/py.typed", "lightning_retrieval/datamodules/glyphs/glyph_classes.csv"]
+)
 def test_wheel_holds_what_is_not_python(built, name):
     assert name in contents(built[0])
 

@@ -1,4 +1,4 @@
-"""Imports point one way, and some things occur nowhere in the library. This is read from the source, which is not run."""
+"""Imports point one way, and some things occur nowhere in the library: read from the source, which is not run."""
 
 import ast
 import graphlib
@@ -90,13 +90,16 @@ def at_import_time(tree):
     return found
 
 
+def top_levels(node):
+    """The top-level packages that an import statement imports from."""
+    return {name.split(".")[0] for name in imported_names(node)}
+
+
 def imports_from(top_level_names, trees, statements=import_statements):
     """Locations of imports of these top-level packages."""
     found = []
     for path, tree in trees.items():
-        for node in statements(tree):
-            if {name.split(".")[0] for name in imported_names(node)} & top_level_names:
-                found.append(f"{path}:{node.lineno}")
+        found += [f"{path}:{node.lineno}" for node in statements(tree) if top_levels(node) & top_level_names]
     return found
 
 
@@ -162,9 +165,7 @@ def test_only_the_named_modules_import_by_name():
 def test_imports_are_absolute():
     wrong = []
     for path, tree in {**LIBRARY, **syntax_trees("tests")}.items():
-        for node in import_statements(tree):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                wrong.append(f"{path}:{node.lineno}")
+        wrong += [f"{path}:{node.lineno}" for node in import_statements(tree) if getattr(node, "level", 0)]
     assert not wrong
 
 
@@ -178,7 +179,7 @@ def test_heavy_packages_are_imported_where_they_are_needed():
 
 
 def test_importing_the_core_loads_nothing_heavy():
-    # What torch and torchmetrics load by themselves is beyond our control: torchmetrics loads matplotlib if it finds it.
+    # What torch and torchmetrics load by themselves is not in our control: torchmetrics loads matplotlib if it finds it.
     program = (
         "import sys, torch, torchvision, torchmetrics; before = set(sys.modules); "
         "import lightning_retrieval, lightning_retrieval.losses, lightning_retrieval.metrics, "

@@ -29,6 +29,17 @@ def surface():
     return {package: names_of(importlib.import_module(package)) for package in PACKAGES}
 
 
+def public_objects():
+    """{name: object} of all packages; a name that two packages give is one object."""
+    found = {}
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            thing = getattr(module, name)
+            assert found.setdefault(name, thing) is thing, f"two public things are named {name}"
+    return found
+
+
 def names_of(module):
     return {name: parameters(getattr(module, name)) for name in sorted(module.__all__)}
 

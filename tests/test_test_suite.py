@@ -1,12 +1,11 @@
 """Rules of the test suite itself: where a test belongs, how it starts processes, which warnings it may ignore."""
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
 
-from tests.source_tree import REPOSITORY, called_name, lines_that_call, syntax_trees
+from tests.source_tree import REPOSITORY, called_name, syntax_trees
 
 TESTS = syntax_trees("tests")
 MIRRORED = {

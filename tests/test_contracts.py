@@ -1,0 +1,660 @@
+"""The contracts of everything public, checked from a table: a new public name without an entry fails.
+
+Each contract is a test with a row for each public name that has it. `Entry.without` names the contracts that a public
+name does not have, with the reason. The examples of the docstrings are run by test_docs.py; this file checks that each
+public name has one.
+"""
+
+import copy
+import dataclasses
+import inspect
+import io
+import pickle
+import re
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import Metric
+
+from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule
+from lightning_retrieval.callbacks import RetrievalEvaluation
+from lightning_retrieval.datamodules import ImageIndex, reference_transform
+from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
+from lightning_retrieval.datamodules.samplers.pk import PKSampler
+from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss, SupAPLoss
+from lightning_retrieval.models.whitening import PCAWhitening
+from tests.test_surface import public_objects
+
+TRANSFORM = reference_transform("plain", train=False)
+
+
+@dataclass
+class Entry:
+    """One public name: how it is constructed, and where its contracts have exceptions, each with the reason.
+
+    Args:
+        settings: keyword arguments, with values other than the defaults where there are any.
+        shown: settings that `repr` shows; if None, all plain ones.
+        without: {contract: reason} of the contracts that it does not have.
+        not_attributes: {setting: reason} of constructor settings that are not attributes of the same name.
+        not_moved: {attribute: reason} of attributes whose tensors `to` and `double` leave as they are.
+        not_resumed: {attribute: reason} of attributes that a training run changes and that its state leaves out.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    shown: tuple[str, ...] | None = None
+    without: dict[str, str] = field(default_factory=dict)
+    not_attributes: dict[str, str] = field(default_factory=dict)
+    not_moved: dict[str, str] = field(default_factory=dict)
+    not_resumed: dict[str, str] = field(default_factory=dict)
+
+
+ABSTRACT = "an abstract base class: only its subclasses are constructed"
+NEVER_MADE = {"make": ABSTRACT, "example": ABSTRACT}
+ONLY_CALLED = {"make": "a function"}
+LABELS = {"labels": "kept as the indices of each class's images"}
+LAST_TERMS = {"terms": "the values of the last call"}
+LAST_TABLE = {"_table": "the metrics of each query, of the last call"}
+NO_TENSOR = {"move": "holds no tensor"}  # which is tested
+FOLLOWS_INPUT = "is converted to the dtype and the device of the next input"  # which is tested
+STATELESS = {"resume": "keeps nothing from a run"}  # which is tested
+TABLE = {
+    # lightning_retrieval and lightning_retrieval.losses
+    "RetrievalLoss": Entry(without=NEVER_MADE),
+    "PairLoss": Entry(without=NEVER_MADE),
+    "SmoothAPLoss": Entry(
+        {"tau": 0.1, "reduction": "sum", "class_balanced": True, "include_self": False}, without=NO_TENSOR
+    ),
+    "FastAPLoss": Entry({"num_bins": 7, "reduction": "sum", "class_balanced": True}, without=NO_TENSOR),
+    "QuantizedAPLoss": Entry(
+        {"num_bins": 7, "low": 0.0, "high": 0.9, "tie_aware": "full", "class_balanced": True}, without=NO_TENSOR
+    ),
+    "BlackboxAPLoss": Entry({"lambda_": 2.0, "margin": 0.1, "class_balanced": True}, without=NO_TENSOR),
+    "BlackboxRecallLoss": Entry(
+        {"lambda_": 2.0, "margin": 0.1, "weighting": "loglog", "reduction": "sum"}, without=NO_TENSOR
+    ),
+    "BlackboxMAPLoss": Entry(
+        {"lambda_": 2.0, "margin": 0.1, "interclass_coef": 0.3, "batch_memory": 2}, not_moved={"memory": FOLLOWS_INPUT}
+    ),
+    "SupAPLoss": Entry({"tau": 0.1, "rho": 50.0, "delta": 0.1, "offset": 1.44, "start": 0.4}, without=NO_TENSOR),
+    "CalibrationLoss": Entry({"alpha": 0.8, "beta": 0.5, "reduction": "sum"}, without=NO_TENSOR),
+    "ROADMAPLoss": Entry(
+        {"lambda_": 0.3, "sup_ap": SupAPLoss(tau=0.1), "calibration": None}, shown=(), not_moved=LAST_TERMS
+    ),  # the weights
+    "HAPLoss": Entry({"alpha": 2.0, "tau": 0.1, "offset": 1.44, "hrank_slopes": (25.0, 0.5, 10.0)}, without=NO_TENSOR),
+    "RecallAtKLoss": Entry({"ks": (1, 3), "tau_rank": 0.1, "tau_k": (0.5, 2.0)}, without=NO_TENSOR),
+    "WeightedSum": Entry(
+        {"losses": {"ap": (1.0, SmoothAPLoss()), "recall": (0.5, SupAPLoss())}}, shown=(), not_moved=LAST_TERMS
+    ),
+    "blackbox_rank": Entry(without=ONLY_CALLED),
+    "chunked_backward": Entry(without=ONLY_CALLED),
+    "largest_chunk_size": Entry(without=ONLY_CALLED),
+    "CrossBatchMemory": Entry({"size": 12, "start_step": 3}, not_moved={"_rows": FOLLOWS_INPUT}),
+    "RetrievalModule": Entry(
+        {"embedder": nn.Linear(8, 4), "loss": SmoothAPLoss(tau=0.1), "chunk_size": 16, "seed": 3},
+        shown=(),  # its repr is Lightning's: the parts; `hparams` holds the settings
+    ),
+    # lightning_retrieval.ranking.expansion
+    "PCAWhitening": Entry({"dim": 3, "power": 0.25}, not_moved={"learned": FOLLOWS_INPUT}),
+    "QueryExpansion": Entry({"alpha": 3.0, "k": 5}),
+    "DatabaseAugmentation": Entry({"alpha": 3.0, "k": 5}),
+    "query_expansion": Entry(without=ONLY_CALLED),
+    "database_augmentation": Entry(without=ONLY_CALLED),
+    "multi_scale": Entry(without=ONLY_CALLED),
+    "RetrievalIndex": Entry(
+        {"dim": 8, "factory": "HNSW8", "parameters": "efSearch=20", "shards": 2},
+        without={"copy": "faiss' objects do not compare; test_index.py copies an index and searches in both"},
+    ),
+    # lightning_retrieval.metrics
+    "EmbeddingMetric": Entry(without=NEVER_MADE),
+    "RetrievalMetrics": Entry({"ks": (1, 7), "map_ks": (5,), "alpha": 2.0}, not_moved=LAST_TABLE),
+    "RandomGalleryMetrics": Entry({"ks": (1, 7), "draws": 3, "seed": 4}, not_moved=LAST_TABLE),
+    "RevisitedMetrics": Entry(
+        {
+            "easy": {0: [1], 1: [0], 2: [3], 3: [2]},
+            "hard": {0: [2], 1: [3], 2: [0], 3: [0]},
+            "junk": {0: [3], 1: [], 2: [], 3: [1]},
+            "ks": (1, 3),
+        }
+    ),
+    # lightning_retrieval.models
+    "Embedder": Entry(
+        {"backbone": "glyph_net", "embedding_dim": 12, "pooling": "avg", "layer_norm": True, "freeze_batch_norm": True},
+        shown=("embedding_dim", "pooling", "layer_norm", "freeze_batch_norm"),  # and backbone_name='glyph_net'
+        not_attributes={"feature_dim": "only needed to construct the head"},
+    ),
+    "GeM": Entry({"p": 2.5, "eps": 1e-3, "learnable": False}),
+    "GlobalAvgPool": Entry(without=NO_TENSOR),
+    "GlobalMaxPool": Entry(without=NO_TENSOR),
+    "GlyphNet": Entry({"width": 4, "in_channels": 3}, shown=()),  # its repr is its layers
+    "gem": Entry(without=ONLY_CALLED),
+    # lightning_retrieval.callbacks
+    "LearnWhitening": Entry({"images": 50}, without=STATELESS),
+    "RetrievalEvaluation": Entry(
+        {"ks": (1, 7), "before_fit": True},
+        not_resumed={"results": "the metrics of the last evaluation"},
+    ),
+    "RetrievalGallery": Entry({"queries": 3, "k": 5, "every_n_epochs": 2, "order": "hardest"}, without=STATELESS),
+    "RetrievalWandbLogger": Entry(
+        {"project": "products", "id": "a1", "artifact": False},
+        without={"copy": "Lightning starts the run in order to copy it"},
+        not_attributes=dict.fromkeys(("name", "project", "id", "offline"), "Lightning's logger keeps it"),
+    ),
+    "APMonitor": Entry(
+        without=STATELESS, not_resumed=dict.fromkeys(("_classes", "_samples"), "seen in the first batch of each fit")
+    ),
+    "PrecisionRecallCurve": Entry({"every_n_epochs": 2}, without=STATELESS),
+    "ScoreHistogram": Entry({"bins": 50, "every_n_epochs": 2}, without=STATELESS),
+    "TrainingCurve": Entry({"metric": "val/R@1"}),
+    # lightning_retrieval.datamodules
+    "GlobalBatchSampler": Entry(without=NEVER_MADE),
+    "PKSampler": Entry(
+        {"labels": [0, 0, 1, 1, 1], "classes_per_batch": 2, "samples_per_class": 2, "seed": 5}, not_attributes=LABELS
+    ),
+    "AllClassesSampler": Entry({"labels": [0, 0, 1, 1, 1], "batch_size": 4, "seed": 5}, not_attributes=LABELS),
+    "CategorySampler": Entry(
+        {
+            "labels": [0, 0, 1, 1, 1],
+            "categories": [4, 4, 7, 7, 7],
+            "classes_per_batch": 2,
+            "samples_per_class": 2,
+            "seed": 5,
+        },
+        not_attributes={**LABELS, "categories": "kept as the indices of each category's classes"},
+    ),
+    "RetrievalDataLoader": Entry(
+        {
+            "dataset": range(4),
+            "batch_sampler": PKSampler([0, 0, 1, 1], classes_per_batch=2, samples_per_class=2),
+            "epoch": 2,
+        },
+        not_attributes={"epoch": "`state_dict` holds where to start", "start": "`state_dict` holds where to start"},
+    ),
+    "ImageDataModule": Entry(without=NEVER_MADE),
+    "ImageIndex": Entry({"paths": ["a.jpg", "é.jpg"], "labels": [0, 1], "roles": [1, 2], "names": ["x", "y"]}),
+    "ImageSet": Entry(
+        {"index": ImageIndex(["a.jpg"], [0]), "root": ".", "transform": TRANSFORM, "on_error": "skip"},
+    ),
+    "DataReport": Entry({"splits": {"train": ((2, 1), ())}, "missing_files": ["a.jpg"], "problems": ["a sentence"]}),
+    "reference_transform": Entry(without=ONLY_CALLED),
+    "CUB200": Entry({"root": "CUB_200_2011", "boxes": True, "val_fraction": 0.1}),
+    "IJBC": Entry({"root": "IJB-C", "least_instances": 2, "cache_dir": "cache"}),
+    "INaturalist": Entry({"root": "inat", "levels": ("species", "genus"), "transform": "smooth_ap"}),
+    "ImageFolder": Entry({"root": "images", "test_fraction": 0.3, "categories": True, "split_seed": 2}),
+    "ImageTable": Entry({"root": "images", "table": "table.csv", "on_error": "skip"}),
+    "InShop": Entry({"root": "In-shop", "high_res": True, "samples_per_class": 3}),
+    "LandmarksClean": Entry({"root": "landmarks"}),
+    "RevisitedOxford": Entry(
+        {"root": "data/roxford5k", "distractors": "data/revisitop1m", "crop_queries": False},
+        not_attributes={"root": "the folder that also holds the distractors", "distractors": "an absolute path"},
+    ),
+    "RevisitedParis": Entry({"root": "data", "image_size": 512, "transform": "plain", "eval_batch_size": 8}),
+    "StanfordOnlineProducts": Entry({"root": "sop", "sampler": "category", "num_workers": 2}),
+    "VGGFace2": Entry({"root": "vggface2", "cache_dir": "cache"}),
+    "VehicleID": Entry({"root": "VehicleID_V1.0", "protocol": "reid", "select_by_vid": True}),
+    "item_generator": Entry(without=ONLY_CALLED),
+    "resume_position": Entry(without=ONLY_CALLED),
+    "RetrievalDataModule": Entry(without=NEVER_MADE),
+    "Glyphs": Entry(
+        {"classes_per_batch": 8, "samples_per_class": 2, "num_workers": 1, "augment": False},
+        not_attributes={"seed": "None stands for the seed of `seed_everything`"},
+    ),
+    "GlyphDataset": Entry(
+        {"glyphs": load_glyph_images, "split": "val", "augment": True, "channels": 3},
+        not_attributes={"glyphs": "only the images of the split are kept", "split": "its images are kept"},
+    ),
+}
+
+
+PUBLIC = public_objects()
+
+
+def make(name):
+    settings = {}
+    for key, value in TABLE[name].settings.items():
+        settings[key] = value() if value is load_glyph_images else copy.deepcopy(value)
+    return PUBLIC[name](**settings)
+
+
+def of_kind(thing, kind):
+    """Whether a public object is a class of this kind. `type` stands for any class, `object` for functions as well."""
+    if kind is object:
+        return True
+    return isinstance(thing, type) and (kind is type or issubclass(thing, kind))
+
+
+def names_of(kind, contract, *, has):
+    """Names of the classes of this kind that are constructed and that have, or do not have, a contract."""
+    found = []
+    for name, thing in PUBLIC.items():
+        without = TABLE.get(name, Entry()).without
+        if "make" not in without and of_kind(thing, kind) and (contract not in without) == has:
+            found.append(name)
+    return sorted(found)
+
+
+def with_contract(contract, kind=object):
+    return pytest.mark.parametrize("name", names_of(kind, contract, has=True))
+
+
+def without_contract(contract, kind=object):
+    return pytest.mark.parametrize("name", names_of(kind, contract, has=False))
+
+
+def documented(contract, kind=object):
+    """The names with a contract on documentation, which those that are not constructed have, too."""
+    found = []
+    for name, thing in PUBLIC.items():
+        if contract not in TABLE.get(name, Entry()).without and of_kind(thing, kind):
+            found.append(name)
+    return pytest.mark.parametrize("name", sorted(found))
+
+
+def plain(value):
+    return isinstance(value, (bool, int, float, str, type(None), list, tuple))
+
+
+def sections(docstring):
+    """{title: text} of a Google docstring."""
+    parts = re.split(r"^(\w+):\n(?=    |\n)", inspect.cleandoc(docstring), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2]))
+
+
+def documented_arguments(docstring):
+    return re.findall(r"^    (\w+): ", sections(docstring).get("Args", ""), flags=re.MULTILINE)
+
+
+def test_every_public_name_has_an_entry():
+    missing, gone = PUBLIC.keys() - TABLE.keys(), TABLE.keys() - PUBLIC.keys()
+    assert not missing, f"write an entry in TABLE for {sorted(missing)}"
+    assert not gone, f"no longer public: {sorted(gone)}"
+
+
+# --- documentation
+
+
+@documented("docstring")
+def test_the_docstring_lists_the_arguments_of_the_signature(name):
+    docstring = PUBLIC[name].__doc__
+    assert docstring
+    assert docstring.strip().splitlines()[0].rstrip().endswith((".", ":", ";", ","))
+    parameters = [name for name in inspect.signature(PUBLIC[name]).parameters if name not in ("args", "kwargs")]
+    assert [name for name in documented_arguments(docstring) if name != "kwargs"] == parameters
+
+
+@documented("docstring", type)
+def test_docstrings_of_methods_list_the_arguments_of_the_signature(name):
+    for method_name, method in inspect.getmembers(PUBLIC[name], inspect.isfunction):
+        ours = method.__module__.startswith("lightning_retrieval")
+        if method_name.startswith("_") or not ours or "Args" not in sections(method.__doc__ or ""):
+            continue
+        parameters = [name for name in inspect.signature(method).parameters if name not in ("self", "kwargs")]
+        assert documented_arguments(method.__doc__) == parameters, method_name
+
+
+@documented("example")
+def test_the_docstring_has_an_example(name):
+    assert ">>> " in sections(PUBLIC[name].__doc__).get("Example", "")
+
+
+# --- settings
+
+
+def settings_that_are_no_attributes(made, settings):
+    """Settings that were given, or that have a default, and that the object does not have as they were given."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(type(made)).parameters.values()
+    expected = {parameter.name: parameter.default for parameter in parameters if parameter.kind not in variable}
+    expected |= settings
+    return {key for key, value in expected.items() if not has_attribute(made, key, value)}
+
+
+def has_attribute(made, name, value):
+    """Whether there is an attribute of this name, and with this value where both are plain."""
+    if not hasattr(made, name):
+        return False
+    stored = getattr(made, name)
+    if isinstance(stored, Path):
+        return stored == Path(value)
+    if isinstance(stored, (list, tuple)) and isinstance(value, (list, tuple)):
+        return list(stored) == list(value)
+    # Other settings become a parameter, a network or an array, which the tests of the class compare.
+    return not plain(stored) or not plain(value) or stored == value
+
+
+@with_contract("settings", type)
+def test_constructor_settings_are_attributes(name):
+    found = settings_that_are_no_attributes(make(name), TABLE[name].settings)
+    assert found == TABLE[name].not_attributes.keys()
+
+
+class LosesItsSettings:
+    def __init__(self, kept=1, renamed=2, changed=3, defaulted=4):
+        self.kept, self._renamed, self.changed, self.defaulted = kept, renamed, 2 * changed, 5
+
+
+def test_settings_that_are_lost_are_seen():
+    made = LosesItsSettings(kept=7, renamed=8, changed=9)
+    found = settings_that_are_no_attributes(made, {"kept": 7, "renamed": 8, "changed": 9})
+    assert found == {"renamed", "changed", "defaulted"}
+
+
+@with_contract("repr", nn.Module)
+def test_repr_shows_the_settings(name):
+    shown = TABLE[name].shown
+    settings = {key: value for key, value in TABLE[name].settings.items() if plain(value)}
+    text = repr(make(name))
+    assert text.startswith(name)
+    for key in settings if shown is None else shown:
+        assert f"{key}={settings[key]!r}" in text
+
+
+# --- copies
+
+
+def state(thing):
+    """What must be the same in a copy: the state dict, or the plain attributes."""
+    if isinstance(thing, nn.Module):
+        found = {"repr": repr(thing)}
+        for key, value in thing.state_dict().items():  # tensors, and what a module adds itself
+            found[key] = value.tolist() if isinstance(value, torch.Tensor) else value
+        return found
+    found = {key: value for key, value in getattr(thing, "__dict__", {}).items() if plain(value)}
+    if isinstance(thing, int):
+        found["value"] = int(thing)
+    return found
+
+
+@with_contract("copy", type)
+def test_pickles_and_copies(name):
+    made = make(name)
+    for other in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+        assert type(other) is type(made)
+        assert state(other) == state(made)
+
+
+# --- dtypes and devices
+
+
+def use(module, dtype=torch.float32):
+    """Call a module once, so that it holds whatever tensors it makes when it is used; what it returns."""
+    embeddings, labels = torch.randn(12, 8, dtype=dtype), torch.arange(12) // 4
+    if isinstance(module, Metric):
+        module.update(embeddings[:4], labels[:4], ids=torch.arange(4))
+        return module.compute()
+    if isinstance(module, CrossBatchMemory):
+        while len(module) == 0:  # it stores nothing before `start_step`
+            module.update(embeddings, labels, ids=torch.arange(12))
+        return module.references(embeddings, labels, ids=torch.arange(12, 24))
+    if isinstance(module, PCAWhitening) and module.learned is None:
+        module.fit(embeddings)
+    first, *others = inspect.signature(module.forward).parameters
+    if first == "scores":
+        return module(embeddings, embeddings > 0)
+    if "labels" in others:
+        return module(embeddings, labels)
+    if isinstance(module, (PCAWhitening, RetrievalModule)):
+        return module(embeddings)
+    channels = 1 if isinstance(module, Embedder) else 3
+    return module(torch.rand(2, channels, 32, 32, dtype=dtype))
+
+
+def tensors_of(thing):
+    """All tensors that an object holds: parameters, buffers and plain attributes, also in containers."""
+    if isinstance(thing, torch.Tensor):
+        return [thing]
+    parts = []
+    if isinstance(thing, dict):
+        parts = thing.values()
+    elif isinstance(thing, (list, tuple, set)):
+        parts = thing
+    elif isinstance(thing, nn.Module) or dataclasses.is_dataclass(thing):
+        parts = vars(thing).values()
+    found = []
+    for part in parts:
+        found += tensors_of(part)
+    return found
+
+
+def attributes_with(condition, module):
+    """Dotted names of the attributes of a module and its submodules that hold a tensor that meets a condition."""
+    found = set()
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if name != "_modules" and any(map(condition, tensors_of(value))):
+                found.add(f"{path}.{name}".removeprefix("."))
+    return found
+
+
+def not_converted(module):
+    """Attributes with a tensor that keeps its dtype when the module is converted to float64."""
+    return attributes_with(lambda tensor: tensor.dtype in (torch.float16, torch.float32), module.double())
+
+
+def not_moved(module):
+    """Attributes with a tensor that stays behind when the module moves to another device."""
+    return attributes_with(lambda tensor: tensor.device.type != "meta", module.to("meta"))
+
+
+@with_contract("move", nn.Module)
+def test_all_tensors_move_to_another_dtype_and_device(name):
+    made, exceptions = make(name), TABLE[name].not_moved.keys()
+    use(made)
+    assert tensors_of(made), "it holds no tensor: its entry must be without the contract `move`"
+    if not isinstance(made, Metric):  # a metric keeps the dtype of its input
+        assert not_converted(made) == exceptions
+    assert not_moved(made) == exceptions
+
+
+@without_contract("move", nn.Module)
+def test_a_module_without_tensors_holds_none_after_use(name):
+    made = make(name)
+    use(made)
+    assert not tensors_of(made)
+
+
+def names_that_follow_their_input():
+    return sorted(name for name, entry in TABLE.items() if FOLLOWS_INPUT in entry.not_moved.values())
+
+
+@pytest.mark.parametrize("name", names_that_follow_their_input())
+def test_what_does_not_move_follows_the_next_input(name):
+    made = make(name)
+    use(made)
+    results = tensors_of(use(made, torch.float64))
+    assert {tensor.dtype for tensor in results if tensor.is_floating_point()} == {torch.float64}
+
+
+class StaysBehind(nn.Module):
+    def __init__(self, wrap):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.table = wrap(torch.ones(2))
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: [x], lambda x: {"a": (1, x)}])
+def test_a_tensor_that_stays_behind_is_seen(wrap):
+    assert len(tensors_of(StaysBehind(wrap))) == 2
+    module = nn.Sequential(StaysBehind(wrap), StaysBehind(nn.Parameter))
+    assert not_converted(module) == {"0.table"}
+    assert not_moved(module) == {"0.table"}
+
+
+def changes_in_double(loss, embeddings, labels):
+    """Whether float64 embeddings give a loss or a gradient of another dtype, or another value."""
+    values = []
+    for dtype in (torch.float32, torch.float64):
+        rows = embeddings.to(dtype, copy=True).requires_grad_()
+        value = loss(rows, labels)
+        value.backward()
+        if not value.dtype == rows.grad.dtype == dtype:
+            return True
+        values.append(value.item())
+    return values[0] != pytest.approx(values[1], rel=1e-4)
+
+
+@with_contract("double", RetrievalLoss)
+def test_a_loss_computes_in_the_dtype_of_its_input(name):
+    assert not changes_in_double(make(name), torch.randn(12, 8), torch.arange(12) // 4)
+
+
+def test_a_loss_that_changes_the_dtype_or_depends_on_it_is_seen():
+    def single(embeddings, labels):
+        return embeddings.float().sum()
+
+    def coarse(embeddings, labels):
+        return (embeddings + torch.finfo(embeddings.dtype).eps * 1e7).sum()
+
+    for loss in (single, coarse):
+        assert changes_in_double(loss, torch.randn(12, 8), torch.arange(12) // 4)
+
+
+# --- metrics and losses
+
+
+@with_contract("reset", Metric)
+def test_a_metric_resets(name):
+    metric, fresh = make(name), make(name)
+    labels = torch.tensor([0, 0, 1, 1])
+    metric.update(torch.randn(4, 3), labels, ids=torch.arange(4))
+    metric.compute()
+    metric.reset()
+    embeddings = torch.randn(4, 3)
+    for each in (metric, fresh):
+        each.update(embeddings, labels)  # without ids this time: nothing from before the reset is left
+    assert metric.compute() == fresh.compute()
+    assert metric.metric_state.keys() == fresh.metric_state.keys()
+
+
+@with_contract("zero", RetrievalLoss)
+def test_a_loss_of_a_batch_with_nothing_to_learn_is_a_zero_with_a_gradient(name):
+    loss = make(name)
+    embeddings = torch.randn(4, 3, requires_grad=True)
+    with pytest.warns(UserWarning, match=f"{name}: no row of the batch has a positive"):
+        value = loss(embeddings, torch.arange(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss(embeddings, torch.arange(4))  # warns only once
+    assert value.item() == 0
+    value.backward()
+    assert embeddings.grad.tolist() == [[0.0] * 3] * 4
+
+
+# --- callbacks
+
+
+class Noise(Dataset):
+    """Images of noise in classes of four."""
+
+    def __init__(self):
+        self.images = torch.rand(24, 1, 4, 4)
+
+    def __len__(self):
+        return len(self.images)
+
+    def __getitem__(self, index):
+        return {"images": self.images[index], "labels": index // 4, "ids": index}
+
+
+class NoiseData(pl.LightningDataModule):
+    def train_dataloader(self):
+        return DataLoader(Noise(), batch_size=12)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+def run_training(callback, folder):
+    """Two epochs with validation, and a test, with what the callbacks need: an evaluation and a whitening."""
+    module = RetrievalModule(nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), SmoothAPLoss(), whitening=PCAWhitening())
+    evaluation = [] if isinstance(callback, RetrievalEvaluation) else [RetrievalEvaluation(ks=(1,))]
+    trainer = pl.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        devices=1,
+        callbacks=[*evaluation, callback],
+        logger=False,
+        default_root_dir=folder,
+        log_every_n_steps=1,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, datamodule=NoiseData())
+    trainer.test(module, datamodule=NoiseData(), verbose=False)
+
+
+def changed_attributes(callback, other):
+    """Names of the attributes in which two callbacks differ, without the methods that Lightning adds to callbacks."""
+    ours, theirs = vars(callback), vars(other)
+    names = {*ours, *theirs} - {"log", "log_dict"}
+    return {name for name in names if not alike(ours.get(name), theirs.get(name))}
+
+
+def alike(value, other):
+    """Whether two values are equal; what cannot be compared is alike only if both are empty."""
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, torch.Tensor):
+        return torch.equal(value, other)
+    if isinstance(value, dict):
+        return value.keys() == other.keys() and all(alike(value[key], other[key]) for key in value)
+    if isinstance(value, (list, tuple)):
+        return len(value) == len(other) and all(map(alike, value, other))
+    return value == other
+
+
+def resumed(callback, fresh):
+    """The fresh callback with the state of the other, read as Lightning reads a checkpoint."""
+    file = io.BytesIO()
+    torch.save(callback.state_dict(), file)
+    file.seek(0)
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    return fresh
+
+
+@with_contract("resume", pl.Callback)
+def test_a_callback_resumes_with_what_a_run_left_in_it(name, tmp_path):
+    callback = make(name)
+    run_training(callback, tmp_path)
+    assert callback.state_dict() != make(name).state_dict()
+    other = resumed(callback, make(name))
+    assert other.state_dict() == callback.state_dict()
+    assert changed_attributes(callback, other) == TABLE[name].not_resumed.keys()
+
+
+@without_contract("resume", pl.Callback)
+def test_a_callback_without_state_keeps_nothing_from_a_run(name, tmp_path):
+    callback = make(name)
+    run_training(callback, tmp_path)
+    assert callback.state_dict() == {}
+    assert changed_attributes(callback, make(name)) == TABLE[name].not_resumed.keys()
+
+
+class ForgetsItsEpochs(pl.Callback):
+    def __init__(self):
+        self.steps, self.epochs, self.losses = 0, 0, []
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.steps = trainer.global_step
+        self.epochs += 1
+        self.losses.append(trainer.callback_metrics["train/loss"])
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict):
+        self.steps = state_dict["steps"]
+
+
+def test_a_callback_that_forgets_what_it_counted_is_seen(tmp_path):
+    callback = ForgetsItsEpochs()
+    run_training(callback, tmp_path)
+    assert callback.steps == 4
+    assert changed_attributes(callback, resumed(callback, ForgetsItsEpochs())) == {"epochs", "losses"}
