@@ -179,7 +179,7 @@ def test_heavy_packages_are_imported_where_they_are_needed():
 
 
 def test_importing_the_core_loads_nothing_heavy():
-    # What torch and torchmetrics load by themselves is not in our control: torchmetrics loads matplotlib if it finds it.
+    # What torch and torchmetrics load by themselves is not in our control: torchmetrics loads matplotlib if it can.
     program = (
         "import sys, torch, torchvision, torchmetrics; before = set(sys.modules); "
         "import lightning_retrieval, lightning_retrieval.losses, lightning_retrieval.metrics, "
