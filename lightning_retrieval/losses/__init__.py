@@ -1,8 +1,10 @@
 """Losses over ranked lists: each a paper's formula on one base class."""
 
 from lightning_retrieval.losses.base import RetrievalLoss
-from lightning_retrieval.losses.blackbox import BlackboxAPLoss, BlackboxRecallLoss, blackbox_rank
+from lightning_retrieval.losses.blackbox import blackbox_rank
+from lightning_retrieval.losses.blackbox_ap import BlackboxAPLoss
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
+from lightning_retrieval.losses.blackbox_recall import BlackboxRecallLoss
 from lightning_retrieval.losses.calibration import CalibrationLoss
 from lightning_retrieval.losses.fast_ap import FastAPLoss
 from lightning_retrieval.losses.hap import HAPLoss

@@ -1,4 +1,5 @@
-"""RaMBO's mAP loss for score matrices (Rolinek et al., CVPR 2020, sections 4.3 and 5.2), which trains its detectors.
+"""RaMBO's mAP loss for score matrices (Rolinek et al., CVPR 2020, sections 4.3 and 5.2), with which the paper trains
+detectors.
 
 Each column of a score matrix (images, classes) is a class that ranks the images:
 
@@ -6,8 +7,8 @@ Each column of a score matrix (images, classes) is a class that ranks the images
     L_APC = 1 - AP of all scores in one list, whatever their class                                    (eq. 23)
     loss  = (1 - interclass_coef) L_mAP + interclass_coef L_APC
 
-Section 4.3: a list is made longer by the scores of past batches, which carry no gradient. As in the official code they
-lengthen the lists of L_mAP only.
+Section 4.3: the scores of past batches, which have no gradient, make the lists longer. As in the official code, they
+are added to the lists of L_mAP only.
 """
 
 from typing import Any
@@ -17,8 +18,25 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_finite_number, check_integer, check_not_negative, check_positive
-from lightning_retrieval.losses.blackbox import BlackboxAPLoss
-from lightning_retrieval.losses.score_lists import ScoreLists
+from lightning_retrieval.losses.blackbox_ap import BlackboxAPLoss
+from lightning_retrieval.losses.ranked_lists import ScoreLists
+
+
+def weighted_map_loss(
+    scores: Float[Tensor, "query gallery"],
+    relevant: Bool[Tensor, "query gallery"],
+    *,
+    weight: float,
+    lambda_: float,
+    margin: float,
+) -> Float[Tensor, ""]:
+    """weight x (1 - mAP over the rows), 0 if the weight is 0.
+
+    In backward, lambda acts on the gradient of the whole loss, which contains the weight.
+    """
+    if weight == 0:
+        return scores.new_zeros(())
+    return weight * BlackboxAPLoss(lambda_ * weight, margin).from_scores(scores, relevant)
 
 
 class BlackboxMAPLoss(nn.Module):
@@ -26,13 +44,13 @@ class BlackboxMAPLoss(nn.Module):
 
     Args:
         lambda_: length of the interpolation, > 0, on ranks divided by the list's length.
-        margin: alpha, >= 0: what positives must score above all others to count as above them.
+        margin: alpha, >= 0: a positive counts as above the others only if it scores this much higher.
         interclass_coef: weight of L_APC, from 0 to 1.
-        batch_memory: number of past batches whose scores lengthen the lists, >= 0.
+        batch_memory: number of past batches whose scores make the lists longer, >= 0.
 
     Raises:
-        ValueError: if a number is out of its range; at the call, if shapes differ or a score is not finite.
-        TypeError: if one is of another type; at the call, if targets are not bool.
+        ValueError: if a number is out of its range; when called, if shapes differ or a score is not finite.
+        TypeError: if an argument has another type; when called, if the targets are not bool.
 
     Example:
         >>> import torch
@@ -44,12 +62,17 @@ class BlackboxMAPLoss(nn.Module):
         (0.0, 1)
 
     Relations:
-        `BlackboxAPLoss.from_scores` with the matrix transposed is the loss without memory. For images that are ranked
-        by images, a memory of embeddings lengthens the lists instead.
+        `BlackboxAPLoss.from_scores` with the matrix transposed is this loss without a memory. If images are ranked by
+        images, use `CrossBatchMemory`, which keeps embeddings, for longer lists.
     """
 
     def __init__(
-        self, lambda_: float = 4.0, margin: float = 0.02, interclass_coef: float = 0.0, batch_memory: int = 0
+        self,
+        lambda_: float = 4.0,
+        margin: float = 0.02,
+        *,
+        interclass_coef: float = 0.0,
+        batch_memory: int = 0,
     ) -> None:
         super().__init__()
         self.lambda_ = check_positive("BlackboxMAPLoss", "lambda_", lambda_)
@@ -61,31 +84,23 @@ class BlackboxMAPLoss(nn.Module):
         self.memory: list[tuple[Tensor, Tensor]] = []
 
     def forward(self, scores: Float[Tensor, "image level"], targets: Bool[Tensor, "image level"]) -> Float[Tensor, ""]:
-        """The loss of a batch, whose scores then join the memory.
+        """The loss of a batch, whose scores then enter the memory.
 
         Args:
-            scores: of each image for each class.
+            scores: the score of each image for each class.
             targets: which images belong to which classes.
         """
-        ScoreLists("BlackboxMAPLoss", scores, targets, mask_name="targets")  # the checks
-        classes = self.memory[-1][0].shape[1] if self.memory else scores.shape[1]
-        if scores.shape[1] != classes:
-            raise ValueError(
-                f"BlackboxMAPLoss: `scores` must have as many classes as those in memory, {classes}, got shape "
-                f"{tuple(scores.shape)}; call reset() before another data set."
-            )
-        past = [(s.to(scores), t.to(targets.device)) for s, t in self.memory]
-        lists, relevant = (torch.cat(parts) for parts in zip(*past, (scores, targets)))
-        loss = self._term(1 - self.interclass_coef, lists.T, relevant.T)
-        loss = loss + self._term(self.interclass_coef, scores.reshape(1, -1), targets.reshape(1, -1))
-        self.memory = ([*self.memory, (scores.detach(), targets)])[-self.batch_memory :] if self.batch_memory else []
-        return loss
-
-    def _term(self, weight: float, scores: Tensor, relevant: Tensor) -> Tensor:
-        """weight x (1 - AP); the gradient that moves the scores by lambda times itself has the weight in it."""
-        if weight == 0:
-            return scores.new_zeros(())
-        return weight * BlackboxAPLoss(self.lambda_ * weight, self.margin).from_scores(scores, relevant)
+        self._check(scores, targets)
+        past_scores = [past.to(scores) for past, _ in self.memory]
+        past_targets = [past.to(targets.device) for _, past in self.memory]
+        all_scores = torch.cat([*past_scores, scores])  # (past and present images, classes)
+        all_targets = torch.cat([*past_targets, targets])
+        settings = {"lambda_": self.lambda_, "margin": self.margin}
+        L_mAP = weighted_map_loss(all_scores.T, all_targets.T, weight=1 - self.interclass_coef, **settings)
+        one_list, one_target_list = scores.reshape(1, -1), targets.reshape(1, -1)
+        L_APC = weighted_map_loss(one_list, one_target_list, weight=self.interclass_coef, **settings)
+        self._remember(scores.detach(), targets)
+        return L_mAP + L_APC
 
     def reset(self) -> None:
         """Forget all past scores."""
@@ -96,7 +111,7 @@ class BlackboxMAPLoss(nn.Module):
         return {"memory": self.memory}
 
     def set_extra_state(self, state: Any) -> None:
-        """Take the memory back from a checkpoint."""
+        """Restore the memory from a checkpoint."""
         self.memory = [(scores, targets) for scores, targets in state["memory"]]
 
     def extra_repr(self) -> str:
@@ -104,3 +119,20 @@ class BlackboxMAPLoss(nn.Module):
             f"lambda_={self.lambda_}, margin={self.margin}, interclass_coef={self.interclass_coef}, "
             f"batch_memory={self.batch_memory}"
         )
+
+    def _remember(self, scores: Tensor, targets: Tensor) -> None:
+        """Add a batch to the memory and drop the oldest ones, so that `batch_memory` remain."""
+        batches = [*self.memory, (scores, targets)]
+        self.memory = batches[max(0, len(batches) - self.batch_memory) :]
+
+    def _check(self, scores: Tensor, targets: Tensor) -> None:
+        """Raise if the scores or the targets are invalid, or do not fit those in memory."""
+        ScoreLists("BlackboxMAPLoss", scores, targets, None, mask_name="targets")  # validates shapes and types
+        if not self.memory:
+            return
+        classes = self.memory[-1][0].shape[1]
+        if scores.shape[1] != classes:
+            raise ValueError(
+                f"BlackboxMAPLoss: `scores` must have as many classes as those in memory, {classes}, got shape "
+                f"{tuple(scores.shape)}; call reset() before using another data set."
+            )

@@ -1,12 +1,13 @@
-"""The calibration loss of ROADMAP (Ramzi et al., NeurIPS 2021, section 3.2), which makes AP of batches decomposable.
+"""The calibration loss of ROADMAP (Ramzi et al., NeurIPS 2021, section 3.2), which makes the AP of batches decomposable.
 
-AP looks at the order within a list only, so lists of different batches need not agree on a scale. Two hinges pull
-positives above alpha and push negatives below beta, in cosine similarity:
+AP depends only on the order within a list, so the scores of different lists need not be on one scale. Two hinges pull
+the cosine similarity of positives above alpha and push that of negatives below beta:
 
     L = mean over positives of [alpha - s]_+  +  mean over negatives of [s - beta]_+
 
-Where we differ: the means are taken for each query, then over queries; `pair_mean="nonzero"` is the official code, a
-mean over all violating pairs of the batch. The choice changes the weight of the term by up to 8 times.
+Difference from the official code: the means are taken for each query, and then over the queries. `pair_mean="nonzero"`
+is the official code's mean over all pairs of the batch that violate their bound. The choice changes the weight of the
+term by a factor of up to 8.
 """
 
 from typing import Literal
@@ -20,21 +21,52 @@ from lightning_retrieval.losses.base import Reduction
 from lightning_retrieval.losses.pair_loss import PairLoss
 
 
+def calibration_sums(
+    scores: Float[Tensor, "query gallery"],
+    relevant: Bool[Tensor, "query gallery"],
+    candidate: Bool[Tensor, "query gallery"],
+    *,
+    alpha: float,
+    beta: float,
+    only_nonzero: bool = False,
+) -> tuple[Float[Tensor, "query 2"], Float[Tensor, "query 2"]]:
+    """Both hinges, of the positives and of the negatives, summed over each query's pairs, and the numbers of pairs.
+
+    Args:
+        scores: similarities, higher is nearer; the scores of non-candidates are ignored.
+        relevant: the positives of each query, all of them candidates.
+        candidate: the items in each query's list.
+        alpha: similarity that positives should reach.
+        beta: similarity that negatives should stay below.
+        only_nonzero: count only the pairs that violate their bound.
+    """
+    negative = candidate & ~relevant
+    positive_hinge = (alpha - scores).clamp(min=0) * relevant  # (query, gallery)
+    negative_hinge = (scores - beta).clamp(min=0) * negative  # (query, gallery)
+    sums = torch.stack([positive_hinge.sum(1), negative_hinge.sum(1)], 1)  # (query, 2)
+    if only_nonzero:
+        counts = torch.stack([(positive_hinge > 0).sum(1), (negative_hinge > 0).sum(1)], 1)
+    else:
+        counts = torch.stack([relevant.sum(1), negative.sum(1)], 1)
+    return sums, counts.to(scores.dtype)
+
+
 class CalibrationLoss(PairLoss):
-    """Hinges on the cosine similarity of positives and of negatives.
+    """Hinges on the cosine similarities of positives and of negatives.
 
     Args:
         alpha: similarity that positives should reach.
         beta: similarity that negatives should stay below.
-        pair_mean: what the two means run over: the pairs of each `"query"`, `"all"` pairs of the batch, or the
-            `"nonzero"` pairs of the batch, those that violate their bound.
-        reduction: `"mean"` over the queries that have a positive, their `"sum"`, or `"none"` (one value a query).
-        class_balanced: each class of the batch weighs the same.
-        include_self: count the query in its own list, as the official code does with a memory. For comparison only.
+        pair_mean: the pairs over which the two means are taken: those of each `"query"`, `"all"` pairs of the batch, or
+            the `"nonzero"` pairs of the batch, which violate their bound.
+        reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
+        class_balanced: give every class of the batch the same total weight.
+        include_self: rank the query in its own list, as the official code does with a memory. Only for comparison with
+            it.
 
     Raises:
-        ValueError: if `alpha` or `beta` is not finite, or a name is unknown; if queries are to have values or weights
-            of their own where `pair_mean` is not `"query"`.
+        ValueError: if `alpha` or `beta` is not finite, or `pair_mean` or `reduction` is unknown; if `reduction` or
+            `class_balanced` needs a value per query while `pair_mean` is not `"query"`.
         TypeError: if `alpha` or `beta` is not a number.
 
     Example:
@@ -52,8 +84,8 @@ class CalibrationLoss(PairLoss):
         self,
         alpha: float = 0.9,
         beta: float = 0.6,
-        pair_mean: Literal["query", "all", "nonzero"] = "query",
         *,
+        pair_mean: Literal["query", "all", "nonzero"] = "query",
         reduction: Reduction = "mean",
         class_balanced: bool = False,
         include_self: bool = False,
@@ -69,15 +101,10 @@ class CalibrationLoss(PairLoss):
         relevant: Bool[Tensor, "query gallery"],
         candidate: Bool[Tensor, "query gallery"],
     ) -> tuple[Float[Tensor, "query 2"], Float[Tensor, "query 2"]]:
-        """Sums of both hinges over each query's pairs, and the numbers of pairs."""
-        negative = candidate & ~relevant
-        below = (self.alpha - scores).clamp(min=0) * relevant
-        above = (scores - self.beta).clamp(min=0) * negative
-        if self.pair_mean == "nonzero":
-            counts = torch.stack([(below > 0).sum(1), (above > 0).sum(1)], 1)
-        else:
-            counts = torch.stack([relevant.sum(1), negative.sum(1)], 1)
-        return torch.stack([below.sum(1), above.sum(1)], 1), counts.to(scores.dtype)
+        only_nonzero = self.pair_mean == "nonzero"
+        return calibration_sums(
+            scores, relevant, candidate, alpha=self.alpha, beta=self.beta, only_nonzero=only_nonzero
+        )
 
     def extra_repr(self) -> str:
         return f"alpha={self.alpha}, beta={self.beta}, {super().extra_repr()}"

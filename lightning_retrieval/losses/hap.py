@@ -1,17 +1,17 @@
 """HAP, hierarchical Average Precision (Ramzi, Audebert, Thome, Rambour, Bitot: "Hierarchical Average Precision Training
 for Pertinent Image Retrieval" (HAPPIER), ECCV 2022).
 
-With relevance rel(i) instead of yes or no,
+Items have a graded relevance rel(i) instead of being relevant or not:
 
     H-rank(i) = rel(i) + sum over j above i of min(rel(i), rel(j))
     HAP = sum over relevant i of H-rank(i) / rank(i)  /  sum over relevant i of rel(i)
 
-Items that share l of the L label levels with the query have rel = (l / L)^alpha / (number of items sharing exactly l).
-In rank, items of lower relevance are counted by SupAP's H^-, which is never below the step; all others, and all of
-H-rank, by the step, without gradient.
+An item that shares l of the L label levels with the query has rel = (l / L)^alpha / (number of items that share exactly
+l). In rank(i), items of lower relevance than i are counted by SupAP's H^-, which is never below the step function; all
+other items, and all items in H-rank(i), are counted by the step function, without a gradient.
 
-Where we differ: the query is neither in its own list nor in the counts; a query without a relevant item is left out.
-`hrank_slopes` is the official code's optional gradient through H-rank.
+Differences from the official code: the query is neither in its own list nor in the counts; a query without a relevant
+item is skipped. `hrank_slopes` is the official code's optional gradient through H-rank.
 """
 
 from collections.abc import Sequence
@@ -26,28 +26,105 @@ from lightning_retrieval.losses.indexing import at
 from lightning_retrieval.losses.sup_ap import upper_step
 
 
-class HAPLoss(RetrievalLoss):
-    """1 - hierarchical AP of labels with levels.
-
-    Labels have shape (rows, L), finest level first, and nest. `from_scores` takes integer levels of relevance (0 for
-    none) in place of the bool.
+def hap(
+    scores: Float[Tensor, "query gallery"],
+    levels: Integer[Tensor, "query gallery"],
+    candidate: Bool[Tensor, "query gallery"],
+    *,
+    alpha: float,
+    tau: float,
+    rho: float,
+    delta: float,
+    offset: float | None = None,
+    start: float = 0.5,
+    hrank_slopes: tuple[float, ...] | None = None,
+) -> Float[Tensor, " query"]:
+    """1 - HAP of each list, with H^- in the ranks.
 
     Args:
-        alpha: how much more a finer level counts, > 0.
+        scores: similarities, higher is nearer; the scores of non-candidates are ignored.
+        levels: number of label levels that each item shares with the query, 0 for non-candidates; at least one item per
+            row shares one.
+        candidate: the items in each query's list.
+        alpha: exponent of the relevance, > 0.
         tau: temperature of the sigmoid, > 0.
-        rho: slope for items that score more than `delta` above, > 0.
-        delta: where the slope begins, > 0.
-        offset: value where the slope begins; continuous where None.
-        start: added to the sigmoid above 0; an upper bound of the step from 0.5 on.
+        rho: slope of H^- beyond `delta`, > 0.
+        delta: the difference of scores from which H^- is linear, > 0.
+        offset: value of H^- just above `delta`; if None, H^- is continuous there.
+        start: added to the sigmoid above 0.
+        hrank_slopes: (beta, gamma, leak) of `soft_step`, or None: H-rank has no gradient.
+    """
+    rel = relevance_of_levels(levels, alpha, scores.dtype)  # (query, gallery)
+    query, i = (levels > 0).nonzero(as_tuple=True)  # (pos,), (pos,)
+    s_i = at(scores, query, i)  # (pos,)
+    rel_i = rel[query, i][:, None]  # (pos, 1)
+
+    # All tensors below are (pos, gallery) if nothing else is said. `candidate[query]` and `rel[query]` are gathered
+    # again where they are needed, since keeping them would take more memory.
+    t = scores.index_select(0, query) - s_i[:, None]  # s_j - s_i
+    step = (t.detach() >= 0) & candidate[query]  # i itself is one of the j
+
+    lower = candidate[query] & (rel[query] < rel_i)
+    lower_above = upper_step(t, tau=tau, rho=rho, delta=delta, offset=offset, start=start) * lower
+    others_above = step & ~lower
+    rank = lower_above.sum(1) + others_above.sum(1)  # (pos,)
+
+    shared = torch.minimum(rel[query], rel_i)
+    if hrank_slopes is None:
+        h_rank = (shared * step).sum(1)  # (pos,)
+    else:
+        higher = candidate[query] & (rel[query] > rel_i)
+        counted = torch.where(higher, soft_step(t, hrank_slopes), step.to(t.dtype))
+        h_rank = (shared * counted).sum(1)  # (pos,)
+
+    sum_of_ratios = torch.zeros_like(scores[:, 0]).index_add(0, query, h_rank / rank)  # (query,)
+    return 1 - sum_of_ratios / rel.sum(1)
+
+
+def soft_step(t: Float[Tensor, "..."], slopes: tuple[float, ...]) -> Float[Tensor, "..."]:
+    """The step function that the official code uses in H-rank: min(beta t + gamma, 1) above 0, leak t below."""
+    beta, gamma, leak = slopes
+    return torch.where(t > 0, (beta * t + gamma).clamp(max=1), leak * t)
+
+
+def relevance_of_levels(
+    levels: Integer[Tensor, "query gallery"], alpha: float, dtype: torch.dtype
+) -> Float[Tensor, "query gallery"]:
+    """l^alpha / (number of items of exactly level l) for each level l > 0, and 0 for level 0.
+
+    The paper has (l / L)^alpha, but HAP does not depend on L, which cancels.
+    """
+    relevance = torch.zeros(levels.shape, dtype=dtype, device=levels.device)
+    for level in levels.unique().tolist():
+        if level > 0:
+            exact = levels == level  # (query, gallery)
+            count = exact.sum(1, keepdim=True, dtype=dtype).clamp(min=1)  # (query, 1)
+            relevance += exact * (float(level) ** alpha / count)
+    return relevance
+
+
+class HAPLoss(RetrievalLoss):
+    """1 - hierarchical AP of labels with several levels.
+
+    Labels have shape (rows, L), finest level first, and must nest. `from_scores` takes integer levels of relevance (0:
+    not relevant) instead of a bool mask.
+
+    Args:
+        alpha: exponent of the relevance: larger values give finer levels more weight, > 0.
+        tau: temperature of the sigmoid, > 0.
+        rho: slope for items that score more than `delta` above a more relevant one, > 0.
+        delta: the difference of scores from which the function is linear, > 0.
+        offset: value of the function just above `delta`; if None, the function is continuous there.
+        start: added to the sigmoid above 0; the function is an upper bound of the step if this is at least 0.5.
         hrank_slopes: None, or (beta, gamma, leak): count items of higher relevance in H-rank by min(beta t + gamma, 1)
             above and leak t below, as the official configuration HAPPIER_5_SOP does with (25, 0.5, 10).
-        reduction: `"mean"` over the queries that have a relevant item, their `"sum"`, or `"none"` (one value a query).
-        class_balanced: each class (of the finest level) of the batch weighs the same.
-        include_self: count the query in its own list, as the official code does. For comparison only.
+        reduction: `"mean"` or `"sum"` over the queries that have a relevant item, or `"none"`: one value per query.
+        class_balanced: give every class (of the finest level) of the batch the same total weight.
+        include_self: rank the query in its own list, as the official code does. Only for comparison with it.
 
     Raises:
         ValueError: if `alpha`, `tau`, `rho` or `delta` is not a finite number > 0, `offset`, `start` or a slope is not
-            finite, or there are not three slopes; at the call, if label levels do not nest.
+            finite, or the number of slopes is not three; when called, if the label levels do not nest.
         TypeError: if one of them is not a number.
 
     Example:
@@ -59,7 +136,7 @@ class HAPLoss(RetrievalLoss):
         0.7373
 
     Cost:
-        Time grows with (queries) x (relevant items of each) x (references); memory stays that of one block.
+        Time grows with (queries) x (relevant items per query) x (references); memory is that of one block of queries.
 
     Relations:
         With one level it is `SupAPLoss`.
@@ -70,13 +147,13 @@ class HAPLoss(RetrievalLoss):
     def __init__(
         self,
         alpha: float = 1.0,
+        *,
         tau: float = 0.01,
         rho: float = 100.0,
         delta: float = 0.05,
         offset: float | None = None,
         start: float = 0.5,
         hrank_slopes: Sequence[float] | None = None,
-        *,
         reduction: Reduction = "mean",
         class_balanced: bool = False,
         include_self: bool = False,
@@ -86,13 +163,11 @@ class HAPLoss(RetrievalLoss):
         self.tau = check_positive(self.name, "tau", tau)
         self.rho = check_positive(self.name, "rho", rho)
         self.delta = check_positive(self.name, "delta", delta)
-        self.offset = None if offset is None else check_finite_number(self.name, "offset", offset)
+        if offset is not None:
+            check_finite_number(self.name, "offset", offset)
+        self.offset = offset
         self.start = check_finite_number(self.name, "start", start)
-        if hrank_slopes is not None and len(hrank_slopes) != 3:
-            raise ValueError(f"{self.name}: `hrank_slopes` must be (beta, gamma, leak) or None, got {hrank_slopes!r}.")
-        self.hrank_slopes = hrank_slopes and tuple(
-            check_finite_number(self.name, "hrank_slopes", slope) for slope in hrank_slopes
-        )
+        self.hrank_slopes = _check_slopes(self.name, hrank_slopes)
 
     def query_losses(
         self,
@@ -100,41 +175,31 @@ class HAPLoss(RetrievalLoss):
         relevant: Integer[Tensor, "query gallery"],
         candidate: Bool[Tensor, "query gallery"],
     ) -> Float[Tensor, " query"]:
-        """1 - HAP of each list; `relevant` holds levels."""
-        rel = _relevance(relevant, self.alpha, scores.dtype)
-        query, i = (relevant > 0).nonzero(as_tuple=True)
-        s_i, rel_i = at(scores, query, i), rel[query, i]
-        lower = candidate[query] & (rel[query] < rel_i[:, None])  # (pos, gallery)
-        t = scores.index_select(0, query) - s_i[:, None]
-        step = (t.detach() >= 0) & candidate[query]  # i itself is one of them
-        counted_above = upper_step(t, self.tau, self.rho, self.delta, self.offset, self.start) * lower
-        rank = counted_above.sum(1) + (step & ~lower).sum(1)
-        shared = torch.minimum(rel[query], rel_i[:, None])
-        if self.hrank_slopes is None:
-            hrank = (shared * step).sum(1)
-        else:
-            beta, gamma, leak = self.hrank_slopes
-            higher = candidate[query] & (rel[query] > rel_i[:, None])
-            soft = torch.where(t > 0, (beta * t + gamma).clamp(max=1), leak * t)
-            hrank = (shared * torch.where(higher, soft, step.to(t.dtype))).sum(1)
-        hap = torch.zeros_like(scores[:, 0]).index_add(0, query, hrank / rank)
-        return 1 - hap / rel.sum(1)
+        return hap(
+            scores,
+            relevant,
+            candidate,
+            alpha=self.alpha,
+            tau=self.tau,
+            rho=self.rho,
+            delta=self.delta,
+            offset=self.offset,
+            start=self.start,
+            hrank_slopes=self.hrank_slopes,
+        )
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
         return positives * gallery
 
     def extra_repr(self) -> str:
-        own = f"alpha={self.alpha}, tau={self.tau}, rho={self.rho}, delta={self.delta}, offset={self.offset}"
-        return f"{own}, start={self.start}, hrank_slopes={self.hrank_slopes}, {super().extra_repr()}"
+        settings = f"alpha={self.alpha}, tau={self.tau}, rho={self.rho}, delta={self.delta}, offset={self.offset}"
+        return f"{settings}, start={self.start}, hrank_slopes={self.hrank_slopes}, {super().extra_repr()}"
 
 
-def _relevance(
-    levels: Integer[Tensor, "query gallery"], alpha: float, dtype: torch.dtype
-) -> Float[Tensor, "query gallery"]:
-    """(l / L)^alpha / (items of exactly level l) for level l > 0; HAP does not depend on L, which is taken as 1."""
-    relevance = torch.zeros(levels.shape, dtype=dtype, device=levels.device)
-    for level in levels.unique().tolist():
-        if level > 0:
-            exact = levels == level
-            relevance += exact * (float(level) ** alpha / exact.sum(1, keepdim=True, dtype=dtype).clamp(min=1))
-    return relevance
+def _check_slopes(owner: str, slopes: Sequence[float] | None) -> tuple[float, ...] | None:
+    """Return the slopes as a tuple of three finite numbers, or None."""
+    if slopes is None:
+        return None
+    if len(slopes) != 3:
+        raise ValueError(f"{owner}: `hrank_slopes` must be (beta, gamma, leak) or None, got {slopes!r}.")
+    return tuple(check_finite_number(owner, "hrank_slopes", slope) for slope in slopes)

@@ -1,9 +1,10 @@
-"""Average Precision of soft histograms, which FastAP and AP_Q share.
+"""Average Precision of soft histograms, shared by FastAP and AP_Q.
 
-Scores are sorted into bins of falling score; each score gives its weight to the two bins that it lies between, by its
-distance from their centres. With h_m the weight in bin m and H_m the weight up to it, h+ and H+ those of the positives,
+Scores are put into bins of decreasing score. Each score divides its weight between the two bins whose centres enclose
+it, in proportion to the distances. With h_m the weight in bin m, H_m the weight up to and including it, and h+ and H+
+those of the positives,
 
-    AP = sum over m of (h+_m / N+) (H+_m / H_m):   precision at bin m times the recall gained there.
+    AP = sum over m of (h+_m / N+) (H+_m / H_m):   the precision at bin m times the recall gained there.
 """
 
 from typing import Any
@@ -15,6 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.losses.indexing import at
 
+# A position on the bin axis from which no bin is within reach, so that the item has no weight in any.
+OUTSIDE = -2.0
+
 
 def soft_histograms(
     scores: Float[Tensor, "query gallery"],
@@ -25,39 +29,45 @@ def soft_histograms(
     low: float,
     high: float,
 ) -> tuple[Float[Tensor, "query bin"], Float[Tensor, "query bin"]]:
-    """Weights of the candidates and of the positives in each bin, with centres from `high` down to `low`.
+    """The weight of the candidates and of the positives in each bin, with bin centres from `high` down to `low`.
 
-    A score beyond the ends lies whole in the last bin there, and gets no gradient.
+    A score outside [low, high] has its whole weight in the nearest bin and gets no gradient.
     """
-    u = ((high - scores) * ((bins - 1) / (high - low))).clamp(0, bins - 1)  # place among the bins
+    u = ((high - scores) * ((bins - 1) / (high - low))).clamp(0, bins - 1)  # position on the bin axis
     h: Tensor = _Histogram.apply(u, candidate, bins)
-    query, i = relevant.nonzero(as_tuple=True)
-    u_i = at(u, query, i)
-    left = u_i.detach().floor().clamp(max=bins - 2)
-    share = u_i - left
-    place = query * bins + left.long()
-    flat = torch.zeros(len(scores) * bins, dtype=u.dtype, device=u.device)
-    h_pos = flat.index_add(0, place, 1 - share).index_add(0, place + 1, share).view(len(scores), bins)
-    return h, h_pos
+
+    # The positives are few, so their weights are scattered.
+    query, i = relevant.nonzero(as_tuple=True)  # (pos,), (pos,)
+    u_i = at(u, query, i)  # (pos,)
+    left = u_i.detach().floor().clamp(max=bins - 2)  # (pos,)
+    weight_right = u_i - left
+    left_index = query * bins + left.long()  # into the flattened (query, bin)
+    h_pos = torch.zeros(len(scores) * bins, dtype=u.dtype, device=u.device)
+    h_pos = h_pos.index_add(0, left_index, 1 - weight_right).index_add(0, left_index + 1, weight_right)
+    return h, h_pos.view(len(scores), bins)
 
 
 def binned_ap(h: Float[Tensor, "query bin"], h_pos: Float[Tensor, "query bin"]) -> Float[Tensor, " query"]:
     """AP from the histograms of all candidates and of the positives."""
-    H, H_pos = h.cumsum(1), h_pos.cumsum(1)
-    precision = H_pos / H.where(H > 0, 1)  # an empty beginning has no positives either
+    H = h.cumsum(1)
+    H_pos = h_pos.cumsum(1)
+    precision = H_pos / H.where(H > 0, 1)  # where H is 0, so is H_pos
     return (precision * h_pos).sum(1) / h_pos.sum(1)
 
 
 class _Histogram(torch.autograd.Function):
-    """Histogram of places among the bins; bin by bin, since a pass over a block is quicker than scattering it."""
+    """The histogram of positions on the bin axis. It loops over the bins, which is faster than scattering a block."""
 
     @staticmethod
     def forward(ctx: Any, u: Tensor, mask: Tensor, bins: int) -> Tensor:
         ctx.save_for_backward(u, mask)
-        u = u.masked_fill(~mask, -2.0)  # out of every bin's reach
-        h, buffer = u.new_empty(len(u), bins), torch.empty_like(u)
+        u = u.masked_fill(~mask, OUTSIDE)
+        h = u.new_empty(len(u), bins)
+        buffer = torch.empty_like(u)
         for m in range(bins):
-            h[:, m] = torch.sub(u, m, out=buffer).abs_().neg_().add_(1).clamp_(min=0).sum(1)
+            # max(1 - |u - m|, 0), in one buffer
+            weight = torch.sub(u, m, out=buffer).abs_().neg_().add_(1).clamp_(min=0)
+            h[:, m] = weight.sum(1)
         return h
 
     @staticmethod
@@ -65,5 +75,6 @@ class _Histogram(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         u, mask = ctx.saved_tensors
         left = u.floor().clamp_(max=grad.shape[1] - 2).long()
-        slope = (grad[:, 1:] - grad[:, :-1]).gather(1, left)  # moving right takes from the left bin
+        # As u grows, weight moves from the left bin to the right one.
+        slope = (grad[:, 1:] - grad[:, :-1]).gather(1, left)
         return slope.mul_(mask), None, None

@@ -2,15 +2,16 @@
 Loss", ICCV 2019), and its tie-aware forms.
 
 Scores are put into M soft bins with centres b_m = high - m Delta, Delta = (high - low) / (M - 1) (eq. 5-7); the first
-and the last hold also what lies beyond. With precision P_m = H+_m / H_m (eq. 8) and the recall gained in a bin
-h+_m / N+ (eq. 10), AP_Q = sum over m of P_m h+_m / N+ (eq. 11) and the loss is 1 - its mean over queries (eq. 12).
+and the last bin also hold the scores beyond them. With the precision P_m = H+_m / H_m (eq. 8) and the recall gained in
+a bin, h+_m / N+ (eq. 10), AP_Q = sum over m of P_m h+_m / N+ (eq. 11). The loss is 1 - its mean over the queries
+(eq. 12).
 
-A bin holds items of equal rank. Tie-aware AP averages over their orders: `"simplified"` (eq. 13) takes the precision in
-the middle of the bin, `"full"` is that of He, Lu and Sclaroff ("Local Descriptors Optimized for Average Precision",
-CVPR 2018) as the official code has it.
+All items in a bin have the same rank. Tie-aware AP is the average over their orders: `"simplified"` (eq. 13) takes the
+precision in the middle of the bin, and `"full"` is the form of He, Lu and Sclaroff ("Local Descriptors Optimized for
+Average Precision", CVPR 2018) as the official code implements it.
 
-Where we differ: a query without a positive is left out (official: NaN). The official defaults are 20 bins on [0, 1] or
-[-1, 1] and, in dirtorch, 25 on [0, 1], where all negative scores tie in the last bin.
+Differences from the official code: a query without a positive is skipped (there: NaN). The official defaults are 20
+bins on [0, 1] or [-1, 1] and, in dirtorch, 25 bins on [0, 1], where all negative scores tie in the last bin.
 """
 
 from typing import Literal
@@ -23,6 +24,73 @@ from lightning_retrieval.checks import check_choice, check_finite_number, check_
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.histograms import binned_ap, soft_histograms
 
+TieAware = Literal[False, "simplified", "full"]
+
+# The official code divides by c + TINY instead of c, so that an empty bin adds 0.
+TINY = 1e-8
+
+
+def quantized_ap(
+    scores: Float[Tensor, "query gallery"],
+    relevant: Bool[Tensor, "query gallery"],
+    candidate: Bool[Tensor, "query gallery"],
+    *,
+    num_bins: int,
+    low: float,
+    high: float,
+    tie_aware: TieAware = False,
+) -> Float[Tensor, " query"]:
+    """1 - AP_Q of each list (equation 11), or 1 - its tie-aware form.
+
+    Args:
+        scores: similarities, higher is nearer; the scores of non-candidates are ignored.
+        relevant: the positives of each query: at least one per row, all of them candidates.
+        candidate: the items in each query's list.
+        num_bins: M, the number of bin centres, >= 2.
+        low: centre of the last bin, below `high`.
+        high: centre of the first bin.
+        tie_aware: False (AP_Q), `"simplified"` or `"full"`.
+    """
+    h, h_pos = soft_histograms(scores, relevant, candidate, bins=num_bins, low=low, high=high)
+    if tie_aware == "simplified":
+        return 1 - simplified_tie_aware_ap(h, h_pos)
+    if tie_aware == "full":
+        return 1 - tie_aware_ap(h, h_pos)
+    return 1 - binned_ap(h, h_pos)
+
+
+def simplified_tie_aware_ap(
+    c: Float[Tensor, "query bin"], c_pos: Float[Tensor, "query bin"]
+) -> Float[Tensor, " query"]:
+    """Equation 13: sum over bins of c+ (C+' + (c+ + 1) / 2) / (C' + (c + 1) / 2) / N+, with C' the sum before a bin.
+
+    Args:
+        c: weight of the candidates in each bin.
+        c_pos: weight of the positives in each bin, c+.
+    """
+    before = c.cumsum(1) - c
+    before_pos = c_pos.cumsum(1) - c_pos
+    precision = (2 * before_pos + c_pos + 1) / (2 * before + c + 1)
+    return (c_pos * precision).sum(1) / c_pos.sum(1)
+
+
+def tie_aware_ap(c: Float[Tensor, "query bin"], c_pos: Float[Tensor, "query bin"]) -> Float[Tensor, " query"]:
+    """He et al.: sum of c+ (c r + (C+' + 1 - r (C' + 1)) ln((C + 1) / (C' + 1))) / c / N+, r = (c+ - 1) / (c - 1).
+
+    Args:
+        c: weight of the candidates in each bin.
+        c_pos: weight of the positives in each bin, c+.
+    """
+    C = c.cumsum(1)
+    C_pos = c_pos.cumsum(1)
+    before = C - c  # C'
+    before_pos = C_pos - c_pos  # C+'
+    r = (c_pos - 1).clamp(min=0) / ((c - 1).clamp(min=0) + TINY)
+    logarithm = torch.log((C + 1) / (before + 1))
+    summed_precision = c * r + (before_pos + 1 - r * (before + 1)) * logarithm  # over the positions in the bin
+    term = c_pos * summed_precision / (c + TINY)
+    return term.sum(1) / c_pos.sum(1)
+
 
 class QuantizedAPLoss(RetrievalLoss):
     """1 - AP of scores quantised into soft bins.
@@ -32,14 +100,14 @@ class QuantizedAPLoss(RetrievalLoss):
         low: centre of the last bin, below `high`.
         high: centre of the first bin.
         tie_aware: average over the orders of the items in a bin: False (AP_Q), `"simplified"` or `"full"`.
-        reduction: `"mean"` over the queries that have a positive, their `"sum"`, or `"none"` (one value a query).
-        class_balanced: each class of the batch weighs the same (section 4.5 and Fig. 7 of the paper).
-        include_self: count the query in its own list. For comparison only.
+        reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
+        class_balanced: give every class of the batch the same total weight (section 4.5 and Fig. 7 of the paper).
+        include_self: rank the query in its own list. Only for comparison with other code.
 
     Raises:
-        ValueError: if `num_bins` is below 2, `low` not below `high`, one of them not finite, or `tie_aware` or
-            `reduction` unknown.
-        TypeError: if `num_bins` is not an integer, or `low` or `high` not a number.
+        ValueError: if `num_bins` is below 2, `low` is not below `high`, one of them is not finite, or `tie_aware` or
+            `reduction` is unknown.
+        TypeError: if `num_bins` is not an integer, or `low` or `high` is not a number.
 
     Example:
         >>> import torch
@@ -49,20 +117,20 @@ class QuantizedAPLoss(RetrievalLoss):
         0.2705
 
     Cost:
-        Time and memory of a block grow with (queries) x (references), whatever the number of positives.
+        Time and memory of a block grow with (queries) x (references), independently of the number of positives.
 
     Relations:
-        `FastAPLoss(num_bins=L)` is this with L + 1 bins on [-1, 1]. The full tie-aware form is not 0 for a perfect
+        `FastAPLoss(num_bins=L)` is this loss with L + 1 bins on [-1, 1]. The full tie-aware form is not 0 for a perfect
         ranking.
     """
 
     def __init__(
         self,
         num_bins: int = 20,
+        *,
         low: float = -1.0,
         high: float = 1.0,
-        tie_aware: Literal[False, "simplified", "full"] = False,
-        *,
+        tie_aware: TieAware = False,
         reduction: Reduction = "mean",
         class_balanced: bool = False,
         include_self: bool = False,
@@ -73,7 +141,7 @@ class QuantizedAPLoss(RetrievalLoss):
         self.high = check_finite_number(self.name, "high", high)
         if not low < high:
             raise ValueError(f"{self.name}: `low` must be below `high`, got {low} and {high}.")
-        self.tie_aware = check_choice(self.name, "tie_aware", tie_aware, (False, "simplified", "full"))
+        self.tie_aware: TieAware = check_choice(self.name, "tie_aware", tie_aware, (False, "simplified", "full"))
 
     def query_losses(
         self,
@@ -81,29 +149,16 @@ class QuantizedAPLoss(RetrievalLoss):
         relevant: Bool[Tensor, "query gallery"],
         candidate: Bool[Tensor, "query gallery"],
     ) -> Float[Tensor, " query"]:
-        """1 - AP_Q of each list, equation 11, or its tie-aware form."""
-        h, h_pos = soft_histograms(scores, relevant, candidate, bins=self.num_bins, low=self.low, high=self.high)
-        ap = {False: binned_ap, "simplified": _simplified_tie_aware_ap, "full": _tie_aware_ap}[self.tie_aware]
-        return 1 - ap(h, h_pos)
+        return quantized_ap(
+            scores,
+            relevant,
+            candidate,
+            num_bins=self.num_bins,
+            low=self.low,
+            high=self.high,
+            tie_aware=self.tie_aware,
+        )
 
     def extra_repr(self) -> str:
-        own = f"num_bins={self.num_bins}, low={self.low}, high={self.high}, tie_aware={self.tie_aware!r}"
-        return f"{own}, {super().extra_repr()}"
-
-
-def _simplified_tie_aware_ap(c: Float[Tensor, "query bin"], c_pos: Float[Tensor, "query bin"]) -> Tensor:
-    """Equation 13: sum of c+ (C+_before + C+ + 1) / (C_before + C + 1) / N+."""
-    before, before_pos = c.cumsum(1) - c, c_pos.cumsum(1) - c_pos
-    precision = (2 * before_pos + c_pos + 1) / (2 * before + c + 1)
-    return (c_pos * precision).sum(1) / c_pos.sum(1)
-
-
-def _tie_aware_ap(c: Float[Tensor, "query bin"], c_pos: Float[Tensor, "query bin"]) -> Tensor:
-    """He et al.: sum of c+ (c r + (C+' + 1 - r (C' + 1)) ln((C + 1) / (C' + 1))) / c / N+, r = (c+ - 1) / (c - 1)."""
-    C, C_pos = c.cumsum(1), c_pos.cumsum(1)
-    before, before_pos = C - c, C_pos - c_pos
-    tiny = 1e-8  # as in the official code; an empty bin counts nothing
-    r = (c_pos - 1).clamp(min=0) / ((c - 1).clamp(min=0) + tiny)
-    logarithm = torch.log((C + 1) / (before + 1))
-    term = c_pos * (c * r + (before_pos + 1 - r * (before + 1)) * logarithm) / (c + tiny)
-    return term.sum(1) / c_pos.sum(1)
+        settings = f"num_bins={self.num_bins}, low={self.low}, high={self.high}, tie_aware={self.tie_aware!r}"
+        return f"{settings}, {super().extra_repr()}"

@@ -5,8 +5,9 @@
     R_k = min(sum over positives x of sigma((k - r_x) / tau_k), k) / min(k, number of positives)
     loss = 1 - mean over k of R_k, averaged over queries
 
-Symbols: `tau_rank` is tau_2 there, `tau_k` is tau_1. Where we differ: the query is not in its own list. In the official
-code it is ranked, though not counted as a positive, so that the best positive has rank 2; `include_self=True` does so.
+Symbols: `tau_rank` is the paper's tau_2, `tau_k` its tau_1. Difference from the official code: the query is not in its
+own list. The official code ranks it, though not as a positive, so that the best positive has rank 2;
+`include_self=True` does the same.
 """
 
 from collections.abc import Sequence
@@ -17,24 +18,56 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_integer, check_positive
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.indexing import at
+from lightning_retrieval.losses.ranked_lists import at
+from lightning_retrieval.losses.smooth_ap import soft_ranks
+
+
+def recall_at_k(
+    scores: Float[Tensor, "query gallery"],
+    relevant: Bool[Tensor, "query gallery"],
+    candidate: Bool[Tensor, "query gallery"],
+    *,
+    ks: Sequence[int],
+    tau_rank: float,
+    tau_k: float | Sequence[float],
+) -> Float[Tensor, " query"]:
+    """1 - the mean over k of the soft recall@k of each list.
+
+    Args:
+        scores: similarities, higher is nearer; the scores of non-candidates are ignored.
+        relevant: the positives of each query: at least one per row, all of them candidates.
+        candidate: the items in each query's list.
+        ks: the values of k, each >= 1; a larger one than the number of columns counts as that number.
+        tau_rank: temperature of the ranks, > 0.
+        tau_k: temperature of the comparison of a rank with k, > 0; one number, or one for each k.
+    """
+    query, x = relevant.nonzero(as_tuple=True)  # (pos,), (pos,)
+    s = (scores / tau_rank).masked_fill(~candidate, -torch.inf)  # (query, gallery)
+    r_x = soft_ranks(s, query, at(s, query, x))  # (pos,)
+
+    k = torch.tensor(ks, dtype=s.dtype, device=s.device).clamp(max=scores.shape[1])  # (k,)
+    tau_1 = torch.as_tensor(tau_k, dtype=s.dtype, device=s.device)
+    within_k = torch.sigmoid((k - r_x[:, None]) / tau_1)  # (pos, k)
+    found = s.new_zeros(len(s), len(k)).index_add(0, query, within_k).minimum(k)  # (query, k)
+    possible = torch.minimum(k, relevant.sum(1, keepdim=True))  # (query, k)
+    return 1 - (found / possible).mean(1)
 
 
 class RecallAtKLoss(RetrievalLoss):
     """1 - recall@k, averaged over several k, with soft ranks and a soft threshold.
 
     Args:
-        ks: the k, each >= 1; one beyond the number of rows ranked counts as that number.
+        ks: the values of k, each >= 1; a larger one than the number of ranked rows counts as that number.
         tau_rank: temperature of the sigmoids that count a rank, > 0.
         tau_k: temperature of the sigmoid that compares a rank with k, > 0; one number, or one for each k.
-        reduction: `"mean"` over the queries that have a positive, their `"sum"`, or `"none"` (one value a query).
-        class_balanced: each class of the batch weighs the same.
-        include_self: rank the query itself too, as the official code does. For comparison only.
+        reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
+        class_balanced: give every class of the batch the same total weight.
+        include_self: rank the query itself too, as the official code does. Only for comparison with it.
 
     Raises:
-        ValueError: if `ks` is empty or holds a number below 1, a temperature is not a finite number > 0, or there are
-            not as many `tau_k` as `ks`.
-        TypeError: if a k is not an integer or a temperature not a number.
+        ValueError: if `ks` is empty or holds a number below 1, a temperature is not a finite number > 0, or the numbers
+            of `tau_k` and `ks` differ.
+        TypeError: if a k is not an integer or a temperature is not a number.
 
     Example:
         >>> import torch
@@ -45,10 +78,10 @@ class RecallAtKLoss(RetrievalLoss):
         0.5
 
     Cost:
-        Time grows with (queries) x (positives of each) x (references); memory stays that of one block.
+        Time grows with (queries) x (positives per query) x (references); memory is that of one block of queries.
 
     Relations:
-        Its ranks are those of `SmoothAPLoss`.
+        Its soft ranks are those of `SmoothAPLoss`.
     """
 
     self_is_positive = False
@@ -56,29 +89,17 @@ class RecallAtKLoss(RetrievalLoss):
     def __init__(
         self,
         ks: Sequence[int] = (1, 2, 4, 8, 16),
+        *,
         tau_rank: float = 0.01,
         tau_k: float | Sequence[float] = 1.0,
-        *,
         reduction: Reduction = "mean",
         class_balanced: bool = False,
         include_self: bool = False,
     ) -> None:
         super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
-        if not isinstance(ks, Sequence):
-            raise TypeError(f"{self.name}: `ks` must be a sequence of integers, got {ks!r}.")
-        if len(ks) == 0:
-            raise ValueError(f"{self.name}: `ks` must hold at least one k, got none.")
-        self.ks = tuple(check_integer(self.name, "ks", k, least=1) for k in ks)
+        self.ks = _check_ks(self.name, ks)
         self.tau_rank = check_positive(self.name, "tau_rank", tau_rank)
-        if not isinstance(tau_k, (int, float, str)) and isinstance(tau_k, Sequence):
-            self.tau_k: float | tuple[float, ...] = tuple(check_positive(self.name, "tau_k", tau) for tau in tau_k)
-            if len(self.tau_k) != len(self.ks):
-                raise ValueError(
-                    f"{self.name}: `tau_k` must be one number or one for each of the {len(self.ks)} ks, got "
-                    f"{len(self.tau_k)}."
-                )
-        else:
-            self.tau_k = check_positive(self.name, "tau_k", tau_k)
+        self.tau_k = _check_tau_k(self.name, tau_k, len(self.ks))
 
     def query_losses(
         self,
@@ -86,21 +107,31 @@ class RecallAtKLoss(RetrievalLoss):
         relevant: Bool[Tensor, "query gallery"],
         candidate: Bool[Tensor, "query gallery"],
     ) -> Float[Tensor, " query"]:
-        """1 - mean over k of recall@k."""
-        query, x = relevant.nonzero(as_tuple=True)
-        s = (scores / self.tau_rank).masked_fill(~candidate, -torch.inf)
-        rank = 0.5 + s.index_select(0, query).sub_(at(s, query, x)[:, None]).sigmoid_().sum(
-            1
-        )  # (pos, gallery) -> (pos,)
-        ks = torch.tensor(self.ks, dtype=s.dtype, device=s.device).clamp(max=scores.shape[1])
-        tau_k = torch.as_tensor(self.tau_k, dtype=s.dtype, device=s.device)
-        within = torch.sigmoid((ks - rank[:, None]) / tau_k)  # (pos, k)
-        found = s.new_zeros(len(s), len(ks)).index_add(0, query, within).minimum(ks)
-        recall = found / torch.minimum(ks, relevant.sum(1, keepdim=True))
-        return 1 - recall.mean(1)
+        return recall_at_k(scores, relevant, candidate, ks=self.ks, tau_rank=self.tau_rank, tau_k=self.tau_k)
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
         return positives * gallery
 
     def extra_repr(self) -> str:
         return f"ks={self.ks}, tau_rank={self.tau_rank}, tau_k={self.tau_k}, {super().extra_repr()}"
+
+
+def _check_ks(owner: str, ks: Sequence[int]) -> tuple[int, ...]:
+    """Return `ks` as a tuple; raise unless it holds at least one integer and all are >= 1."""
+    if not isinstance(ks, Sequence):
+        raise TypeError(f"{owner}: `ks` must be a sequence of integers, got {ks!r}.")
+    if len(ks) == 0:
+        raise ValueError(f"{owner}: `ks` must hold at least one k, got none.")
+    return tuple(check_integer(owner, "ks", k, least=1) for k in ks)
+
+
+def _check_tau_k(owner: str, tau_k: float | Sequence[float], number: int) -> float | tuple[float, ...]:
+    """Return one temperature as it is, several as a tuple; raise unless there is one or `number` of them."""
+    if isinstance(tau_k, str) or not isinstance(tau_k, Sequence):
+        return check_positive(owner, "tau_k", tau_k)  # type: ignore[arg-type]  # a string is invalid
+    temperatures = tuple(check_positive(owner, "tau_k", tau) for tau in tau_k)
+    if len(temperatures) != number:
+        raise ValueError(
+            f"{owner}: `tau_k` must be one number or one for each of the {number} ks, got {len(temperatures)}."
+        )
+    return temperatures

@@ -1,14 +1,15 @@
 """Smooth-AP (Brown, Xie, Kalogeiton, Zisserman: "Smooth-AP: Smoothing the Path Towards Large-Scale Image Retrieval",
 ECCV 2020).
 
-AP of a query is the mean, over its positives i, of (rank of i among the positives) / (rank of i among all). A rank is
-1 + the number of items j that score above i (eq. 4); Smooth-AP replaces that step by a sigmoid (eq. 5-6):
+The AP of a query is the mean, over its positives i, of (rank of i among the positives) / (rank of i among all items). A
+rank is 1 + the number of items j that score above i (eq. 4). Smooth-AP replaces this step function by a sigmoid
+(eq. 5-6):
 
     rank(i) = 1 + sum over j != i of sigma((s_j - s_i) / tau),   loss = 1 - mean over queries of AP   (eq. 7)
 
-Symbols: s `scores`, tau `tau`, S_P `relevant`, S_P + S_N `candidate`. Where we differ: the query is not in its own list
-(the official code counts it as a positive; `include_self=True` does as well), classes may have any sizes and rows any
-order.
+Symbols: s `scores`, tau `tau`, S_P `relevant`, S_P + S_N `candidate`. Differences from the official code: the query is
+not in its own list (the official code counts it as a positive, and so does `include_self=True`), classes may have any
+sizes, and rows may come in any order.
 """
 
 import torch
@@ -20,15 +21,62 @@ from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.indexing import at
 
 
+def smooth_ap(
+    scores: Float[Tensor, "query gallery"],
+    relevant: Bool[Tensor, "query gallery"],
+    candidate: Bool[Tensor, "query gallery"],
+    *,
+    tau: float,
+) -> Float[Tensor, " query"]:
+    """1 - the smoothed AP of each list (equations 5-7).
+
+    Args:
+        scores: similarities, higher is nearer; the scores of non-candidates are ignored.
+        relevant: the positives of each query: at least one per row, all of them candidates.
+        candidate: the items in each query's list.
+        tau: temperature of the sigmoid, > 0.
+    """
+    query, i = relevant.nonzero(as_tuple=True)  # (pos,), (pos,)
+    s = (scores / tau).masked_fill(~candidate, -torch.inf)  # (query, gallery)
+    s_i = at(s, query, i)  # (pos,)
+    rank = soft_ranks(s, query, s_i)  # (pos,)
+
+    # Each pair is a positive i, as its index in (pos,), and a positive j of the same query.
+    pair_i, j = relevant[query].nonzero(as_tuple=True)  # (pair,), (pair,)
+    s_j = at(s, query[pair_i], j)  # (pair,)
+    above = torch.sigmoid(s_j - s_i.index_select(0, pair_i))  # (pair,)
+    rank_among_positives = torch.full_like(rank, 0.5).index_add(0, pair_i, above)  # (pos,); 0.5 as in soft_ranks
+
+    precision = rank_among_positives / rank  # (pos,)
+    sum_of_precisions = torch.zeros_like(s[:, 0]).index_add(0, query, precision)  # (query,)
+    return 1 - sum_of_precisions / relevant.sum(1)
+
+
+def soft_ranks(
+    s: Float[Tensor, "query gallery"], query: Int[Tensor, " pos"], s_i: Float[Tensor, " pos"]
+) -> Float[Tensor, " pos"]:
+    """The rank of each positive, counted by sigmoids: 1 + sum over j != i of sigma(s_j - s_i).
+
+    Args:
+        s: scores divided by the temperature, -inf for non-candidates.
+        query: the query (row of `s`) of each positive.
+        s_i: the score of each positive.
+    """
+    # The operations work in place, so that there is only one (pos, gallery) buffer.
+    above = s.index_select(0, query).sub_(s_i[:, None]).sigmoid_()  # (pos, gallery)
+    # The sum runs over all j including i itself, whose sigma(0) is 1/2; so 1/2 is missing from 1 + sum over j != i.
+    return 0.5 + above.sum(1)
+
+
 class SmoothAPLoss(RetrievalLoss):
     """Smooth-AP: 1 - AP with ranks counted by sigmoids of temperature tau.
 
     Args:
-        tau: temperature of the sigmoid, > 0. Small values follow AP closely with gradients from near ties only; large
-            ones give gradients from everywhere. The paper trains with 0.01.
-        reduction: `"mean"` over the queries that have a positive, their `"sum"`, or `"none"` (one value a query).
-        class_balanced: each class of the batch weighs the same.
-        include_self: count the query in its own list, as the official code does. For comparison only.
+        tau: temperature of the sigmoid, > 0. With small values the loss follows AP closely and only near ties have a
+            gradient; with large values all pairs have one. The paper trains with 0.01.
+        reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
+        class_balanced: give every class of the batch the same total weight.
+        include_self: rank the query in its own list, as the official code does. Only for comparison with it.
 
     Raises:
         ValueError: if `tau` is not a finite number > 0, or `reduction` is unknown.
@@ -39,16 +87,16 @@ class SmoothAPLoss(RetrievalLoss):
         >>> from lightning_retrieval.losses import SmoothAPLoss
         >>> embeddings = torch.tensor([[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.9]], requires_grad=True)
         >>> loss = SmoothAPLoss(tau=0.01)
-        >>> round(loss(embeddings, torch.tensor([7, 7, 3, 3])).item(), 4)  # each one's mate comes first
+        >>> round(loss(embeddings, torch.tensor([7, 7, 3, 3])).item(), 4)  # the positive of each query comes first
         0.0
-        >>> round(loss(embeddings, torch.tensor([7, 3, 7, 3])).item(), 4)  # each one's mate is last or one before
+        >>> round(loss(embeddings, torch.tensor([7, 3, 7, 3])).item(), 4)  # it comes last or last but one
         0.5833
 
     Cost:
-        Time grows with (queries) x (positives of each) x (references); memory stays that of one block.
+        Time grows with (queries) x (positives per query) x (references); memory is that of one block of queries.
 
     Relations:
-        Converges to 1 - AP as tau -> 0 where no scores tie. It is not an upper bound of 1 - AP.
+        Converges to 1 - AP as tau -> 0 if no scores tie. It is not an upper bound of 1 - AP.
     """
 
     def __init__(
@@ -68,19 +116,7 @@ class SmoothAPLoss(RetrievalLoss):
         relevant: Bool[Tensor, "query gallery"],
         candidate: Bool[Tensor, "query gallery"],
     ) -> Float[Tensor, " query"]:
-        """1 - AP of each list, equations 5-7."""
-        query, i = relevant.nonzero(as_tuple=True)
-        s = (scores / self.tau).masked_fill(~candidate, -torch.inf)
-        s_i = at(s, query, i)
-        # Each sum runs over all j, i itself among them with sigma(0) = 1/2.
-        rank = 0.5 + s.index_select(0, query).sub_(s_i[:, None]).sigmoid_().sum(
-            1
-        )  # (pos, gallery) -> (pos,), in one buffer
-        pair, j = relevant[query].nonzero(as_tuple=True)
-        above = torch.sigmoid(at(s, query[pair], j) - s_i.index_select(0, pair))
-        rank_among_positives = torch.full_like(rank, 0.5).index_add(0, pair, above)
-        ap = torch.zeros_like(s[:, 0]).index_add(0, query, rank_among_positives / rank) / relevant.sum(1)
-        return 1 - ap
+        return smooth_ap(scores, relevant, candidate, tau=self.tau)
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
         return positives * gallery

@@ -1,0 +1,115 @@
+"""RaMBO's recall loss (Rolinek et al.: "Optimizing Rank-based Metrics with Blackbox Differentiation", CVPR 2020).
+
+    L_rec = mean over positives i of l(rk(i) - rk+(i)), the number of negatives above i             (eq. 16-20)
+
+with l(x) = log(1 + x) or log(1 + log(1 + x)). Gradients flow through rk, the rank among all candidates; rk+, the rank
+among the positives, is a constant. How ranks get a gradient, what the margin does, and where we differ from the
+official code: see `blackbox.py`. Another difference: ranks are divided by the list's length, in the official code's
+recall loss by the number of queries.
+"""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from lightning_retrieval.checks import check_choice, check_not_negative, check_positive
+from lightning_retrieval.losses.base import PairLoss, Reduction
+from lightning_retrieval.losses.blackbox import positive_ranks
+
+Weighting = Literal["log", "loglog"]
+
+
+def blackbox_recall_sums(
+    scores: Float[Tensor, "query gallery"],
+    relevant: Bool[Tensor, "query gallery"],
+    candidate: Bool[Tensor, "query gallery"],
+    *,
+    lambda_: float,
+    margin: float,
+    weighting: Weighting = "log",
+) -> tuple[Float[Tensor, "query 1"], Float[Tensor, "query 1"]]:
+    """The sum of l(negatives above) over each query's positives, and the number of positives (equations 16-20).
+
+    Args:
+        scores: similarities, higher is nearer; the scores of non-candidates are ignored.
+        relevant: the positives of each query, all of them candidates.
+        candidate: the items in each query's list.
+        lambda_: length of the interpolation, > 0.
+        margin: alpha, >= 0.
+        weighting: l: `"log"` or `"loglog"`.
+    """
+    query, rank, rank_among_positives = positive_ranks(scores, relevant, candidate, lambda_=lambda_, margin=margin)
+    negatives_above = rank - rank_among_positives  # (pos,)
+    value = torch.log1p(negatives_above)
+    if weighting == "loglog":
+        value = torch.log1p(value)
+    total = scores.new_zeros(len(scores)).index_add(0, query, value)  # (query,)
+    return total[:, None], relevant.sum(1, keepdim=True).to(scores.dtype)
+
+
+class BlackboxRecallLoss(PairLoss):
+    """Mean over positives of a slowly growing function of the number of negatives above them, with exact ranks.
+
+    Args:
+        lambda_: length of the interpolation, > 0, on ranks divided by the list's length.
+        margin: alpha, >= 0: a positive counts as above the others only if it scores this much higher.
+        weighting: l of the paper: `"log"`, log(1 + x), or `"loglog"`, log(1 + log(1 + x)).
+        pair_mean: `"query"`, the mean over a query's positives, then over queries (the paper, section 5.1), or `"all"`,
+            the mean over the positives of all queries together (the official code).
+        reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
+        class_balanced: give every class of the batch the same total weight.
+        include_self: rank the query in its own list. Only for comparison with other code.
+
+    Raises:
+        ValueError: if `lambda_` is not a finite number > 0, `margin` is not a finite number >= 0, or `weighting`,
+            `pair_mean` or `reduction` is unknown; if `reduction` or `class_balanced` needs a value per query while
+            `pair_mean` is not `"query"`.
+        TypeError: if `lambda_` or `margin` is not a number.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.losses import BlackboxRecallLoss
+        >>> embeddings = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [0.6, 0.8]], requires_grad=True)
+        >>> loss = BlackboxRecallLoss(margin=0.0)
+        >>> round(loss(embeddings, torch.tensor([7, 7, 3, 3])).item(), 4)  # two of four queries have one negative above
+        0.3466
+
+    Cost:
+        One sort of each list, independently of the number of positives; memory is that of one block of queries.
+
+    Relations:
+        `BlackboxAPLoss` optimises AP itself.
+    """
+
+    def __init__(
+        self,
+        lambda_: float = 4.0,
+        margin: float = 0.02,
+        *,
+        weighting: Weighting = "log",
+        pair_mean: Literal["query", "all"] = "query",
+        reduction: Reduction = "mean",
+        class_balanced: bool = False,
+        include_self: bool = False,
+    ) -> None:
+        check_choice(type(self).__name__, "pair_mean", pair_mean, ("query", "all"))
+        super().__init__(pair_mean, reduction=reduction, class_balanced=class_balanced, include_self=include_self)
+        self.lambda_ = check_positive(self.name, "lambda_", lambda_)
+        self.margin = check_not_negative(self.name, "margin", margin)
+        self.weighting: Weighting = check_choice(self.name, "weighting", weighting, ("log", "loglog"))
+
+    def pair_sums(
+        self,
+        scores: Float[Tensor, "query gallery"],
+        relevant: Bool[Tensor, "query gallery"],
+        candidate: Bool[Tensor, "query gallery"],
+    ) -> tuple[Float[Tensor, "query 1"], Float[Tensor, "query 1"]]:
+        return blackbox_recall_sums(
+            scores, relevant, candidate, lambda_=self.lambda_, margin=self.margin, weighting=self.weighting
+        )
+
+    def extra_repr(self) -> str:
+        settings = f"lambda_={self.lambda_}, margin={self.margin}, weighting={self.weighting!r}"
+        return f"{settings}, {super().extra_repr()}"
