@@ -22,15 +22,9 @@ from lightning_retrieval.losses import (
     blackbox_rank,
 )
 from lightning_retrieval.metrics import RetrievalMetrics
-from lightning_retrieval.models import Embedder
+from lightning_retrieval.models import Embedder, PCAWhitening
 from lightning_retrieval.models.multi_scale import multi_scale
-from lightning_retrieval.models.whitening import PCAWhitening
-from lightning_retrieval.ranking.expansion import (
-    DatabaseAugmentation,
-    QueryExpansion,
-    database_augmentation,
-    query_expansion,
-)
+from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 from lightning_retrieval.search.index import RetrievalIndex
 from lightning_retrieval.training.chunked import chunked_backward, largest_chunk_size
 from lightning_retrieval.training.memory import CrossBatchMemory
@@ -61,10 +55,8 @@ __all__ = [
     "WeightedSum",
     "blackbox_rank",
     "chunked_backward",
-    "database_augmentation",
     "largest_chunk_size",
     "multi_scale",
-    "query_expansion",
 ]
 __version__ = "0.1.0"
 

@@ -65,9 +65,10 @@ def hap(
     step = (t.detach() >= 0) & candidate[query]  # i itself is one of the j
 
     lower = candidate[query] & (rel[query] < rel_i)
-    lower_above = upper_step(t, tau=tau, rho=rho, delta=delta, offset=offset, start=start) * lower
-    others_above = step & ~lower
-    rank = lower_above.sum(1) + others_above.sum(1)  # (pos,)
+    h_minus = upper_step(t, tau=tau, rho=rho, delta=delta, offset=offset, start=start)
+    lower_above = (h_minus * lower).sum(1)  # (pos,)
+    others_above = (step & ~lower).sum(1)  # (pos,)
+    rank = lower_above + others_above  # (pos,)
 
     shared = torch.minimum(rel[query], rel_i)
     if hrank_slopes is None:

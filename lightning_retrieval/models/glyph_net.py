@@ -1,4 +1,4 @@
-"""A small convolutional backbone for glyphs: quick to train from scratch on a CPU."""
+"""A small convolutional backbone for glyphs that trains quickly from scratch on a CPU."""
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -7,11 +7,11 @@ from lightning_retrieval.checks import check_integer
 
 
 class GlyphNet(nn.Module):
-    """Six convolutions (3 x 3, batch norm, ReLU) from a glyph to a feature map an eighth of its size.
+    """Six 3 x 3 convolutions, each with batch norm and ReLU, that map a glyph to a feature map of 1/8 of its size.
 
     Args:
-        width: channels of the first convolution, >= 1; the map has 8 times as many.
-        in_channels: channels of the images, >= 1: 1 for grey, 3 for colour.
+        width: number of channels of the first convolution, >= 1; the feature map has 8 times as many.
+        in_channels: number of channels of the images, >= 1: 1 for grey, 3 for colour.
 
     Raises:
         ValueError: if `width` or `in_channels` is below 1.
@@ -24,12 +24,11 @@ class GlyphNet(nn.Module):
         torch.Size([2, 256, 4, 4])
 
     Cost:
-        0.6 million parameters and 12 million multiply-adds for an image of 32 x 32; both grow with the square of
-        `width`.
+        0.6 million parameters and 12 million multiply-adds for a 32 x 32 image; both grow with the square of `width`.
 
     Relations:
-        `Embedder("glyph_net")` takes it as it is here; `Embedder(GlyphNet(width=64))` with other settings. A little
-        faster after `.to(memory_format=torch.channels_last)`.
+        `Embedder("glyph_net")` uses it with the default settings, `Embedder(GlyphNet(width=64))` with others. It is
+        slightly faster after `.to(memory_format=torch.channels_last)`.
     """
 
     def __init__(self, width: int = 32, in_channels: int = 1) -> None:
@@ -39,13 +38,8 @@ class GlyphNet(nn.Module):
         self.layers = nn.Sequential()
         channels = in_channels
         for factor, stride in ((1, 2), (2, 2), (2, 1), (4, 2), (4, 1), (8, 1)):
-            self.layers.extend(
-                [
-                    nn.Conv2d(channels, factor * width, 3, stride=stride, padding=1, bias=False),
-                    nn.BatchNorm2d(factor * width),
-                    nn.ReLU(inplace=True),
-                ]
-            )
+            convolution = nn.Conv2d(channels, factor * width, 3, stride=stride, padding=1, bias=False)
+            self.layers.extend([convolution, nn.BatchNorm2d(factor * width), nn.ReLU(inplace=True)])
             channels = factor * width
 
     def forward(

@@ -19,22 +19,22 @@ def multi_scale(
 ) -> Float[Tensor, "batch dim"]:
     """Embed images at several scales: the normalised mean of the normalised embeddings.
 
-    Resizing is bilinear and, where it makes smaller, averages over what it drops (antialiasing), as PIL does and with
-    it naver/deep-image-retrieval; filipradenovic/cnnimageretrieval-pytorch does not average.
+    Resizing is bilinear, with antialiasing when an image becomes smaller, as in PIL and therefore in
+    naver/deep-image-retrieval; filipradenovic/cnnimageretrieval-pytorch resizes without antialiasing.
 
     Args:
-        embed: from images to embeddings (batch, D).
-        images: of one size.
-        scales: factors of height and width, each > 0; sizes are rounded.
-        p: exponent of the mean over scales, > 0: 1 is the average; larger ones weigh larger entries more. Entries keep
-            their signs.
+        embed: maps images to embeddings of shape (batch, D).
+        images: a batch of images, all of the same size.
+        scales: factors of height and width, each > 0; the resulting sizes are rounded.
+        p: exponent of the mean over scales, > 0: 1 is the average; larger values give larger entries more weight.
+            Entries keep their signs.
 
     Returns:
         Unit rows.
 
     Raises:
-        ValueError: if `scales` is empty, a number is out of its range, or images have another shape.
-        TypeError: if a number is none, or images are not floating point.
+        ValueError: if `scales` is empty, a number is out of its range, or the images have another shape.
+        TypeError: if a number has another type, or the images are not floating point.
 
     Example:
         >>> import torch
@@ -59,15 +59,20 @@ def multi_scale(
         )
     if not images.is_floating_point():
         raise TypeError(f"multi_scale: `images` must be floating point, got {images.dtype}.")
-    total = torch.stack([_signed_power(normalize(embed(_resized(images, scale))), p) for scale in scales]).sum(0)
+    powers = []
+    for scale in scales:
+        unit_rows = normalize(embed(_resized(images, scale)))  # (batch, dim)
+        powers.append(_signed_power(unit_rows, p))
+    # The sum serves as the mean, since the result is normalised.
+    total = torch.stack(powers).sum(0)  # (batch, dim)
     return normalize(_signed_power(total, 1 / p))
 
 
-def check_scales(who: str, name: str, scales: Sequence[float]) -> tuple[float, ...]:
-    """Return scales as a tuple, refused unless there is one and all are finite numbers > 0."""
+def check_scales(owner: str, name: str, scales: Sequence[float]) -> tuple[float, ...]:
+    """Return the scales as a tuple; raise unless there is at least one and all are finite numbers > 0."""
     if not isinstance(scales, (list, tuple)) or len(scales) == 0:
-        raise ValueError(f"{who}: `{name}` must hold at least one scale, such as (1.0,), got {scales!r}.")
-    return tuple(check_positive(who, name, scale) for scale in scales)
+        raise ValueError(f"{owner}: `{name}` must hold at least one scale, such as (1.0,), got {scales!r}.")
+    return tuple(check_positive(owner, name, scale) for scale in scales)
 
 
 def _resized(images: Float[Tensor, "batch channel height width"], scale: float) -> Float[Tensor, "batch channel _ _"]:

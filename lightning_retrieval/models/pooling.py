@@ -1,13 +1,13 @@
-"""Poolings from a feature map to a vector: generalized mean (GeM), average, maximum.
+"""Pooling of a feature map to a vector: generalized mean (GeM), average, maximum.
 
 GeM: Radenovic, Tolias, Chum: "Fine-tuning CNN Image Retrieval with No Human Annotation", TPAMI 2019, eq. 3:
 
     f_k = (1 / |X_k| * sum over x in X_k of x^p_k)^(1 / p_k)
 
-Symbols: X_k the activations of channel k, p_k `p` (here one for all channels). The average is p = 1 (eq. 2), the
-maximum p -> infinity (eq. 1). As in the official code, activations below `eps` count as `eps`.
-Where we differ: each channel is divided by its largest activation first and multiplied by it afterwards, which changes
-neither the result nor its gradient, and lets no p overflow or vanish.
+Symbols: X_k the activations of channel k, p_k `p` (here one exponent for all channels). The average is p = 1 (eq. 2),
+the maximum p -> infinity (eq. 1). As in the official code, activations below `eps` are replaced by `eps`.
+Difference from the official code: each channel is divided by its largest activation before the powers and multiplied by
+it afterwards. This changes neither the result nor its gradient, and prevents overflow and underflow for every p.
 """
 
 import torch
@@ -24,8 +24,8 @@ def gem(
 
     Args:
         features: feature maps.
-        p: exponent, > 0, a number or a tensor of one.
-        eps: what smaller (and negative) activations count as, > 0.
+        p: exponent, > 0: a number or a tensor with one element.
+        eps: smaller (and negative) activations are replaced by this, > 0.
 
     Example:
         >>> import torch
@@ -37,7 +37,7 @@ def gem(
     x = features.to(torch.promote_types(features.dtype, torch.float32)).clamp(min=eps)
     if isinstance(p, Tensor):
         p = p.to(x.dtype)
-    # GeM is homogeneous (a map twice as large has a mean twice as large), so the factor needs no gradient of its own.
+    # GeM is homogeneous (a feature map twice as large has a mean twice as large), so `largest` needs no gradient.
     largest = x.detach().amax((-2, -1), keepdim=True)
     mean = (x / largest).pow(p).mean((-2, -1))  # (batch, channel)
     return (largest[..., 0, 0] * mean.pow(1 / p)).to(features.dtype)
@@ -47,9 +47,9 @@ class GeM(nn.Module):
     """Generalized mean pooling: between the average (p = 1) and the maximum (p -> infinity).
 
     Args:
-        p: exponent at the start, > 0. The larger, the more the strongest activations count.
-        eps: what smaller (and negative) activations count as, > 0.
-        learnable: train `p` with the network (a parameter), or keep it (a buffer; the state dict has the same keys).
+        p: initial exponent, > 0. Larger values give the strongest activations more weight.
+        eps: smaller (and negative) activations are replaced by this, > 0.
+        learnable: whether `p` is a parameter, trained with the network, or a buffer; the state dict has the same keys.
 
     Raises:
         ValueError: if `p` or `eps` is not a finite number > 0.
@@ -65,11 +65,11 @@ class GeM(nn.Module):
         tensor([[3.5355]])
 
     Cost:
-        A few float32 copies of the feature map are kept for the backward.
+        A few float32 copies of the feature map are kept for the backward pass.
 
     Relations:
-        `gem` is the same as a function. `GlobalAvgPool` and `GlobalMaxPool` are its limits, and also take
-        negative activations as they are.
+        `gem` is the function. `GlobalAvgPool` and `GlobalMaxPool` are its limits, but do not clamp negative
+        activations.
 
     Source:
         Radenovic et al., TPAMI 2019, eq. 3; the paper starts from p = 3.
@@ -79,19 +79,21 @@ class GeM(nn.Module):
 
     def __init__(self, p: float = 3.0, eps: float = 1e-6, learnable: bool = True) -> None:
         super().__init__()
-        start = torch.tensor([float(check_positive("GeM", "p", p))])
+        initial_p = torch.tensor([float(check_positive("GeM", "p", p))])
         self.eps = check_positive("GeM", "eps", eps)
         self.learnable = learnable
         if learnable:
-            self.p = nn.Parameter(start)
+            self.p = nn.Parameter(initial_p)
         else:
-            self.register_buffer("p", start)
+            self.register_buffer("p", initial_p)
 
     def forward(self, features: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch channel"]:
         return gem(features, self.p, self.eps)
 
     def extra_repr(self) -> str:
-        p = "?" if self.p.is_meta else f"{self.p.item():.6g}"
+        p = "?"
+        if not self.p.is_meta:  # a meta tensor has no value
+            p = f"{self.p.item():.6g}"
         return f"p={p}, eps={self.eps}, learnable={self.learnable}"
 
 
@@ -105,7 +107,7 @@ class GlobalAvgPool(nn.Module):
         tensor([[0.5000]])
 
     Relations:
-        Equals `nn.AdaptiveAvgPool2d(1)`, flattened; unlike that, it has a deterministic backward on GPUs.
+        Equals `nn.AdaptiveAvgPool2d(1)`, flattened, but has a deterministic backward pass on GPUs.
     """
 
     def forward(self, features: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch channel"]:
@@ -113,7 +115,7 @@ class GlobalAvgPool(nn.Module):
 
 
 class GlobalMaxPool(nn.Module):
-    """The maximum of each channel; activations that tie for it share the gradient.
+    """The maximum of each channel; the gradient is divided equally between activations that tie for the maximum.
 
     Example:
         >>> import torch
@@ -122,7 +124,7 @@ class GlobalMaxPool(nn.Module):
         tensor([[4.]])
 
     Relations:
-        Equals `nn.AdaptiveMaxPool2d(1)`, flattened; unlike that, it has a deterministic backward on GPUs.
+        Equals `nn.AdaptiveMaxPool2d(1)`, flattened, but has a deterministic backward pass on GPUs.
     """
 
     def forward(self, features: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch channel"]:

@@ -2,8 +2,8 @@
 
     f = W (x - m) / v^power, normalised
 
-m is the mean and W, v are the principal directions and variances of other images' embeddings. Power 0.5 divides by the
-standard deviation, 0.25 by its square root, 0 rotates only.
+m is the mean, and W and v are the principal directions and variances, of the embeddings of other images. Power 0.5
+divides by the standard deviation, 0.25 by its square root, and 0 only rotates.
 """
 
 from typing import Any, NamedTuple
@@ -15,32 +15,62 @@ from torch import Tensor, nn
 from lightning_retrieval.checks import check_embeddings, check_integer, check_matrix, check_not_negative
 from lightning_retrieval.ranking.similarity import normalize
 
-_FIT_ROWS = 8192  # that are widened to float64 at a time
+_FIT_ROWS = 8192  # rows that are converted to float64 at a time
 
 
-class Learned(NamedTuple):
-    """Mean and principal directions of a set of embeddings, the largest variance first."""
+class PrincipalComponents(NamedTuple):
+    """Mean, principal directions and variances of a set of embeddings, in order of decreasing variance."""
 
     mean: Float[Tensor, " from_dim"]
     components: Float[Tensor, "dim from_dim"]
     variances: Float[Tensor, " dim"]  # with the divisor n - 1
 
 
-class PCAWhitening(nn.Module):
-    """Centres, rotates and scales embeddings so that their principal directions vary alike, then L2-normalises.
+def principal_components(embeddings: Float[Tensor, "batch from_dim"], dim: int) -> PrincipalComponents:
+    """The `dim` principal directions of the rows with the largest variance, computed and returned in float64.
 
-    It is learned on one set, by `fit`, and applied to others. What it has learned (`learned`: mean, components,
-    variances; None before) is saved in checkpoints, and comes back without its size being known before.
+    Of a direction and its opposite, both of which are valid, the one with a positive largest entry is returned, so that
+    all machines agree.
+    """
+    mean = embeddings.mean(0, dtype=torch.float64)
+    scatter = mean.new_zeros(len(mean), len(mean))
+    for block in embeddings.split(_FIT_ROWS):
+        centred = block.double() - mean
+        scatter.addmm_(centred.T, centred)
+    covariance = scatter / (len(embeddings) - 1)
+    eigenvalues, eigenvectors = torch.linalg.eigh(covariance)  # in ascending order
+    variances = eigenvalues[-dim:].flip(0).clamp(min=0)
+    components = eigenvectors[:, -dim:].T.flip(0)  # (dim, from_dim)
+    largest_entry = components.gather(1, components.abs().argmax(1, keepdim=True))  # (dim, 1)
+    return PrincipalComponents(mean, components * largest_entry.sign(), variances)
+
+
+def whiten(
+    embeddings: Float[Tensor, "batch from_dim"], learned: PrincipalComponents, power: float
+) -> Float[Tensor, "batch dim"]:
+    """W (x - m) / v^power, normalised, in float32 or better, also under autocast."""
+    x = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
+    mean, components, variances = (part.to(x.dtype) for part in learned)
+    with torch.autocast(x.device.type, enabled=False):
+        return normalize((x - mean) @ components.T / variances**power)
+
+
+class PCAWhitening(nn.Module):
+    """Centres, rotates and scales embeddings so that their principal directions have equal variance, then L2-normalises.
+
+    It is learned from one set of embeddings by `fit` and applied to others. The result (`learned`: mean, components and
+    variances; None before `fit`) is saved in checkpoints, and can be loaded without knowing its size in advance.
 
     Args:
-        dim: directions kept, those of the largest variance, >= 1; all where None.
-        power: of the variance, by which each direction is divided, >= 0: 0.5 makes all variances equal, 0 keeps them.
+        dim: number of directions to keep, >= 1: those with the largest variance. If None, all.
+        power: exponent of the variance by which each direction is divided, >= 0: 0.5 makes all variances equal, 0 keeps
+            them.
 
     Raises:
-        ValueError: if a number is out of its range; in `fit`, if there are too few rows, `dim` is larger than theirs, a
-            number is not finite, or embeddings do not vary in a direction that is to be scaled; at a call, if nothing
-            has been learned or the dimension is another.
-        TypeError: if `dim` is not an integer, or embeddings are not floating point.
+        ValueError: if a number is out of its range; in `fit`, if there are too few rows, `dim` is larger than their
+            dimension, a number is not finite, or the embeddings do not vary in a direction that is to be scaled; when
+            called, if nothing has been learned or the dimension differs.
+        TypeError: if `dim` is not an integer, or the embeddings are not floating point.
 
     Example:
         >>> import torch
@@ -51,69 +81,58 @@ class PCAWhitening(nn.Module):
         torch.Size([100, 4])
 
     Cost:
-        `fit` takes D^2 numbers in float64 and the time of N D^2 + D^3.
+        `fit` needs D^2 numbers in float64 and time in proportion to N D^2 + D^3.
 
     Relations:
         `RetrievalModule(whitening=...)` applies it in evaluation and prediction, and
-        `lightning_retrieval.callbacks.LearnWhitening` fits it on training images before each validation. Its state is
-        part of `state_dict()`, but no buffer, so DDP does not send it around at each step and half precision does not
-        round it.
+        `lightning_retrieval.callbacks.LearnWhitening` fits it to training images before each validation. Its state is
+        part of `state_dict()`, but not a buffer, so that DDP does not broadcast it at each step and half precision does
+        not round it.
 
     Source:
-        Jegou and Chum, ECCV 2012; Revaud et al., ICCV 2019, whose code whitens with 0.25 in evaluation and 0.5 else.
+        Jegou and Chum, ECCV 2012; Revaud et al., ICCV 2019, whose code uses the power 0.25 in evaluation and 0.5
+        otherwise.
     """
 
     def __init__(self, dim: int | None = None, power: float = 0.5) -> None:
         super().__init__()
-        self.dim = None if dim is None else check_integer("PCAWhitening", "dim", dim, least=1)
+        if dim is not None:
+            check_integer("PCAWhitening", "dim", dim, least=1)
+        self.dim = dim
         self.power = check_not_negative("PCAWhitening", "power", power)
-        self.learned: Learned | None = None
+        self.learned: PrincipalComponents | None = None
 
-    @torch.inference_mode(False)  # what is learned in an evaluation may be used outside of it
+    @torch.inference_mode(False)  # what is learned in an evaluation may be used in training too
     @torch.no_grad()
     def fit(self, embeddings: Float[Tensor, "batch dim"]) -> "PCAWhitening":
-        """Learn mean, directions and variances of these rows, in float64; returns itself.
+        """Learn the mean, directions and variances of these rows, in float64; returns itself.
 
         Args:
-            embeddings: one row an image, as they will be whitened; more rows than directions that are kept.
+            embeddings: one row per image, of the kind that will be whitened; more rows than directions that are kept.
         """
         check_embeddings("PCAWhitening", "embeddings", embeddings)
-        rows, from_dim = embeddings.shape
+        from_dim = embeddings.shape[1]
         dim = self.dim or from_dim
-        if dim > from_dim:
-            raise ValueError(f"PCAWhitening: `dim` must be at most that of the embeddings, {from_dim}, got {dim}.")
-        needed = dim + 1 if self.power else 2
-        if rows < needed:
-            raise ValueError(
-                f"PCAWhitening: `embeddings` must have at least {needed} rows to learn {dim} directions from, got "
-                f"{rows}; give more, or a smaller dim."
-            )
-        mean = embeddings.mean(0, dtype=torch.float64)
-        covariance = mean.new_zeros(from_dim, from_dim)
-        for block in embeddings.split(_FIT_ROWS):
-            centred = block.double() - mean
-            covariance.addmm_(centred.T, centred)
-        values, vectors = torch.linalg.eigh(covariance / (rows - 1))  # the largest comes last
-        variances, components = values[-dim:].flip(0).clamp(min=0), vectors[:, -dim:].T.flip(0)
+        self._check_size(len(embeddings), from_dim, dim)
+        found = principal_components(embeddings, dim)
         dtype = torch.promote_types(embeddings.dtype, torch.float32)
         if self.power:
-            _refuse_flat(variances, float(values[-1]), from_dim, dtype)
-        # A direction and its opposite are equally good; the same is taken on every machine.
-        largest = components.gather(1, components.abs().argmax(1, keepdim=True))
-        self.learned = Learned(mean.to(dtype), (components * largest.sign()).to(dtype), variances.to(dtype))
+            _check_variances(found.variances, from_dim, dtype)
+        self.learned = PrincipalComponents(*(part.to(dtype) for part in found))
         return self
 
     def forward(self, embeddings: Float[Tensor, "batch from_dim"]) -> Float[Tensor, "batch dim"]:
         """Whitened unit rows, in float32 or better, also under autocast.
 
         Args:
-            embeddings: one row an image; NaN and infinities become NaN, which metrics and indexes refuse by the id.
+            embeddings: one row per image. A row with NaN or infinities becomes NaN, so that metrics and indexes, which
+                know the ids, can name it in their error.
         """
         check_matrix("PCAWhitening", "embeddings", embeddings)
         if self.learned is None:
             raise ValueError(
                 "PCAWhitening: nothing has been learned yet; call fit with embeddings of other images, or load a "
-                "checkpoint that holds it."
+                "checkpoint of a fitted whitening."
             )
         if embeddings.shape[1] != len(self.learned.mean):
             raise ValueError(
@@ -121,18 +140,17 @@ class PCAWhitening(nn.Module):
                 f"{len(self.learned.mean)}, got {embeddings.shape[1]}."
             )
         if self.learned.mean.device != embeddings.device:
-            self.learned = Learned(*(part.to(embeddings.device) for part in self.learned))
-        x = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
-        mean, components, variances = (part.to(x.dtype) for part in self.learned)
-        with torch.autocast(x.device.type, enabled=False):
-            return normalize((x - mean) @ components.T / variances**self.power)
+            self.learned = PrincipalComponents(*(part.to(embeddings.device) for part in self.learned))
+        return whiten(embeddings, self.learned, self.power)
 
     def get_extra_state(self) -> Any:
         """What was learned, for checkpoints."""
-        return None if self.learned is None else self.learned._asdict()
+        if self.learned is None:
+            return None
+        return self.learned._asdict()
 
     def set_extra_state(self, state: Any) -> None:
-        """Take it back from a checkpoint; of more directions than `dim`, the first."""
+        """Restore what was learned from a checkpoint; if it has more directions than `dim`, the first ones."""
         if state is None:
             self.learned = None
             return
@@ -140,29 +158,48 @@ class PCAWhitening(nn.Module):
         if self.dim is not None and found < self.dim:
             raise ValueError(
                 f"PCAWhitening: `dim` must be at most the number of directions in the checkpoint, {found}, got "
-                f"{self.dim}; leave it at that, or fit again."
+                f"{self.dim}; set it to at most {found}, or fit again."
             )
-        self.learned = Learned(
-            state["mean"].clone(), state["components"][: self.dim].clone(), state["variances"][: self.dim].clone()
+        self.learned = PrincipalComponents(
+            mean=state["mean"].clone(),
+            components=state["components"][: self.dim].clone(),
+            variances=state["variances"][: self.dim].clone(),
         )
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, power={self.power}"
 
+    def _check_size(self, rows: int, from_dim: int, dim: int) -> None:
+        """Raise if `dim` directions cannot be learned from this many rows of this dimension."""
+        if dim > from_dim:
+            raise ValueError(f"PCAWhitening: `dim` must be at most that of the embeddings, {from_dim}, got {dim}.")
+        needed = 2
+        if self.power:  # n rows vary in at most n - 1 directions
+            needed = dim + 1
+        if rows < needed:
+            raise ValueError(
+                f"PCAWhitening: `embeddings` must have at least {needed} rows to learn {dim} directions from, got "
+                f"{rows}; give more rows, or a smaller dim."
+            )
+
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: Any
     ) -> None:
-        """Also from a checkpoint of a model that had no whitening: it is learned afterwards."""
+        """Load, also from a checkpoint of a model without whitening, which is then to be learned."""
         super()._load_from_state_dict(state_dict, prefix, local_metadata, False, *lists)
 
 
-def _refuse_flat(variances: Tensor, largest: float, from_dim: int, dtype: torch.dtype) -> None:
-    """Refuse directions whose variance is but that of rounding: of the rows, or of the covariance in float64."""
-    rounding = max(torch.finfo(dtype).eps ** 2, torch.finfo(torch.float64).eps) * from_dim * largest
+def _check_variances(variances: Float[Tensor, " dim"], from_dim: int, dtype: torch.dtype) -> None:
+    """Raise if a variance is only rounding error, of the rows in `dtype` or of the covariance in float64."""
+    relative = max(torch.finfo(dtype).eps ** 2, torch.finfo(torch.float64).eps)
+    rounding = relative * from_dim * float(variances[0])
     varying = int((variances > rounding).sum())
-    if varying < len(variances):
-        cure = f"set dim to at most {varying}, or power=0" if varying else "the rows are all equal"
-        raise ValueError(
-            f"PCAWhitening: `embeddings` must vary in each of the {len(variances)} directions that are scaled, got "
-            f"only {varying} in which they do; {cure}."
-        )
+    if varying == len(variances):
+        return
+    cure = f"set dim to at most {varying}, or power=0"
+    if varying == 0:
+        cure = "the rows are all equal"
+    raise ValueError(
+        f"PCAWhitening: `embeddings` must vary in each of the {len(variances)} directions that are scaled, got "
+        f"only {varying} in which they do; {cure}."
+    )
