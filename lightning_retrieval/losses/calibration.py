@@ -1,4 +1,4 @@
-"""The calibration loss of ROADMAP (Ramzi et al., NeurIPS 2021, section 3.2), which makes the AP of batches decomposable.
+"""The calibration loss of ROADMAP (Ramzi et al., NeurIPS 2021, section 3.2), which makes AP decomposable.
 
 AP depends only on the order within a list, so the scores of different lists need not be on one scale. Two hinges pull
 the cosine similarity of positives above alpha and push that of negatives below beta:

@@ -1,6 +1,6 @@
 """Backbones: networks from images to feature maps (N, C, H, W) or vectors (N, C), built by name.
 
-`build_backbone` dispatches on the name; a further source of models (another library) is one more builder function there.
+`build_backbone` chooses a builder function by the name; for models of another library, add a builder function to it.
 `feature_shape` finds out what any backbone returns, without arithmetic.
 """
 
@@ -173,7 +173,7 @@ def _parts_before_pooling(owner: str, model: nn.Module) -> OrderedDict[str, nn.M
 
 
 class _InceptionInput(nn.Module):
-    """From ImageNet's mean and standard deviation to those that Inception's and GoogLeNet's weights expect, 0.5 each."""
+    """Changes ImageNet's mean and standard deviation to 0.5 each, which Inception's and GoogLeNet's weights expect."""
 
     scale: Tensor
     shift: Tensor

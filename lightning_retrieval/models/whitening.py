@@ -56,7 +56,7 @@ def whiten(
 
 
 class PCAWhitening(nn.Module):
-    """Centres, rotates and scales embeddings so that their principal directions have equal variance, then L2-normalises.
+    """Centres, rotates and scales embeddings so that all principal directions have equal variance, and normalises them.
 
     It is learned from one set of embeddings by `fit` and applied to others. The result (`learned`: mean, components and
     variances; None before `fit`) is saved in checkpoints, and can be loaded without knowing its size in advance.

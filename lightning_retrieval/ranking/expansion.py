@@ -4,8 +4,8 @@
     query            q + sum over its k nearest d of s^alpha d, normalised (Radenovic, Tolias, Chum, TPAMI 2019)
 
 Symbols: s the cosine similarity, `alpha` the exponent, `k` the number of neighbours. As in the official code, s is not
-clamped, so that with an even `alpha` a negative s has the same weight as the positive one. If `alpha` is not an integer,
-the power of a negative s does not exist (NaN in the official code); its weight is 0 here.
+clamped, so that with an even `alpha` a negative s has the same weight as the positive one. If `alpha` is not an
+integer, the power of a negative s does not exist (NaN in the official code); its weight is 0 here.
 
 `QueryExpansion` and `DatabaseAugmentation` are the public way to use both; the functions hold their arithmetic.
 """
@@ -155,7 +155,7 @@ class QueryExpansion:
 
 @dataclass(frozen=True)
 class DatabaseAugmentation:
-    """Database augmentation: each gallery row plus its `k` nearest other rows, weighted by similarity^alpha, normalised.
+    """Database augmentation: each gallery row plus its `k` nearest others, weighted by similarity^alpha, normalised.
 
     Args:
         alpha: exponent, >= 0; with 0 all neighbours have the same weight.

@@ -1,7 +1,7 @@
 """Every loss against the numbers of the official implementations, in float64.
 
 `golden/losses.json` holds inputs, values and gradients, each with the repository, file and class that they came from.
-A case is run, or stands in `NOT_OFFERED` with the reason.
+Each case is run, or listed in `NOT_OFFERED` with the reason.
 """
 
 import json
@@ -28,18 +28,18 @@ from lightning_retrieval.losses import (
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "losses.json").read_text())["cases"]
 
-# Prefixes of ids; the first that fits counts.
+# Reasons by the prefix of the case id; the first prefix that matches counts.
 NOT_OFFERED = {
-    "smoothap.pml.": "pytorch-metric-learning 2.9.0 cuts the positives wrongly unless classes == samples of each",
-    "supap_square_ref.quick_bug": "the official short cut takes any square matrix for a batch against itself",
+    "smoothap.pml.": "pytorch-metric-learning 2.9.0 selects wrong positives unless classes == samples per class",
+    "supap_square_ref.quick_bug": "the official shortcut treats any square matrix as a batch ranked against itself",
     "supap_uneq.pre_pr13.": "the official form before pull request 13: rho t + offset, not rho (t - delta) + offset",
-    "calibration.pml_SumReducer": "a sum over all pairs, whose size depends on the batch's",
-    "calibration.brute.mean_pooled": "one mean over positives and negatives together, in which negatives outweigh",
+    "calibration.pml_SumReducer": "a sum over all pairs, which depends on the batch size",
+    "calibration.brute.mean_pooled": "one mean over positives and negatives together, which the negatives dominate",
     "rambo_recall_rect.official.": "the official code scales ranks by the number of queries, not by the list's length",
     "rambo_recall_loo.official.": "the official code scales ranks by the number of queries, not by the list's length",
-    "rambo_recall_batchmemory.": "a memory of score rows lengthens no list, and ranks are scaled by the number of rows",
+    "rambo_recall_batchmemory.": "a memory of score rows makes no list longer; ranks are scaled by the number of rows",
 }
-# Not offered, but its relation to what is offered is known, and tested below.
+# Not offered either, but its relation to our gradient is known and tested below.
 HAND_WRITTEN = ".manual_grad"
 
 
@@ -50,7 +50,7 @@ def reason(case):
 
 
 def kind(case):
-    """Which of the tests below runs a case."""
+    """The kind of a case, which decides which of the tests below runs it."""
     given = case["inputs"]
     if case["loss"] == "rambo_rank":
         return "rank"
@@ -70,44 +70,51 @@ def doubles(values):
 
 
 def tangent(gradient, x):
-    """The part along the sphere: most references do not normalise inside."""
+    """The part tangential to the sphere, since most official codes do not normalise inside the loss."""
     return gradient - (gradient * x).sum(1, keepdim=True) * x
 
 
+def upper_step_settings(case):
+    """The settings of H^-, under the names of `SupAPLoss` and `HAPLoss`."""
+    return {name: case["params"].get(name) for name in ("tau", "rho", "delta", "offset", "start")}
+
+
 def make(case, **settings):
-    """The loss as the case wants it."""
+    """The loss with the settings of the case."""
     p = case["params"]
     official = case["convention"] in ("official_code", "pml_2.9.0") and "ref_embeddings" not in case["inputs"]
     settings["include_self"] = official
-    sup_ap = [p.get(name) for name in ("tau", "rho", "delta", "offset", "start")]
     names = {"AvgNonZeroReducer": "nonzero", "avg_non_zero": "nonzero", "mean_per_query": "query"}
     pair_mean = names.get(p.get("reducer") or p.get("reduction"), "all")
     match case["loss"]:
         case "smooth_ap":
             return SmoothAPLoss(p["tau"], **settings)
         case "sup_ap":
-            return SupAPLoss(*sup_ap, **settings)
+            return SupAPLoss(**upper_step_settings(case), **settings)
         case "calibration":
-            return CalibrationLoss(p["alpha"], p["beta"], pair_mean)
+            return CalibrationLoss(p["alpha"], p["beta"], pair_mean=pair_mean)
         case "roadmap" if "lambda" not in p:
             return ROADMAPLoss.official()
         case "roadmap":
-            calibration = CalibrationLoss(p["alpha"], p["beta"], pair_mean)
-            return ROADMAPLoss(p["lambda"], SupAPLoss(*sup_ap, **settings), calibration)
+            calibration = CalibrationLoss(p["alpha"], p["beta"], pair_mean=pair_mean)
+            sup_ap = SupAPLoss(**upper_step_settings(case), **settings)
+            return ROADMAPLoss(p["lambda"], sup_ap, calibration)
         case "fast_ap":
-            return FastAPLoss(p["num_bins"], **{**settings, "include_self": False})  # nor in the official code
+            settings["include_self"] = False  # as in the official code
+            return FastAPLoss(p["num_bins"], **settings)
         case "ap_q" | "tap_q":
             tie_aware = p.get("tie_aware", False) and ("simplified" if p["simplified"] else "full")
-            return QuantizedAPLoss(p["M_bins"], p["min"], p["max"], tie_aware, **settings)
+            return QuantizedAPLoss(p["M_bins"], low=p["min"], high=p["max"], tie_aware=tie_aware, **settings)
         case "rambo_ap":
             return BlackboxAPLoss(p["lambda"], p["alpha_margin"], **settings)
         case "rambo_recall":
-            return BlackboxRecallLoss(p["lambda"], p["alpha_margin"], p["weight"], "all", **settings)
+            settings |= {"weighting": p["weight"], "pair_mean": "all"}
+            return BlackboxRecallLoss(p["lambda"], p["alpha_margin"], **settings)
         case "recall_at_k":
-            return RecallAtKLoss(p["k"], p["tau2"], p["tau1"], **settings)
+            return RecallAtKLoss(p["k"], tau_rank=p["tau2"], tau_k=p["tau1"], **settings)
         case "hap":
             slopes = [p[f"hrank_{name}"] for name in ("beta", "gamma", "leak") if f"hrank_{name}" in p]
-            return HAPLoss(p["alpha"], *sup_ap, slopes or None, **settings)
+            return HAPLoss(p["alpha"], **upper_step_settings(case), hrank_slopes=slopes or None, **settings)
     raise AssertionError(case["loss"])
 
 
@@ -118,7 +125,7 @@ def call(loss, case, x, r):
     ref_labels = torch.tensor(case["inputs"]["ref_labels"])
     if "batch_plus_ref" not in case["id"]:
         return loss(x, labels, r, ref_labels)
-    # One list of the batch and the references, out of which each query's own copy is left by its id.
+    # One list of the batch and the references, from which each query's own copy is removed by its id.
     ref_ids = torch.arange(len(x) + len(r))
     everything, every_label = torch.cat([x, r]), torch.cat([labels, ref_labels])
     return loss(x, labels, everything, every_label, ids=ref_ids[: len(x)], ref_ids=ref_ids)
@@ -145,10 +152,10 @@ def test_each_case_is_run_or_has_a_reason():
     run = {
         case["id"] for of in ("embeddings", "scores", "sequence", "rank", "roadmap with memory") for case in cases(of)
     }
-    told = {case["id"] for case in GOLDEN if reason(case)}
-    assert run | told == {case["id"] for case in GOLDEN}
-    assert not run & told
-    assert {case["id"] for case in GOLDEN if case["match"] == "do_not_reproduce"} <= told
+    explained = {case["id"] for case in GOLDEN if reason(case)}
+    assert run | explained == {case["id"] for case in GOLDEN}
+    assert not run & explained
+    assert {case["id"] for case in GOLDEN if case["match"] == "do_not_reproduce"} <= explained
     for prefix in NOT_OFFERED:
         assert any(case["id"].startswith(prefix) for case in GOLDEN), prefix
     assert len(run) == 154
@@ -181,7 +188,7 @@ def test_scores(case):
         value = 1 - ((1 - each) * doubles(case["inputs"]["query_weights"])).mean()
     else:
         value = make(case).from_scores(scores, relevant)
-    # Where the official code adds 1e-5 to the number of positives, the file also has the numbers without.
+    # If the official code adds 1e-5 to the number of positives, the file also has the numbers without it.
     key = "_eps0" if "loss_eps0" in expected else ""
     assert value.item() == pytest.approx(expected["loss" + key], rel=1e-9, abs=1e-12)
     if "grad_scores" in expected:
@@ -197,13 +204,14 @@ def test_scores(case):
 @pytest.mark.parametrize("case", cases("sequence"), ids=lambda case: case["id"])
 def test_scores_of_classes_with_memory(case):
     p = case["params"]
-    loss = BlackboxMAPLoss(p["lambda"], p["alpha_margin"], p["beta_interclass"], p["batch_memory"])
+    memory = {"interclass_coef": p["beta_interclass"], "batch_memory": p["batch_memory"]}
+    loss = BlackboxMAPLoss(p["lambda"], p["alpha_margin"], **memory)
     sequence = zip(case["inputs"]["scores_sequence"], case["inputs"]["targets_sequence"])
     for step, (scores, targets) in enumerate(sequence):
         s = doubles(scores).requires_grad_()
         value = loss(s, torch.tensor(targets) > 0)
         value.backward()
-        # The official code adds 1e-5 to the number of positives, which takes at most 1e-5 from an AP.
+        # The official code adds 1e-5 to the number of positives, which lowers an AP by at most 1e-5.
         assert value.item() == pytest.approx(case["expected"]["loss_sequence"][step], abs=1e-5)
         assert_gradient(s.grad, case["expected"]["grad_scores_sequence"][step])
 
@@ -238,7 +246,7 @@ def test_roadmap_with_memory():
     "case", [case for case in GOLDEN if case["id"].endswith(HAND_WRITTEN)], ids=lambda case: case["id"]
 )
 def test_the_hand_written_gradient_of_fast_ap(case):
-    """It is N / 2 times the gradient of the loss, N the number of queries with a positive."""
+    """It is N / 2 times the gradient of the loss, where N is the number of queries with a positive."""
     x, r = leaves(case)
     value = call(make(case), case, x, r)
     value.backward()
@@ -253,8 +261,7 @@ def test_the_hand_written_gradient_of_fast_ap(case):
 
 
 @pytest.mark.parametrize("include_self", [False, True])
-def test_known_faults_of_others_are_not_reproduced(include_self):
+def test_known_faults_of_official_code_are_not_reproduced(include_self):
     (case,) = (case for case in GOLDEN if case["id"] == "supap_square_ref.quick_bug")
-    p = case["params"]
-    loss = SupAPLoss(p["tau"], p["rho"], p["delta"], p["offset"], p["start"], include_self=include_self)
+    loss = SupAPLoss(**upper_step_settings(case), include_self=include_self)
     assert abs(call(loss, case, *leaves(case)).item() - case["expected"]["loss"]) > 0.05

@@ -1,4 +1,4 @@
-"""Smooth-AP against golden numbers, the formula written as loops, a case worked by hand, and its limit."""
+"""Smooth-AP against golden numbers, its formula in loops, a case worked by hand, and its limit for small tau."""
 
 import json
 import math
@@ -20,7 +20,7 @@ LABELS = st.lists(st.integers(0, 4), min_size=2, max_size=14).filter(lambda labe
 
 
 def sigma(x):
-    """Without overflow."""
+    """Does not overflow."""
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
@@ -40,7 +40,7 @@ def average_precisions(scores, relevant, candidate, tau):
 
 
 def lists_of(embeddings, labels):
-    """Scores, relevance and candidates of a batch, the query left out, as lists."""
+    """Scores, relevance and candidates of a batch, without the query itself, as Python lists."""
     rows = [[x / math.hypot(*row) for x in row] for row in embeddings.tolist()]
     scores = [[sum(a * b for a, b in zip(q, r)) for r in rows] for q in rows]
     relevant = [[a == b for b in labels] for a in labels]
@@ -62,7 +62,7 @@ def batch(sizes, dim=6, dtype=torch.float64, seed=0):
 
 
 def tangent(gradient, x):
-    """The part along the sphere: the golden gradients are of a loss that does not normalise."""
+    """The part tangential to the sphere, since the golden gradients are those of a loss that does not normalise."""
     return gradient - (gradient * x).sum(1, keepdim=True) * x
 
 
@@ -78,7 +78,7 @@ def test_golden(case):
         ref_labels = torch.tensor(case["inputs"]["ref_labels"])
     if r is None:
         value = loss(x, labels)
-    elif case["id"] == "smoothap_batch_plus_ref.loo":  # each query's own copy is left out by its id
+    elif case["id"] == "smoothap_batch_plus_ref.loo":  # each query's own copy is removed by its id
         ref_ids = torch.arange(len(x) + len(r))
         value = loss(
             x, labels, torch.cat([x, r]), torch.cat([labels, ref_labels]), ids=ref_ids[: len(x)], ref_ids=ref_ids
@@ -101,7 +101,7 @@ def test_golden(case):
 
 @pytest.mark.parametrize("case", FAULTS, ids=lambda case: case["id"])
 @pytest.mark.parametrize("include_self", [False, True])
-def test_known_faults_of_others_are_not_reproduced(case, include_self):
+def test_known_faults_of_other_code_are_not_reproduced(case, include_self):
     x = torch.tensor(case["inputs"]["embeddings"], dtype=torch.float64)
     value = SmoothAPLoss(tau=case["params"]["tau"], include_self=include_self)(
         x, torch.tensor(case["inputs"]["labels"])
@@ -117,7 +117,7 @@ def test_by_hand():
     loss = SmoothAPLoss(tau=0.1)
     value = loss.from_scores(torch.tensor([[0.9, 0.8, 0.7]]), torch.tensor([[True, False, True]]))
     assert value.item() == pytest.approx(1 - (1.119202922 / 1.388144343 + 1.880797078 / 2.611855657) / 2, abs=1e-6)
-    # A reference that is no candidate is as if it were not there: the negative gone, every precision is 1.
+    # A non-candidate does not count. Without the negative, every precision is 1.
     candidate = torch.tensor([[True, False, True]])
     value = loss.from_scores(torch.tensor([[0.9, 0.8, 0.7]]), torch.tensor([[True, False, True]]), candidate)
     assert value.item() == pytest.approx(0.0, abs=1e-7)
@@ -143,13 +143,13 @@ def test_scores_and_masks_against_loops():
     expected = average_precisions(scores.tolist(), relevant.tolist(), candidate.tolist(), tau=0.3)
     value = SmoothAPLoss(tau=0.3).from_scores(scores, relevant, candidate)
     assert value.item() == pytest.approx(mean_loss(expected), abs=1e-12)
-    # What is no candidate may score anything.
+    # The scores of non-candidates do not matter.
     moved = torch.where(candidate, scores, 1e4)
     assert SmoothAPLoss(tau=0.3).from_scores(moved, relevant, candidate).item() == value.item()
 
 
 def test_ties_count_one_half():
-    # All three score alike, one is the positive: rank 1 + 1/2 + 1/2 = 2.
+    # All three have the same score, and one is the positive: its rank is 1 + 1/2 + 1/2 = 2.
     value = SmoothAPLoss().from_scores(torch.zeros(1, 3), torch.tensor([[True, False, False]]))
     assert value.item() == pytest.approx(1 - 1 / 2)
 
@@ -169,7 +169,7 @@ def test_perfect_and_worst_order():
     labels = torch.tensor([0, 0, 1, 1])
     perfect = torch.tensor([[1.0, 0.0], [0.99, 0.1], [0.0, 1.0], [0.1, 0.99]])
     assert SmoothAPLoss()(perfect, labels).item() == pytest.approx(0.0, abs=1e-4)
-    # Each one's only positive comes last of three.
+    # The only positive of each query comes last of three.
     worst = torch.tensor([[1.0, 0.05], [-1.0, 0.05], [1.0, -0.05], [-1.0, -0.05]])
     assert SmoothAPLoss(tau=1e-4)(worst, torch.tensor([0, 1, 1, 0])).item() == pytest.approx(1 - 1 / 3, abs=1e-6)
 
@@ -190,8 +190,8 @@ def test_gradcheck(reduction, class_balanced):
 def test_gradcheck_of_each_query(class_balanced):
     x, labels = batch([1, 2, 4])
     loss = SmoothAPLoss(tau=0.3, reduction="none", class_balanced=class_balanced)
-    alone = labels == 0
-    assert gradcheck(lambda x: loss(x, labels)[~alone], x)
+    has_positive = labels != 0
+    assert gradcheck(lambda x: loss(x, labels)[has_positive], x)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -201,7 +201,7 @@ def test_gradcheck_with_references(reduction):
     ids, ref_ids = torch.arange(5), torch.tensor([9, 1, 8, 0, 7, 3, 6, 5])
     loss = SmoothAPLoss(tau=0.3, reduction=reduction)
     assert gradcheck(lambda x, r: loss(x, labels, r, ref_labels, ids=ids, ref_ids=ref_ids), x, r)
-    # Only the one that asks gets a gradient.
+    # Only the input that requires a gradient gets one.
     for leaf, other in ((x, r), (r, x)):
         other.requires_grad_(False)
         leaf.requires_grad_(True)
@@ -228,12 +228,12 @@ def test_gradient_pulls_the_positive_up():
     scores = torch.tensor([[0.50, 0.51]], requires_grad=True)
     SmoothAPLoss().from_scores(scores, torch.tensor([[True, False]])).backward()
     assert scores.grad[0, 0] < 0 < scores.grad[0, 1]
-    assert scores.grad.sum().item() == pytest.approx(0, abs=1e-6)  # only differences of scores count
+    assert scores.grad.sum().item() == pytest.approx(0, abs=1e-6)  # the loss depends on differences of scores only
 
 
 @pytest.mark.refusal
 @pytest.mark.parametrize("tau", [0.0, -1.0, math.inf, math.nan])
-def test_bad_tau(tau):
+def test_invalid_tau(tau):
     with pytest.raises(ValueError, match=rf"SmoothAPLoss: `tau` must be a finite number > 0, got {tau}\."):
         SmoothAPLoss(tau=tau)
 

@@ -113,15 +113,15 @@ def test_official_roadmap():
 MADE = [
     SmoothAPLoss(0.2, reduction="sum"),
     FastAPLoss(5, class_balanced=True),
-    QuantizedAPLoss(7, -0.5, 0.9, "simplified"),
+    QuantizedAPLoss(7, low=-0.5, high=0.9, tie_aware="simplified"),
     BlackboxAPLoss(2.0, 0.1),
-    BlackboxRecallLoss(2.0, 0.1, "loglog", "all"),
-    BlackboxMAPLoss(2.0, 0.1, 0.2, 3),
-    SupAPLoss(0.1, 10.0, 0.1, 1.2, 0.4),
-    CalibrationLoss(0.7, 0.3, "nonzero"),
+    BlackboxRecallLoss(2.0, 0.1, weighting="loglog", pair_mean="all"),
+    BlackboxMAPLoss(2.0, 0.1, interclass_coef=0.2, batch_memory=3),
+    SupAPLoss(0.1, rho=10.0, delta=0.1, offset=1.2, start=0.4),
+    CalibrationLoss(0.7, 0.3, pair_mean="nonzero"),
     ROADMAPLoss(0.2, SupAPLoss(0.1)),
-    HAPLoss(2.0, 0.1, 10.0, 0.1, 1.2, 0.4, (2.0, 0.5, 1.0)),
-    RecallAtKLoss((1, 3), 0.1, (0.5, 2.0)),
+    HAPLoss(2.0, tau=0.1, rho=10.0, delta=0.1, offset=1.2, start=0.4, hrank_slopes=(2.0, 0.5, 1.0)),
+    RecallAtKLoss((1, 3), tau_rank=0.1, tau_k=(0.5, 2.0)),
     WeightedSum({"a": (1.0, SmoothAPLoss())}),
 ]
 

@@ -1,3 +1,5 @@
+"""Pooling: GeM against loops, its limits and gradients; average and maximum."""
+
 import copy
 import math
 import pickle
@@ -11,8 +13,8 @@ from torch import nn
 from lightning_retrieval.models import GeM, GlobalAvgPool, GlobalMaxPool, gem
 
 
-def gem_by_loop(features, p, eps):
-    """Equation 3, one activation at a time, in Python's double precision."""
+def gem_by_loops(features, p, eps):
+    """Equation 3, one activation at a time, in Python floats."""
     out = []
     for image in features.tolist():
         out.append([])
@@ -29,19 +31,19 @@ def gem_by_loop(features, p, eps):
     eps=st.sampled_from([1e-6, 1e-2]),
     size=st.tuples(*[st.integers(1, 4)] * 4),
 )
-def test_gem_is_equation_3(seed, p, eps, size):
+def test_gem_against_loops(seed, p, eps, size):
     features = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    torch.testing.assert_close(gem(features, p, eps), gem_by_loop(features, p, eps))
+    torch.testing.assert_close(gem(features, p, eps), gem_by_loops(features, p, eps))
 
 
-def test_gem_module_is_the_function():
+def test_gem_module_equals_the_function():
     features = torch.randn(3, 5, 4, 4)
     for learnable in (True, False):
         pool = GeM(2.5, eps=0.5, learnable=learnable)
         torch.testing.assert_close(pool(features), gem(features, 2.5, 0.5))
 
 
-def test_gem_worked_by_hand():
+def test_gem_by_hand():
     features = torch.tensor([1.0, 2.0, 3.0, -4.0]).reshape(1, 1, 2, 2)
     assert gem(features, 3.0).item() == pytest.approx((36 / 4) ** (1 / 3))
 
@@ -61,7 +63,7 @@ def test_gem_gradients():
 
 @pytest.mark.parametrize("scale", [0.0, 1e-5, 1e20])
 def test_gem_neither_overflows_nor_vanishes(scale):
-    """x^p leaves float32 here; a channel of zeros has a finite gradient too, for the features and for p."""
+    """x^p is outside the range of float32 here; a channel of zeros has finite gradients too."""
     pool = GeM(p=30.0)
     features = (scale * torch.rand(1, 2, 3, 3)).requires_grad_()
     pooled = pool(features)
@@ -75,7 +77,7 @@ def test_gem_neither_overflows_nor_vanishes(scale):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gem_in_half_precision_computes_in_float32(dtype):
-    torch.manual_seed(0)  # float32 would round one of many means to the other neighbour
+    torch.manual_seed(0)  # with other seeds, float32 may round one of the many means differently
     features = (200 * torch.rand(2, 32, 7, 7)).to(dtype)  # 200^3 is beyond float16
     exact = gem(features.double(), 3.0)
     with torch.autocast("cpu", dtype=dtype):
@@ -85,7 +87,7 @@ def test_gem_in_half_precision_computes_in_float32(dtype):
         assert pooled.equal(exact.to(dtype))
 
 
-def test_gem_p_is_trained_only_where_learnable():
+def test_gem_p_is_a_parameter_only_if_learnable():
     assert [name for name, _ in GeM().named_parameters()] == ["p"]
     assert list(GeM(learnable=False).parameters()) == []
     fixed = GeM(p=5.0, learnable=False)
@@ -93,14 +95,14 @@ def test_gem_p_is_trained_only_where_learnable():
     assert fixed.p.item() == 2.0
 
 
-def test_average_and_maximum_are_torch_s_own():
+def test_average_and_maximum_equal_torch():
     features = torch.randn(2, 3, 4, 5)
     torch.testing.assert_close(GlobalAvgPool()(features), nn.AdaptiveAvgPool2d(1)(features).flatten(1))
     assert GlobalMaxPool()(features).equal(nn.AdaptiveMaxPool2d(1)(features).flatten(1))
 
 
 @pytest.mark.parametrize("pool", [GeM(p=2.5, eps=1e-4), GeM(learnable=False), GlobalAvgPool(), GlobalMaxPool()])
-def test_copies_pool_alike(pool):
+def test_copies_are_equal(pool):
     features = torch.randn(2, 3, 4, 4)
     for twin in (copy.deepcopy(pool), pickle.loads(pickle.dumps(pool))):
         assert twin(features).equal(pool(features))
@@ -122,6 +124,6 @@ def test_repr_shows_settings():
         ({"eps": -1e-6}, ValueError, "GeM: `eps` must be a finite number > 0, got -1e-06"),
     ],
 )
-def test_gem_refuses(settings, error, message):
+def test_invalid_settings_of_gem(settings, error, message):
     with pytest.raises(error, match=message):
         GeM(**settings)

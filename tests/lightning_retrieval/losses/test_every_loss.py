@@ -1,0 +1,281 @@
+"""Every loss equals its formula in loops, has the right gradient, and depends neither on order nor on blocks."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_retrieval import losses
+from lightning_retrieval.losses import BlackboxAPLoss, HAPLoss, ROADMAPLoss, SupAPLoss, base
+from tests.lightning_retrieval.losses.oracles import (
+    LABELS,
+    TABLE,
+    batch,
+    is_graded,
+    labels_for,
+    make,
+    random_lists,
+    value_and_gradient,
+    values_by_loops,
+)
+
+ALL = pytest.mark.parametrize("name", TABLE)
+DIFFERENTIABLE = pytest.mark.parametrize("name", [name for name, case in TABLE.items() if case.differentiable])
+
+
+def assert_lists_equal_loops(name, scores, relevant, candidate):
+    each = make(name, reduction="none").from_scores(scores, relevant, candidate)
+    expected = values_by_loops(name, scores.tolist(), relevant.int().tolist(), candidate.tolist())
+    torch.testing.assert_close(each, expected, rtol=1e-9, atol=1e-7 if "full" in name else 1e-10, equal_nan=True)
+    known = expected[~expected.isnan()]
+    value = make(name).from_scores(scores, relevant, candidate)
+    assert value.item() == pytest.approx(known.mean().item(), abs=1e-7)
+
+
+def test_the_table_has_every_loss():
+    made = {type(make(name)).__name__ for name in TABLE}
+    other = {"BlackboxMAPLoss", "PairLoss", "RetrievalLoss", "ROADMAPLoss", "WeightedSum", "blackbox_rank"}
+    assert made | other == set(losses.__all__)
+
+
+@ALL
+def test_scores_against_loops(name):
+    for _ in range(4):
+        assert_lists_equal_loops(name, *random_lists(7, 11, name))
+
+
+@ALL
+def test_awkward_lists_against_loops(name):
+    """Negative scores only, one positive, positives only, no positive, and exact ties (of binary fractions)."""
+    scores, relevant, candidate = random_lists(6, 9, name)
+    scores[1] = -scores[1].abs() - 0.01
+    relevant[2] = 0
+    relevant[2, 3] = 1
+    candidate[2, 3] = True
+    relevant[3] = 1
+    relevant[4] = 0
+    # Between a positive and a negative, SupAP counts a tie one half.
+    scores[5] = torch.tensor([0.25, 0.25, 0.25, -0.5, -0.5, 0.0, 0.0, 0.75, 0.75])
+    assert_lists_equal_loops(name, scores, relevant, candidate)
+
+
+@ALL
+def test_embeddings_against_loops(name):
+    """Classes of unequal size and a singleton, in the batch and against references that contain copies of queries."""
+    x, labels = batch([1, 2, 4, 3])
+    r, ref_labels = batch([2, 0, 3, 5])
+    ids, ref_ids = torch.arange(10), torch.tensor([3, 20, 1, 0, 21, 22, 9, 9, 23, 24])
+    y, z = labels_for(name, labels), labels_for(name, ref_labels)
+    for others, ref, ref_y, keywords, known in (
+        ((), x, labels, {}, ~torch.eye(10, dtype=torch.bool)),
+        ((r, z), r, ref_labels, {"ids": ids, "ref_ids": ref_ids}, ids[:, None] != ref_ids),
+    ):
+        fine = labels[:, None] == ref_y
+        level = fine.int()
+        if is_graded(name):
+            level = level + (labels[:, None] // 2 == ref_y // 2)
+        level = level * known
+        scores = nn.functional.normalize(x) @ nn.functional.normalize(ref).T
+        expected = values_by_loops(name, scores.tolist(), level.tolist(), known.tolist())
+        each = make(name, reduction="none")(x, y, *others, **keywords)
+        torch.testing.assert_close(each, expected, rtol=1e-8, atol=1e-7 if "full" in name else 1e-9, equal_nan=True)
+        # The same from the score matrix.
+        relevant = level if is_graded(name) else level > 0
+        from_scores = make(name, reduction="none").from_scores(scores, relevant, known)
+        torch.testing.assert_close(from_scores, each, rtol=1e-9, atol=1e-9, equal_nan=True)
+        valid = ~expected.isnan()
+        for reduction, wanted in (("mean", expected[valid].mean()), ("sum", expected[valid].sum())):
+            value = make(name, reduction=reduction)(x, y, *others, **keywords)
+            assert value.item() == pytest.approx(wanted.item(), abs=1e-6)
+        # Class-balanced: the mean over classes of the mean over the queries of each.
+        classes = [expected[valid & (labels == label)] for label in labels.unique()]
+        balanced = torch.stack([values.mean() for values in classes if len(values)]).mean()
+        value = make(name, class_balanced=True)(x, y, *others, **keywords)
+        assert value.item() == pytest.approx(balanced.item(), abs=1e-6)
+
+
+@DIFFERENTIABLE
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradcheck(name, reduction):
+    x, labels = batch([1, 2, 4], dim=4)
+    loss, y = make(name, reduction=reduction, class_balanced=reduction != "none"), labels_for(name, labels)
+    classes = labels
+    if is_graded(name):
+        classes = labels // 2
+    has_positive = torch.tensor([(classes == label).sum() > 1 for label in classes])
+
+    def function(x):
+        value = loss(x, y)
+        return value[has_positive] if reduction == "none" else value
+
+    # H^- of SupAP has jumps, and slopes of 1 / tau: with a small eps, few differences of scores cross a jump.
+    assert torch.autograd.gradcheck(function, x.requires_grad_(), eps=1e-7, atol=1e-5, rtol=1e-4)
+
+
+@DIFFERENTIABLE
+def test_gradcheck_with_references(name):
+    x, labels = batch([2, 3], dim=4)
+    r, ref_labels = batch([3, 4, 1], dim=4)
+    arguments = (labels_for(name, labels), labels_for(name, ref_labels))
+    ids, ref_ids = torch.arange(5), torch.tensor([9, 1, 8, 0, 7, 3, 6, 5])
+    loss = make(name)
+    inputs = (x.requires_grad_(), r.requires_grad_())
+    assert torch.autograd.gradcheck(
+        lambda x, r: loss(x, arguments[0], r, arguments[1], ids=ids, ref_ids=ref_ids),
+        inputs,
+        eps=1e-7,
+        atol=1e-5,
+        rtol=1e-4,
+    )
+
+
+# Losses with larger temperatures, so that the rounding of scores is not multiplied by 1 / tau = 100.
+SMOOTHER = {
+    "sup_ap": SupAPLoss(tau=0.1, rho=10.0),
+    "hap": HAPLoss(tau=0.1, rho=10.0),
+    "hap slopes": HAPLoss(tau=0.1, rho=10.0, hrank_slopes=(2.0, 0.5, 1.0)),
+}
+
+
+@ALL
+def test_float32_is_close_to_float64(name):
+    x, labels = batch([3, 4, 2, 5, 1, 4], dim=8)
+    x = x.float()
+    y = labels_for(name, labels)
+    value, gradient = value_and_gradient(make(name), x.double(), y)
+    single, single_gradient = value_and_gradient(make(name), x, y)
+    assert single.dtype == torch.float32
+    assert single.item() == pytest.approx(value.item(), abs=1e-5)
+    torch.testing.assert_close(single_gradient.double(), gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item())
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_under_autocast(name, dtype):
+    x, labels = batch([4] * 8, dim=32, dtype=torch.float32)
+    x = x + 2 * torch.randn(8, 32)[labels]  # separable classes, as in training
+    y = labels_for(name, labels)
+    net = nn.Linear(32, 16)
+    loss = SMOOTHER.get(name) or make(name)
+    expected = loss(net(x), y)
+    with torch.autocast("cpu", dtype=dtype):
+        value = loss(net(x), y)
+    value.backward()
+    assert value.dtype == torch.float32
+    assert torch.isfinite(net.weight.grad).all()
+    assert value.item() == pytest.approx(expected.item(), abs=1e-2)
+
+
+@ALL
+@settings(deadline=None, max_examples=15)
+@given(labels=LABELS, data=st.data())
+def test_order_of_rows_and_values_of_labels_do_not_matter(name, labels, data):
+    order = torch.tensor(data.draw(st.permutations(range(len(labels)))))
+    new_labels = torch.tensor(data.draw(st.lists(st.integers(-(2**62), 2**62), min_size=5, max_size=5, unique=True)))
+    x, labels = torch.randn(len(labels), 4, dtype=torch.float64), torch.tensor(labels)
+    y = labels_for(name, labels)
+    renamed = new_labels[y]
+    for loss in (make(name), make(name, class_balanced=True)):
+        value, gradient = value_and_gradient(loss, x, y)
+        moved, moved_gradient = value_and_gradient(loss, x[order], renamed[order])
+        torch.testing.assert_close(moved, value, rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(moved_gradient, gradient[order], rtol=1e-6, atol=1e-8)
+
+
+@ALL
+@settings(deadline=None, max_examples=15)
+@given(labels=LABELS, elements=st.integers(1, 300), reduction=st.sampled_from(["mean", "sum", "none"]))
+def test_blocks_do_not_matter(name, labels, elements, reduction):
+    x, y = torch.randn(len(labels), 4, dtype=torch.float64), labels_for(name, torch.tensor(labels))
+    value, gradient = value_and_gradient(make(name, reduction=reduction), x, y)
+    with patch.object(base, "BLOCK_ELEMENTS", elements):
+        cut, cut_gradient = value_and_gradient(make(name, reduction=reduction), x, y)
+    torch.testing.assert_close(cut, value, equal_nan=True)
+    torch.testing.assert_close(cut_gradient, gradient, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [name for name, case in TABLE.items() if case.in_unit_interval])
+@settings(deadline=None, max_examples=25)
+@given(labels=LABELS, seed=st.integers(0, 10**6))
+def test_value_lies_between_0_and_1(name, labels, seed):
+    x = torch.randn(len(labels), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    each = make(name, reduction="none")(x, labels_for(name, torch.tensor(labels)))
+    each = each[~each.isnan()]
+    assert ((each >= -1e-12) & (each <= 1 + 1e-12)).all()
+
+
+# The full tie-aware form is not 0 for a perfect ranking, since it replaces a harmonic sum by a logarithm.
+@pytest.mark.parametrize("name", [name for name in TABLE if name != "quantized_ap full"])
+@settings(deadline=None, max_examples=15)
+@given(order=st.permutations(range(8)), positives=st.integers(1, 7))
+def test_perfect_ranking_has_the_least_value(name, order, positives):
+    """The scores lie on bin centres and differ by more than temperature and margin; no other order is better."""
+    bins = {"fast_ap": 8, "quantized_ap": 13, "quantized_ap narrow": 5}.get(name, 20)
+    low, high = (0.0, 0.5) if "narrow" in name else (-1.0, 1.0)
+    centres = torch.linspace(high, low, bins, dtype=torch.float64)
+    s = centres[torch.linspace(0, bins - 1, 8).round().long()]
+    level = torch.arange(8) < positives
+    relevant = level.int()[None] if is_graded(name) else level[None]
+    loss = BlackboxAPLoss(margin=0.0) if name == "blackbox_ap margin" else make(name)
+    if name == "calibration":  # perfect are positives above alpha and negatives below beta
+        s = torch.where(level, 0.95, 0.1).double()
+    perfect = loss.from_scores(s[None], relevant).item()
+    assert perfect <= loss.from_scores(s[torch.tensor(order)][None], relevant).item() + 1e-9
+    # It is 0 unless the temperature is close to the scores' distance of 0.3, a bin holds several scores, or a rank
+    # equals k, for which the recall loss counts sigma(0).
+    if name not in ("smooth_ap", "sup_ap official", "hap alpha 2", "quantized_ap narrow", "fast_ap", "recall_at_k"):
+        assert perfect == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in TABLE if not is_graded(name)])
+def test_losses_without_levels_use_the_finest_level(name):
+    x, labels = batch([3, 4, 2, 1])
+    r, ref_labels = batch([2, 2, 2])
+    for keywords in ({}, {"class_balanced": True}):
+        loss = make(name, **keywords)
+        levels, ref_levels = (torch.stack([y, y * 0, y * 0], 1) for y in (labels, ref_labels))
+        assert torch.equal(loss(x, levels), loss(x, labels))
+        assert torch.equal(loss(x, levels, r, ref_levels), loss(x, labels, r, ref_labels))
+
+
+@pytest.mark.parametrize("name", [*TABLE, "roadmap"])
+@pytest.mark.parametrize("how", ["embeddings", "scores"])
+def test_batch_without_positives_gives_a_differentiable_zero_and_a_warning(name, how):
+    loss = ROADMAPLoss() if name == "roadmap" else make(name)
+    x = torch.randn(5, 3, requires_grad=True)
+    y = torch.stack([torch.arange(5)] * 2, 1) if is_graded(name) else torch.arange(5)
+    nothing = torch.zeros(5, 3, dtype=torch.int64 if is_graded(name) else torch.bool)
+    call, given = (loss, y) if how == "embeddings" else (loss.from_scores, nothing)
+    with pytest.warns(UserWarning, match="no row of the batch has a positive, so the loss is 0"):
+        value = call(x, given)
+    assert value.item() == 0.0
+    value.backward()
+    assert x.grad.tolist() == torch.zeros(5, 3).tolist()
+
+
+class LearnedScale(SupAPLoss):
+    """A subclass with a parameter, by which the scores are multiplied."""
+
+    def __init__(self, **keywords):
+        super().__init__(tau=0.2, **keywords)
+        self.scale = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
+
+    def query_losses(self, scores, relevant, candidate):
+        return super().query_losses(scores * self.scale, relevant, candidate)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_parameter_of_a_subclass_gets_its_gradient(reduction):
+    x, labels = batch([3, 4])
+    weights = torch.arange(1.0, 8.0, dtype=torch.float64) if reduction == "none" else 1.0
+    loss = LearnedScale(reduction=reduction)
+    (loss(x, labels) * weights).sum().backward()
+    step, values = 1e-6, []
+    for sign in (1, -1):
+        moved = LearnedScale(reduction=reduction)
+        moved.scale.data += sign * step
+        values.append((moved(x, labels) * weights).sum().item())
+    assert loss.scale.grad.item() == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-4)

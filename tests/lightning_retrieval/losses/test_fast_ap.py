@@ -1,0 +1,38 @@
+"""FastAP: its function, a case worked by hand, and its relation to AP_Q."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_retrieval.losses import FastAPLoss, QuantizedAPLoss
+from lightning_retrieval.losses.fast_ap import fast_ap
+from tests.lightning_retrieval.losses.oracles import (
+    LABELS,
+    assert_function_is_the_loss,
+    random_lists,
+    value_and_gradient,
+)
+
+
+def test_function_is_the_loss():
+    assert_function_is_the_loss("fast_ap", fast_ap, *random_lists(7, 11, "fast_ap"), num_bins=7)
+
+
+def test_by_hand():
+    """Two bins of d^2, centres 0, 2 and 4. Scores 1, 0.5 and -1 are d^2 of 0, 1 and 4; the second is negative.
+
+    Histograms 1.5, 0.5, 1 and 1, 0, 1 of the positives: AP = (1 / 1.5 + 2 / 3) / 2 = 2 / 3.
+    """
+    scores, relevant = torch.tensor([[1.0, 0.5, -1.0]]), torch.tensor([[True, False, True]])
+    assert FastAPLoss(num_bins=2).from_scores(scores, relevant).item() == pytest.approx(1 / 3)
+
+
+@settings(deadline=None, max_examples=20)
+@given(labels=LABELS, num_bins=st.integers(2, 30))
+def test_equals_quantized_ap_with_one_more_bin(labels, num_bins):
+    x, labels = torch.randn(len(labels), 4, dtype=torch.float64), torch.tensor(labels)
+    value, gradient = value_and_gradient(FastAPLoss(num_bins), x, labels)
+    expected, expected_gradient = value_and_gradient(QuantizedAPLoss(num_bins + 1, low=-1, high=1), x, labels)
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-9, atol=1e-11)

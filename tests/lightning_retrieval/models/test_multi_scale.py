@@ -1,0 +1,73 @@
+"""Embedding at several scales: the mean over scales, and the resizing."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.nn.functional import normalize
+
+from lightning_retrieval import multi_scale
+
+
+class RecordsSizes:
+    """Embeds an image by its mean and its central pixel, and records the sizes of the images."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, images):
+        self.seen.append(tuple(images.shape[2:]))
+        middle = images[:, :, images.shape[2] // 2, images.shape[3] // 2]
+        return torch.cat([images.mean((2, 3)), middle], 1)
+
+
+def test_embedding_is_the_mean_of_unit_rows_over_scales():
+    images, embed = torch.rand(3, 2, 9, 14), RecordsSizes()
+    found = multi_scale(embed, images, scales=(1, 0.5, 1.5))
+    assert embed.seen == [(9, 14), (4, 7), (14, 21)]
+    sizes = [(9, 14), (4, 7), (14, 21)]
+    resized = [nn.functional.interpolate(images, size=s, mode="bilinear", antialias=True) for s in sizes]
+    expected = sum(normalize(embed(x)) for x in resized) / 3
+    torch.testing.assert_close(found, normalize(expected))
+
+
+def test_power_mean_keeps_signs():
+    embed = lambda images: torch.stack([images.shape[2] * torch.ones(2), -torch.ones(2)], 1)  # noqa: E731
+    found = multi_scale(embed, torch.rand(2, 1, 4, 4), scales=[0.5, 1], p=3.0)
+    parts = [(2 / 5**0.5, -1 / 5**0.5), (4 / 17**0.5, -1 / 17**0.5)]
+    mean = [math.copysign((sum(abs(x) ** 3 for x in column) / 2) ** (1 / 3), column[0]) for column in zip(*parts)]
+    torch.testing.assert_close(found[0], normalize(torch.tensor([mean]))[0])
+
+
+def test_resizing_equals_pil():
+    pixels = (255 * torch.rand(20, 30, generator=torch.Generator().manual_seed(0))).to(torch.uint8)
+    by_pil = torch.from_numpy(np.array(Image.fromarray(pixels.numpy()).resize((15, 10), Image.Resampling.BILINEAR)))
+    seen = []
+    multi_scale(lambda x: (seen.append(x), x.flatten(1))[1], pixels[None, None].float(), scales=[0.5])
+    assert (seen[0][0, 0] - by_pil).abs().max() <= 1  # PIL rounds twice
+
+
+def test_a_resized_image_has_at_least_one_pixel():
+    embed = RecordsSizes()
+    multi_scale(embed, torch.rand(1, 1, 4, 40), scales=[0.1])
+    assert embed.seen == [(1, 4)]
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"scales": ()}, ValueError, r"`scales` must hold at least one scale, such as \(1.0,\), got \(\)"),
+        ({"scales": 0.5}, ValueError, "`scales` must hold at least one scale.* got 0.5"),
+        ({"scales": (1, 0)}, ValueError, "`scales` must be a finite number > 0, got 0"),
+        ({"p": 0.0}, ValueError, "`p` must be a finite number > 0, got 0.0"),
+        ({"images": torch.rand(3, 4, 4)}, ValueError, r"`images` must have shape .* got \(3, 4, 4\)"),
+        ({"images": torch.ones(1, 3, 4, 4, dtype=torch.uint8)}, TypeError, "`images` must be floating .* torch.uint8"),
+    ],
+)
+def test_invalid_arguments(changes, error, message):
+    with pytest.raises(error, match="multi_scale: " + message):
+        multi_scale(**{"embed": RecordsSizes(), "images": torch.rand(1, 3, 4, 4), "scales": (1.0,), **changes})

@@ -1,0 +1,191 @@
+"""PCA whitening: the official code's numbers, scikit-learn, and its state in checkpoints."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.decomposition import PCA
+from torch import nn
+from torch.nn.functional import normalize
+
+import lightning_retrieval.models.whitening
+from lightning_retrieval import PCAWhitening, RetrievalMetrics
+from tests.lightning_retrieval.postprocessing_cases import OFFICIAL, official_cases, rows, tensor
+
+
+def test_nan_passes_through_so_that_a_metric_can_name_the_ids():
+    whitening = PCAWhitening(dim=2)
+    whitening.fit(rows(20, 4))
+    x = rows(5, 4, seed=1)
+    x[3, 1], x[4, 0] = torch.nan, torch.inf
+    whitened = whitening(x)
+    assert whitened.isnan().all(1).tolist() == [False, False, False, True, True]
+    with pytest.raises(ValueError, match=r"RetrievalMetrics: .* NaN or inf in 2 of 5 rows \(ids 33, 34\)"):
+        RetrievalMetrics().update(whitened, torch.zeros(5).long(), torch.arange(30, 35))
+
+
+@official_cases("pca_whitening")
+def test_whitening_equals_the_official_code(case):
+    whitening = PCAWhitening(case["params"]["dims"], case["params"]["power"])
+    whitening.fit(tensor(case["inputs"]["fit_embeddings"]))
+    whitened, expected = whitening(tensor(case["inputs"]["embeddings"])), case["expected"]
+    torch.testing.assert_close(whitened @ whitened.T, tensor(expected["gram"]), **OFFICIAL)
+    torch.testing.assert_close(whitened.abs(), tensor(expected["whitened"]).abs(), **OFFICIAL)  # up to signs
+    dim = case["params"]["dims"]
+    torch.testing.assert_close(whitening.learned.mean, tensor(expected["mean"]), **OFFICIAL)
+    torch.testing.assert_close(whitening.learned.variances, tensor(expected["explained_variance"])[:dim], **OFFICIAL)
+    torch.testing.assert_close(
+        whitening.learned.components.abs(), tensor(expected["components"])[:dim].abs(), **OFFICIAL
+    )
+
+
+@pytest.mark.parametrize("power", [0, 0.25, 0.5, 1.0])
+def test_whitening_equals_scikit_learn(monkeypatch, power):
+    monkeypatch.setattr(lightning_retrieval.models.whitening, "_FIT_ROWS", 7)
+    learned_from = rows(50, 6) * torch.arange(1.0, 7.0) + 3
+    others = rows(9, 6, seed=1)
+    pca = PCA(n_components=4, svd_solver="full").fit(learned_from.numpy())
+    expected = pca.transform(others.numpy()) / pca.explained_variance_**power
+    expected = torch.from_numpy(expected / np.linalg.norm(expected, axis=1, keepdims=True))
+    whitened = PCAWhitening(dim=4, power=power).fit(learned_from)(others)
+    torch.testing.assert_close(whitened @ whitened.T, expected @ expected.T)
+
+
+def test_whitened_directions_have_equal_variance():
+    embeddings = rows(200, 5) @ rows(5, 5, seed=1)
+    whitening = PCAWhitening().fit(embeddings)
+    mean, components, variances = whitening.learned
+    scaled = (embeddings - mean) @ components.T / variances.sqrt()
+    torch.testing.assert_close(scaled.T.cov(), torch.eye(5, dtype=torch.float64))
+    torch.testing.assert_close(whitening(embeddings), normalize(scaled))
+    assert (variances.diff() < 0).all()
+
+
+def test_whitening_is_invariant_to_affine_maps():
+    learned_from, others, turn = rows(60, 4), rows(8, 4, seed=1), rows(4, 4, seed=2)
+    before = PCAWhitening().fit(learned_from)(others)
+    after = PCAWhitening().fit(learned_from @ turn + 5)(others @ turn + 5)
+    torch.testing.assert_close(before @ before.T, after @ after.T)
+
+
+def test_the_largest_entry_of_each_direction_is_positive():
+    components = PCAWhitening().fit(rows(30, 6)).learned.components
+    assert (components.gather(1, components.abs().argmax(1, keepdim=True)) > 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_whitening_computes_in_float32_under_autocast(dtype):
+    learned_from, others = rows(60, 4).to(dtype), rows(8, 4, seed=1).to(dtype)
+    exact = PCAWhitening().fit(learned_from.double())(others.double()).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        whitened = PCAWhitening().fit(learned_from)(others)
+    assert whitened.dtype == torch.float32
+    torch.testing.assert_close(whitened, exact, rtol=0, atol=1e-5)
+
+
+def test_whitening_fitted_in_inference_mode_is_differentiable():
+    with torch.inference_mode():
+        whitening = PCAWhitening().fit(rows(20, 3))
+    assert not any(part.is_inference() for part in whitening.learned)
+    embeddings = rows(4, 3, seed=1).requires_grad_()
+    whitening(embeddings).sum().backward()
+    assert embeddings.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("dim", [None, 3])
+def test_a_checkpoint_of_any_size_is_loaded(tmp_path, dim):
+    fitted = nn.Sequential(PCAWhitening(dim=3, power=0.3).fit(rows(20, 5)))
+    torch.save(fitted.state_dict(), tmp_path / "whitening.pt")
+    other = nn.Sequential(PCAWhitening(dim, power=0.3))
+    other.load_state_dict(torch.load(tmp_path / "whitening.pt", weights_only=True), strict=True)
+    others = rows(4, 5, seed=1)
+    assert torch.equal(other(others), fitted(others))
+
+
+def test_a_checkpoint_is_truncated_to_fewer_directions():
+    learned_from, others = rows(20, 5), rows(4, 5, seed=1)
+    cut = PCAWhitening(dim=2)
+    cut.load_state_dict(PCAWhitening().fit(learned_from).state_dict())
+    assert torch.equal(cut(others), PCAWhitening(dim=2).fit(learned_from)(others))
+
+
+def test_a_checkpoint_without_whitening_leaves_it_unlearned():
+    model = nn.Sequential(nn.Linear(2, 2), PCAWhitening())
+    model.load_state_dict(nn.Sequential(nn.Linear(2, 2)).state_dict(), strict=True)
+    assert model[1].learned is None
+
+
+def test_half_precision_of_the_module_does_not_round_the_whitening():
+    whitening = PCAWhitening().fit(rows(20, 5))
+    before = whitening.learned
+    assert all(torch.equal(a, b) for a, b in zip(whitening.half().learned, before))
+
+
+def test_ddp_broadcasts_nothing_of_the_whitening():
+    assert not list(PCAWhitening().fit(rows(20, 5)).buffers())
+
+
+@pytest.mark.gpu
+def test_whitening_runs_on_the_device_of_the_embeddings():
+    learned_from, others = rows(40, 6), rows(4, 6, seed=1)
+    whitening = PCAWhitening().fit(learned_from)
+    on_device = whitening(others.to("cuda"))
+    assert on_device.is_cuda
+    torch.testing.assert_close(on_device.cpu(), whitening(others))
+    gallery = rows(30, 6, seed=2)
+    fitted = PCAWhitening(dim=4).fit(gallery.to("cuda"))
+    torch.testing.assert_close(fitted(others).cpu(), PCAWhitening(dim=4).fit(gallery)(others))
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("settings", "embeddings", "error", "message"),
+    [
+        ({"dim": 5}, rows(9, 4), ValueError, "`dim` must be at most that of the embeddings, 4, got 5"),
+        (
+            {},
+            rows(4, 4),
+            ValueError,
+            "at least 5 rows to learn 4 directions from, got 4; give more rows, or a smaller dim",
+        ),
+        ({"dim": 2, "power": 0}, rows(1, 4), ValueError, "at least 2 rows to learn 2 directions from, got 1"),
+        ({}, torch.full((9, 2), torch.inf), ValueError, "`embeddings` must hold finite numbers only"),
+        ({}, torch.ones(9, 2).long(), TypeError, "`embeddings` must be floating point, got torch.int64"),
+        ({}, torch.ones(9, 2), ValueError, "in each of the 2 directions .* got only 0 in which they do; the rows are"),
+    ],
+)
+def test_invalid_embeddings_for_fit(settings, embeddings, error, message):
+    with pytest.raises(error, match="PCAWhitening: .*" + message):
+        PCAWhitening(**settings).fit(embeddings)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_directions_without_variance_cannot_be_scaled(dtype):
+    flat = (rows(50, 3) @ rows(3, 6, seed=1)).to(dtype)  # except for rounding, in three of six directions
+    message = (
+        "in each of the 6 directions that are scaled, got only 3 in which they do; set dim to at most 3, or power=0"
+    )
+    with pytest.raises(ValueError, match=message):
+        PCAWhitening().fit(flat)
+    assert PCAWhitening(dim=3).fit(flat)(flat).shape == (50, 3)
+    assert PCAWhitening(power=0).fit(flat)(flat).isfinite().all()
+
+
+@pytest.mark.refusal
+def test_invalid_calls():
+    with pytest.raises(ValueError, match="PCAWhitening: nothing has been learned yet; call fit"):
+        PCAWhitening()(rows(2, 4))
+    fitted = PCAWhitening(dim=2).fit(rows(9, 4))
+    with pytest.raises(ValueError, match="dimension of those it was learned from, 4, got 3"):
+        fitted(rows(2, 3))
+    with pytest.raises(ValueError, match="`dim` must be at most the number of directions in the checkpoint, 2, got 3"):
+        PCAWhitening(dim=3).load_state_dict(fitted.state_dict())
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("settings", "message"), [({"dim": 0}, "`dim` .* got 0"), ({"power": -1}, "`power` .* got -1")]
+)
+def test_invalid_settings(settings, message):
+    with pytest.raises(ValueError, match="PCAWhitening: " + message):
+        PCAWhitening(**settings)
