@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_finite_number, check_integer, check_not_negative, check_positive
 from lightning_retrieval.losses.blackbox_ap import BlackboxAPLoss
-from lightning_retrieval.losses.ranked_lists import ScoreLists
+from lightning_retrieval.losses.score_lists import ScoreLists
 
 
 def weighted_map_loss(
@@ -127,7 +127,7 @@ class BlackboxMAPLoss(nn.Module):
 
     def _check(self, scores: Tensor, targets: Tensor) -> None:
         """Raise if the scores or the targets are invalid, or do not fit those in memory."""
-        ScoreLists("BlackboxMAPLoss", scores, targets, None, mask_name="targets")  # validates shapes and types
+        ScoreLists("BlackboxMAPLoss", scores, targets, mask_name="targets")  # validates shapes and types
         if not self.memory:
             return
         classes = self.memory[-1][0].shape[1]

@@ -15,8 +15,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from lightning_retrieval.checks import check_choice, check_not_negative, check_positive
-from lightning_retrieval.losses.base import PairLoss, Reduction
+from lightning_retrieval.losses.base import Reduction
 from lightning_retrieval.losses.blackbox import positive_ranks
+from lightning_retrieval.losses.pair_loss import PairLoss
 
 Weighting = Literal["log", "loglog"]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_integer, check_positive
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.ranked_lists import at
+from lightning_retrieval.losses.indexing import at
 from lightning_retrieval.losses.smooth_ap import soft_ranks
 
 

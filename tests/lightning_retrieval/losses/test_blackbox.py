@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_retrieval.losses import BlackboxAPLoss, BlackboxRecallLoss, base, blackbox_rank
+from lightning_retrieval.losses import BlackboxAPLoss, BlackboxRecallLoss, blackbox_rank, blockwise
 from tests.lightning_retrieval.losses.oracles import blackbox_gradient, ranks_by_sorting
 
 
@@ -42,7 +42,7 @@ def test_gradient_against_sorting(kind, lambda_, margin, elements):
     relevant[4] = torch.arange(15) == 7
     candidate[4] = True
     expected = blackbox_gradient(scores.tolist(), relevant.tolist(), candidate.tolist(), lambda_, margin, kind)
-    with patch.object(base, "BLOCK_ELEMENTS", elements):
+    with patch.object(blockwise, "BLOCK_ELEMENTS", elements):
         gradient = gradient_of(make(kind, lambda_, margin), scores, relevant, candidate)
     assert expected.any()
     torch.testing.assert_close(gradient, expected, rtol=1e-7, atol=1e-12)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_retrieval.losses import BlackboxRecallLoss, base
+from lightning_retrieval.losses import BlackboxRecallLoss, blockwise
 from lightning_retrieval.losses.blackbox_recall import blackbox_recall_sums
 from tests.lightning_retrieval.losses.oracles import batch, make, random_lists
 
@@ -28,7 +28,7 @@ def test_function_is_the_loss(name, settings):
 @pytest.mark.parametrize("elements", [1, 30, 1 << 21])
 def test_mean_over_all_pairs(elements, monkeypatch):
     """The mean over the positives of all queries, for any size of the blocks."""
-    monkeypatch.setattr(base, "BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", elements)
     x, labels = batch([1, 2, 4, 1])
     unit = nn.functional.normalize(x)
     s = unit @ unit.T

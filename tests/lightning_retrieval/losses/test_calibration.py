@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_retrieval.losses import CalibrationLoss, base
+from lightning_retrieval.losses import CalibrationLoss, blockwise
 from lightning_retrieval.losses.calibration import calibration_sums
 from tests.lightning_retrieval.losses.oracles import batch, make, random_lists
 
@@ -28,7 +28,7 @@ def test_gradcheck_of_means_over_all_pairs(pair_mean):
 @pytest.mark.parametrize("elements", [1, 30, 1 << 21])
 def test_means_over_all_pairs(elements, monkeypatch):
     """Pairs of queries without a positive count too, for any size of the blocks."""
-    monkeypatch.setattr(base, "BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", elements)
     x, labels = batch([1, 2, 4, 1])
     unit = nn.functional.normalize(x)
     s = unit @ unit.T

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_retrieval import losses
-from lightning_retrieval.losses import BlackboxAPLoss, HAPLoss, ROADMAPLoss, SupAPLoss, base
+from lightning_retrieval.losses import BlackboxAPLoss, HAPLoss, ROADMAPLoss, SupAPLoss, blockwise
 from tests.lightning_retrieval.losses.oracles import (
     LABELS,
     TABLE,
@@ -191,7 +191,7 @@ def test_order_of_rows_and_values_of_labels_do_not_matter(name, labels, data):
 def test_blocks_do_not_matter(name, labels, elements, reduction):
     x, y = torch.randn(len(labels), 4, dtype=torch.float64), labels_for(name, torch.tensor(labels))
     value, gradient = value_and_gradient(make(name, reduction=reduction), x, y)
-    with patch.object(base, "BLOCK_ELEMENTS", elements):
+    with patch.object(blockwise, "BLOCK_ELEMENTS", elements):
         cut, cut_gradient = value_and_gradient(make(name, reduction=reduction), x, y)
     torch.testing.assert_close(cut, value, equal_nan=True)
     torch.testing.assert_close(cut_gradient, gradient, rtol=1e-7, atol=1e-9)

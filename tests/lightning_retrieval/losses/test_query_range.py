@@ -70,9 +70,9 @@ PER_QUERY = {
     "quantized_ap simplified": functools.partial(QuantizedAPLoss, tie_aware="simplified"),
     "quantized_ap full": functools.partial(QuantizedAPLoss, 4, tie_aware="full"),
     "blackbox_ap": BlackboxAPLoss,
-    "blackbox_recall": functools.partial(BlackboxRecallLoss, 4.0, 0.1, "loglog"),
+    "blackbox_recall": functools.partial(BlackboxRecallLoss, 4.0, 0.1, weighting="loglog"),
     "calibration": CalibrationLoss,
-    "recall_at_k": functools.partial(RecallAtKLoss, (1, 2, 30), 0.05, (1.0, 0.5, 2.0)),
+    "recall_at_k": functools.partial(RecallAtKLoss, (1, 2, 30), tau_rank=0.05, tau_k=(1.0, 0.5, 2.0)),
     "roadmap": functools.partial(ROADMAPLoss, 0.3),
     "learned": Learned,
 }
