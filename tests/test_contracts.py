@@ -105,8 +105,6 @@ TABLE = {
     "PCAWhitening": Entry({"dim": 3, "power": 0.25}, not_moved={"learned": FOLLOWS_INPUT}),
     "QueryExpansion": Entry({"alpha": 3.0, "k": 5}),
     "DatabaseAugmentation": Entry({"alpha": 3.0, "k": 5}),
-    "query_expansion": Entry(without=ONLY_CALLED),
-    "database_augmentation": Entry(without=ONLY_CALLED),
     "multi_scale": Entry(without=ONLY_CALLED),
     "RetrievalIndex": Entry(
         {"dim": 8, "factory": "HNSW8", "parameters": "efSearch=20", "shards": 2},
