@@ -1,8 +1,8 @@
-"""CUB-200-2011: birds of 200 species."""
+"""CUB-200-2011: photographs of 200 bird species."""
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,34 +18,44 @@ from lightning_retrieval.datamodules.files.lists import (
 from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
-CLASSES, TRAIN_CLASSES = 200, 100
+PATHS, CLASSES, BOXES = "images.txt", "image_class_labels.txt", "bounding_boxes.txt"
+NUM_CLASSES = 200
+SPECIES = {"train": range(1, 101), "test": range(101, 201)}
+
+_Rows = dict[int, list[str]]  # image id: fields
+_Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 
 class CUB200(ImageDataModule):
     """Caltech-UCSD Birds 200-2011: 11,788 images of 200 species.
 
-    Species 1 to 100 are for training, 101 to 200 for the test, in which each image is ranked for against all others.
-    `train_test_split.txt`, which splits the images of each species for classification, is not looked at.
+    Species 1 to 100 are for training, 101 to 200 for testing. In the test each image is a query, and all other test
+    images are its gallery. `train_test_split.txt`, which splits the images of each species for classification, is not
+    read.
 
     Args:
-        root: the folder that holds `images.txt`, `image_class_labels.txt` and `images`.
-        boxes: crop each image to the bird, as `bounding_boxes.txt` says, to whole pixels that hold the box.
-        settings: those of `ImageDataModule`: `transform`, `on_error`, `num_workers` and so on.
+        root: the folder that contains `images.txt`, `image_class_labels.txt` and `images`.
+        boxes: whether each image is cropped to the bird's box in `bounding_boxes.txt`, rounded outwards to whole
+            pixels.
+        settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`, `on_error`,
+            `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`,
+            `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
 
     Raises:
-        FileNotFoundError: if the lists or the images are not there, saying where they may be.
-        ValueError: if a list has lines with missing fields, an id that is no integer, comes twice or is not in the
-            other lists, a class beyond 1 to 200, or a box that is no box.
+        FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
+        ValueError: if a line lacks a field, an id is not an integer, occurs twice or is missing in another list, a
+            class is not from 1 to 200, or a box is not four finite numbers.
 
     Example:
         >>> from lightning_retrieval.datamodules import CUB200
         >>> CUB200("CUB_200_2011", boxes=True).splits
         Traceback (most recent call last):
             ...
-        FileNotFoundError: CUB200: `root` must be a folder that holds images.txt, got CUB_200_2011, which is not there.
+        FileNotFoundError: CUB200: `root` must be a folder that contains images.txt, got CUB_200_2011, which does not
+        exist.
 
     Relations:
-        A few large classes, where `StanfordOnlineProducts` has many small ones.
+        Has few classes with many images each; `StanfordOnlineProducts` has many classes with few images.
 
     Source:
         Wah, Branson, Welinder, Perona and Belongie, The Caltech-UCSD Birds-200-2011 Dataset, Caltech 2011. The split by
@@ -54,71 +64,112 @@ class CUB200(ImageDataModule):
 
     published_counts = MappingProxyType({"train": [(5_864, 100)], "test": [(5_924, 100)]})
 
-    def __init__(self, root: str | Path, boxes: bool = False, **settings: Any) -> None:
+    def __init__(self, root: str | Path, *, boxes: bool = False, **settings: Any) -> None:
         super().__init__(root, **settings)
         self.boxes = boxes
 
     def sources(self) -> list[Path]:
-        """The lists of images, of their classes and, where wanted, of their boxes."""
-        names = ["images.txt", "image_class_labels.txt", *(["bounding_boxes.txt"] if self.boxes else [])]
-        return [find_file(type(self).__name__, self.root, name) for name in names]
+        """The lists of images, of their classes and, if `boxes`, of their boxes."""
+        found = [self._file(PATHS), self._file(CLASSES)]
+        if self.boxes:
+            found.append(self._file(BOXES))
+        return found
 
     def read(self) -> Mapping[str, ImageIndex]:
-        """The images in the order of `images.txt`, joined with the other lists by id."""
-        who, (of_paths, of_classes, *of_boxes) = type(self).__name__, self.sources()
-        find_file(who, self.root, "images")
-        paths = self._by_id(of_paths, 2)
-        check_unique(who, of_paths, "path", [row[1] for row in paths.values()])
-        classes = self._by_id(of_classes, 2)
-        boxes = self._by_id(of_boxes[0], 5) if of_boxes else {}
-        for path, others in [(of_classes, classes), *((path, boxes) for path in of_boxes)]:
-            self._refuse_unmatched(of_paths, paths, path, others)
-        for image, row in classes.items():
-            if not re.fullmatch("[0-9]{1,9}", row[1]) or not 1 <= int(row[1]) <= CLASSES:
-                raise ValueError(
-                    f"{who}: the class must be an integer from 1 to {CLASSES}, got {row[1]!r} for image {image} in "
-                    f"line {line_number(of_classes, row)} of {of_classes}."
-                )
-        # macOS leaves files ._name behind, which are no images.
-        images = [image for image, row in paths.items() if not row[1].rpartition("/")[2].startswith("._")]
+        """The images in the order of `images.txt`, joined with the other lists by image id."""
+        self.sources()  # raises if one is missing
+        self._file("images")
+        rows = self._read_by_id(PATHS, 2)
+        check_unique(type(self).__name__, self._file(PATHS), "path", [path for _, path in rows.values()])
+        species = self._read_species(rows)
+        boxes = self._read_boxes(rows) if self.boxes else None
         splits = {}
-        for split in ("train", "test"):
-            chosen = [image for image in images if (int(classes[image][1]) <= TRAIN_CLASSES) == (split == "train")]
-            check_not_empty(who, of_classes, split, chosen)
-            labels, names = class_numbers([int(classes[image][1]) for image in chosen])
-            splits[split] = ImageIndex(
-                [f"images/{paths[image][1]}" for image in chosen],
-                labels,
-                boxes=[self._box(of_boxes[0], boxes[image]) for image in chosen] if of_boxes else None,
-                names=names,
-            )
+        for split, of_split in SPECIES.items():
+            images = []
+            for image, (_, path) in rows.items():
+                if species[image] in of_split and not _is_macos_metadata(path):
+                    images.append(image)
+            check_not_empty(type(self).__name__, self._file(CLASSES), split, images)
+            splits[split] = _make_index(images, rows, species, boxes)
         return splits
 
-    def _by_id(self, path: Path, fields: int) -> dict[int, list[str]]:
-        who = type(self).__name__
-        rows = list(read_rows(who, path, fields))
-        ids = parse_integers(who, path, "image_id", [row[0] for row in rows])
-        check_unique(who, path, "image_id", ids)
+    def _file(self, name: str) -> Path:
+        return find_file(type(self).__name__, self.root, name)
+
+    def _read_by_id(self, name: str, fields: int) -> _Rows:
+        owner, path = type(self).__name__, self._file(name)
+        rows = list(read_rows(owner, path, fields))
+        ids = parse_integers(owner, path, "image_id", [row[0] for row in rows])
+        check_unique(owner, path, "image_id", ids)
         return dict(zip(ids, rows))
 
-    def _refuse_unmatched(self, one: Path, of_one: Mapping[int, Any], other: Path, of_other: Mapping[int, Any]) -> None:
-        for here, there, odd in ((one, other, of_one.keys() - of_other), (other, one, of_other.keys() - of_one)):
-            if odd:
+    def _read_species(self, images: _Rows) -> dict[int, int]:
+        """The class of each image, by id."""
+        rows = self._read_by_id(CLASSES, 2)
+        self._check_same_ids(images, CLASSES, rows)
+        species = {}
+        for image, row in rows.items():
+            is_number = re.fullmatch("[0-9]{1,9}", row[1]) is not None
+            if not is_number or not 1 <= int(row[1]) <= NUM_CLASSES:
+                path = self._file(CLASSES)
                 raise ValueError(
-                    f"{type(self).__name__}: each image_id must be in {one.name} and in {other.name}, got {len(odd)} "
-                    f"in {here} that are not in {there}, such as {min(odd)}."
+                    f"{type(self).__name__}: the class must be an integer from 1 to {NUM_CLASSES}, got {row[1]!r} for "
+                    f"image {image} in line {line_number(path, row)} of {path}."
                 )
+            species[image] = int(row[1])
+        return species
 
-    def _box(self, path: Path, row: Sequence[str]) -> tuple[int, int, int, int]:
-        """Left, top, right and bottom of the whole pixels that hold x, y, width and height."""
-        try:
-            x, y, width, height = (float(value) for value in row[1:])
-            box = math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
-            if all(abs(side) < 2**31 for side in box):
-                return box
-        except (ValueError, OverflowError):
-            pass
-        raise ValueError(
-            f"{type(self).__name__}: a box must be four finite numbers, got {' '.join(row[1:])!r} in line "
-            f"{line_number(path, row)} of {path}."
-        )
+    def _read_boxes(self, images: _Rows) -> dict[int, _Box]:
+        """The box of each image, by id."""
+        rows = self._read_by_id(BOXES, 5)
+        self._check_same_ids(images, BOXES, rows)
+        boxes = {}
+        for image, row in rows.items():
+            box = _enclosing_pixels(row[1:])
+            if box is None:
+                path = self._file(BOXES)
+                raise ValueError(
+                    f"{type(self).__name__}: a box must be four finite numbers, got {' '.join(row[1:])!r} in line "
+                    f"{line_number(path, row)} of {path}."
+                )
+            boxes[image] = box
+        return boxes
+
+    def _check_same_ids(self, images: _Rows, other_name: str, others: _Rows) -> None:
+        """Check that `images.txt` and another list have the same image ids."""
+        path, other_path = self._file(PATHS), self._file(other_name)
+        self._check_no_unmatched(path, other_path, images.keys() - others.keys())
+        self._check_no_unmatched(other_path, path, others.keys() - images.keys())
+
+    def _check_no_unmatched(self, path: Path, other_path: Path, unmatched: set[int]) -> None:
+        if unmatched:
+            raise ValueError(
+                f"{type(self).__name__}: each image_id must be in {path.name} and in {other_path.name}, got "
+                f"{len(unmatched)} in {path} that are not in {other_path}, such as {min(unmatched)}."
+            )
+
+
+def _is_macos_metadata(path: str) -> bool:
+    """Whether it is a file `._name`, which macOS leaves behind and which is not an image."""
+    return path.rpartition("/")[2].startswith("._")
+
+
+def _enclosing_pixels(fields: list[str]) -> _Box | None:
+    """The whole pixels that enclose the box x, y, width, height; None if these are not finite numbers."""
+    try:
+        x, y, width, height = map(float, fields)
+        box = math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
+    except (ValueError, OverflowError):
+        return None
+    if max(map(abs, box)) >= 2**31:
+        return None
+    return box
+
+
+def _make_index(images: list[int], rows: _Rows, species: dict[int, int], boxes: dict[int, _Box] | None) -> ImageIndex:
+    """The index of these image ids."""
+    labels, names = class_numbers([species[image] for image in images])
+    boxes_of_images = None
+    if boxes is not None:
+        boxes_of_images = [boxes[image] for image in images]
+    return ImageIndex([f"images/{rows[image][1]}" for image in images], labels, boxes=boxes_of_images, names=names)

@@ -1,4 +1,4 @@
-"""IJB-C: faces in photographs and videos, for evaluation, told apart by whose they are."""
+"""IJB-C: faces in photographs and videos, for evaluation; the classes are people."""
 
 import math
 import warnings
@@ -16,44 +16,48 @@ from lightning_retrieval.datamodules.images.image_index import ImageIndex, class
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
 LISTS = ("ijbc_1N_gallery_G1.csv", "ijbc_1N_gallery_G2.csv", "ijbc_1N_probe_mixed.csv")
-MEDIA = "meta/ijbc_face_tid_mid.txt"  # of the re-pack: image, template and media id of each crop
-BOX = ("FACE_X", "FACE_Y", "FACE_WIDTH", "FACE_HEIGHT")
-_Box = tuple[int, int, int, int]
+CROPS = "meta/ijbc_face_tid_mid.txt"  # of the re-pack: file name, template and media id of each crop
+BOX_COLUMNS = ("FACE_X", "FACE_Y", "FACE_WIDTH", "FACE_HEIGHT")
+_Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 
 class _Face(NamedTuple):
     subject: int
-    path: str  # from the root
+    path: str  # below the root
     medium: str  # the photograph or video
 
 
 class IJBC(ImageDataModule):
     """IJB-C: faces of about 3,500 people in photographs and video frames. There is no training split.
 
-    Each face is ranked for against all others. What counts as one is an instance: a photograph, or all frames in which
-    a video shows a person, whose embeddings are averaged. IJB-C tells them by the `SIGHTING_ID`, the re-pack by the
-    media id. Templates bundle photographs and videos for other protocols and share many: a frame of several templates
-    is one image, and a video of which several have frames is one instance, so that no query finds itself again.
+    Each face is a query, and all other faces are its gallery. A face here is an instance: a photograph, or all frames
+    of a video that show a person, whose embeddings are averaged. Instances are identified by the `SIGHTING_ID` in
+    NIST's release and by the media id in the re-pack. Templates, which bundle photographs and videos for other
+    protocols, overlap: a frame in several templates is one image, and a video with frames in several templates is one
+    instance, so that no query retrieves itself.
 
     `root` is one of two:
 
     - NIST's release: `images/`, and in `protocols/` or `protocols/archive/` the lists `ijbc_1N_gallery_G1.csv`,
-      `ijbc_1N_gallery_G2.csv` and `ijbc_1N_probe_mixed.csv`. The images are cropped to the faces' boxes.
+      `ijbc_1N_gallery_G2.csv` and `ijbc_1N_probe_mixed.csv`. The images are cropped to the boxes of the faces.
     - InsightFace's re-pack: `loose_crop/` and `meta/ijbc_face_tid_mid.txt`, with the same three lists in `meta/`, since
-      it does not say by itself whose the faces are. A frame of several templates lies there as several crops, which
-      all go into the average.
+      the re-pack itself does not contain the subjects. It has several crops of a frame in several templates; all of
+      them are averaged.
 
-    Rows without a subject or a box are left out, with one warning that counts them.
+    Rows without a subject or a box are skipped, with one warning that counts them.
 
     Args:
         root: the folder of the release or the re-pack.
-        least_instances: people with fewer instances are left out, with a message that counts them; >= 1.
-        settings: those of `ImageDataModule`, such as `transform` and `cache_dir`, and of `RetrievalDataModule`.
+        least_instances: people with fewer instances are skipped, with a message that counts them; >= 1.
+        settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`, `on_error`,
+            `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`,
+            `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
 
     Raises:
-        FileNotFoundError: if the lists or the images are not there, saying where they may be.
-        ValueError: if a list lacks a column or has lines with missing fields, a subject's id is no integer, a box holds
-            no numbers or no pixel, a template is of two subjects, nobody has enough instances, or it is trained on.
+        FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
+        ValueError: if a list lacks a column, a line lacks a field, a subject's id is not an integer, a box is not
+            numbers or has no pixels, a template has two subjects, no person has enough instances, or the data module is
+            used for training.
 
     Example:
         >>> from pathlib import Path
@@ -68,114 +72,153 @@ class IJBC(ImageDataModule):
         (['images/img/1.jpg', 'images/frames/2.png', 'images/frames/3.png'], array([0, 1, 1]))
 
     Relations:
-        Train on `VGGFace2` and give this one to `trainer.validate` or `trainer.test`.
+        Train on `VGGFace2` and pass this data module to `trainer.validate` or `trainer.test`.
 
     Source:
         Maze et al., "IARPA Janus Benchmark - C: face dataset and protocol", ICB 2018. For ranking, with
         `least_instances=5`: Brown et al., "Smooth-AP", ECCV 2020, whose list of images is not published.
     """
 
-    def __init__(self, root: str | Path, least_instances: int = 5, **settings: Any) -> None:
+    def __init__(self, root: str | Path, *, least_instances: int = 5, **settings: Any) -> None:
         super().__init__(root, **settings)
         self.least_instances = check_integer("IJBC", "least_instances", least_instances, least=1)
 
     def sources(self) -> list[Path]:
-        """The three lists and, of the re-pack, that of the crops."""
-        if find_file("IJBC", self.root, MEDIA, "protocols").name == "protocols":
-            return [find_file("IJBC", self.root, f"protocols/{name}", f"protocols/archive/{name}") for name in LISTS]
-        return [*(find_file("IJBC", self.root, f"meta/{name}") for name in LISTS), self.root / MEDIA]
+        """The three lists and, in the re-pack, the list of the crops."""
+        if self._is_repack():
+            return [*self._lists(), self.root / CROPS]
+        return self._lists()
 
     def read(self) -> Mapping[str, ImageIndex]:
         """The faces of the lists, each once, in their order."""
-        lists, of_crops = self.sources()[:3], self.sources()[3:]
-        find_file("IJBC", self.root, "loose_crop" if of_crops else "images")
-        boxes: dict[_Face, _Box] = {}
-        if of_crops:
-            faces, rows_left_out = _crops(lists, *of_crops)
+        lists = self._lists()
+        boxes: dict[_Face, _Box] | None = None
+        if self._is_repack():
+            find_file("IJBC", self.root, "loose_crop")
+            first_list = self.root / CROPS
+            faces = _read_crops(lists, first_list)
         else:
-            boxes, rows_left_out, differing = _boxes(lists)
+            find_file("IJBC", self.root, "images")
+            first_list = lists[0]
+            boxes = _read_boxes(lists)
             faces = list(boxes)
-            if differing:
-                warnings.warn(
-                    f"IJBC: {differing:,} rows give a face another box than a row before; the first one is taken.",
-                    stacklevel=2,
-                )
-        if rows_left_out:
-            warnings.warn(
-                f"IJBC: left out {rows_left_out:,} rows of faces without a subject{'' if of_crops else ' or a box'}.",
-                stacklevel=2,
-            )
-        check_not_empty("IJBC", (of_crops or lists)[0], "test", faces)
-        kept = self._with_enough_instances(faces)
-        labels, names = class_numbers([face.subject for face in kept])
-        instances: dict[tuple[int, str], int] = {}
-        index = ImageIndex(
-            [face.path for face in kept],
-            labels,
-            boxes=[boxes[face] for face in kept] if boxes else None,
-            instances=[instances.setdefault((face.subject, face.medium), len(instances)) for face in kept],
-            names=names,
-        )
-        return {"test": index}
+        check_not_empty("IJBC", first_list, "test", faces)
+        return {"test": _make_index(self._with_enough_instances(faces), boxes)}
+
+    def _is_repack(self) -> bool:
+        return find_file("IJBC", self.root, CROPS, "protocols").name != "protocols"
+
+    def _lists(self) -> list[Path]:
+        folders = ["protocols", "protocols/archive"]
+        if self._is_repack():
+            folders = ["meta"]
+        found = []
+        for name in LISTS:
+            candidates = [f"{folder}/{name}" for folder in folders]
+            found.append(find_file("IJBC", self.root, *candidates))
+        return found
 
     def _with_enough_instances(self, faces: Sequence[_Face]) -> list[_Face]:
-        instances = Counter(subject for subject, _ in {(face.subject, face.medium) for face in faces})
-        few = sum(count < self.least_instances for count in instances.values())
-        if few == len(instances):
+        """The faces of the subjects with `least_instances` or more."""
+        instances = {(face.subject, face.medium) for face in faces}
+        count_of = Counter(subject for subject, _ in instances)
+        kept = {subject for subject, count in count_of.items() if count >= self.least_instances}
+        if not kept:
             raise ValueError(
-                f"IJBC: `least_instances` must leave at least one subject, got {self.least_instances}, where the most "
-                f"instances of a subject are {max(instances.values())}."
+                f"IJBC: `least_instances` must leave at least one subject, got {self.least_instances}, but no subject "
+                f"has more than {max(count_of.values())} instances."
             )
-        if few:
+        if len(kept) < len(count_of):
             rank_zero_info(
-                f"IJBC: left out {few:,} of {len(instances):,} subjects, which have fewer than {self.least_instances} "
-                "instances."
+                f"IJBC: skipped {len(count_of) - len(kept):,} of {len(count_of):,} subjects, which have fewer than "
+                f"{self.least_instances} instances."
             )
-        return [face for face in faces if instances[face.subject] >= self.least_instances]
+        return [face for face in faces if face.subject in kept]
 
 
-def _boxes(lists: Sequence[Path]) -> tuple[dict[_Face, _Box], int, int]:
-    """The box of each face of the release, how many rows have no subject or box, and how many another box."""
+def _make_index(faces: Sequence[_Face], boxes: Mapping[_Face, _Box] | None) -> ImageIndex:
+    """The index of these faces, whose instances are numbered in their order."""
+    subjects, paths, _ = zip(*faces)
+    labels, names = class_numbers(subjects)
+    numbers: dict[tuple[int, str], int] = {}
+    instances = []
+    for face in faces:
+        instances.append(numbers.setdefault((face.subject, face.medium), len(numbers)))
+    boxes_of_faces = None
+    if boxes is not None:
+        boxes_of_faces = [boxes[face] for face in faces]
+    return ImageIndex(paths, labels, boxes=boxes_of_faces, instances=instances, names=names)
+
+
+def _read_boxes(lists: Sequence[Path]) -> dict[_Face, _Box]:
+    """The box of each face of the release, of which each is taken once."""
     boxes: dict[_Face, _Box] = {}
-    left_out = differing = 0
+    skipped = 0
+    differing = 0
     for path in lists:
-        for (subject, name, sighting, *box), line in read_csv_columns(
-            "IJBC", path, ("SUBJECT_ID", "FILENAME", "SIGHTING_ID", *BOX)
-        ):
-            owner, corners = _subject(subject, path, line), _corners(box, path, line)
-            if owner is None or corners is None:
-                left_out += 1
+        rows = read_csv_columns("IJBC", path, ("SUBJECT_ID", "FILENAME", "SIGHTING_ID", *BOX_COLUMNS))
+        for (subject_text, name, sighting, *box_texts), line in rows:
+            subject = _parse_subject(subject_text, path, line)
+            box = _enclosing_pixels(box_texts, path, line)
+            if subject is None or box is None:
+                skipped += 1
                 continue
-            if not name or not sighting:
-                raise ValueError(
-                    f"IJBC: `{'SIGHTING_ID' if name else 'FILENAME'}` must not be empty in line {line} of {path}."
-                )
-            differing += boxes.setdefault(_Face(owner, f"images/{name}", sighting), corners) != corners
-    return boxes, left_out, differing
+            _check_not_blank("FILENAME", name, path, line)
+            _check_not_blank("SIGHTING_ID", sighting, path, line)
+            first_box = boxes.setdefault(_Face(subject, f"images/{name}", sighting), box)
+            differing += box != first_box
+    if differing:
+        warnings.warn(
+            f"IJBC: {differing:,} rows have a different box than an earlier row of the same face; the first box is "
+            "used.",
+            stacklevel=3,
+        )
+    if skipped:
+        warnings.warn(f"IJBC: skipped {skipped:,} rows of faces without a subject or a box.", stacklevel=3)
+    return boxes
 
 
-def _crops(lists: Sequence[Path], of_crops: Path) -> tuple[list[_Face], int]:
-    """The faces of the re-pack, and how many have no subject, by their templates."""
-    owners: dict[str, int] = {}
+def _read_crops(lists: Sequence[Path], crops: Path) -> list[_Face]:
+    """The faces of the re-pack, whose subjects are those of their templates."""
+    subject_of = _read_subjects(lists)
+    rows = list(read_rows("IJBC", crops, 3))
+    check_unique("IJBC", crops, "image", [image for image, _, _ in rows])
+    faces = []
+    for image, template, medium in rows:
+        if template in subject_of:
+            faces.append(_Face(subject_of[template], f"loose_crop/{image}", medium))
+    skipped = len(rows) - len(faces)
+    if skipped:
+        warnings.warn(f"IJBC: skipped {skipped:,} rows of faces without a subject.", stacklevel=3)
+    return faces
+
+
+def _read_subjects(lists: Sequence[Path]) -> dict[str, int]:
+    """The subject of each template."""
+    subject_of: dict[str, int] = {}
     for path in lists:
-        for (template, subject), line in read_csv_columns("IJBC", path, ("TEMPLATE_ID", "SUBJECT_ID")):
-            owner = _subject(subject, path, line)
-            if owner is not None and owners.setdefault(template, owner) != owner:
+        for (template, text), line in read_csv_columns("IJBC", path, ("TEMPLATE_ID", "SUBJECT_ID")):
+            subject = _parse_subject(text, path, line)
+            if subject is not None and subject_of.setdefault(template, subject) != subject:
                 raise ValueError(
-                    f"IJBC: each template must be of one subject, got {template} of {owners[template]} and {owner} in "
-                    f"line {line} of {path}."
+                    f"IJBC: each template must have one subject, got {template} with {subject_of[template]} and "
+                    f"{subject} in line {line} of {path}."
                 )
-    rows = list(read_rows("IJBC", of_crops, 3))
-    check_unique("IJBC", of_crops, "image", [image for image, _, _ in rows])
-    faces = [
-        _Face(owners[template], f"loose_crop/{image}", medium) for image, template, medium in rows if template in owners
-    ]
-    return faces, len(rows) - len(faces)
+    return subject_of
 
 
-def _subject(text: str, path: Path, line: int) -> int | None:
-    """The subject's id; None where there is none."""
-    if text.lower() in ("", "nan"):
+def _is_blank(text: str) -> bool:
+    return text.lower() in ("", "nan")
+
+
+def _check_not_blank(column: str, text: str, path: Path, line: int) -> None:
+    if not text:
+        raise ValueError(f"IJBC: `{column}` must not be empty in line {line} of {path}.")
+
+
+def _parse_subject(text: str, path: Path, line: int) -> int | None:
+    """The subject's id; None if the field is blank."""
+    if _is_blank(text):
         return None
     try:
         return int(text)
@@ -185,18 +228,20 @@ def _subject(text: str, path: Path, line: int) -> int | None:
         ) from None
 
 
-def _corners(box: Sequence[str], path: Path, line: int) -> _Box | None:
-    """Left, top, right and bottom of the whole pixels that hold the face; None where its box is not known."""
-    if any(text.lower() in ("", "nan") for text in box):
+def _enclosing_pixels(texts: Sequence[str], path: Path, line: int) -> _Box | None:
+    """The whole pixels that enclose the box x, y, width, height; None if one of these fields is blank."""
+    if any(map(_is_blank, texts)):
         return None
     try:
-        x, y, width, height = map(float, box)
-        corners = math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
+        x, y, width, height = map(float, texts)
+        box = math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
     except (ValueError, OverflowError):
-        corners = (0, 0, 0, 0)
-    if not (corners[0] < corners[2] and corners[1] < corners[3] and all(abs(side) < 2**31 for side in corners)):
+        box = (0, 0, 0, 0)  # has no pixels
+    left, top, right, bottom = box
+    has_pixels = left < right and top < bottom
+    if not has_pixels or max(map(abs, box)) >= 2**31:
         raise ValueError(
-            f"IJBC: {', '.join(BOX)} must be numbers, the latter two above 0, or empty, got {','.join(box)!r} in line "
-            f"{line} of {path}."
+            f"IJBC: {', '.join(BOX_COLUMNS)} must be numbers, the latter two above 0, or empty, got "
+            f"{','.join(texts)!r} in line {line} of {path}."
         )
-    return corners
+    return box

@@ -1,9 +1,9 @@
-"""DeepFashion's In-Shop Clothes Retrieval: pieces of clothing, shown by a shop from several sides."""
+"""DeepFashion's In-Shop Clothes Retrieval: clothing items that a shop shows from several sides."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,40 +21,51 @@ from lightning_retrieval.datamodules.files.lists import (
 from lightning_retrieval.datamodules.images.image_index import ROLES, ImageIndex, class_numbers
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
-PARTITION = ("image_name", "item_id", "evaluation_status")
-BOXES = ("image_name", "clothes_type", "pose_type", "x_1", "y_1", "x_2", "y_2")
-FOLDERS = ("", "Eval/", "Anno/")  # in which the lists lie in one release or another
+PARTITION, BOXES = "list_eval_partition.txt", "list_bbox_inshop.txt"
+PARTITION_HEADER = ("image_name", "item_id", "evaluation_status")
+BOXES_HEADER = ("image_name", "clothes_type", "pose_type", "x_1", "y_1", "x_2", "y_2")
+LIST_FOLDERS = ("", "Eval/", "Anno/")  # where the releases keep their lists
+STATUSES = {"train": ("train",), "test": ("query", "gallery")}
+
+
+class _Row(NamedTuple):
+    image: str
+    item: str
+    status: str  # "train", "query" or "gallery"
 
 
 class InShop(ImageDataModule):
     """In-Shop Clothes Retrieval: 52,712 images of 7,982 items.
 
-    The test set has roles: each query is ranked for against the gallery, which are other images of the same items. The
-    splits are those of `list_eval_partition.txt`, the categories `gender/kind` as the folders of the images say.
+    The test set has roles: the gallery of each query consists of other images of the test items. The splits are those
+    of `list_eval_partition.txt`; the categories are `gender/kind`, taken from the folders of the images.
 
     Args:
-        root: the folder that holds `list_eval_partition.txt`, itself or in `Eval` or `Anno`, and the images in `img` or
-            `Img/img`.
-        boxes: crop each image to the piece of clothing, as `list_bbox_inshop.txt` says.
-        high_res: take the images of `img_highres` in place of those of 256 x 256 pixels, which the boxes belong to.
-        settings: those of `ImageDataModule`: `transform`, `on_error`, `num_workers` and so on.
+        root: the folder that contains `list_eval_partition.txt`, directly or in `Eval` or `Anno`, and the images in
+            `img` or `Img/img`.
+        boxes: whether each image is cropped to the clothing item's box in `list_bbox_inshop.txt`.
+        high_res: whether the images are read from `img_highres` instead of `img`, which has them in 256 x 256 pixels.
+            The boxes refer to the latter.
+        settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`, `on_error`,
+            `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`,
+            `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
 
     Raises:
-        FileNotFoundError: if the lists or the images are not there, saying where they may be.
-        ValueError: if both `boxes` and `high_res` are given; if a list has another number of images than its first
-            line says, another header, lines with missing fields, an image twice, an unknown status, or no box for an
-            image.
+        FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
+        ValueError: if both `boxes` and `high_res` are set; if the number of images in a list differs from its first
+            line, the header differs, a line lacks a field, an image occurs twice, a status is unknown, or an image has
+            no box.
 
     Example:
         >>> from lightning_retrieval.datamodules import InShop
         >>> InShop("In-shop", num_workers=4).splits
         Traceback (most recent call last):
             ...
-        FileNotFoundError: InShop: `root` must be a folder that holds list_eval_partition.txt or
-        Eval/list_eval_partition.txt or Anno/list_eval_partition.txt, got In-shop, which is not there.
+        FileNotFoundError: InShop: `root` must be a folder that contains list_eval_partition.txt or
+        Eval/list_eval_partition.txt or Anno/list_eval_partition.txt, got In-shop, which does not exist.
 
     Relations:
-        Queries and gallery share no image, unlike in `StanfordOnlineProducts`.
+        Queries and gallery have no image in common, unlike in `StanfordOnlineProducts`.
 
     Source:
         Liu, Luo, Qiu, Wang and Tang, DeepFashion: Powering Robust Clothes Recognition and Retrieval with Rich
@@ -70,94 +81,127 @@ class InShop(ImageDataModule):
         }
     )
 
-    def __init__(self, root: str | Path, boxes: bool = False, high_res: bool = False, **settings: Any) -> None:
+    def __init__(self, root: str | Path, *, boxes: bool = False, high_res: bool = False, **settings: Any) -> None:
         super().__init__(root, **settings)
         if boxes and high_res:
             raise ValueError(
-                f"{type(self).__name__}: `boxes` are in pixels of the images of 256 x 256, not of those of `high_res`; "
-                "give one of them."
+                f"{type(self).__name__}: `boxes` and `high_res` must not both be True, since the boxes are in pixels of "
+                "the images of 256 x 256; set one of them."
             )
         self.boxes = boxes
         self.high_res = high_res
 
     def sources(self) -> list[Path]:
-        """The partition and, where boxes are wanted, their list."""
-        names = ["list_eval_partition.txt", *(["list_bbox_inshop.txt"] if self.boxes else [])]
-        return [find_file(type(self).__name__, self.root, *(folder + name for folder in FOLDERS)) for name in names]
+        """The partition and, if `boxes`, the list of boxes."""
+        found = [self._list(PARTITION)]
+        if self.boxes:
+            found.append(self._list(BOXES))
+        return found
 
     def read(self) -> Mapping[str, ImageIndex]:
         """The images of the partition, in its order."""
-        who, (path, *of_boxes) = type(self).__name__, self.sources()
-        rows = self._counted(path, PARTITION)
-        check_unique(who, path, "image_name", [row[0] for row in rows])
-        for row in rows:
-            self._check(path, row)
-        names = [row[0].replace("img/", "img_highres/", 1) if self.high_res else row[0] for row in rows]
-        beginning = "/".join(names[0].split("/")[:2]) if names else "img"
-        outer = find_file(who, self.root, beginning, f"Img/{beginning}").relative_to(self.root).parts[0]
-        prefix = "Img/" if outer == "Img" else ""
-        categories, _ = class_numbers(["/".join(row[0].split("/")[1:3]) for row in rows])
-        boxes = self._boxes(of_boxes[0], [row[0] for row in rows]) if of_boxes else None
+        self.sources()  # raises if one is missing
+        path = self._list(PARTITION)
+        rows = self._read_partition(path)
+        paths = self._image_paths(rows)
+        categories, _ = class_numbers(["/".join(row.image.split("/")[1:3]) for row in rows])
+        boxes = self._read_boxes(rows) if self.boxes else None
         splits = {}
-        for split, statuses in {"train": ("train",), "test": ("query", "gallery")}.items():
-            chosen = [place for place, row in enumerate(rows) if row[2] in statuses]
-            for status in statuses:
-                check_not_empty(who, path, status, [place for place in chosen if rows[place][2] == status])
-            labels, items = class_numbers([rows[place][1] for place in chosen])
+        for split, statuses in STATUSES.items():
+            positions = self._positions(path, rows, statuses)
+            labels, names = class_numbers([rows[position].item for position in positions])
             splits[split] = ImageIndex(
-                [prefix + names[place] for place in chosen],
+                [paths[position] for position in positions],
                 labels,
-                categories=categories[chosen],
-                boxes=None if boxes is None else boxes[chosen],
-                roles=None if split == "train" else [ROLES[rows[place][2]] for place in chosen],
-                names=items,
+                categories=categories[positions],
+                boxes=None if boxes is None else boxes[positions],
+                roles=None if split == "train" else [ROLES[rows[position].status] for position in positions],
+                names=names,
             )
         return splits
 
     def check(self) -> DataReport:
-        """Look at the layout: counts, also of queries and gallery, beside the published ones, and missing files."""
-        report, test = super().check(), self.splits["test"]
-        for status in ("query", "gallery"):
+        """Count the images and classes, also of queries and gallery, and look for missing files."""
+        report = super().check()
+        test = self.splits["test"]
+        for status in STATUSES["test"]:
             labels = test.labels[test.roles == ROLES[status]]
-            report.splits[status] = ((len(labels), len(np.unique(labels))), self.published_counts[status])
+            counts = (len(labels), len(np.unique(labels)))
+            report.splits[status] = (counts, self.published_counts[status])
         return report
 
-    def _counted(self, path: Path, header: tuple[str, ...]) -> list[list[str]]:
-        """The rows of a list whose first line says how many there are."""
-        who = type(self).__name__
-        first = next(read_lines(who, path), "")
-        (count,) = parse_integers(who, path, "the number of images in line 1", [first.strip()])
-        rows = list(read_rows(who, path, len(header), header=header, skip=1))
+    def _list(self, name: str) -> Path:
+        candidates = [folder + name for folder in LIST_FOLDERS]
+        return find_file(type(self).__name__, self.root, *candidates)
+
+    def _read_partition(self, path: Path) -> list[_Row]:
+        owner = type(self).__name__
+        rows = []
+        for image, item, status in self._read_counted(path, PARTITION_HEADER):
+            rows.append(_Row(image, item, status))
+        check_unique(owner, path, "image_name", [row.image for row in rows])
+        for row in rows:
+            if row.status not in ("train", "query", "gallery"):
+                raise ValueError(
+                    f"{owner}: `evaluation_status` must be train, query or gallery, got {row.status!r} in line "
+                    f"{line_number(path, row)} of {path}."
+                )
+            folders = row.image.split("/")
+            if folders[0] != "img" or len(folders) < 4 or ".." in folders:
+                raise ValueError(
+                    f"{owner}: `image_name` must be img/gender/kind/..., got {row.image!r} in line "
+                    f"{line_number(path, row)} of {path}."
+                )
+        return rows
+
+    def _read_counted(self, path: Path, header: Sequence[str]) -> list[list[str]]:
+        """The rows of a list whose first line is their number."""
+        owner = type(self).__name__
+        first_line = next(read_lines(owner, path), "")
+        (count,) = parse_integers(owner, path, "the number of images in line 1", [first_line.strip()])
+        rows = list(read_rows(owner, path, len(header), header=header, skip=1))
         if count != len(rows):
             raise ValueError(
-                f"{who}: {path} must hold as many images as its first line says, {count:,}, got {len(rows):,}."
+                f"{owner}: {path} must have as many images as its first line says, {count:,}, got {len(rows):,}."
             )
         return rows
 
-    def _check(self, path: Path, row: list[str]) -> None:
-        """Refuse a row whose status is unknown, or whose image does not lie in a folder of a gender and a kind."""
-        who, (name, _, status) = type(self).__name__, row
-        if status not in ("train", "query", "gallery"):
-            raise ValueError(
-                f"{who}: `evaluation_status` must be train, query or gallery, got {status!r} in line "
-                f"{line_number(path, row)} of {path}."
-            )
-        if not name.startswith("img/") or name.count("/") < 3 or ".." in name.split("/"):
-            raise ValueError(
-                f"{who}: `image_name` must be img/gender/kind/..., got {name!r} in line {line_number(path, row)} of "
-                f"{path}."
-            )
+    def _image_paths(self, rows: Sequence[_Row]) -> list[str]:
+        """The path of each image below the root, in the chosen resolution."""
+        names = [row.image for row in rows]
+        if self.high_res:
+            names = [name.replace("img/", "img_highres/", 1) for name in names]
+        example = "img"
+        if names:
+            example = "/".join(names[0].split("/")[:2])
+        folder = find_file(type(self).__name__, self.root, example, f"Img/{example}")
+        if folder.relative_to(self.root).parts[0] == "Img":
+            names = [f"Img/{name}" for name in names]
+        return names
 
-    def _boxes(self, path: Path, images: list[str]) -> NDArray[np.int32]:
-        who = type(self).__name__
-        rows = self._counted(path, BOXES)
-        check_unique(who, path, "image_name", [row[0] for row in rows])
-        columns = [parse_integers(who, path, BOXES[i], [row[i] for row in rows], bits=32) for i in range(3, 7)]
-        places = {row[0]: place for place, row in enumerate(rows)}
-        without = [image for image in images if image not in places]
+    def _positions(self, path: Path, rows: Sequence[_Row], statuses: Sequence[str]) -> list[int]:
+        """The positions of the rows with these statuses, of which each must occur."""
+        positions = [position for position, row in enumerate(rows) if row.status in statuses]
+        for status in statuses:
+            of_status = [position for position in positions if rows[position].status == status]
+            check_not_empty(type(self).__name__, path, status, of_status)
+        return positions
+
+    def _read_boxes(self, rows: Sequence[_Row]) -> NDArray[np.int32]:
+        """(images, 4) the box of each image."""
+        owner, path = type(self).__name__, self._list(BOXES)
+        listed = self._read_counted(path, BOXES_HEADER)
+        images = [row[0] for row in listed]
+        check_unique(owner, path, "image_name", images)
+        columns = []
+        for number, name in enumerate(BOXES_HEADER[3:], 3):
+            columns.append(parse_integers(owner, path, name, [row[number] for row in listed], bits=32))
+        corners: NDArray[np.int32] = np.array(columns, dtype=np.int32).T
+        position_of = dict(zip(images, range(len(images))))
+        without = [row.image for row in rows if row.image not in position_of]
         if without:
             raise ValueError(
-                f"{who}: {path} must hold a box for each image, which {len(without)} have not, such as {without[0]}."
+                f"{owner}: {path} must have a box for each image, got none for {len(without)} images, such as "
+                f"{without[0]}."
             )
-        corners: NDArray[np.int32] = np.array(columns, dtype=np.int32).T
-        return corners[[places[image] for image in images]]
+        return corners[[position_of[row.image] for row in rows]]

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,26 +17,40 @@ from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
 LEVELS = ("species", "genus", "family", "order", "class", "phylum", "kingdom")
 LISTS = {"train": "Inaturalist_train_set1.txt", "test": "Inaturalist_test_set1.txt"}
-TAXONOMIES = ("categories.json", "val2018.json", "train2018.json")  # each names all categories; the smallest first
+TAXONOMIES = ("categories.json", "val2018.json", "train2018.json")  # each has all categories; the smallest file first
+
+_Taxonomy = dict[str, Mapping[str, Any]]  # category id: what the taxonomy says about it
+
+
+class _Images(NamedTuple):
+    """The columns of a list."""
+
+    paths: list[str]
+    category_ids: list[int]
+    supercategories: list[str]
 
 
 class INaturalist(ImageDataModule):
-    """Species: 325,846 training images of 5,690, 136,093 test images of 2,452 others, each ranked against the rest.
+    """Species: 325,846 training images of 5,690 species, 136,093 test images of 2,452 other species.
 
-    `root` holds `train_val2018/` and Smooth-AP's split lists, in `Inat_dataset_splits/` or by themselves; for `levels`
-    also `train2018.json`, `val2018.json` or `categories.json` of the official release. A class is an official category,
-    its category the supercategory (birds, plants, ...).
+    In the test each image is a query, and all other test images are its gallery. `root` contains `train_val2018/` and
+    Smooth-AP's split lists, directly or in `Inat_dataset_splits/`; for `levels` also `train2018.json`, `val2018.json`
+    or `categories.json` of the official release. A class is an official category; its category, for
+    `sampler="category"`, is the supercategory (birds, plants, ...).
 
     Args:
-        root: the folder that holds `train_val2018/`.
-        levels: of the taxonomy, finest first, out of species, genus, family, order, class, phylum and kingdom, of which
-            species must be one; labels are then (images, levels), for hierarchical losses. None for species alone.
-        settings: those of `ImageDataModule`, such as `transform` and `cache_dir`, and of `RetrievalDataModule`.
+        root: the folder that contains `train_val2018/`.
+        levels: levels of the taxonomy, finest first, out of species, genus, family, order, class, phylum and kingdom;
+            species must be one of them. Labels are then (images, levels), for hierarchical losses. If None, labels are
+            the species.
+        settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`, `on_error`,
+            `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`,
+            `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
 
     Raises:
-        FileNotFoundError: if a list, or the taxonomy for `levels`, is not there.
-        ValueError: if `levels` are others or in another order, a line is no path of an image in the folder of its
-            category or comes twice, or the taxonomy lacks one of the categories.
+        FileNotFoundError: if a list, or the taxonomy for `levels`, is missing.
+        ValueError: if `levels` are unknown or in another order, a line is not the path of an image in the folder of its
+            category or occurs twice, or the taxonomy lacks a category.
 
     Example:
         >>> from pathlib import Path
@@ -50,7 +64,7 @@ class INaturalist(ImageDataModule):
         (array([0, 0, 1, 1]), ['9', '100'])
 
     Relations:
-        Two genera of one name, of a plant and of a bird, are two: a taxon is told by all that stands above it.
+        Taxa are compared with all their higher ranks, so a plant genus and a bird genus of the same name are two.
 
     Source:
         Van Horn et al., CVPR 2018. The split: Brown et al., "Smooth-AP", ECCV 2020. Levels: Ramzi et al., "HAPPIER",
@@ -59,65 +73,57 @@ class INaturalist(ImageDataModule):
 
     published_counts = MappingProxyType({"train": [(325_846, 5_690)], "test": [(136_093, 2_452)]})
 
-    def __init__(self, root: str | Path, levels: Sequence[str] | None = None, **settings: Any) -> None:
+    def __init__(self, root: str | Path, *, levels: Sequence[str] | None = None, **settings: Any) -> None:
         super().__init__(root, **settings)
-        self.levels = None if levels is None else tuple(levels)
-        if self.levels is not None and (
-            "species" not in self.levels or list(self.levels) != [name for name in LEVELS if name in self.levels]
-        ):
-            raise ValueError(
-                f"INaturalist: `levels` must be species and any of {', '.join(LEVELS[1:])}, in this order, got "
-                f"{list(self.levels)}."
-            )
+        self.levels = None if levels is None else _check_levels(tuple(levels))
 
     def sources(self) -> list[Path]:
-        """The lists and, where it is needed, the taxonomy."""
+        """The lists and, for `levels`, the files of the taxonomy."""
         found = [self._list(split) for split in LISTS]
-        return found if self.levels is None else [*found, *self._taxonomies()]
+        if self.levels is not None:
+            found += self._taxonomy_files()
+        return found
 
     def read(self) -> Mapping[str, ImageIndex]:
         """Every line of the lists."""
-        taxonomy = None if self.levels is None else self._taxonomy()
+        taxonomy = None if self.levels is None else self._read_taxonomy()
         lists = {split: _read_list(self._list(split)) for split in LISTS}
-        groups = {name for _, _, of_split in lists.values() for name in of_split}
-        number = {name: i for i, name in enumerate(sorted(groups))}
+        supercategories = set[str]()
+        for images in lists.values():
+            supercategories.update(images.supercategories)
+        number_of = {name: number for number, name in enumerate(sorted(supercategories))}
         splits = {}
-        for split, (paths, classes, of_split) in lists.items():
-            labels, names = class_numbers(np.array(classes))
-            levels = None if taxonomy is None else self._of_images(taxonomy, labels, names)
-            categories = [number[group] for group in of_split]
-            splits[split] = ImageIndex(paths, labels, categories=categories, levels=levels, names=names)
+        for split, images in lists.items():
+            labels, names = class_numbers(np.array(images.category_ids))
+            categories = [number_of[name] for name in images.supercategories]
+            levels = None if taxonomy is None else self._labels_of_levels(taxonomy, labels, names)
+            splits[split] = ImageIndex(images.paths, labels, categories=categories, levels=levels, names=names)
         return splits
 
     def _list(self, split: str) -> Path:
         return find_file("INaturalist", self.root, f"Inat_dataset_splits/{LISTS[split]}", LISTS[split])
 
-    def _taxonomies(self) -> list[Path]:
+    def _taxonomy_files(self) -> list[Path]:
+        """The files of the taxonomy that exist, of which there must be one."""
         found = [self.root / name for name in TAXONOMIES if (self.root / name).is_file()]
         return found or [find_file("INaturalist", self.root, *reversed(TAXONOMIES))]
 
-    def _taxonomy(self) -> dict[str, Mapping[str, Any]]:
-        """What the first of the files with all ranks says of each category, by id."""
-        ranks, missing = LEVELS[1:], ""
-        for path in self._taxonomies():
-            try:
-                content = json.loads(path.read_text(encoding="utf-8"))
-                categories = content["categories"] if isinstance(content, dict) else content
-                found = {str(category["id"]): category for category in categories}
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"INaturalist: {path} must be JSON with a list of categories, each with an id, got {error!r}."
-                ) from None
-            lacking = [rank for rank in ranks if any(rank not in category for category in found.values())]
-            if found and not lacking:
-                return found
-            missing = f"{', '.join(lacking) or 'all categories'} missing in {path}"
-        raise ValueError(f"INaturalist: `levels` need categories with {', '.join(ranks)}, with {missing}.")
+    def _read_taxonomy(self) -> _Taxonomy:
+        """The categories by id, from the first of the files that has all ranks."""
+        ranks = LEVELS[1:]
+        problem = ""
+        for path in self._taxonomy_files():
+            categories = _read_categories(path)
+            missing = _missing_ranks(categories, ranks)
+            if categories and not missing:
+                return categories
+            problem = f"{path} without {', '.join(missing) or 'any category'}"
+        raise ValueError(f"INaturalist: `levels` need categories with {', '.join(ranks)}, got {problem}.")
 
-    def _of_images(
-        self, taxonomy: Mapping[str, Mapping[str, Any]], labels: NDArray[np.int64], names: Sequence[str]
+    def _labels_of_levels(
+        self, taxonomy: _Taxonomy, labels: NDArray[np.int64], names: Sequence[str]
     ) -> NDArray[np.int64]:
-        """(images, levels): the number of each image's taxon."""
+        """(images, levels) the label of each image at each level."""
         unknown = [name for name in names if name not in taxonomy]
         if unknown:
             raise ValueError(
@@ -126,20 +132,29 @@ class INaturalist(ImageDataModule):
             )
         columns = []
         for level in self.levels or ():
-            above = LEVELS[LEVELS.index(level) :]
             if level == "species":
                 columns.append(labels)
                 continue
-            taxa = ["/".join(str(taxonomy[name][rank]) for rank in reversed(above)) for name in names]
-            columns.append(class_numbers(taxa)[0][labels])
+            ranks = LEVELS[LEVELS.index(level) :]
+            taxa = [_taxon(taxonomy[name], ranks) for name in names]
+            taxon_labels, _ = class_numbers(taxa)
+            columns.append(taxon_labels[labels])
         return np.stack(columns, 1)
 
 
-def _read_list(path: Path) -> tuple[list[str], list[int], list[str]]:
-    """Paths, category ids and supercategories."""
-    paths: list[str] = []
-    classes: list[int] = []
-    groups: list[str] = []
+def _check_levels(levels: tuple[str, ...]) -> tuple[str, ...]:
+    in_order = tuple(name for name in LEVELS if name in levels)
+    if "species" not in levels or levels != in_order:
+        raise ValueError(
+            f"INaturalist: `levels` must be species and any of {', '.join(LEVELS[1:])}, in this order, got "
+            f"{list(levels)}."
+        )
+    return levels
+
+
+def _read_list(path: Path) -> _Images:
+    """The images of a list, whose lines end in `<supercategory>/<category id>/<image>`."""
+    images = _Images([], [], [])
     for number, line in enumerate(read_lines("INaturalist", path), 1):
         image = line.strip()
         if not image:
@@ -150,10 +165,37 @@ def _read_list(path: Path) -> tuple[list[str], list[int], list[str]]:
                 f"INaturalist: each line of {path} must be <folder>/<supercategory>/<category id>/<image>, got "
                 f"{image[:200]!r} (line {number})."
             )
-        paths.append(image)
-        classes.append(int(parts[-2]))
-        groups.append(parts[-3])
-    if not paths:
+        images.paths.append(image)
+        images.category_ids.append(int(parts[-2]))
+        images.supercategories.append(parts[-3])
+    if not images.paths:
         raise ValueError(f"INaturalist: {path} must name at least one image, got none.")
-    check_unique("INaturalist", path, "image", paths)
-    return paths, classes, groups
+    check_unique("INaturalist", path, "image", images.paths)
+    return images
+
+
+def _read_categories(path: Path) -> _Taxonomy:
+    """The categories of a file of the taxonomy, by id."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            content = content["categories"]
+        return {str(category["id"]): category for category in content}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"INaturalist: {path} must be JSON with a list of categories, each with an id, got {error!r}."
+        ) from None
+
+
+def _missing_ranks(categories: _Taxonomy, ranks: Sequence[str]) -> list[str]:
+    """The ranks that at least one of the categories lacks."""
+    missing = []
+    for rank in ranks:
+        if any(rank not in category for category in categories.values()):
+            missing.append(rank)
+    return missing
+
+
+def _taxon(category: Mapping[str, Any], ranks: Sequence[str]) -> str:
+    """The name of a category's taxon with its higher ranks, highest first."""
+    return "/".join(str(category[rank]) for rank in reversed(ranks))

@@ -1,4 +1,4 @@
-"""Landmarks-clean, the training set of AP-GeM: photographs of famous places."""
+"""Landmarks-clean, the training set of AP-GeM: photographs of famous landmarks."""
 
 import os
 import warnings
@@ -21,28 +21,33 @@ LISTS = {"train": "annotation_clean_train.txt", "test": "annotation_clean_val.tx
 
 class _Row(NamedTuple):
     source: str  # URL or path
-    path: str | None  # from the root, None where the file is missing
+    path: str  # below the root; empty if the file is missing
     landmark: int
 
 
-class LandmarksClean(ImageDataModule):
-    """Landmarks: 42,410 training images of 586; the validation list, with the same landmarks, is the test set.
+_Lists = Mapping[str, Sequence[_Row]]  # by split
 
-    `root` holds the lists `annotation_clean_train.txt` and, if it is to be the test set, `annotation_clean_val.txt`, by
-    themselves or in `annotations/`. Each line is `<URL> <landmark>`, as published, or `<path> <landmark>` with a path
-    from the root; more fields may follow. An image of a URL is looked for in the folder `images` under the URL's last
-    part. Since many URLs are dead, images that are not there are left out, with one warning that counts them.
-    So are those of which the folder cannot say whose they are: of several URLs with one last part and one landmark the
-    first stays, of such with several landmarks none.
+
+class LandmarksClean(ImageDataModule):
+    """Landmarks: 42,410 training images of 586 landmarks; the validation list, of the same landmarks, is the test set.
+
+    `root` contains the lists `annotation_clean_train.txt` and, for a test set, `annotation_clean_val.txt`, directly or
+    in `annotations/`. Each line is `<URL> <landmark>`, as published, or `<path> <landmark>` with a path relative to the
+    root; more fields may follow. The image of a URL is the file in the folder `images` that is named as the URL's last
+    part. Many URLs are dead, so images that are missing are skipped, with one warning that counts them. Ambiguous files
+    are skipped, too: if several URLs have the same last part, the first is kept if they show the same landmark, and
+    none is kept otherwise.
 
     Args:
-        root: the folder that holds the lists.
-        images: the folder, from the root, of the images of URLs.
-        settings: those of `ImageDataModule`, such as `transform` and `cache_dir`, and of `RetrievalDataModule`.
+        root: the folder that contains the lists.
+        images: the folder, relative to the root, with the images of the URLs.
+        settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`, `on_error`,
+            `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`,
+            `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
 
     Raises:
-        FileNotFoundError: if the training list, or the folder of the images of URLs, is not there.
-        ValueError: if a line has fewer fields, a landmark is no integer, or no image of a list is there.
+        FileNotFoundError: if the training list, or the folder with the images of the URLs, is missing.
+        ValueError: if a line lacks a field, a landmark is not an integer, or no image of a list exists.
 
     Example:
         >>> from pathlib import Path
@@ -57,7 +62,7 @@ class LandmarksClean(ImageDataModule):
         ('images/3.jpg', array([0, 0, 1, 1]))
 
     Relations:
-        Without the second list there is nothing to evaluate on: hold classes out by `val_fraction`.
+        Without the validation list there is no evaluation set; hold out classes with `val_fraction`.
 
     Source:
         Babenko et al., "Neural codes for image retrieval", ECCV 2014. Cleaned: Gordo et al., "Deep image retrieval",
@@ -67,98 +72,127 @@ class LandmarksClean(ImageDataModule):
     published_counts = MappingProxyType({"train": [(42_410, 586)], "test": [(6_382, 586)]})
     shared_classes = True
 
-    def __init__(self, root: str | Path, images: str = "images", **settings: Any) -> None:
+    def __init__(self, root: str | Path, *, images: str = "images", **settings: Any) -> None:
         super().__init__(root, **settings)
         self.images = images
 
     def sources(self) -> list[Path]:
-        """The lists, and the folders of the images, whose times change when a file comes or goes."""
+        """The lists, and the folders of the images, whose modification times change when a file is added or removed."""
         lists = self._lists().values()
-        rows = (row for path in lists for row in read_rows("LandmarksClean", path, 2, more=True))
-        folders = {self.root / self.images, *(self.root / Path(row[0]).parent for row in rows if "://" not in row[0])}
-        return [*lists, *sorted(folder for folder in folders if folder.is_dir())]
+        folders = {self.root / self.images}
+        for path in lists:
+            for row in read_rows("LandmarksClean", path, 2, more=True):
+                if not _is_url(row[0]):
+                    folders.add(self.root / Path(row[0]).parent)
+        existing = [folder for folder in sorted(folders) if folder.is_dir()]
+        return [*lists, *existing]
 
     def read(self) -> Mapping[str, ImageIndex]:
-        """The lines of the lists whose images are there."""
-        listed = {split: self._rows(path) for split, path in self._lists().items()}
-        every = [row for rows in listed.values() for row in rows]
-        missing = [row for row in every if row.path is None]
-        if missing:
-            counts = ", ".join(
-                f"{sum(row.path is None for row in rows)} of {len(rows)} of {split}" for split, rows in listed.items()
-            )
-            warnings.warn(
-                f"LandmarksClean: left out {len(missing)} images that are not in {self._places(every)} ({counts}), "
-                f"such as that of {missing[0].source}.",
-                stacklevel=2,
-            )
-        kept = _without_collisions(listed)
-        # Splits share their landmarks, so that these have the same numbers in each.
-        names = sorted({row.landmark for rows in kept.values() for row in rows})
-        number = {landmark: i for i, landmark in enumerate(names)}
+        """The lines of the lists whose images exist."""
+        rows = {split: self._read_rows(path) for split, path in self._lists().items()}
+        self._warn_of_missing(rows)
+        kept = _without_ambiguous(rows)
+        # All splits have the same landmarks, which therefore have the same numbers in all splits.
+        landmarks = set[int]()
+        for of_split in kept.values():
+            landmarks.update(row.landmark for row in of_split)
+        names = sorted(landmarks)
         splits = {}
-        for split, rows in kept.items():
-            if not rows:
+        for split, of_split in kept.items():
+            if not of_split:
                 raise ValueError(
-                    f"LandmarksClean: `images` must hold images of {LISTS[split]}, got {self._places(listed[split])} "
-                    f"with none of {len(listed[split])}."
+                    f"LandmarksClean: `images` must contain images of {LISTS[split]}, got "
+                    f"{self._image_folder(rows[split])} with none of {len(rows[split])}."
                 )
-            labels = np.array([number[row.landmark] for row in rows])
-            splits[split] = ImageIndex([str(row.path) for row in rows], labels, names=[str(name) for name in names])
+            labels = np.searchsorted(names, [row.landmark for row in of_split])
+            splits[split] = ImageIndex([row.path for row in of_split], labels, names=list(map(str, names)))
         return splits
 
     def _lists(self) -> dict[str, Path]:
-        """The list of each split; that of the test only if it is there."""
+        """The list of each split; the test's only if it exists."""
         found = {}
         for split, name in LISTS.items():
-            places = [f"annotations/{name}", name]
-            if split == "train" or any((self.root / place).is_file() for place in places):
-                found[split] = find_file("LandmarksClean", self.root, *places)
+            candidates = (f"annotations/{name}", name)
+            if split == "train" or any((self.root / candidate).is_file() for candidate in candidates):
+                found[split] = find_file("LandmarksClean", self.root, *candidates)
         return found
 
-    def _rows(self, path: Path) -> list[_Row]:
+    def _read_rows(self, path: Path) -> list[_Row]:
         rows = list(read_rows("LandmarksClean", path, 2, more=True))
         landmarks = parse_integers("LandmarksClean", path, "landmark", [row[1] for row in rows])
-        there: set[str] = set()
-        if any("://" in row[0] for row in rows):
-            there = set(os.listdir(find_file("LandmarksClean", self.root, self.images)))
-        return [_Row(row[0], self._path(row[0], there), landmark) for row, landmark in zip(rows, landmarks)]
+        downloaded = set[str]()
+        if any(_is_url(row[0]) for row in rows):
+            downloaded.update(os.listdir(find_file("LandmarksClean", self.root, self.images)))
+        found = []
+        for row, landmark in zip(rows, landmarks):
+            found.append(_Row(row[0], self._find_image(row[0], downloaded), landmark))
+        return found
 
-    def _places(self, rows: Sequence[_Row]) -> Path:
-        """The folder below which the images are looked for, for messages."""
-        return self.root / self.images if all("://" in row.source for row in rows) else self.root
-
-    def _path(self, source: str, there: set[str]) -> str | None:
-        if "://" not in source:
+    def _find_image(self, source: str, downloaded: set[str]) -> str:
+        """The path of an image below the root; empty if the file is missing."""
+        if not _is_url(source):
             path = normalized_path(source)
-            return path if LEAVES.search(path) or (self.root / path).is_file() else None
-        name = source.rsplit("/", 1)[-1]
-        found = next((name for name in (name, unquote(name)) if name in there), None)
-        return None if found is None else (Path(self.images) / found).as_posix()
+            # A path that leaves the root is kept, for `ImageIndex` to raise an error.
+            return path if LEAVES.search(path) or (self.root / path).is_file() else ""
+        last_part = source.rsplit("/", 1)[-1]
+        for name in (last_part, unquote(last_part)):
+            if name in downloaded:
+                return (Path(self.images) / name).as_posix()
+        return ""
+
+    def _warn_of_missing(self, rows: _Lists) -> None:
+        missing = []
+        counts = []
+        for split, of_split in rows.items():
+            missing_of_split = [row for row in of_split if not row.path]
+            missing += missing_of_split
+            counts.append(f"{len(missing_of_split)} of {len(of_split)} of {split}")
+        if missing:
+            every = [row for of_split in rows.values() for row in of_split]
+            warnings.warn(
+                f"LandmarksClean: skipped {len(missing)} images that are not in {self._image_folder(every)} "
+                f"({', '.join(counts)}), such as that of {missing[0].source}.",
+                stacklevel=3,
+            )
+
+    def _image_folder(self, rows: Sequence[_Row]) -> Path:
+        """The folder that contains the images of these rows, for messages."""
+        if all(_is_url(row.source) for row in rows):
+            return self.root / self.images
+        return self.root
 
 
-def _without_collisions(listed: Mapping[str, Sequence[_Row]]) -> dict[str, list[_Row]]:
-    """The rows whose files are there, without those of which it is not known what the file shows; warned of."""
-    of_path: dict[str, list[_Row]] = defaultdict(list)
-    for rows in listed.values():
-        for row in rows:
-            if row.path is not None:
-                of_path[row.path].append(row)
-    unclear = {path for path, rows in of_path.items() if len({row.landmark for row in rows}) > 1}
+def _is_url(source: str) -> bool:
+    return "://" in source
+
+
+def _without_ambiguous(rows: _Lists) -> dict[str, list[_Row]]:
+    """The rows whose files exist, each file once, without the files that are listed with several landmarks."""
+    rows_of_path: dict[str, list[_Row]] = defaultdict(list)
+    for of_split in rows.values():
+        for row in of_split:
+            if row.path:
+                rows_of_path[row.path].append(row)
+    ambiguous = {path for path, of_path in rows_of_path.items() if _has_several_landmarks(of_path)}
     kept: dict[str, list[_Row]] = {}
-    seen: set[str] = set()
-    for split, rows in listed.items():
+    seen = {"", *ambiguous}
+    for split, of_split in rows.items():
         kept[split] = []
-        for row in rows:
-            if row.path is not None and row.path not in unclear and row.path not in seen:
+        for row in of_split:
+            if row.path not in seen:
                 seen.add(row.path)
                 kept[split].append(row)
-    shared = [rows for rows in of_path.values() if len(rows) > 1]
+    shared = [of_path for of_path in rows_of_path.values() if len(of_path) > 1]
     if shared:
-        left_out = sum(map(len, of_path.values())) - sum(map(len, kept.values()))
+        skipped = sum(map(len, rows_of_path.values())) - sum(map(len, kept.values()))
         warnings.warn(
-            f"LandmarksClean: {len(shared)} file names are those of several lines, such as {shared[0][0].source} and "
-            f"{shared[0][1].source}; left out {left_out} lines, all of {len(unclear)} names with several landmarks.",
+            f"LandmarksClean: {len(shared)} file names belong to several lines, such as {shared[0][0].source} and "
+            f"{shared[0][1].source}; skipped {skipped} lines, including all of {len(ambiguous)} names with several "
+            "landmarks.",
             stacklevel=3,
         )
     return kept
+
+
+def _has_several_landmarks(rows: Sequence[_Row]) -> bool:
+    return any(row.landmark != rows[0].landmark for row in rows)

@@ -1,9 +1,11 @@
-"""PKU VehicleID: cars seen by surveillance cameras, each from the front or from behind."""
+"""PKU VehicleID: cars seen by surveillance cameras, from the front or from behind."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
+
+from torch import Tensor
 
 from lightning_retrieval.checks import check_choice
 from lightning_retrieval.datamodules.files.find import find_file
@@ -14,46 +16,60 @@ from lightning_retrieval.datamodules.images.image_set import ImageSet
 from lightning_retrieval.metrics import RandomGalleryMetrics
 
 Size = Literal["small", "medium", "large"]
-VEHICLES = {"small": 800, "medium": 1600, "large": 2400}
+ProtocolName = Literal["retrieval", "reid"]
+NUM_VEHICLES = {"small": 800, "medium": 1600, "large": 2400}
 LISTS = "train_test_split"
+ALL_IMAGES, MODELS = "attribute/img2vid.txt", "attribute/model_attr.txt"
+
+_Images = tuple[list[str], list[int]]  # the name of each image, without suffix, and its vehicle's id
 
 
 class _RandomGallerySet(ImageSet):
-    """Images evaluated by random galleries of one image of each vehicle."""
+    """Images that are evaluated with random galleries of one image of each vehicle."""
 
-    def __init__(self, *args: Any, seed: int, **settings: Any) -> None:
-        super().__init__(*args, **settings)
+    def __init__(
+        self,
+        index: ImageIndex,
+        root: str | Path,
+        transform: Callable[[Any], Tensor],
+        *,
+        on_error: Literal["raise", "skip"],
+        seed: int,
+    ) -> None:
+        super().__init__(index, root, transform, on_error=on_error)
         self.seed = seed
 
     def metrics(self, ks: Sequence[int], **settings: Any) -> RandomGalleryMetrics:
-        """The metrics that `RetrievalEvaluation` takes for this set, with its settings."""
+        """The metrics that `RetrievalEvaluation` computes for this set, with its settings."""
         return RandomGalleryMetrics(ks, draws=10, seed=self.seed, **settings)
 
 
 class VehicleID(ImageDataModule):
     """PKU VehicleID: 221,763 images of 26,267 vehicles, with test sets of 800, 1,600 and 2,400 vehicles.
 
-    There are two protocols, whose numbers are not comparable. In `"retrieval"` (Smooth-AP, XBM) each image of a test
-    set is ranked for against all others. In `"reid"` one random image of each vehicle is the gallery and all other
-    images are queries, ten times over, with draws that follow from `seed`; the metrics are the means over the ten. The
-    images are embedded once.
+    There are two protocols, whose results are not comparable. In `"retrieval"` (Smooth-AP, XBM) each image of a test
+    set is a query, and all other images of the set are its gallery. In `"reid"` the gallery is one random image of each
+    vehicle and all other images are queries; the metrics are means over ten such galleries, which are drawn from
+    `seed`. The images are embedded only once.
 
-    The categories are the vehicles' models, where `attribute/model_attr.txt` is there; the vehicles without a model are
-    one category of their own.
+    The categories are the models of the vehicles, if `attribute/model_attr.txt` exists; the vehicles without a model
+    form one further category.
 
     Args:
-        root: the folder that holds `train_test_split` with the lists, and the images in `image` or `images`.
-        sizes: which test sets: `"small"`, `"medium"`, `"large"`, or several.
+        root: the folder that contains `train_test_split` with the lists, and the images in `image` or `images`.
+        sizes: which test sets: `"small"`, `"medium"`, `"large"`, or several of them.
         protocol: `"retrieval"` or `"reid"`.
-        select_by_vid: take all images that `attribute/img2vid.txt` has of a list's vehicles (FastAP), in place of those
-            listed.
-        settings: those of `ImageDataModule`: `transform`, `on_error`, `num_workers` and so on.
+        select_by_vid: whether a split consists of all images that `attribute/img2vid.txt` has of the vehicles in its
+            list, as in FastAP, instead of the images in the list.
+        settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`, `on_error`,
+            `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`,
+            `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
 
     Raises:
-        FileNotFoundError: if the lists or the images are not there, saying where they may be.
-        ValueError: if a size or the protocol is unknown; if a list has lines with missing fields, a vehicle's id that
-            is no integer, an image twice, or a vehicle without images; if an image is of two vehicles in two lists, or
-            no vehicle of a test set has two images for `"reid"`.
+        FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
+        ValueError: if a size or the protocol is unknown; if a line lacks a field, a vehicle's id is not an integer, an
+            image occurs twice or with two vehicles, or a vehicle has no images; or if no vehicle of a test set has two
+            images for `"reid"`.
 
     Example:
         >>> from lightning_retrieval.datamodules import VehicleID
@@ -63,14 +79,14 @@ class VehicleID(ImageDataModule):
         ValueError: VehicleID: `sizes` must be one of 'small', 'medium', 'large', got 'tiny'.
 
     Relations:
-        The test sets hold vehicles in common, so the metrics of each bear its name: `val/small/mAP`.
+        The test sets have vehicles in common, so each has metrics of its own, such as `val/small/mAP`.
 
     Source:
         Liu, Tian, Wang, Pang and Huang, Deep Relative Distance Learning: Tell the Difference Between Similar Vehicles,
         CVPR 2016.
     """
 
-    published_counts = MappingProxyType(  # as in the papers, and as fast-reid's reader of the same lists has them
+    published_counts = MappingProxyType(  # as in the papers, and as fast-reid's reader finds them in the same lists
         {
             "train": [(110_178, 13_134), (113_346, 13_164)],
             "small": [(7_332, 800), (6_493, 800)],
@@ -82,94 +98,130 @@ class VehicleID(ImageDataModule):
     def __init__(
         self,
         root: str | Path,
+        *,
         sizes: Size | Sequence[Size] = ("small", "medium", "large"),
-        protocol: Literal["retrieval", "reid"] = "retrieval",
+        protocol: ProtocolName = "retrieval",
         select_by_vid: bool = False,
         **settings: Any,
     ) -> None:
         super().__init__(root, **settings)
-        who = type(self).__name__
-        listed = [sizes] if isinstance(sizes, str) else list(sizes)
-        if not listed:
-            raise ValueError(f"{who}: `sizes` must name at least one test set, got {sizes!r}.")
-        self.sizes: list[Size] = [check_choice(who, "sizes", size, tuple(VEHICLES)) for size in dict.fromkeys(listed)]
-        self.protocol: Literal["retrieval", "reid"] = check_choice(who, "protocol", protocol, ("retrieval", "reid"))
+        owner = type(self).__name__
+        self.sizes = _check_sizes(owner, sizes)
+        self.protocol: ProtocolName = check_choice(owner, "protocol", protocol, ("retrieval", "reid"))
         self.select_by_vid = select_by_vid
 
     def sources(self) -> list[Path]:
-        """The lists and, where they are needed or there, the tables of all images and of the models."""
-        who = type(self).__name__
-        names = [f"{LISTS}/{name}" for name in self._lists().values()]
-        names += ["attribute/img2vid.txt"] if self.select_by_vid else []
-        models = self.root / "attribute/model_attr.txt"
-        return [*(find_file(who, self.root, name) for name in names), *([models] if models.exists() else [])]
+        """The lists, for `select_by_vid` that of all images, and that of the models if it exists."""
+        found = [self._file(name) for name in self._lists().values()]
+        if self.select_by_vid:
+            found.append(self._file(ALL_IMAGES))
+        if (self.root / MODELS).exists():
+            found.append(self.root / MODELS)
+        return found
 
     def read(self) -> Mapping[str, ImageIndex]:
-        """The images of the lists, in their order; those of `img2vid.txt` in its order."""
-        who = type(self).__name__
-        self.sources()  # all of them are there
-        folder = find_file(who, self.root, "image", "images").name
-        every = self._rows("attribute/img2vid.txt") if self.select_by_vid else None
-        models = self._models()
+        """The images of the lists, in their order; with `select_by_vid` in the order of `img2vid.txt`."""
+        self.sources()  # raises if one is missing
+        folder = find_file(type(self).__name__, self.root, "image", "images").name
+        all_images = self._read_images(ALL_IMAGES) if self.select_by_vid else None
+        model_of = self._read_models()
+        vehicle_of: dict[str, int] = {}  # in all lists
         splits: dict[str, ImageIndex] = {}
-        of_image: dict[str, int] = {}
         for split, name in self._lists().items():
-            images, vehicles = self._rows(f"{LISTS}/{name}")
-            check_not_empty(who, self.root / LISTS / name, split, images)
-            if every is not None:
-                images, vehicles = self._images_of(vehicles, *every)
-            for image, vehicle in zip(images, vehicles):
-                if of_image.setdefault(image, vehicle) != vehicle:
-                    raise ValueError(
-                        f"{who}: an image must be of one vehicle in all lists, got {image} of {of_image[image]} and of "
-                        f"{vehicle} in {self.root / LISTS / name}."
-                    )
-            if self.protocol == "reid" and split != "train" and len(set(vehicles)) == len(vehicles):
-                raise ValueError(
-                    f"{who}: the protocol 'reid' needs a vehicle with two images or more, got none in "
-                    f"{self.root / LISTS / name}."
-                )
+            images, vehicles = self._read_images(name)
+            check_not_empty(type(self).__name__, self.root / name, split, images)
+            if all_images is not None:
+                images, vehicles = self._images_of(set(vehicles), all_images)
+            self._check_one_vehicle_each(name, images, vehicles, vehicle_of)
+            if split != "train":
+                self._check_protocol(name, vehicles)
             labels, names = class_numbers(vehicles)
+            categories = None
+            if model_of is not None:
+                categories = [model_of.get(vehicle, model_of[None]) for vehicle in vehicles]
             paths = [f"{folder}/{image}.jpg" for image in images]
-            categories = None if models is None else [models.get(vid, models[None]) for vid in vehicles]
             splits[split] = ImageIndex(paths, labels, categories=categories, names=names)
         return splits
 
     def evaluation_set(self, name: str, index: ImageIndex) -> ImageSet:
-        """The images of a test set, or of training vehicles held out, with the protocol's metrics."""
+        """The images of a test set, or of held-out training vehicles, with the metrics of the protocol."""
         if self.protocol == "retrieval":
             return super().evaluation_set(name, index)
-        return _RandomGallerySet(index, self.root, self.eval_transform, self.on_error, seed=self.seed)
+        return _RandomGallerySet(index, self.root, self.eval_transform, on_error=self.on_error, seed=self.seed)
+
+    def _file(self, name: str) -> Path:
+        return find_file(type(self).__name__, self.root, name)
 
     def _lists(self) -> dict[str, str]:
-        return {"train": "train_list.txt", **{size: f"test_list_{VEHICLES[size]}.txt" for size in self.sizes}}
+        """The path of each split's list, relative to the root."""
+        found = {"train": f"{LISTS}/train_list.txt"}
+        for size in self.sizes:
+            found[size] = f"{LISTS}/test_list_{NUM_VEHICLES[size]}.txt"
+        return found
 
-    def _rows(self, name: str) -> tuple[list[str], list[int]]:
-        """The images as text, since their numbers begin with zeros, and the vehicles' ids."""
-        who, path = type(self).__name__, self.root / name
-        rows = list(read_rows(who, path, 2))
-        images = [row[0] for row in rows]
-        check_unique(who, path, "image", images)
-        return images, parse_integers(who, path, "vehicle id", [row[1] for row in rows])
+    def _read_images(self, name: str) -> _Images:
+        """The images and vehicles of a list. Image names stay text, since they begin with zeros."""
+        owner, path = type(self).__name__, self.root / name
+        rows = list(read_rows(owner, path, 2))
+        images = [image for image, _ in rows]
+        check_unique(owner, path, "image", images)
+        return images, parse_integers(owner, path, "vehicle id", [vehicle for _, vehicle in rows])
 
-    def _images_of(self, wanted: list[int], images: list[str], vehicles: list[int]) -> tuple[list[str], list[int]]:
-        among = set(wanted)
-        without = sorted(among.difference(vehicles))
+    def _images_of(self, wanted: set[int], all_images: _Images) -> _Images:
+        """All images of some vehicles, each of which must have one."""
+        without = sorted(wanted.difference(all_images[1]))
         if without:
             raise ValueError(
-                f"{type(self).__name__}: {self.root / 'attribute/img2vid.txt'} must hold images of each listed "
-                f"vehicle, which {len(without)} have not, such as {without[0]}."
+                f"{type(self).__name__}: {self.root / ALL_IMAGES} must have images of each listed vehicle, got none for "
+                f"{len(without)} vehicles, such as {without[0]}."
             )
-        found = [(image, vid) for image, vid in zip(images, vehicles) if vid in among]
-        return [image for image, _ in found], [vid for _, vid in found]
+        images = []
+        vehicles = []
+        for image, vehicle in zip(*all_images):
+            if vehicle in wanted:
+                images.append(image)
+                vehicles.append(vehicle)
+        return images, vehicles
 
-    def _models(self) -> dict[int | None, int] | None:
-        """The model's number by vehicle, and by None that of the vehicles without one."""
-        who, path = type(self).__name__, self.root / "attribute/model_attr.txt"
+    def _check_one_vehicle_each(
+        self, name: str, images: Sequence[str], vehicles: Sequence[int], vehicle_of: dict[str, int]
+    ) -> None:
+        """Check that no image has another vehicle than in `vehicle_of`, and add the images of this list to it."""
+        for image, vehicle in zip(images, vehicles):
+            if vehicle_of.setdefault(image, vehicle) != vehicle:
+                raise ValueError(
+                    f"{type(self).__name__}: an image must have the same vehicle in all lists, got {image} with "
+                    f"{vehicle_of[image]} and with {vehicle} in {self.root / name}."
+                )
+
+    def _check_protocol(self, name: str, vehicles: Sequence[int]) -> None:
+        if self.protocol == "reid" and len(set(vehicles)) == len(vehicles):
+            raise ValueError(
+                f"{type(self).__name__}: the protocol 'reid' needs a vehicle with two images or more, got none in "
+                f"{self.root / name}."
+            )
+
+    def _read_models(self) -> dict[int | None, int] | None:
+        """The number of each vehicle's model, by id, and by None that of all vehicles without one."""
+        owner, path = type(self).__name__, self.root / MODELS
         if not path.exists():
             return None
-        rows = sorted({(row[0], row[1]) for row in read_rows(who, path, 2)})  # a line may come twice, saying the same
-        vehicles = parse_integers(who, path, "vehicle id", [vid for vid, _ in rows])
-        check_unique(who, path, "vehicle id", vehicles)
-        numbers, names = class_numbers(parse_integers(who, path, "model id", [model for _, model in rows]))
+        pairs = {(vehicle, model) for vehicle, model in read_rows(owner, path, 2)}  # the official file repeats lines
+        if not pairs:
+            return {None: 0}
+        vehicle_ids, model_ids = zip(*sorted(pairs))
+        vehicles = parse_integers(owner, path, "vehicle id", vehicle_ids)
+        check_unique(owner, path, "vehicle id", vehicles)
+        numbers, names = class_numbers(parse_integers(owner, path, "model id", model_ids))
         return {None: len(names), **dict(zip(vehicles, numbers.tolist()))}
+
+
+def _check_sizes(owner: str, sizes: Size | Sequence[Size]) -> list[Size]:
+    """The names of the test sets, each once."""
+    names = [sizes] if isinstance(sizes, str) else sizes
+    found: list[Size] = []
+    for name in dict.fromkeys(names):
+        found.append(check_choice(owner, "sizes", name, tuple(NUM_VEHICLES)))
+    if not found:
+        raise ValueError(f"{owner}: `sizes` must name at least one test set, got {sizes!r}.")
+    return found

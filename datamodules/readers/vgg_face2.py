@@ -1,8 +1,8 @@
-"""VGGFace2: faces, told apart by whose they are."""
+"""VGGFace2: faces, whose classes are people."""
 
 import os
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.datamodules.files.find import find_file
-from lightning_retrieval.datamodules.files.lists import check_unique, read_csv_rows, read_lines
+from lightning_retrieval.datamodules.files.lists import check_unique, read_csv_header, read_csv_rows, read_lines
 from lightning_retrieval.datamodules.images.image_folder import image_suffixes
 from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
@@ -19,21 +19,26 @@ from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 SPLITS = ("train", "test")
 BOX_HEADER = ["NAME_ID", "X", "Y", "W", "H"]
 
+_Images = tuple[list[str], list[str]]  # the person of each image, and its path below the root
+
 
 class VGGFace2(ImageDataModule):
-    """Faces: 3.14 million training images of 8,631 people, 169,396 test images of 500 others, ranked against the rest.
+    """Faces: 3.14 million training images of 8,631 people, 169,396 test images of 500 other people.
 
-    `root` holds the folders `train/` and `test/`, and the lists `train_list.txt` and `test_list.txt`, by themselves or
-    in `meta/`, with or without the split before each path. Without lists all images in the folders are taken.
+    In the test each image is a query, and all other test images are its gallery. `root` contains the folders `train/`
+    and `test/`, and the lists `train_list.txt` and `test_list.txt`, directly or in `meta/`, whose paths may begin with
+    the split or not. Without lists all images in the folders are used.
 
     Args:
-        root: the folder that holds `train/` and `test/`.
-        boxes: whether each image is cropped to its box in `bb_landmark/loose_bb_train.csv` and `loose_bb_test.csv`.
-        settings: those of `ImageDataModule`, such as `transform` and `cache_dir`, and of `RetrievalDataModule`.
+        root: the folder that contains `train/` and `test/`.
+        boxes: whether each image is cropped to its box in `bb_landmark/loose_bb_train.csv` or `loose_bb_test.csv`.
+        settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`, `on_error`,
+            `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`,
+            `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
 
     Raises:
-        FileNotFoundError: if neither lists nor folders are there, or `boxes` are wanted and their files are not.
-        ValueError: if a line is no path of an image in a person's folder, or an image comes twice or has no box.
+        FileNotFoundError: if neither lists nor folders exist, or the files of the boxes are missing.
+        ValueError: if a line is not the path of an image in a person's folder, or an image occurs twice or has no box.
 
     Example:
         >>> from pathlib import Path
@@ -46,8 +51,11 @@ class VGGFace2(ImageDataModule):
         >>> data.splits["train"].paths[2], data.splits["train"].labels, list(data.splits["test"].names)
         ('train/n000003/0001_01.jpg', array([0, 0, 1]), ['n000001'])
 
+    Cost:
+        Reading 3.3 million lines takes some seconds; with `cache_dir` they are read only once.
+
     Relations:
-        Reading 3.3 million lines takes some seconds; with `cache_dir` it happens once.
+        `IJBC` evaluates faces; VGGFace2 is its usual training set.
 
     Source:
         Cao et al., "VGGFace2: a dataset for recognising faces across pose and age", FG 2018.
@@ -55,19 +63,24 @@ class VGGFace2(ImageDataModule):
 
     published_counts = MappingProxyType({"train": [(3_141_890, 8_631)], "test": [(169_396, 500)]})
 
-    def __init__(self, root: str | Path, boxes: bool = False, **settings: Any) -> None:
+    def __init__(self, root: str | Path, *, boxes: bool = False, **settings: Any) -> None:
         super().__init__(root, **settings)
         self.boxes = boxes
 
     def sources(self) -> list[Path]:
-        """The lists, or the folders where there are none, and the boxes."""
-        lists = [self._list(split) for split in SPLITS]
-        found = [path for path in lists if path is not None]
-        if not found:
-            for split in SPLITS:
-                folder = find_file("VGGFace2", self.root, split)
-                found += [folder, *(folder / name for name in _folders(folder))]
-        return [*found, *(self._boxes(split) for split in SPLITS)] if self.boxes else found
+        """The lists, or the folders if there are no lists, and the files of the boxes."""
+        found = []
+        for split in SPLITS:
+            path = self._list(split)
+            if path is not None:
+                found.append(path)
+                continue
+            folder = find_file("VGGFace2", self.root, split)
+            found.append(folder)
+            found += [folder / person for person in _subfolders(folder)]
+        if self.boxes:
+            found += map(self._boxes_file, SPLITS)
+        return found
 
     def read(self) -> Mapping[str, ImageIndex]:
         """Every line of the lists, or every image of the folders."""
@@ -75,32 +88,40 @@ class VGGFace2(ImageDataModule):
         for split in SPLITS:
             path = self._list(split)
             if path is None:
-                people, paths = _walk(find_file("VGGFace2", self.root, split), split)
+                people, paths = _read_folder(find_file("VGGFace2", self.root, split), split)
             else:
                 people, paths = _read_list(path, split)
-            boxes = _read_boxes(self._boxes(split), split, paths) if self.boxes else None
+            boxes = None
+            if self.boxes:
+                boxes = _read_boxes(self._boxes_file(split), split, paths)
             labels, names = class_numbers(people)
-            del people
+            del people  # millions of entries, which need not stay while the index is made
             splits[split] = ImageIndex(paths, labels, boxes=boxes, names=names)
         return splits
 
     def _list(self, split: str) -> Path | None:
-        """The list of a split; None where both are missing and the folders are there."""
-        places = [self.root / folder / f"{name}_list.txt" for name in SPLITS for folder in ("", "meta")]
-        if not any(place.is_file() for place in places) and all((self.root / name).is_dir() for name in SPLITS):
+        """The list of a split; None if no split has a list and all have their folder."""
+        has_folders = all((self.root / name).is_dir() for name in SPLITS)
+        if has_folders and not self._has_lists():
             return None
         return find_file("VGGFace2", self.root, f"meta/{split}_list.txt", f"{split}_list.txt", beside=split)
 
-    def _boxes(self, split: str) -> Path:
+    def _has_lists(self) -> bool:
+        for split in SPLITS:
+            name = f"{split}_list.txt"
+            if (self.root / name).is_file() or (self.root / "meta" / name).is_file():
+                return True
+        return False
+
+    def _boxes_file(self, split: str) -> Path:
         name = f"loose_bb_{split}.csv"
         return find_file("VGGFace2", self.root, f"bb_landmark/{name}", f"meta/bb_landmark/{name}", name)
 
 
-def _read_list(path: Path, split: str) -> tuple[list[str], list[str]]:
-    """Whose image each is, and its path from the root."""
+def _read_list(path: Path, split: str) -> _Images:
     people: list[str] = []
     paths: list[str] = []
-    known: dict[str, str] = {}  # one string for each person, not for each image
+    known: dict[str, str] = {}  # keeps one string for each person, not one for each image
     prefix = f"{split}/"
     for number, line in enumerate(read_lines("VGGFace2", path), 1):
         image = line.strip()
@@ -126,75 +147,94 @@ def _read_list(path: Path, split: str) -> tuple[list[str], list[str]]:
     return people, paths
 
 
-def _walk(folder: Path, split: str) -> tuple[list[str], list[str]]:
-    """The same of all images in a folder of people."""
+def _read_folder(folder: Path, split: str) -> _Images:
+    """All images in the subfolders of a split's folder, one for each person."""
     suffixes = image_suffixes()
     people: list[str] = []
     paths: list[str] = []
-    for person in _folders(folder):
-        names = sorted(
-            name
-            for name in os.listdir(folder / person)
-            if not name.startswith(".") and os.path.splitext(name)[1].lower() in suffixes
-        )
-        people += [person] * len(names)
-        paths += [f"{split}/{person}/{name}" for name in names]
+    for person in _subfolders(folder):
+        for name in sorted(os.listdir(folder / person)):
+            is_image = os.path.splitext(name)[1].lower() in suffixes
+            if is_image and not name.startswith("."):
+                people.append(person)
+                paths.append(f"{split}/{person}/{name}")
     if not paths:
         raise ValueError(
-            f"VGGFace2: `root` must hold lists, or images as {split}/<person>/<image>; there is none in {folder}."
+            f"VGGFace2: `root` must contain lists, or images as {split}/<person>/<image>, got none in {folder}."
         )
     return people, paths
 
 
-def _folders(folder: Path) -> list[str]:
+def _subfolders(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
 def _read_boxes(path: Path, split: str, paths: Sequence[str]) -> NDArray[np.int32]:
-    """(images, 4) left, top, right, bottom, in the order of the paths; the official rows have it already."""
-    prefix, sides, order = f"{split}/", array("i"), array("q")
-    place: dict[str, int] | None = None
+    """(images, 4) left, top, right, bottom of each image, in the order of the paths."""
+    sides = array("i")  # four for each row that belongs to an image
+    positions = array("q")  # of the images of these rows
+    for position, box in _matching_rows(path, split, paths):
+        positions.append(position)
+        sides.extend(box)
+    image_of_row = np.asarray(positions, dtype=np.int64)
+    box_of_row = np.asarray(sides, dtype=np.int32).reshape(-1, 4)
+    boxes = np.zeros((len(paths), 4), dtype=np.int32)
+    boxes[image_of_row] = box_of_row
+    has_box = np.zeros(len(paths), dtype=bool)
+    has_box[image_of_row] = True
+
+    overwritten = np.flatnonzero((boxes[image_of_row] != box_of_row).any(1))
+    if len(overwritten):
+        image = paths[image_of_row[overwritten[0]]]
+        raise ValueError(f"VGGFace2: {path} must have one box for each image, got several for {image}.")
+    without = np.flatnonzero(~has_box)
+    if len(without):
+        raise ValueError(
+            f"VGGFace2: {path} must have a box for each image of {split}, got none for {len(without)} images, such as "
+            f"{paths[without[0]]}."
+        )
+    return boxes
+
+
+def _matching_rows(path: Path, split: str, paths: Sequence[str]) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield the position in the paths and the box of each row that belongs to one of them.
+
+    The rows of the official files are in the order of the official lists, so a table of all names is made only when a
+    row is found that is not.
+    """
+    prefix = f"{split}/"
+    position_of: dict[str, int] = {}
+    in_order = True
     rows = read_csv_rows("VGGFace2", path)
-    header = [name.strip() for name in next(rows, ([], 1))[0]]
+    header = read_csv_header(rows)
     if header != BOX_HEADER:
         raise ValueError(
             f"VGGFace2: line 1 of {path} must be the header {','.join(BOX_HEADER)!r}, got {','.join(header)!r}."
         )
     for row, (fields, line) in enumerate(rows):
-        try:
-            name, (x, y, width, height) = fields[0], map(int, fields[1:])
-            box = array("i", (x, y, x + width, y + height))
-        except (ValueError, IndexError, OverflowError):
-            raise ValueError(
-                f"VGGFace2: each line of {path} must be a name and four integers, got {','.join(fields)[:80]!r} (line "
-                f"{line})."
-            ) from None
-        stem = prefix + name
-        if place is None and (row >= len(paths) or _stem(paths[row]) != stem):
-            place = {_stem(image): i for i, image in enumerate(paths)}
-        found = row if place is None else place.get(stem, -1)
-        if found >= 0:
-            sides.extend(box)
-            order.append(found)
-    boxes = np.zeros((len(paths), 4), dtype=np.int32)
-    given = np.zeros(len(paths), dtype=bool)
-    rows_of, boxes_of = np.asarray(order, dtype=np.int64), np.asarray(sides, dtype=np.int32).reshape(-1, 4)
-    boxes[rows_of] = boxes_of
-    given[rows_of] = True
-    other = np.flatnonzero((boxes[rows_of] != boxes_of).any(1))
-    if len(other):
-        raise ValueError(
-            f"VGGFace2: {path} must have one box for each image, got several for {paths[rows_of[other[0]]]}."
-        )
-    lacking = np.flatnonzero(~given)
-    if len(lacking):
-        raise ValueError(
-            f"VGGFace2: {path} must have a box for each image of {split}, got none for {paths[lacking[0]]} "
-            f"({len(lacking)} such images)."
-        )
-    return boxes
+        box = _parse_box(path, fields, line)
+        name = prefix + fields[0]
+        if in_order and (row >= len(paths) or _without_suffix(paths[row]) != name):
+            in_order = False
+            position_of = {_without_suffix(image): position for position, image in enumerate(paths)}
+        if in_order:
+            yield row, box
+        elif name in position_of:
+            yield position_of[name], box
 
 
-def _stem(path: str) -> str:
+def _parse_box(path: Path, fields: Sequence[str], line: int) -> Sequence[int]:
+    """Left, top, right and bottom from name, x, y, width and height."""
+    try:
+        x, y, width, height = map(int, fields[1:])
+        return array("i", (x, y, x + width, y + height))
+    except (ValueError, OverflowError):
+        raise ValueError(
+            f"VGGFace2: each line of {path} must be a name and four integers, got {','.join(fields)[:80]!r} (line "
+            f"{line})."
+        ) from None
+
+
+def _without_suffix(path: str) -> str:
     return path.rpartition(".")[0]
