@@ -72,5 +72,9 @@ def _table_lines(splits: dict[str, tuple[Count, Sequence[Count]]]) -> list[str]:
 
 def _alternatives(published: Sequence[Count], position: int) -> str:
     """The different published numbers at a position of the counts, such as `1,000 or 1,200`."""
-    numbers = dict.fromkeys(count[position] for count in published)
-    return " or ".join(f"{number:,}" for number in numbers)
+    shown: list[str] = []
+    for count in published:
+        number = f"{count[position]:,}"
+        if number not in shown:
+            shown.append(number)
+    return " or ".join(shown)

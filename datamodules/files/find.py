@@ -60,10 +60,10 @@ def _suggestion(folder: Path, candidates: Sequence[str], beside: str) -> str:
                 return f"pass root={root}"
     if beside:
         return ""
-    names = {Path(candidate).name for candidate in candidates}
     for path in found:
-        if path.name in names:
-            return f"{path.name} is in {path.parent}"
+        for candidate in candidates:
+            if path.name == Path(candidate).name:
+                return f"{path.name} is in {path.parent}"
     return ""
 
 

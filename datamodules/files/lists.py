@@ -2,7 +2,7 @@
 
 import csv
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence, Sized
 from pathlib import Path
 
 import numpy as np
@@ -80,6 +80,19 @@ def read_rows(
     _check_no_invalid_lines(owner, path, fields, invalid_lines)
 
 
+def read_columns(
+    owner: str, path: Path, fields: int, *, header: Sequence[str] | None = None, skip: int = 0
+) -> list[list[str]]:
+    """Return the columns of a list: for each of the fields, the values of all lines. Arguments as in `read_rows`."""
+    columns: list[list[str]] = []
+    for _ in range(fields):
+        columns.append([])
+    for row in read_rows(owner, path, fields, header=header, skip=skip):
+        for column, value in zip(columns, row):
+            column.append(value)
+    return columns
+
+
 def read_csv_rows(owner: str, path: Path) -> Iterator[tuple[list[str], int]]:
     """Yield the fields of each row of a CSV file that is not blank, the header first, and the row's last line number.
 
@@ -102,7 +115,7 @@ def read_csv_rows(owner: str, path: Path) -> Iterator[tuple[list[str], int]]:
 def read_csv_header(rows: Iterator[tuple[list[str], int]]) -> list[str]:
     """Take the first row of `read_csv_rows` and return the names of the columns; empty if there is no row."""
     first_row, _ = next(rows, ([], 1))
-    return [name.strip() for name in first_row]
+    return list(map(str.strip, first_row))
 
 
 def read_csv_columns(owner: str, path: Path, columns: Sequence[str]) -> Iterator[tuple[tuple[str, ...], int]]:
@@ -118,7 +131,7 @@ def read_csv_columns(owner: str, path: Path, columns: Sequence[str]) -> Iterator
     """
     rows = read_csv_rows(owner, path)
     header = read_csv_header(rows)
-    missing = [name for name in columns if name not in header]
+    missing = find_missing(columns, header)
     if missing:
         raise ValueError(
             f"{owner}: line 1 of {path} must name the columns {', '.join(columns)}, separated by commas, got "
@@ -187,7 +200,10 @@ def _fits(value: int | str, bits: int) -> bool:
 
 
 def _first_invalid_integer(values: Sequence[str], bits: int) -> str:
-    return next(value for value in values if not _fits(value, bits))
+    position = 0
+    while _fits(values[position], bits):
+        position += 1
+    return values[position]
 
 
 def _number_of_line_with(path: Path, value: str) -> int | None:
@@ -203,6 +219,16 @@ def normalized_path(path: str) -> str:
     if not path or ".." in path.split("/"):
         return path
     return posixpath.normpath(path)
+
+
+def find_missing(wanted: Iterable[str], found: Container[str]) -> list[str]:
+    """Return what is wanted and not found, in its order."""
+    return [name for name in wanted if name not in found]
+
+
+def join_paths(folder: str, names: Iterable[str], suffix: str = "") -> list[str]:
+    """Return the paths of the files with these names in a folder."""
+    return [f"{folder}/{name}{suffix}" for name in names]
 
 
 def check_unique(owner: str, path: Path, column: str, values: Sequence[object]) -> None:
@@ -227,16 +253,19 @@ def check_unique(owner: str, path: Path, column: str, values: Sequence[object]) 
         seen.add(value)
 
 
-def line_number(path: Path, row: Sequence[str]) -> int:
-    """Return the number of the first line that has these fields, for an error message; 0 if there is none."""
+def line_number(path: Path, position: int) -> int:
+    """Return the number of the line at a position among the lines that are not blank, for an error message."""
+    not_blank = 0
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
-            if line.split() == list(row):
+            if line.strip():
+                not_blank += 1
+            if not_blank > position:
                 return number
-    return 0
+    raise IndexError(f"{path} has {not_blank} lines that are not blank, so there is none at {position}")
 
 
-def check_not_empty(owner: str, path: Path, split: str, rows: Sequence[object]) -> None:
+def check_not_empty(owner: str, path: Path, split: str, rows: Sized) -> None:
     """Check that a split has images; raise a ValueError otherwise."""
-    if not rows:
+    if len(rows) == 0:
         raise ValueError(f"{owner}: the split {split!r} must have at least one image, got none in {path}.")

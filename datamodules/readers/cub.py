@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,9 +11,10 @@ from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import (
     check_not_empty,
     check_unique,
+    join_paths,
     line_number,
     parse_integers,
-    read_rows,
+    read_columns,
 )
 from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
@@ -22,7 +23,6 @@ PATHS, CLASSES, BOXES = "images.txt", "image_class_labels.txt", "bounding_boxes.
 NUM_CLASSES = 200
 SPECIES = {"train": range(1, 101), "test": range(101, 201)}
 
-_Rows = dict[int, list[str]]  # image id: fields
 _Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 
@@ -77,69 +77,73 @@ class CUB200(ImageDataModule):
 
     def read(self) -> Mapping[str, ImageIndex]:
         """The images in the order of `images.txt`, joined with the other lists by image id."""
+        owner = type(self).__name__
         self.sources()  # raises if one is missing
         self._file("images")
-        rows = self._read_by_id(PATHS, 2)
-        check_unique(type(self).__name__, self._file(PATHS), "path", [path for _, path in rows.values()])
-        species = self._read_species(rows)
-        boxes = self._read_boxes(rows) if self.boxes else None
+        image_ids, (paths,) = self._read_by_id(PATHS, 2)
+        check_unique(owner, self._file(PATHS), "path", paths)
+        species = self._read_species(image_ids)
+        boxes = None
+        if self.boxes:
+            boxes = self._read_boxes(image_ids)
         splits = {}
         for split, of_split in SPECIES.items():
-            images = []
-            for image, (_, path) in rows.items():
+            images = {}
+            for image, path in zip(image_ids, paths):
                 if species[image] in of_split and not _is_macos_metadata(path):
-                    images.append(image)
-            check_not_empty(type(self).__name__, self._file(CLASSES), split, images)
-            splits[split] = _make_index(images, rows, species, boxes)
+                    images[image] = path
+            check_not_empty(owner, self._file(CLASSES), split, images)
+            splits[split] = _make_index(images, species, boxes)
         return splits
 
     def _file(self, name: str) -> Path:
         return find_file(type(self).__name__, self.root, name)
 
-    def _read_by_id(self, name: str, fields: int) -> _Rows:
+    def _read_by_id(self, name: str, fields: int) -> tuple[list[int], list[list[str]]]:
+        """The image ids of a list, and its other columns."""
         owner, path = type(self).__name__, self._file(name)
-        rows = list(read_rows(owner, path, fields))
-        ids = parse_integers(owner, path, "image_id", [row[0] for row in rows])
+        id_texts, *columns = read_columns(owner, path, fields)
+        ids = parse_integers(owner, path, "image_id", id_texts)
         check_unique(owner, path, "image_id", ids)
-        return dict(zip(ids, rows))
+        return ids, columns
 
-    def _read_species(self, images: _Rows) -> dict[int, int]:
+    def _read_species(self, image_ids: Sequence[int]) -> dict[int, int]:
         """The class of each image, by id."""
-        rows = self._read_by_id(CLASSES, 2)
-        self._check_same_ids(images, CLASSES, rows)
+        owner, path = type(self).__name__, self._file(CLASSES)
+        ids, (texts,) = self._read_by_id(CLASSES, 2)
+        self._check_same_ids(image_ids, CLASSES, ids)
         species = {}
-        for image, row in rows.items():
-            is_number = re.fullmatch("[0-9]{1,9}", row[1]) is not None
-            if not is_number or not 1 <= int(row[1]) <= NUM_CLASSES:
-                path = self._file(CLASSES)
+        for position, (image, text) in enumerate(zip(ids, texts)):
+            is_number = re.fullmatch("[0-9]{1,9}", text) is not None
+            if not is_number or not 1 <= int(text) <= NUM_CLASSES:
                 raise ValueError(
-                    f"{type(self).__name__}: the class must be an integer from 1 to {NUM_CLASSES}, got {row[1]!r} for "
-                    f"image {image} in line {line_number(path, row)} of {path}."
+                    f"{owner}: the class must be an integer from 1 to {NUM_CLASSES}, got {text!r} for image {image} in "
+                    f"line {line_number(path, position)} of {path}."
                 )
-            species[image] = int(row[1])
+            species[image] = int(text)
         return species
 
-    def _read_boxes(self, images: _Rows) -> dict[int, _Box]:
+    def _read_boxes(self, image_ids: Sequence[int]) -> dict[int, _Box]:
         """The box of each image, by id."""
-        rows = self._read_by_id(BOXES, 5)
-        self._check_same_ids(images, BOXES, rows)
+        owner, path = type(self).__name__, self._file(BOXES)
+        ids, sides = self._read_by_id(BOXES, 5)
+        self._check_same_ids(image_ids, BOXES, ids)
         boxes = {}
-        for image, row in rows.items():
-            box = _enclosing_pixels(row[1:])
+        for position, (image, texts) in enumerate(zip(ids, zip(*sides))):
+            box = _enclosing_pixels(texts)
             if box is None:
-                path = self._file(BOXES)
                 raise ValueError(
-                    f"{type(self).__name__}: a box must be four finite numbers, got {' '.join(row[1:])!r} in line "
-                    f"{line_number(path, row)} of {path}."
+                    f"{owner}: a box must be four finite numbers, got {' '.join(texts)!r} in line "
+                    f"{line_number(path, position)} of {path}."
                 )
             boxes[image] = box
         return boxes
 
-    def _check_same_ids(self, images: _Rows, other_name: str, others: _Rows) -> None:
+    def _check_same_ids(self, image_ids: Sequence[int], other_name: str, other_ids: Sequence[int]) -> None:
         """Check that `images.txt` and another list have the same image ids."""
         path, other_path = self._file(PATHS), self._file(other_name)
-        self._check_no_unmatched(path, other_path, images.keys() - others.keys())
-        self._check_no_unmatched(other_path, path, others.keys() - images.keys())
+        self._check_no_unmatched(path, other_path, set(image_ids).difference(other_ids))
+        self._check_no_unmatched(other_path, path, set(other_ids).difference(image_ids))
 
     def _check_no_unmatched(self, path: Path, other_path: Path, unmatched: set[int]) -> None:
         if unmatched:
@@ -154,10 +158,10 @@ def _is_macos_metadata(path: str) -> bool:
     return path.rpartition("/")[2].startswith("._")
 
 
-def _enclosing_pixels(fields: list[str]) -> _Box | None:
+def _enclosing_pixels(texts: Sequence[str]) -> _Box | None:
     """The whole pixels that enclose the box x, y, width, height; None if these are not finite numbers."""
     try:
-        x, y, width, height = map(float, fields)
+        x, y, width, height = map(float, texts)
         box = math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
     except (ValueError, OverflowError):
         return None
@@ -166,10 +170,13 @@ def _enclosing_pixels(fields: list[str]) -> _Box | None:
     return box
 
 
-def _make_index(images: list[int], rows: _Rows, species: dict[int, int], boxes: dict[int, _Box] | None) -> ImageIndex:
-    """The index of these image ids."""
-    labels, names = class_numbers([species[image] for image in images])
-    boxes_of_images = None
-    if boxes is not None:
-        boxes_of_images = [boxes[image] for image in images]
-    return ImageIndex([f"images/{rows[image][1]}" for image in images], labels, boxes=boxes_of_images, names=names)
+def _make_index(images: Mapping[int, str], species: Mapping[int, int], boxes: Mapping[int, _Box] | None) -> ImageIndex:
+    """The index of the images of a split, which are given by id and path."""
+    species_of_images = []
+    boxes_of_images = []
+    for image in images:
+        species_of_images.append(species[image])
+        if boxes is not None:
+            boxes_of_images.append(boxes[image])
+    labels, names = class_numbers(species_of_images)
+    return ImageIndex(join_paths("images", images.values()), labels, boxes=boxes_of_images or None, names=names)

@@ -11,7 +11,7 @@ from pytorch_lightning.utilities import rank_zero_info
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.files.find import find_file
-from lightning_retrieval.datamodules.files.lists import check_not_empty, check_unique, read_csv_columns, read_rows
+from lightning_retrieval.datamodules.files.lists import check_not_empty, check_unique, read_columns, read_csv_columns
 from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
@@ -109,31 +109,32 @@ class IJBC(ImageDataModule):
         return find_file("IJBC", self.root, CROPS, "protocols").name != "protocols"
 
     def _lists(self) -> list[Path]:
-        folders = ["protocols", "protocols/archive"]
-        if self._is_repack():
-            folders = ["meta"]
         found = []
         for name in LISTS:
-            candidates = [f"{folder}/{name}" for folder in folders]
-            found.append(find_file("IJBC", self.root, *candidates))
+            if self._is_repack():
+                found.append(find_file("IJBC", self.root, f"meta/{name}"))
+            else:
+                found.append(find_file("IJBC", self.root, f"protocols/{name}", f"protocols/archive/{name}"))
         return found
 
     def _with_enough_instances(self, faces: Sequence[_Face]) -> list[_Face]:
         """The faces of the subjects with `least_instances` or more."""
-        instances = {(face.subject, face.medium) for face in faces}
-        count_of = Counter(subject for subject, _ in instances)
-        kept = {subject for subject, count in count_of.items() if count >= self.least_instances}
+        subjects, _, media = zip(*faces)
+        subjects_of_instances, _ = zip(*set(zip(subjects, media)))
+        count_of = Counter(subjects_of_instances)
+        kept = [face for face in faces if count_of[face.subject] >= self.least_instances]
         if not kept:
             raise ValueError(
                 f"IJBC: `least_instances` must leave at least one subject, got {self.least_instances}, but no subject "
                 f"has more than {max(count_of.values())} instances."
             )
-        if len(kept) < len(count_of):
+        skipped = sum(count < self.least_instances for count in count_of.values())
+        if skipped:
             rank_zero_info(
-                f"IJBC: skipped {len(count_of) - len(kept):,} of {len(count_of):,} subjects, which have fewer than "
+                f"IJBC: skipped {skipped:,} of {len(count_of):,} subjects, which have fewer than "
                 f"{self.least_instances} instances."
             )
-        return [face for face in faces if face.subject in kept]
+        return kept
 
 
 def _make_index(faces: Sequence[_Face], boxes: Mapping[_Face, _Box] | None) -> ImageIndex:
@@ -142,12 +143,13 @@ def _make_index(faces: Sequence[_Face], boxes: Mapping[_Face, _Box] | None) -> I
     labels, names = class_numbers(subjects)
     numbers: dict[tuple[int, str], int] = {}
     instances = []
+    boxes_of_faces = []
     for face in faces:
-        instances.append(numbers.setdefault((face.subject, face.medium), len(numbers)))
-    boxes_of_faces = None
-    if boxes is not None:
-        boxes_of_faces = [boxes[face] for face in faces]
-    return ImageIndex(paths, labels, boxes=boxes_of_faces, instances=instances, names=names)
+        instance = (face.subject, face.medium)
+        instances.append(numbers.setdefault(instance, len(numbers)))
+        if boxes is not None:
+            boxes_of_faces.append(boxes[face])
+    return ImageIndex(paths, labels, boxes=boxes_of_faces or None, instances=instances, names=names)
 
 
 def _read_boxes(lists: Sequence[Path]) -> dict[_Face, _Box]:
@@ -181,13 +183,15 @@ def _read_boxes(lists: Sequence[Path]) -> dict[_Face, _Box]:
 def _read_crops(lists: Sequence[Path], crops: Path) -> list[_Face]:
     """The faces of the re-pack, whose subjects are those of their templates."""
     subject_of = _read_subjects(lists)
-    rows = list(read_rows("IJBC", crops, 3))
-    check_unique("IJBC", crops, "image", [image for image, _, _ in rows])
+    images, templates, media = read_columns("IJBC", crops, 3)
+    check_unique("IJBC", crops, "image", images)
     faces = []
-    for image, template, medium in rows:
-        if template in subject_of:
-            faces.append(_Face(subject_of[template], f"loose_crop/{image}", medium))
-    skipped = len(rows) - len(faces)
+    skipped = 0
+    for image, template, medium in zip(images, templates, media):
+        if template not in subject_of:
+            skipped += 1
+            continue
+        faces.append(_Face(subject_of[template], f"loose_crop/{image}", medium))
     if skipped:
         warnings.warn(f"IJBC: skipped {skipped:,} rows of faces without a subject.", stacklevel=3)
     return faces

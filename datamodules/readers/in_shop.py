@@ -13,10 +13,11 @@ from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import (
     check_not_empty,
     check_unique,
+    find_missing,
     line_number,
     parse_integers,
+    read_columns,
     read_lines,
-    read_rows,
 )
 from lightning_retrieval.datamodules.images.image_index import ROLES, ImageIndex, class_numbers
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
@@ -24,14 +25,15 @@ from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 PARTITION, BOXES = "list_eval_partition.txt", "list_bbox_inshop.txt"
 PARTITION_HEADER = ("image_name", "item_id", "evaluation_status")
 BOXES_HEADER = ("image_name", "clothes_type", "pose_type", "x_1", "y_1", "x_2", "y_2")
-LIST_FOLDERS = ("", "Eval/", "Anno/")  # where the releases keep their lists
 STATUSES = {"train": ("train",), "test": ("query", "gallery")}
 
 
-class _Row(NamedTuple):
-    image: str
-    item: str
-    status: str  # "train", "query" or "gallery"
+class _Partition(NamedTuple):
+    """The columns of the list of all images."""
+
+    images: NDArray[np.str_]
+    items: NDArray[np.str_]
+    statuses: NDArray[np.str_]  # "train", "query" or "gallery"
 
 
 class InShop(ImageDataModule):
@@ -85,8 +87,8 @@ class InShop(ImageDataModule):
         super().__init__(root, **settings)
         if boxes and high_res:
             raise ValueError(
-                f"{type(self).__name__}: `boxes` and `high_res` must not both be True, since the boxes are in pixels of "
-                "the images of 256 x 256; set one of them."
+                f"{type(self).__name__}: `boxes` and `high_res` must not both be True, since the boxes are in pixels "
+                "of the images of 256 x 256; set one of them."
             )
         self.boxes = boxes
         self.high_res = high_res
@@ -101,21 +103,25 @@ class InShop(ImageDataModule):
     def read(self) -> Mapping[str, ImageIndex]:
         """The images of the partition, in its order."""
         self.sources()  # raises if one is missing
-        path = self._list(PARTITION)
-        rows = self._read_partition(path)
-        paths = self._image_paths(rows)
-        categories, _ = class_numbers(["/".join(row.image.split("/")[1:3]) for row in rows])
-        boxes = self._read_boxes(rows) if self.boxes else None
+        partition = self._read_partition()
+        paths = self._image_paths(partition)
+        categories, _ = class_numbers([_gender_and_kind(image) for image in partition.images])
+        boxes = None
+        if self.boxes:
+            boxes = self._read_boxes(partition.images)
         splits = {}
         for split, statuses in STATUSES.items():
-            positions = self._positions(path, rows, statuses)
-            labels, names = class_numbers([rows[position].item for position in positions])
+            rows = self._rows_of(partition, statuses)
+            labels, names = class_numbers(partition.items[rows])
+            roles = None
+            if split != "train":
+                roles = np.where(partition.statuses[rows] == "query", ROLES["query"], ROLES["gallery"])
             splits[split] = ImageIndex(
-                [paths[position] for position in positions],
+                paths[rows].tolist(),
                 labels,
-                categories=categories[positions],
-                boxes=None if boxes is None else boxes[positions],
-                roles=None if split == "train" else [ROLES[rows[position].status] for position in positions],
+                categories=categories[rows],
+                boxes=None if boxes is None else boxes[rows],
+                roles=roles,
                 names=names,
             )
         return splits
@@ -131,77 +137,77 @@ class InShop(ImageDataModule):
         return report
 
     def _list(self, name: str) -> Path:
-        candidates = [folder + name for folder in LIST_FOLDERS]
-        return find_file(type(self).__name__, self.root, *candidates)
+        return find_file(type(self).__name__, self.root, name, f"Eval/{name}", f"Anno/{name}")
 
-    def _read_partition(self, path: Path) -> list[_Row]:
-        owner = type(self).__name__
-        rows = []
-        for image, item, status in self._read_counted(path, PARTITION_HEADER):
-            rows.append(_Row(image, item, status))
-        check_unique(owner, path, "image_name", [row.image for row in rows])
-        for row in rows:
-            if row.status not in ("train", "query", "gallery"):
+    def _read_partition(self) -> _Partition:
+        owner, path = type(self).__name__, self._list(PARTITION)
+        images, items, statuses = self._read_counted(path, PARTITION_HEADER)
+        check_unique(owner, path, "image_name", images)
+        for position, (image, status) in enumerate(zip(images, statuses), 2):  # after the count and the header
+            if status not in ("train", "query", "gallery"):
                 raise ValueError(
-                    f"{owner}: `evaluation_status` must be train, query or gallery, got {row.status!r} in line "
-                    f"{line_number(path, row)} of {path}."
+                    f"{owner}: `evaluation_status` must be train, query or gallery, got {status!r} in line "
+                    f"{line_number(path, position)} of {path}."
                 )
-            folders = row.image.split("/")
+            folders = image.split("/")
             if folders[0] != "img" or len(folders) < 4 or ".." in folders:
                 raise ValueError(
-                    f"{owner}: `image_name` must be img/gender/kind/..., got {row.image!r} in line "
-                    f"{line_number(path, row)} of {path}."
+                    f"{owner}: `image_name` must be img/gender/kind/..., got {image!r} in line "
+                    f"{line_number(path, position)} of {path}."
                 )
-        return rows
+        return _Partition(np.array(images, str), np.array(items, str), np.array(statuses, str))
 
     def _read_counted(self, path: Path, header: Sequence[str]) -> list[list[str]]:
-        """The rows of a list whose first line is their number."""
+        """The columns of a list whose first line is the number of its rows."""
         owner = type(self).__name__
         first_line = next(read_lines(owner, path), "")
         (count,) = parse_integers(owner, path, "the number of images in line 1", [first_line.strip()])
-        rows = list(read_rows(owner, path, len(header), header=header, skip=1))
-        if count != len(rows):
+        columns = read_columns(owner, path, len(header), header=header, skip=1)
+        rows = len(columns[0])
+        if count != rows:
             raise ValueError(
-                f"{owner}: {path} must have as many images as its first line says, {count:,}, got {len(rows):,}."
+                f"{owner}: {path} must have as many images as its first line says, {count:,}, got {rows:,}."
             )
-        return rows
+        return columns
 
-    def _image_paths(self, rows: Sequence[_Row]) -> list[str]:
+    def _image_paths(self, partition: _Partition) -> NDArray[np.str_]:
         """The path of each image below the root, in the chosen resolution."""
-        names = [row.image for row in rows]
+        images = partition.images
         if self.high_res:
-            names = [name.replace("img/", "img_highres/", 1) for name in names]
+            images = np.char.replace(images, "img/", "img_highres/", 1)
         example = "img"
-        if names:
-            example = "/".join(names[0].split("/")[:2])
+        if len(images):
+            example = "/".join(images[0].split("/")[:2])
         folder = find_file(type(self).__name__, self.root, example, f"Img/{example}")
         if folder.relative_to(self.root).parts[0] == "Img":
-            names = [f"Img/{name}" for name in names]
-        return names
+            images = np.char.add("Img/", images)
+        return images
 
-    def _positions(self, path: Path, rows: Sequence[_Row], statuses: Sequence[str]) -> list[int]:
-        """The positions of the rows with these statuses, of which each must occur."""
-        positions = [position for position, row in enumerate(rows) if row.status in statuses]
+    def _rows_of(self, partition: _Partition, statuses: Sequence[str]) -> NDArray[np.intp]:
+        """The positions of the images with these statuses, of which each must occur."""
         for status in statuses:
-            of_status = [position for position in positions if rows[position].status == status]
-            check_not_empty(type(self).__name__, path, status, of_status)
-        return positions
+            of_status = np.flatnonzero(partition.statuses == status)
+            check_not_empty(type(self).__name__, self._list(PARTITION), status, of_status)
+        return np.flatnonzero(np.isin(partition.statuses, statuses))
 
-    def _read_boxes(self, rows: Sequence[_Row]) -> NDArray[np.int32]:
-        """(images, 4) the box of each image."""
+    def _read_boxes(self, wanted: NDArray[np.str_]) -> NDArray[np.int32]:
+        """(images, 4) the box of each of these images."""
         owner, path = type(self).__name__, self._list(BOXES)
-        listed = self._read_counted(path, BOXES_HEADER)
-        images = [row[0] for row in listed]
+        images, _, _, *columns = self._read_counted(path, BOXES_HEADER)
         check_unique(owner, path, "image_name", images)
-        columns = []
-        for number, name in enumerate(BOXES_HEADER[3:], 3):
-            columns.append(parse_integers(owner, path, name, [row[number] for row in listed], bits=32))
-        corners: NDArray[np.int32] = np.array(columns, dtype=np.int32).T
-        position_of = dict(zip(images, range(len(images))))
-        without = [row.image for row in rows if row.image not in position_of]
+        corners = np.empty((len(images), 4), dtype=np.int32)
+        for side, texts in enumerate(columns):
+            corners[:, side] = parse_integers(owner, path, BOXES_HEADER[3 + side], texts, bits=32)
+        row_of = dict(zip(images, range(len(images))))
+        without = find_missing(wanted.tolist(), row_of)
         if without:
             raise ValueError(
                 f"{owner}: {path} must have a box for each image, got none for {len(without)} images, such as "
                 f"{without[0]}."
             )
-        return corners[[position_of[row.image] for row in rows]]
+        return corners[[row_of[image] for image in wanted.tolist()]]
+
+
+def _gender_and_kind(image: str) -> str:
+    """The two folders below `img`."""
+    return "/".join(image.split("/")[1:3])

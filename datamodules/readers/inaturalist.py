@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.datamodules.files.find import find_file
-from lightning_retrieval.datamodules.files.lists import check_unique, read_lines
+from lightning_retrieval.datamodules.files.lists import check_unique, find_missing, read_lines
 from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
@@ -79,34 +79,43 @@ class INaturalist(ImageDataModule):
 
     def sources(self) -> list[Path]:
         """The lists and, for `levels`, the files of the taxonomy."""
-        found = [self._list(split) for split in LISTS]
+        found = [self._list("train"), self._list("test")]
         if self.levels is not None:
             found += self._taxonomy_files()
         return found
 
     def read(self) -> Mapping[str, ImageIndex]:
         """Every line of the lists."""
-        taxonomy = None if self.levels is None else self._read_taxonomy()
-        lists = {split: _read_list(self._list(split)) for split in LISTS}
-        supercategories = set[str]()
-        for images in lists.values():
-            supercategories.update(images.supercategories)
-        number_of = {name: number for number, name in enumerate(sorted(supercategories))}
-        splits = {}
-        for split, images in lists.items():
-            labels, names = class_numbers(np.array(images.category_ids))
-            categories = [number_of[name] for name in images.supercategories]
-            levels = None if taxonomy is None else self._labels_of_levels(taxonomy, labels, names)
-            splits[split] = ImageIndex(images.paths, labels, categories=categories, levels=levels, names=names)
-        return splits
+        taxonomy = None
+        if self.levels is not None:
+            taxonomy = self._read_taxonomy()
+        train, test = _read_list(self._list("train")), _read_list(self._list("test"))
+        # The splits have supercategories in common, which therefore have the same numbers in both.
+        categories, _ = class_numbers(train.supercategories + test.supercategories)
+        return {
+            "train": self._make_index(train, categories[: len(train.paths)], taxonomy),
+            "test": self._make_index(test, categories[len(train.paths) :], taxonomy),
+        }
+
+    def _make_index(self, images: _Images, categories: NDArray[np.int64], taxonomy: _Taxonomy | None) -> ImageIndex:
+        labels, names = class_numbers(images.category_ids)
+        levels = None
+        if taxonomy is not None:
+            levels = self._labels_of_levels(taxonomy, labels, names)
+        return ImageIndex(images.paths, labels, categories=categories, levels=levels, names=names)
 
     def _list(self, split: str) -> Path:
         return find_file("INaturalist", self.root, f"Inat_dataset_splits/{LISTS[split]}", LISTS[split])
 
     def _taxonomy_files(self) -> list[Path]:
         """The files of the taxonomy that exist, of which there must be one."""
-        found = [self.root / name for name in TAXONOMIES if (self.root / name).is_file()]
-        return found or [find_file("INaturalist", self.root, *reversed(TAXONOMIES))]
+        found = []
+        for name in TAXONOMIES:
+            if (self.root / name).is_file():
+                found.append(self.root / name)
+        if not found:
+            found.append(find_file("INaturalist", self.root, *reversed(TAXONOMIES)))  # raises, with a suggestion
+        return found
 
     def _read_taxonomy(self) -> _Taxonomy:
         """The categories by id, from the first of the files that has all ranks."""
@@ -124,7 +133,7 @@ class INaturalist(ImageDataModule):
         self, taxonomy: _Taxonomy, labels: NDArray[np.int64], names: Sequence[str]
     ) -> NDArray[np.int64]:
         """(images, levels) the label of each image at each level."""
-        unknown = [name for name in names if name not in taxonomy]
+        unknown = find_missing(names, taxonomy)
         if unknown:
             raise ValueError(
                 f"INaturalist: `levels` need the taxonomy of each category, got none for {len(unknown)} of "
@@ -189,11 +198,10 @@ def _read_categories(path: Path) -> _Taxonomy:
 
 def _missing_ranks(categories: _Taxonomy, ranks: Sequence[str]) -> list[str]:
     """The ranks that at least one of the categories lacks."""
-    missing = []
-    for rank in ranks:
-        if any(rank not in category for category in categories.values()):
-            missing.append(rank)
-    return missing
+    in_all = set(ranks)
+    for category in categories.values():
+        in_all.intersection_update(category)
+    return find_missing(ranks, in_all)
 
 
 def _taxon(category: Mapping[str, Any], ranks: Sequence[str]) -> str:

@@ -2,30 +2,26 @@
 
 import os
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-import numpy as np
-
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import normalized_path, parse_integers, read_rows
-from lightning_retrieval.datamodules.images.image_index import LEAVES, ImageIndex
+from lightning_retrieval.datamodules.images.image_index import LEAVES, ImageIndex, class_numbers
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
 LISTS = {"train": "annotation_clean_train.txt", "test": "annotation_clean_val.txt"}
 
 
 class _Row(NamedTuple):
+    split: str
     source: str  # URL or path
     path: str  # below the root; empty if the file is missing
     landmark: int
-
-
-_Lists = Mapping[str, Sequence[_Row]]  # by split
 
 
 class LandmarksClean(ImageDataModule):
@@ -84,49 +80,56 @@ class LandmarksClean(ImageDataModule):
             for row in read_rows("LandmarksClean", path, 2, more=True):
                 if not _is_url(row[0]):
                     folders.add(self.root / Path(row[0]).parent)
-        existing = [folder for folder in sorted(folders) if folder.is_dir()]
-        return [*lists, *existing]
+        found = list(lists)
+        for folder in sorted(folders):
+            if folder.is_dir():
+                found.append(folder)
+        return found
 
     def read(self) -> Mapping[str, ImageIndex]:
         """The lines of the lists whose images exist."""
-        rows = {split: self._read_rows(path) for split, path in self._lists().items()}
+        rows: list[_Row] = []
+        for split, path in self._lists().items():
+            rows += self._read_rows(split, path)
         self._warn_of_missing(rows)
         kept = _without_ambiguous(rows)
-        # All splits have the same landmarks, which therefore have the same numbers in all splits.
-        landmarks = set[int]()
-        for of_split in kept.values():
-            landmarks.update(row.landmark for row in of_split)
-        names = sorted(landmarks)
+        # The splits have the same landmarks, which therefore have the same numbers in both.
+        labels, names = class_numbers([row.landmark for row in kept])
+        paths_of: dict[str, list[str]] = defaultdict(list)
+        labels_of: dict[str, list[int]] = defaultdict(list)
+        for row, label in zip(kept, labels.tolist()):
+            paths_of[row.split].append(row.path)
+            labels_of[row.split].append(label)
         splits = {}
-        for split, of_split in kept.items():
-            if not of_split:
-                raise ValueError(
-                    f"LandmarksClean: `images` must contain images of {LISTS[split]}, got "
-                    f"{self._image_folder(rows[split])} with none of {len(rows[split])}."
-                )
-            labels = np.searchsorted(names, [row.landmark for row in of_split])
-            splits[split] = ImageIndex([row.path for row in of_split], labels, names=list(map(str, names)))
+        for split in self._lists():
+            self._check_has_images(split, rows, paths_of[split])
+            splits[split] = ImageIndex(paths_of[split], labels_of[split], names=names)
         return splits
 
     def _lists(self) -> dict[str, Path]:
         """The list of each split; the test's only if it exists."""
         found = {}
         for split, name in LISTS.items():
-            candidates = (f"annotations/{name}", name)
-            if split == "train" or any((self.root / candidate).is_file() for candidate in candidates):
-                found[split] = find_file("LandmarksClean", self.root, *candidates)
+            exists = (self.root / "annotations" / name).is_file() or (self.root / name).is_file()
+            if split == "train" or exists:
+                found[split] = find_file("LandmarksClean", self.root, f"annotations/{name}", name)
         return found
 
-    def _read_rows(self, path: Path) -> list[_Row]:
-        rows = list(read_rows("LandmarksClean", path, 2, more=True))
-        landmarks = parse_integers("LandmarksClean", path, "landmark", [row[1] for row in rows])
+    def _read_rows(self, split: str, path: Path) -> list[_Row]:
+        sources = []
+        landmark_ids = []
+        for source, landmark_id, *_ in read_rows("LandmarksClean", path, 2, more=True):
+            sources.append(source)
+            landmark_ids.append(landmark_id)
+        landmarks = parse_integers("LandmarksClean", path, "landmark", landmark_ids)
         downloaded = set[str]()
-        if any(_is_url(row[0]) for row in rows):
+        if any(map(_is_url, sources)):
             downloaded.update(os.listdir(find_file("LandmarksClean", self.root, self.images)))
-        found = []
-        for row, landmark in zip(rows, landmarks):
-            found.append(_Row(row[0], self._find_image(row[0], downloaded), landmark))
-        return found
+        rows = []
+        for source, landmark in zip(sources, landmarks):
+            image = self._find_image(source, downloaded)
+            rows.append(_Row(split, source, image, landmark))
+        return rows
 
     def _find_image(self, source: str, downloaded: set[str]) -> str:
         """The path of an image below the root; empty if the file is missing."""
@@ -140,54 +143,66 @@ class LandmarksClean(ImageDataModule):
                 return (Path(self.images) / name).as_posix()
         return ""
 
-    def _warn_of_missing(self, rows: _Lists) -> None:
-        missing = []
-        counts = []
-        for split, of_split in rows.items():
-            missing_of_split = [row for row in of_split if not row.path]
-            missing += missing_of_split
-            counts.append(f"{len(missing_of_split)} of {len(of_split)} of {split}")
-        if missing:
-            every = [row for of_split in rows.values() for row in of_split]
+    def _warn_of_missing(self, rows: Sequence[_Row]) -> None:
+        images_of = Counter[str]()
+        missing_of = Counter[str]()
+        example = ""
+        for row in rows:
+            images_of[row.split] += 1
+            if not row.path:
+                missing_of[row.split] += 1
+                example = example or row.source
+        if example:
+            counts = ", ".join(f"{missing_of[split]} of {images} of {split}" for split, images in images_of.items())
             warnings.warn(
-                f"LandmarksClean: skipped {len(missing)} images that are not in {self._image_folder(every)} "
-                f"({', '.join(counts)}), such as that of {missing[0].source}.",
+                f"LandmarksClean: skipped {missing_of.total()} images that are not in {self._image_folder(rows)} "
+                f"({counts}), such as that of {example}.",
                 stacklevel=3,
+            )
+
+    def _check_has_images(self, split: str, rows: Sequence[_Row], paths: Sequence[str]) -> None:
+        if not paths:
+            of_split = [row for row in rows if row.split == split]
+            raise ValueError(
+                f"LandmarksClean: `images` must contain images of {LISTS[split]}, got {self._image_folder(of_split)} "
+                f"with none of {len(of_split)}."
             )
 
     def _image_folder(self, rows: Sequence[_Row]) -> Path:
         """The folder that contains the images of these rows, for messages."""
-        if all(_is_url(row.source) for row in rows):
-            return self.root / self.images
-        return self.root
+        for row in rows:
+            if not _is_url(row.source):
+                return self.root
+        return self.root / self.images
 
 
 def _is_url(source: str) -> bool:
     return "://" in source
 
 
-def _without_ambiguous(rows: _Lists) -> dict[str, list[_Row]]:
+def _without_ambiguous(rows: Sequence[_Row]) -> list[_Row]:
     """The rows whose files exist, each file once, without the files that are listed with several landmarks."""
     rows_of_path: dict[str, list[_Row]] = defaultdict(list)
-    for of_split in rows.values():
-        for row in of_split:
-            if row.path:
-                rows_of_path[row.path].append(row)
-    ambiguous = {path for path, of_path in rows_of_path.items() if _has_several_landmarks(of_path)}
-    kept: dict[str, list[_Row]] = {}
-    seen = {"", *ambiguous}
-    for split, of_split in rows.items():
-        kept[split] = []
-        for row in of_split:
-            if row.path not in seen:
-                seen.add(row.path)
-                kept[split].append(row)
-    shared = [of_path for of_path in rows_of_path.values() if len(of_path) > 1]
+    for row in rows:
+        if row.path:
+            rows_of_path[row.path].append(row)
+    kept = []
+    shared = []
+    ambiguous = 0
+    skipped = 0
+    for of_path in rows_of_path.values():
+        if len(of_path) > 1:
+            shared.append(of_path)
+        if _has_several_landmarks(of_path):
+            ambiguous += 1
+            skipped += len(of_path)
+        else:
+            kept.append(of_path[0])
+            skipped += len(of_path) - 1
     if shared:
-        skipped = sum(map(len, rows_of_path.values())) - sum(map(len, kept.values()))
         warnings.warn(
             f"LandmarksClean: {len(shared)} file names belong to several lines, such as {shared[0][0].source} and "
-            f"{shared[0][1].source}; skipped {skipped} lines, including all of {len(ambiguous)} names with several "
+            f"{shared[0][1].source}; skipped {skipped} lines, including all of {ambiguous} names with several "
             "landmarks.",
             stacklevel=3,
         )

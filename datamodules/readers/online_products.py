@@ -3,15 +3,32 @@
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lightning_retrieval.datamodules.files.find import find_file
-from lightning_retrieval.datamodules.files.lists import check_not_empty, check_unique, parse_integers, read_rows
+from lightning_retrieval.datamodules.files.lists import (
+    check_not_empty,
+    check_unique,
+    join_paths,
+    parse_integers,
+    read_columns,
+)
 from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
 COLUMNS = ("image_id", "class_id", "super_class_id", "path")
-SPLITS = ("train", "test")
+
+
+class _Products(NamedTuple):
+    """The columns of a list."""
+
+    image_ids: list[int]
+    class_ids: list[int]
+    super_class_ids: list[int]
+    paths: list[str]
 
 
 class StanfordOnlineProducts(ImageDataModule):
@@ -60,51 +77,51 @@ class StanfordOnlineProducts(ImageDataModule):
 
     def sources(self) -> list[Path]:
         """The two lists."""
-        return [self._list(split) for split in SPLITS]
+        return [self._list("train"), self._list("test")]
 
     def read(self) -> Mapping[str, ImageIndex]:
         """The images of both lists, in their order."""
         owner = type(self).__name__
-        self.sources()  # raises if one is missing
-        rows = {split: self._read_rows(split) for split in SPLITS}
-        both_lists = self._list("train").with_name("Ebay_{train,test}.txt")
-        check_unique(owner, both_lists, "image_id", self._integers_of_both(rows, "image_id"))
-        # Both splits have the same categories, which therefore have the same numbers in both.
-        categories, _ = class_numbers(self._integers_of_both(rows, "super_class_id"))
-        prefix = self._prefix_of_paths(rows["train"][0][3])
-        splits = {}
-        first = 0
-        for split, of_split in rows.items():
-            path = self._list(split)
-            labels, names = class_numbers(self._integers(split, of_split, "class_id"))
-            paths = [prefix + row[3] for row in of_split]
-            check_unique(owner, path, "path", paths)
-            end = first + len(paths)
-            splits[split] = ImageIndex(paths, labels, categories=categories[first:end], names=names)
-            first = end
-        return splits
+        train_list, test_list = self.sources()
+        train = self._read_list("train", train_list)
+        test = self._read_list("test", test_list)
+        both_lists = train_list.with_name("Ebay_{train,test}.txt")
+        check_unique(owner, both_lists, "image_id", train.image_ids + test.image_ids)
+        # The splits have the same categories, which therefore have the same numbers in both.
+        categories, _ = class_numbers(train.super_class_ids + test.super_class_ids)
+        folder = self._image_folder(train.paths[0])
+        return {
+            "train": self._make_index(train_list, train, folder, categories[: len(train.paths)]),
+            "test": self._make_index(test_list, test, folder, categories[len(train.paths) :]),
+        }
 
     def _list(self, split: str) -> Path:
         name = f"Ebay_{split}.txt"
         return find_file(type(self).__name__, self.root, name, f"Info_Files/{name}")
 
-    def _read_rows(self, split: str) -> list[list[str]]:
-        owner, path = type(self).__name__, self._list(split)
-        rows = list(read_rows(owner, path, len(COLUMNS), header=COLUMNS))
-        check_not_empty(owner, path, split, rows)
-        return rows
+    def _read_list(self, split: str, path: Path) -> _Products:
+        owner = type(self).__name__
+        image_ids, class_ids, super_class_ids, paths = read_columns(owner, path, len(COLUMNS), header=COLUMNS)
+        check_not_empty(owner, path, split, paths)
+        return _Products(
+            parse_integers(owner, path, "image_id", image_ids),
+            parse_integers(owner, path, "class_id", class_ids),
+            parse_integers(owner, path, "super_class_id", super_class_ids),
+            paths,
+        )
 
-    def _integers(self, split: str, rows: list[list[str]], column: str) -> list[int]:
-        position = COLUMNS.index(column)
-        return parse_integers(type(self).__name__, self._list(split), column, [row[position] for row in rows])
-
-    def _integers_of_both(self, rows: Mapping[str, list[list[str]]], column: str) -> list[int]:
-        return self._integers("train", rows["train"], column) + self._integers("test", rows["test"], column)
-
-    def _prefix_of_paths(self, example: str) -> str:
-        """The folder of the images below the root, with a slash; empty if it is the root."""
+    def _image_folder(self, example: str) -> str:
+        """The folder below the root that contains the folders of images."""
         first_part = Path(example).parts[0]
         folder = find_file(type(self).__name__, self.root, first_part, f"images/{first_part}").parent
         if folder == self.root:
             return ""
-        return f"{folder.name}/"
+        return folder.name
+
+    def _make_index(self, path: Path, products: _Products, folder: str, categories: NDArray[np.int64]) -> ImageIndex:
+        paths = products.paths
+        if folder:
+            paths = join_paths(folder, paths)
+        check_unique(type(self).__name__, path, "path", paths)
+        labels, names = class_numbers(products.class_ids)
+        return ImageIndex(paths, labels, categories=categories, names=names)

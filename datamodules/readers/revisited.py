@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.files.find import find_file
-from lightning_retrieval.datamodules.files.lists import check_not_empty, check_unique, read_lines
+from lightning_retrieval.datamodules.files.lists import check_not_empty, check_unique, join_paths, read_lines
 from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ROLES, ImageIndex
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 from lightning_retrieval.datamodules.images.image_set import ImageSet
@@ -117,9 +117,9 @@ class _Revisited(ImageDataModule):
         truth = self.ground_truth
         self.sources()  # raises if one is missing
         folder = self._image_folder(self._pickle().parent)
-        database = [f"{folder}/{name}.jpg" for name in truth.images]
+        database = join_paths(folder, truth.images, ".jpg")
         distractors = self._read_distractors()
-        queries = [f"{folder}/{name}.jpg" for name in truth.queries]
+        queries = join_paths(folder, truth.queries, ".jpg")
         num_gallery = len(database) + len(distractors)
         roles = [ROLES["gallery"]] * len(database)
         roles += [ROLES["distractor"]] * len(distractors)
@@ -164,14 +164,14 @@ class _Revisited(ImageDataModule):
         for folder in (self.folder, self.folder / self.city, self.folder / self.original_city):
             if (folder / official).exists():
                 return folder / official
-            others = [path for path in sorted(folder.glob("gnd_*.pkl")) if path.name not in OFFICIAL_PICKLES]
+            names = {path.name for path in folder.glob("gnd_*.pkl")}
+            others = sorted(names - OFFICIAL_PICKLES)
             if len(others) == 1:
-                return others[0]
+                return folder / others[0]
             if others:
-                names = ", ".join(path.name for path in others)
                 raise ValueError(
-                    f"{type(self).__name__}: `root` must contain {official} or one other gnd_*.pkl, got {names} in "
-                    f"{folder}."
+                    f"{type(self).__name__}: `root` must contain {official} or one other gnd_*.pkl, got "
+                    f"{', '.join(others)} in {folder}."
                 )
         return find_file(type(self).__name__, self.folder, official)  # raises, with a suggestion
 
@@ -186,10 +186,13 @@ class _Revisited(ImageDataModule):
         owner = type(self).__name__
         path = find_file(owner, self.distractors, DISTRACTORS)
         folder = self._image_folder(self.distractors)
-        names = [line.strip() for line in read_lines(owner, path) if line.strip()]
+        names = []
+        for line in read_lines(owner, path):
+            if line.strip():
+                names.append(line.strip())
         check_not_empty(owner, path, "distractors", names)
         check_unique(owner, path, "image", names)
-        return [f"{folder}/{name}" for name in names]
+        return join_paths(folder, names)
 
 
 class RevisitedOxford(_Revisited):

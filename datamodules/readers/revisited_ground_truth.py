@@ -59,7 +59,7 @@ def read_ground_truth(owner: str, path: Path) -> GroundTruth:
         )
     entries = content["gnd"]
     _check_number_of_entries(owner, path, entries, len(queries))
-    truth = GroundTruth(images, queries, [], {kind: [] for kind in LISTS})
+    truth = GroundTruth(images, queries, [], {"easy": [], "hard": [], "junk": []})
     for number, (query, entry) in enumerate(zip(queries, entries)):
         _add_entry(owner, path, f"query {number} ({query}) in {path}", entry, truth)
     return truth
@@ -84,9 +84,7 @@ def _add_entry(owner: str, path: Path, where: str, entry: Any, truth: GroundTrut
             "with `ok`; use the gnd_r*.pkl of the revisited data sets."
         )
     if not keys >= {"bbx", *LISTS}:
-        raise ValueError(
-            f"{owner}: `gnd` must have bbx, easy, hard and junk of {where}, got {sorted(map(str, keys))}."
-        )
+        raise ValueError(f"{owner}: `gnd` must have bbx, easy, hard and junk of {where}, got {sorted(map(str, keys))}.")
     truth.boxes.append(_parse_box(owner, where, entry["bbx"]))
     times_listed = Counter[int]()
     for kind in LISTS:
@@ -103,7 +101,7 @@ def _add_entry(owner: str, path: Path, where: str, entry: Any, truth: GroundTrut
 
 def _parse_names(owner: str, path: Path, key: str, values: Any) -> list[str]:
     names = _to_list(values)
-    if not names or not _are_all(str, names):
+    if not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{owner}: `{key}` must be a list of names in {path}, got {_shown(values)}.")
     for name, times in Counter(names).items():
         if times > 1:
@@ -113,9 +111,7 @@ def _parse_names(owner: str, path: Path, key: str, values: Any) -> list[str]:
 
 def _parse_box(owner: str, where: str, values: Any) -> list[float]:
     box = _to_list(values) or []
-    is_valid = len(box) == 4 and _are_all((int, float), box)
-    # NaN compares as False, too.
-    if not is_valid or not all(abs(side) < MAX_PIXELS for side in box):
+    if len(box) != 4 or not all(map(_is_side, box)):
         raise ValueError(f"{owner}: `bbx` must be 4 finite numbers of pixels for {where}, got {_shown(values)}.")
     return box
 
@@ -126,7 +122,9 @@ def _parse_positions(owner: str, where: str, values: Any, num_images: int) -> li
         raise ValueError(f"{owner}: {where} must be a list of integers, got {_shown(values)}.")
     for position in positions:
         if not 0 <= position < num_images:
-            raise ValueError(f"{owner}: {where} must be positions in imlist, from 0 to {num_images - 1}, got {position}.")
+            raise ValueError(
+                f"{owner}: {where} must be positions in imlist, from 0 to {num_images - 1}, got {position}."
+            )
     return positions
 
 
@@ -134,8 +132,8 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _are_all(kind: type | tuple[type, ...], values: list[Any]) -> bool:
-    return all(isinstance(value, kind) for value in values)
+def _is_side(value: Any) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < MAX_PIXELS  # which is False for NaN
 
 
 def _shown(values: Any) -> str:

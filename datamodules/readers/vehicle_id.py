@@ -9,7 +9,13 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_choice
 from lightning_retrieval.datamodules.files.find import find_file
-from lightning_retrieval.datamodules.files.lists import check_not_empty, check_unique, parse_integers, read_rows
+from lightning_retrieval.datamodules.files.lists import (
+    check_not_empty,
+    check_unique,
+    join_paths,
+    parse_integers,
+    read_columns,
+)
 from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 from lightning_retrieval.datamodules.images.image_set import ImageSet
@@ -112,9 +118,10 @@ class VehicleID(ImageDataModule):
 
     def sources(self) -> list[Path]:
         """The lists, for `select_by_vid` that of all images, and that of the models if it exists."""
-        found = [self._file(name) for name in self._lists().values()]
+        names = list(self._lists().values())
         if self.select_by_vid:
-            found.append(self._file(ALL_IMAGES))
+            names.append(ALL_IMAGES)
+        found = [self._file(name) for name in names]
         if (self.root / MODELS).exists():
             found.append(self.root / MODELS)
         return found
@@ -139,8 +146,7 @@ class VehicleID(ImageDataModule):
             categories = None
             if model_of is not None:
                 categories = [model_of.get(vehicle, model_of[None]) for vehicle in vehicles]
-            paths = [f"{folder}/{image}.jpg" for image in images]
-            splits[split] = ImageIndex(paths, labels, categories=categories, names=names)
+            splits[split] = ImageIndex(join_paths(folder, images, ".jpg"), labels, categories=categories, names=names)
         return splits
 
     def evaluation_set(self, name: str, index: ImageIndex) -> ImageSet:
@@ -162,18 +168,17 @@ class VehicleID(ImageDataModule):
     def _read_images(self, name: str) -> _Images:
         """The images and vehicles of a list. Image names stay text, since they begin with zeros."""
         owner, path = type(self).__name__, self.root / name
-        rows = list(read_rows(owner, path, 2))
-        images = [image for image, _ in rows]
+        images, vehicles = read_columns(owner, path, 2)
         check_unique(owner, path, "image", images)
-        return images, parse_integers(owner, path, "vehicle id", [vehicle for _, vehicle in rows])
+        return images, parse_integers(owner, path, "vehicle id", vehicles)
 
     def _images_of(self, wanted: set[int], all_images: _Images) -> _Images:
         """All images of some vehicles, each of which must have one."""
         without = sorted(wanted.difference(all_images[1]))
         if without:
             raise ValueError(
-                f"{type(self).__name__}: {self.root / ALL_IMAGES} must have images of each listed vehicle, got none for "
-                f"{len(without)} vehicles, such as {without[0]}."
+                f"{type(self).__name__}: {self.root / ALL_IMAGES} must have images of each listed vehicle, got none "
+                f"for {len(without)} vehicles, such as {without[0]}."
             )
         images = []
         vehicles = []
@@ -206,10 +211,11 @@ class VehicleID(ImageDataModule):
         owner, path = type(self).__name__, self.root / MODELS
         if not path.exists():
             return None
-        pairs = {(vehicle, model) for vehicle, model in read_rows(owner, path, 2)}  # the official file repeats lines
-        if not pairs:
-            return {None: 0}
-        vehicle_ids, model_ids = zip(*sorted(pairs))
+        vehicle_ids = []
+        model_ids = []
+        for vehicle_id, model_id in dict.fromkeys(zip(*read_columns(owner, path, 2))):  # the file may repeat lines
+            vehicle_ids.append(vehicle_id)
+            model_ids.append(model_id)
         vehicles = parse_integers(owner, path, "vehicle id", vehicle_ids)
         check_unique(owner, path, "vehicle id", vehicles)
         numbers, names = class_numbers(parse_integers(owner, path, "model id", model_ids))
@@ -219,9 +225,6 @@ class VehicleID(ImageDataModule):
 def _check_sizes(owner: str, sizes: Size | Sequence[Size]) -> list[Size]:
     """The names of the test sets, each once."""
     names = [sizes] if isinstance(sizes, str) else sizes
-    found: list[Size] = []
-    for name in dict.fromkeys(names):
-        found.append(check_choice(owner, "sizes", name, tuple(NUM_VEHICLES)))
-    if not found:
+    if len(names) == 0:
         raise ValueError(f"{owner}: `sizes` must name at least one test set, got {sizes!r}.")
-    return found
+    return [check_choice(owner, "sizes", name, tuple(NUM_VEHICLES)) for name in dict.fromkeys(names)]

@@ -101,7 +101,7 @@ class VGGFace2(ImageDataModule):
 
     def _list(self, split: str) -> Path | None:
         """The list of a split; None if no split has a list and all have their folder."""
-        has_folders = all((self.root / name).is_dir() for name in SPLITS)
+        has_folders = (self.root / "train").is_dir() and (self.root / "test").is_dir()
         if has_folders and not self._has_lists():
             return None
         return find_file("VGGFace2", self.root, f"meta/{split}_list.txt", f"{split}_list.txt", beside=split)
@@ -167,7 +167,11 @@ def _read_folder(folder: Path, split: str) -> _Images:
 
 def _subfolders(folder: Path) -> list[str]:
     with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        names = []
+        for entry in entries:
+            if entry.is_dir() and not entry.name.startswith("."):
+                names.append(entry.name)
+    return sorted(names)
 
 
 def _read_boxes(path: Path, split: str, paths: Sequence[str]) -> NDArray[np.int32]:

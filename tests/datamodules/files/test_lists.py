@@ -137,7 +137,7 @@ def test_what_reading_warned_of_is_said_again_from_the_cache_and_stands_in_the_r
     said = []
     for _ in range(2):
         data = LandmarksClean(tmp_path / "data", cache_dir=tmp_path / "cache")
-        with pytest.warns(UserWarning, match="left out 1 images that are not in") as caught:
+        with pytest.warns(UserWarning, match="skipped 1 images that are not in") as caught:
             data.prepare_data()
         said.append([str(warning.message) for warning in caught])
         with warnings.catch_warnings():
@@ -155,7 +155,7 @@ def test_a_check_before_anything_else_shows_what_reading_warns_of_once(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = LandmarksClean(tmp_path).check()
-    assert [line[:5] for line in str(report).splitlines() if "left out 1 images" in line] == ["probl"]
+    assert [line[:5] for line in str(report).splitlines() if "skipped 1 images" in line] == ["probl"]
 
 
 @refusal

@@ -71,7 +71,7 @@ def test_people_with_few_instances_are_left_out_and_counted(tmp_path, caplog, la
     assert list(index.names) == names
     assert len(set(index.instances.tolist())) == {1: 6, 2: 11}[len(names)]
     least = settings.get("least_instances", 5)
-    assert f"left out {3 - len(names)} of 3 subjects, which have fewer than {least} instances" in caplog.text
+    assert f"skipped {3 - len(names)} of 3 subjects, which have fewer than {least} instances" in caplog.text
 
 
 def test_the_release_and_the_repack_have_the_same_instances(tmp_path):
@@ -91,9 +91,7 @@ def test_faces_without_subject_or_box_are_counted_in_one_warning(tmp_path, value
     replace(tmp_path / "protocols" / MIXED, "111,2.5,", f"111,{value},")
     for cache in (None, tmp_path / "cache", tmp_path / "cache"):
         data = IJBC(tmp_path, least_instances=1, cache_dir=cache)
-        with pytest.warns(
-            UserWarning, match=r"^IJBC: left out 2 rows of faces without a subject or a box\.$"
-        ) as caught:
+        with pytest.warns(UserWarning, match=r"^IJBC: skipped 2 rows of faces without a subject or a box\.$") as caught:
             paths = list(data.splits["test"].paths)
         assert len(caught) == 1
         left_out = ("img/11.jpg", "img/16.jpg")
@@ -104,7 +102,7 @@ def test_crops_without_subject_are_counted_in_one_warning(tmp_path):
     crops = write_ijbc_repack(tmp_path)
     for subject in ("9,100,img/15.jpg", "9,100,frames/30.png"):
         replace(tmp_path / "meta" / G2, subject, subject.replace("100", "nan"))
-    with pytest.warns(UserWarning, match=r"^IJBC: left out 2 rows of faces without a subject\.$"):
+    with pytest.warns(UserWarning, match=r"^IJBC: skipped 2 rows of faces without a subject\.$"):
         paths = list(IJBC(tmp_path, least_instances=1).splits["test"].paths)
     assert paths == [path for path, row in crops if row.template != 9]
 
@@ -273,7 +271,7 @@ REFUSALS = {
         "1.jpg",
         "`image` must be different .*, got '1.jpg' twi",
     ),
-    "template of two": ("re-pack", MIXED, "4,12,img/16", "4,5,img/16", "one subject, got 4 of 12 and 5 in line 8 of"),
+    "template of two": ("re-pack", MIXED, "4,12,img/16", "4,5,img/16", "one subject, got 4 with 12 and 5 in line 8 of"),
     "no CSV": ("release", G1, "img/10.jpg", "img/\r10.jpg", r"G1.csv must be a CSV file, got .* in line 2"),
 }
 
@@ -303,7 +301,9 @@ def test_a_list_in_another_encoding_is_refused(tmp_path):
 def test_an_empty_split_is_refused(tmp_path, layout):
     write, folder = LAYOUTS[layout]
     write(tmp_path)
-    with pytest.raises(ValueError, match=r"^IJBC: `least_instances` must leave .* got 7, where the most .* are 6\."):
+    with pytest.raises(
+        ValueError, match=r"^IJBC: `least_instances` must leave .* got 7, but no subject has more than 6 instances\."
+    ):
         IJBC(tmp_path, least_instances=7).prepare_data()
     for name in (G1, G2, MIXED):
         path = tmp_path / folder / name
@@ -361,7 +361,7 @@ def test_a_face_with_a_box_in_one_list_only_is_kept(tmp_path):
     faces = write_ijbc(tmp_path)
     replace(tmp_path / "protocols" / MIXED, "101,2.5,", "101,NaN,")
     write_image(tmp_path / "images/img/spare.jpg")
-    with pytest.warns(UserWarning, match="left out 1 rows"):
+    with pytest.warns(UserWarning, match="skipped 1 rows"):
         assert len(IJBC(tmp_path, least_instances=1).splits["test"]) == len(faces)
 
 
@@ -373,7 +373,8 @@ def test_a_face_with_two_boxes_is_warned_of(tmp_path):
     again = ",".join({**fields, "FACE_WIDTH": "77"}.values())
     path.write_text("\n".join([header, first, *more, again, first]))
     with pytest.warns(
-        UserWarning, match=r"^IJBC: 1 rows give a face another box than a row before; the first one is taken"
+        UserWarning,
+        match=r"^IJBC: 1 rows have a different box than an earlier row of the same face; the first box is used",
     ):
         index = IJBC(tmp_path, least_instances=1).splits["test"]
     left, _, right, _ = index.boxes[list(index.paths).index(f"images/{fields['FILENAME']}")].tolist()

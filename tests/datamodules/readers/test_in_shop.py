@@ -94,7 +94,7 @@ def test_the_cache_tells_boxes_and_resolutions_apart(tmp_path):
 
 
 REFUSALS = {
-    "another count": (PARTITION, "21\n", "22\n", "must hold as many images as its first line says, 22, got 21"),
+    "another count": (PARTITION, "21\n", "22\n", "must have as many images as its first line says, 22, got 21"),
     "no count": (PARTITION, "21\n", "", "`the number of images in line 1` must be integers .*, got 'image_name item"),
     "other header": (PARTITION, "item_id", "item", "line 2 of .* must be the header 'image_name item_id evaluation_"),
     "missing fields": (
@@ -114,7 +114,7 @@ REFUSALS = {
         "img/MEN/../../../x.jpg",
         "kind/..., got 'img/MEN/../../../x.jpg' in line 3",
     ),
-    "another count of boxes": (BOXES, "21\n", "20\n", "list_bbox_inshop.txt must hold as many .* says, 20, got 21"),
+    "another count of boxes": (BOXES, "21\n", "20\n", "list_bbox_inshop.txt must have as many .* says, 20, got 21"),
     "other header of boxes": (BOXES, "x_1 y_1", "x1 y1", "line 2 of .*list_bbox_inshop.txt must be the header"),
     "corner of many digits": (
         BOXES,
@@ -125,7 +125,12 @@ REFUSALS = {
     "missing corner": (BOXES, " 030\n", "\n", r"7 fields, got 1 with a different number of fields \(line 3\)"),
     "corner that is no number": (BOXES, " 030\n", " 3x\n", "`y_2` must be integers .*, got '3x'"),
     "empty box": (BOXES, " 030\n", " 002\n", r"`boxes` must hold pixels, got \[3, 2, 30, 2\] for img/"),
-    "no box": (BOXES, FIRST, "img/other.jpg", f"must hold a box for each image, which 1 have not, such as {FIRST}"),
+    "no box": (
+        BOXES,
+        FIRST,
+        "img/other.jpg",
+        f"must have a box for each image, got none for 1 images, such as {FIRST}",
+    ),
     "box twice": (BOXES, "01_4_full", "01_2_side", "`image_name` must be different .*list_bbox_inshop.txt"),
 }
 
@@ -158,7 +163,8 @@ def test_an_empty_split_is_refused(tmp_path, split, statuses):
 
 def test_boxes_of_other_pixels_are_refused(tmp_path):
     with pytest.raises(
-        ValueError, match="`boxes` are in pixels of the images of 256 x 256, not of those of `high_res`"
+        ValueError,
+        match="`boxes` and `high_res` must not both be True, since the boxes are in pixels of the images of 256 x 256",
     ):
         InShop(tmp_path, boxes=True, high_res=True)
 

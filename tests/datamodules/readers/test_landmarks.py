@@ -39,9 +39,7 @@ def test_a_rewritten_list_holds_paths(tmp_path):
     write_text(tmp_path / "annotations" / "annotation_clean_train.txt", "./" + text + "jpg/20/c.jpg 20\n")
     write_images(tmp_path, paths)
     settings = {"cache_dir": tmp_path / "cache"}
-    with pytest.warns(
-        UserWarning, match=r"left out 1 images that are not in .*\(1 of 4 of train\), .* of jpg/20/c.jpg"
-    ):
+    with pytest.warns(UserWarning, match=r"skipped 1 images that are not in .*\(1 of 4 of train\), .* of jpg/20/c.jpg"):
         splits = LandmarksClean(tmp_path, **settings).splits
     assert list(splits) == ["train"]
     assert described(splits["train"]) == [(path, int(path.split("/")[1])) for path in paths]
@@ -53,7 +51,9 @@ def test_missing_files_are_left_out_with_one_warning(tmp_path):
     written = write_landmarks(tmp_path)
     for path in (written["train"][1][0], written["train"][5][0], written["val"][2][0]):
         (tmp_path / path).unlink()
-    message = r"left out 3 images that are not in .*images \(2 of 9 of train, 1 of 4 of test\), such as that of http://farm1\."
+    message = (
+        r"skipped 3 images that are not in .*images \(2 of 9 of train, 1 of 4 of test\), such as that of http://farm1\."
+    )
     with pytest.warns(UserWarning, match=message) as caught:
         splits = LandmarksClean(tmp_path).splits
     assert len(caught) == 1
@@ -69,11 +69,9 @@ def test_names_of_several_urls_are_warned_of(tmp_path):
     with pytest.warns(UserWarning) as caught:  # noqa: PT030
         splits = LandmarksClean(tmp_path).splits
     missing, shared = (str(warning.message) for warning in caught)
-    assert "left out 1 images" in missing
-    assert (
-        "2 file names are those of several lines, such as http://x.org/a/same.jpg and http://x.org/b/same.jpg" in shared
-    )
-    assert "left out 4 lines, all of 1 names with several landmarks" in shared
+    assert "skipped 1 images" in missing
+    assert "2 file names belong to several lines, such as http://x.org/a/same.jpg and http://x.org/b/same.jpg" in shared
+    assert "skipped 4 lines, including all of 1 names with several landmarks" in shared
     assert described(splits["train"]) == [("images/same.jpg", 1), ("images/fine.jpg", 2)]
     assert described(splits["test"]) == [("images/val.jpg", 2)]
 
@@ -96,9 +94,9 @@ def test_what_is_refused(tmp_path):
         LandmarksClean(tmp_path).prepare_data()
     (tmp_path / "images").mkdir()
     with (
-        pytest.warns(UserWarning, match=r"left out 1 images"),
+        pytest.warns(UserWarning, match=r"skipped 1 images"),
         pytest.raises(
-            ValueError, match=r"must hold images of annotation_clean_train.txt, got .*images with none of 1\."
+            ValueError, match=r"must contain images of annotation_clean_train.txt, got .*images with none of 1\."
         ),
     ):
         LandmarksClean(tmp_path).prepare_data()
@@ -110,7 +108,7 @@ def test_what_is_refused(tmp_path):
 def test_the_cache_sees_new_images(tmp_path):
     written = write_landmarks(tmp_path)
     (tmp_path / written["train"][0][0]).rename(tmp_path / "away.jpg")
-    with pytest.warns(UserWarning, match=r"left out 1 images"):
+    with pytest.warns(UserWarning, match=r"skipped 1 images"):
         assert len(LandmarksClean(tmp_path, cache_dir=tmp_path / "cache").splits["train"]) == 8
     (tmp_path / "away.jpg").rename(tmp_path / written["train"][0][0])
     assert len(LandmarksClean(tmp_path, cache_dir=tmp_path / "cache").splits["train"]) == 9

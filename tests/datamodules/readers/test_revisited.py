@@ -438,18 +438,18 @@ def entry(query, **changes):
 
 OF = rf"query 1 \({QUERIES[1]}\) in .*gnd_roxford5k.pkl"
 REFUSALS = {
-    "no dict": ([1], "must hold a dict with imlist, qimlist and gnd, got list"),
-    "no gnd": ({"imlist": [], "qimlist": []}, r"imlist, qimlist and gnd, got \['imlist', 'qimlist'\]"),
+    "no dict": ([1], "must be a dict with imlist, qimlist and gnd, got list"),
+    "no gnd": ({"imlist": [], "qimlist": []}, r"imlist, qimlist and gnd, got one with \['imlist', 'qimlist'\]"),
     "no names": (ground_truth(imlist=[]), r"`imlist` must be a list of names in .*, got \[\]"),
     "names that are none": (ground_truth(qimlist=[1, 2, 3]), r"`qimlist` must be a list of names .*, got \[1, 2, 3\]"),
     "one name": (ground_truth(qimlist="abc"), "`qimlist` must be a list of names .*, got abc"),
     "image twice": (
         ground_truth(imlist=[*IMAGES, IMAGES[2]]),
-        f"`imlist` must hold each name once .* '{IMAGES[2]}' tw",
+        f"`imlist` must contain each name only once .* '{IMAGES[2]}' tw",
     ),
     "query twice": (
         ground_truth(qimlist=[*QUERIES[:2], QUERIES[0]]),
-        f"`qimlist` must hold each .* '{QUERIES[0]}' twi",
+        f"`qimlist` must contain each .* '{QUERIES[0]}' twi",
     ),
     "query in the database": (ground_truth(qimlist=[*QUERIES[:2], IMAGES[0]]), f"got 1, such as '{IMAGES[0]}'"),
     "fewer entries": (ground_truth(gnd=GND[:2]), "`gnd` must have one entry for each of 3 queries in .*, got 2"),
@@ -463,13 +463,13 @@ REFUSALS = {
     "far away": (entry(1, bbx=[1, 2, 3, 1e300]), r"`bbx` must be 4 finite numbers .*, got \[1, 2, 3, 1e\+300\]"),
     "corners in words": (entry(1, bbx="1234"), "`bbx` must be 4 finite numbers .*, got 1234"),
     "empty box": (entry(1, bbx=[9, 2, 9, 30]), r"`boxes` must hold pixels, got \[9, 2, 9, 30\] for jpg/radcliffe"),
-    "index too large": (entry(1, hard=[8]), f"`hard` of {OF} must be places in imlist, from 0 to 7, got 8"),
-    "index below 0": (entry(1, junk=[-1]), f"`junk` of {OF} must be places in imlist, from 0 to 7, got -1"),
+    "index too large": (entry(1, hard=[8]), f"`hard` of {OF} must be positions in imlist, from 0 to 7, got 8"),
+    "index below 0": (entry(1, junk=[-1]), f"`junk` of {OF} must be positions in imlist, from 0 to 7, got -1"),
     "fraction": (entry(1, easy=[1.5]), rf"`easy` of {OF} must be a list of integers, got \[1.5\]"),
     "bools": (entry(1, easy=np.zeros(8, bool)), f"`easy` of {OF} must be a list of integers, got"),
     "matrix": (entry(1, easy=np.ones((1, 1), int)), f"`easy` of {OF} must be a list of integers, got"),
     "number": (entry(1, easy=3), f"`easy` of {OF} must be a list of integers, got 3"),
-    "image in two lists": (entry(1, easy=[2]), rf"must list an image once for {OF}, got 2 \({IMAGES[2]}\) twice"),
+    "image in two lists": (entry(1, easy=[2]), rf"must list an image only once for {OF}, got 2 \({IMAGES[2]}\) twice"),
     "path out of the root": (
         ground_truth(imlist=["../x", *IMAGES[1:]]),
         r"`paths` must lie inside the root, got 'jpg/\.",
@@ -506,7 +506,9 @@ def test_missing_files_are_refused_with_a_hint(tmp_path):
 def test_several_ground_truths_are_refused(tmp_path):
     folder = write_revisited(tmp_path, pickled="gnd_a.pkl")
     write_pickle(folder / "gnd_b.pkl", ground_truth())
-    with pytest.raises(ValueError, match=r"must hold gnd_roxford5k.pkl or one other gnd_\*.pkl, got gnd_a.pkl, gnd_b"):
+    with pytest.raises(
+        ValueError, match=r"must contain gnd_roxford5k.pkl or one other gnd_\*.pkl, got gnd_a.pkl, gnd_b"
+    ):
         RevisitedOxford(folder).prepare_data()
 
 

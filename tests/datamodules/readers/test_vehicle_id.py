@@ -172,7 +172,12 @@ REFUSALS = {
         "not in both, got 1 in train and small, such as '30'",
     ),
     "path out of the root": (SMALL_LIST, "00", "../../00", "must lie inside the root, got 'image/../../00"),
-    "vehicle without images": (TRAIN, "0000008 10", "0000008 77", "of each listed vehicle, which 1 have not, .* as 77"),
+    "vehicle without images": (
+        TRAIN,
+        "0000008 10",
+        "0000008 77",
+        "of each listed vehicle, got none for 1 vehicles, such as 77",
+    ),
     "missing vehicle": (
         ALL,
         "0000001  9",
@@ -245,7 +250,8 @@ def test_an_image_of_two_vehicles_in_two_lists_is_refused(tmp_path):
     image, vehicle = written["small"][0]
     path = tmp_path / "train_test_split" / "test_list_1600.txt"
     path.write_text(path.read_text().replace(f"{image} {vehicle}\n", f"{image} 31\n"))
-    message = rf"^VehicleID: an image must be of one vehicle in all lists, got {image} of {vehicle} and of 31 in .*1600"
+    got = rf"got {image} with {vehicle} and with 31 in .*1600"
+    message = rf"^VehicleID: an image must have the same vehicle in all lists, {got}"
     with pytest.raises(ValueError, match=message):
         VehicleID(tmp_path).prepare_data()
 
@@ -257,7 +263,7 @@ def test_an_image_in_training_and_in_a_test_set_is_refused(tmp_path):
     image, vehicle = written["train"][0]
     path = tmp_path / "train_test_split" / "test_list_800.txt"
     path.write_text(path.read_text() + f"{image} 999\n")
-    with pytest.raises(ValueError, match=rf"of one vehicle in all lists, got {image} of {vehicle} and of 999"):
+    with pytest.raises(ValueError, match=rf"the same vehicle in all lists, got {image} with {vehicle} and with 999"):
         VehicleID(tmp_path).prepare_data()
 
 

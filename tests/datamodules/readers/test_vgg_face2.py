@@ -99,7 +99,7 @@ def test_files_that_are_missing_or_empty(tmp_path):
         VGGFace2(tmp_path / "vgg").prepare_data()
     for split in ("train", "test"):
         (tmp_path / "empty" / split).mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"must hold lists, or images as train/<person>/<image>; there is none in"):
+    with pytest.raises(ValueError, match=r"must contain lists, or images as train/<person>/<image>, got none in"):
         VGGFace2(tmp_path / "empty").prepare_data()
 
 
@@ -117,7 +117,7 @@ def test_files_that_are_missing_or_empty(tmp_path):
         ),
         (
             'NAME_ID,X,Y,W,H\n"n000002/0001_01",1,2,3,4\n',
-            r"a box for each image of train, got none for train/n000002/0002_01",
+            r"a box for each image of train, got none for 8 images, such as train/n000002/0002_01",
         ),
     ],
 )
