@@ -11,7 +11,7 @@ from lightning_retrieval.callbacks.loaders import batch_indices
 from lightning_retrieval.checks import is_integer
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.metrics import EmbeddingMetric
-from lightning_retrieval.metrics.store import GALLERY, QUERY
+from lightning_retrieval.metrics.base import GALLERY, QUERY
 
 _REQUIRED = {"embeddings", "labels"}
 

@@ -16,7 +16,7 @@ from lightning_retrieval.callbacks.figures import EvaluationFigure
 from lightning_retrieval.callbacks.gallery_image import GalleryRow, Hit, draw_gallery, load_image
 from lightning_retrieval.checks import check_choice, check_integer
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
-from lightning_retrieval.metrics.store import Ranking, Rows
+from lightning_retrieval.metrics.base import Ranking, Rows
 
 _ORDERS = ("spread", "hardest", "quantiles")
 Order = Literal["spread", "hardest", "quantiles"]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.datamodules.files.record_warnings import record_warnings
-from lightning_retrieval.metrics.store import GALLERY, QUERY
+from lightning_retrieval.metrics.base import GALLERY, QUERY
 from lightning_retrieval.search.packed_strings import PackedStrings
 
 # What an image is in evaluation: ranked for, ranked, or both. A distractor is ranked and right for nobody.

@@ -3,6 +3,6 @@
 from lightning_retrieval.metrics.random_gallery import RandomGalleryMetrics
 from lightning_retrieval.metrics.retrieval import RetrievalMetrics
 from lightning_retrieval.metrics.revisited import RevisitedMetrics
-from lightning_retrieval.metrics.store import EmbeddingMetric
+from lightning_retrieval.metrics.base import EmbeddingMetric
 
 __all__ = ["EmbeddingMetric", "RandomGalleryMetrics", "RetrievalMetrics", "RevisitedMetrics"]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_retrieval.distributed import sum_over_ranks
 from lightning_retrieval.metrics.retrieval import RetrievalMetrics
-from lightning_retrieval.metrics.store import EmbeddingMetric
+from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.ranking.ranks import PositiveRanks, positive_ranks
 
 _QUERIES, _GALLERY = 256, 1 << 16  # of a block of scores

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_retrieval.distributed import sum_over_ranks
 from lightning_retrieval.metrics.retrieval import RetrievalMetrics
-from lightning_retrieval.metrics.store import GALLERY, QUERY
+from lightning_retrieval.metrics.base import GALLERY, QUERY
 from lightning_retrieval.ranking.labels import finest
 
 

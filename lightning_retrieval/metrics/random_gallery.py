@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.metrics.retrieval import RetrievalMetrics
-from lightning_retrieval.metrics.store import GALLERY, QUERY, Rows
+from lightning_retrieval.metrics.base import GALLERY, QUERY, Rows
 
 
 class RandomGalleryMetrics(RetrievalMetrics):

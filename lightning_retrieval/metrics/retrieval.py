@@ -36,7 +36,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_retrieval.checks import check_integer, check_positive
-from lightning_retrieval.metrics.store import EmbeddingMetric, Ranking, Rows
+from lightning_retrieval.metrics.base import EmbeddingMetric, Ranking, Rows
 from lightning_retrieval.ranking.ranks import PositiveRanks, positive_ranks
 
 _MEANS = {"AP": "mAP", "AP@R": "mAP@R", "R-Precision": "R-Precision", "RR": "MRR", "NDCG": "NDCG"}

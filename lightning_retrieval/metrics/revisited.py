@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.metrics.store import EmbeddingMetric, Ranking
+from lightning_retrieval.metrics.base import EmbeddingMetric, Ranking
 from lightning_retrieval.ranking.ranks import count_at_least
 
 EASY, HARD, JUNK, NONE = range(4)  # what an image is for a query

@@ -9,7 +9,7 @@ from torch import nn
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.metrics.curves import mean_precision, pair_counts
 from lightning_retrieval.metrics.decomposability import cut_into_batches, decomposability_gap
-from lightning_retrieval.metrics.store import GALLERY, QUERY
+from lightning_retrieval.metrics.base import GALLERY, QUERY
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 
 SIZE = 301  # two blocks of queries, the last one smaller
