@@ -1,8 +1,8 @@
-"""The decomposability gap of ROADMAP: mean AP within the batches that a set is cut into, minus AP of the set.
+"""The decomposability gap of ROADMAP: mean AP within batches of a set, minus mean AP of the whole set.
 
-Ramzi et al., "Robust and Decomposable Average Precision for Image Retrieval", NeurIPS 2021. Training sees the lists of
-batches; what is reported is the list of the whole set. In a batch a query has fewer candidates that could come before
-its positives, so that AP there is higher.
+Ramzi et al., "Robust and Decomposable Average Precision for Image Retrieval", NeurIPS 2021. Training optimises the
+lists of batches, but the list of the whole set is reported. In a batch a query has fewer candidates that could come
+before its positives, so AP within batches is higher.
 """
 
 import torch
@@ -10,61 +10,77 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.distributed import sum_over_ranks
-from lightning_retrieval.metrics.retrieval import RetrievalMetrics
-from lightning_retrieval.metrics.base import GALLERY, QUERY
-from lightning_retrieval.ranking.labels import finest
+from lightning_retrieval.metrics.definitions import average_precision
+from lightning_retrieval.metrics.gathering import Rows
+from lightning_retrieval.metrics.query_gallery import query_gallery
+from lightning_retrieval.metrics.retrieval import RetrievalMetrics, query_values
+from lightning_retrieval.metrics.table import QueryMetric
+from lightning_retrieval.ranking.similarity import normalize
+
+_AP = QueryMetric(average_precision, "AP", "mAP")
 
 
 def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -> Float[Tensor, ""]:
     """Mean AP of the queries within batches of the set, minus mAP of the set.
 
-    Collective where there are several processes, as `compute` is, and the same for any number of them.
+    This is a collective operation if there are several processes, like `compute`, and has the same result for any
+    number of them.
 
     Args:
-        metrics: with the set's embeddings.
-        classes: of a batch.
-        samples: images of each class in a batch.
+        metrics: holds the embeddings of the set.
+        classes: number of classes of a batch.
+        samples: number of images of each class in a batch.
     """
-    rows, (part, parts) = metrics.gathered()
-    batches = cut_into_batches(finest(rows.labels).cpu(), classes, samples)
+    rows, shard = metrics.gather()
+    batches = cut_into_batches(rows.labels[:, 0].cpu(), classes, samples)
     sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=rows.ids.device)
-    for place in range(part, len(batches), parts):
-        batch = batches[place].to(rows.ids.device)
-        within = RetrievalMetrics(
-            query_expansion=metrics.query_expansion,
-            database_augmentation=metrics.database_augmentation,
-            sync_on_compute=False,
-        ).to(batch.device)
-        roles = rows.roles[batch]
-        within.update(
-            rows.embeddings[batch.to(rows.embeddings.device)].to(batch.device),
-            finest(rows.labels)[batch],
-            rows.ids[batch],
-            is_query=roles & QUERY > 0,
-            is_gallery=roles & GALLERY > 0,
-        )
-        ap = within._per_query()["AP"]  # `compute` would warn of a batch without any positive
-        sums[place] = torch.stack([ap.nansum(), (~ap.isnan()).sum()])
-    total, queries = sum_over_ranks(sums).sum(0)  # each row is another rank's zero: the sum is exact
+    for index in range(shard.index, len(batches), shard.count):
+        batch = _select(rows, batches[index])
+        lists = query_gallery(batch, metrics.query_expansion, metrics.database_augmentation)
+        ap = query_values(lists, [_AP])["AP"]
+        sums[index] = torch.stack([ap.nansum(), (~ap.isnan()).sum()])
+    total, queries = sum_over_ranks(sums).sum(0)  # other processes have zeros for each batch: the sum is exact
     gap: Tensor = total / queries - metrics.compute()["mAP"]
     return gap
 
 
-def cut_into_batches(labels: Int[Tensor, " row"], classes: int, samples: int) -> list[Int[Tensor, " batch"]]:
-    """Rows of batches of `classes` groups of `samples` images of one class, each image in one group, in random order.
+def _select(rows: Rows, batch: Int[Tensor, " batch"]) -> Rows:
+    """The rows of a batch as if a metric had been updated with them, with the finest level of their labels."""
+    chosen = batch.sort().values.to(rows.ids.device)
+    embeddings = rows.embeddings[chosen.to(rows.embeddings.device)].to(rows.ids.device)
+    return Rows(normalize(embeddings), rows.labels[chosen, :1], rows.ids[chosen], rows.roles[chosen])
 
-    The order is the same every time. The last group of a class may be smaller. The last batch is left out where it has
-    fewer groups, unless it is the only one.
+
+def cut_into_batches(labels: Int[Tensor, " row"], classes: int, samples: int) -> list[Int[Tensor, " batch"]]:
+    """Cut a set into batches like those of a PK sampler.
+
+    The images of each class are cut into groups of `samples` images, in random order; the last group of a class may be
+    smaller. A batch has `classes` groups of different classes, except where two rounds of groups meet. The last batch
+    is dropped if it has fewer groups, unless it is the only one. The random order is always the same.
+
+    Args:
+        labels: of the images of the set.
+        classes: number of groups in a batch.
+        samples: number of images in a group.
+
+    Returns:
+        The rows of each batch.
     """
     generator = torch.Generator().manual_seed(0)
     shuffled = torch.randperm(len(labels), generator=generator)
     rows = shuffled[labels[shuffled].argsort(stable=True)]  # class by class
-    _, of_class, sizes = torch.unique_consecutive(labels[rows], return_inverse=True, return_counts=True)
-    place = torch.arange(len(rows)) - (sizes.cumsum(0) - sizes)[of_class]
-    turn = torch.randperm(len(sizes), generator=generator)
-    # All first groups, then all second ones, and so on: the groups of a batch are of different classes but at a seam.
-    order = (place // samples * len(sizes) + turn[of_class]).sort(stable=True)
-    group = torch.unique_consecutive(order.values, return_inverse=True)[1]
-    batches = list(rows[order.indices].split(torch.bincount(group // classes).tolist()))
-    whole = (int(group[-1]) + 1) % classes == 0
-    return batches if whole or len(batches) == 1 else batches[:-1]
+    _, class_of_row, class_sizes = torch.unique_consecutive(labels[rows], return_inverse=True, return_counts=True)
+    class_starts = class_sizes.cumsum(0) - class_sizes
+    position_in_class = torch.arange(len(rows)) - class_starts[class_of_row]
+    random_class_order = torch.randperm(len(class_sizes), generator=generator)
+    # All first groups of the classes, then all second groups, and so on.
+    group_round = position_in_class // samples
+    group_key = (group_round * len(class_sizes) + random_class_order[class_of_row]).sort(stable=True)
+    group = torch.unique_consecutive(group_key.values, return_inverse=True)[1]
+    batch_sizes = torch.bincount(group // classes)
+    batches = list(rows[group_key.indices].split(batch_sizes.tolist()))
+    groups = int(group[-1]) + 1
+    last_is_smaller = groups % classes != 0
+    if last_is_smaller and len(batches) > 1:
+        return batches[:-1]
+    return batches

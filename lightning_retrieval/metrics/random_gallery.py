@@ -1,27 +1,43 @@
-"""Retrieval with a gallery of one random image of each class, drawn several times: re-identification of vehicles."""
+"""Retrieval with random galleries of one image of each class: the protocol of vehicle re-identification."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_integer
+from lightning_retrieval.metrics.gathering import Rows, Shard
 from lightning_retrieval.metrics.retrieval import RetrievalMetrics
-from lightning_retrieval.metrics.base import GALLERY, QUERY, Rows
+from lightning_retrieval.ranking.roles import Role, has_role
+
+
+def draw_one_of_each(labels: Int[Tensor, " row"], generator: torch.Generator) -> Bool[Tensor, " row"]:
+    """True for one random row of each label."""
+    unique, inverse = torch.unique(labels, return_inverse=True)
+    random_order = torch.randperm(len(labels), generator=generator).to(labels.device)
+    first = torch.full_like(unique, len(labels)).scatter_reduce(0, inverse, random_order, "amin")
+    return random_order == first[inverse]
+
+
+def _with_any_role(rows: Rows) -> Rows:
+    kept = has_role(rows.roles, Role.BOTH)
+    return Rows(rows.embeddings[kept.to(rows.embeddings.device)], rows.labels[kept], rows.ids[kept], rows.roles[kept])
 
 
 class RandomGalleryMetrics(RetrievalMetrics):
     """`RetrievalMetrics` whose gallery is one random image of each label and whose queries are all other images.
 
-    The values are means over several draws of the gallery, which follow from `seed` and the ids alone. Rows that are
-    neither query nor gallery, such as images that could not be read, stay out; else roles are not looked at.
+    The gallery is drawn several times, and the values are means over the draws. The draws depend on `seed` and the ids
+    only. Images without a role, such as images that could not be read, are skipped; otherwise roles are ignored.
 
     Args:
         ks: the k of R@k, each >= 1.
-        draws: how many galleries, >= 1.
-        seed: what the draws follow from, >= 0.
-        settings: those of `RetrievalMetrics`.
+        draws: number of galleries, >= 1.
+        seed: seed of the draws, >= 0.
+        settings: settings of `RetrievalMetrics` (`map_ks`, `alpha`), of `EmbeddingMetric` (`query_expansion`,
+            `database_augmentation`, `embeddings_on_cpu`) and of `torchmetrics.Metric`.
 
     Raises:
         ValueError: if `draws` is below 1 or `seed` below 0; else as `RetrievalMetrics`.
@@ -36,13 +52,13 @@ class RandomGalleryMetrics(RetrievalMetrics):
         tensor(1., dtype=torch.float64)
 
     Relations:
-        `per_query` has a row for each draw and query.
+        `per_query` returns one row for each draw and query.
 
     Source:
         Liu, Tian, Wang, Pang and Huang, CVPR 2016: the test protocol of VehicleID.
     """
 
-    def __init__(self, ks: Sequence[int] = (1, 5), draws: int = 10, seed: int = 0, **settings: Any) -> None:
+    def __init__(self, ks: Sequence[int] = (1, 5), *, draws: int = 10, seed: int = 0, **settings: Any) -> None:
         super().__init__(ks, **settings)
         self.draws = check_integer(type(self).__name__, "draws", draws, least=1)
         self.seed = check_integer(type(self).__name__, "seed", seed, least=0)
@@ -50,16 +66,16 @@ class RandomGalleryMetrics(RetrievalMetrics):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, draws={self.draws}, seed={self.seed}"
 
-    def _per_query(self) -> dict[str, Tensor]:
-        rows = self._rows()
-        rows = Rows(*(part[(rows.roles > 0).to(part.device)] for part in rows))
-        tables = []
+    def _query_values(self, rows: Rows, shard: Shard) -> dict[str, Tensor]:
+        """The results of `per_query`, of one draw after the other."""
+        rows = _with_any_role(rows)
         generator = torch.Generator().manual_seed(self.seed)
-        unique, inverse = torch.unique(rows.labels[:, 0], return_inverse=True)
+        draws = []
         for _ in range(self.draws):
-            order = torch.randperm(len(rows.ids), generator=generator).to(inverse.device)
-            first = torch.full_like(unique, len(order)).scatter_reduce(0, inverse, order, "amin")
-            drawn = order == first[inverse]  # the image of each label whose random number is least
-            roles = torch.where(drawn, GALLERY, QUERY)
-            tables.append(self._values(rows, self._ranking(rows._replace(roles=roles))))
-        return {name: torch.cat([table[name] for table in tables]) for name in tables[0]}
+            in_gallery = draw_one_of_each(rows.labels[:, 0], generator)
+            roles = torch.where(in_gallery, int(Role.GALLERY), int(Role.QUERY))
+            draws.append(super()._query_values(rows._replace(roles=roles), shard))
+        values = {}
+        for name in draws[0]:
+            values[name] = torch.cat([draw[name] for draw in draws])
+        return values

@@ -1,20 +1,21 @@
-"""mAP and mP@k of Revisited Oxford and Paris: which images are right for a query is said by lists.
+"""mAP and mP@k of Revisited Oxford and Paris, where lists define which images are relevant for each query.
 
-Conventions (the official code's). Each query has images that are easy, hard and junk. Three setups make of these
+Conventions (those of the official code). Each query has easy, hard and junk images. Three setups use them as follows:
 
     setup     positives     removed from the query's list
     easy      easy          hard, junk
     medium    easy, hard    junk
     hard      hard          easy, junk
 
-all else is wrong. With n positives, r the rank of one and p the number of positives that score at least as high,
+All other images are wrong. With n positives, r the rank of one of them and p the number of positives that score at
+least as high,
 
     AP      sum of ((p - 1) / (r - 1) + p / r) / 2 over the positives, / n      (trapezoids; the first is 1 where r = 1)
-    mP@k    number of positives with r <= k', / k', where k' is the least of k and the last positive's rank
+    mP@k    number of positives with r <= k', / k', where k' is the smaller of k and the last positive's rank
 
-Ties count against the model: r is the number of images left in the list that score at least as high. Positives that the
-gallery lacks are never found, yet n counts them. Queries without positives in a setup are left out of its means and
-counted.
+Ties count against the model: r is the number of images in the list, without removed ones, that score at least as high.
+Positives that the gallery does not have are never found, but are counted in n. A query without positives in a setup is
+skipped in the means of this setup, and the number of skipped queries is reported.
 """
 
 import warnings
@@ -26,37 +27,69 @@ import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.metrics.base import EmbeddingMetric, Ranking
+from lightning_retrieval.metrics.base import EmbeddingMetric
+from lightning_retrieval.metrics.gathering import Shard
+from lightning_retrieval.metrics.query_gallery import QueryGallery
+from lightning_retrieval.metrics.revisited_lists import SETUPS, Kind, ListedImages, QueryLists
 from lightning_retrieval.ranking.ranks import count_at_least
 
-EASY, HARD, JUNK, NONE = range(4)  # what an image is for a query
-SETUPS = {"easy": (EASY,), "medium": (EASY, HARD), "hard": (HARD,)}  # positives; the rest of the lists is removed
-# Blocks of a fixed size, the tails padded, give an image the same score whoever computes it, and equal embeddings equal
-# scores (see `lightning_retrieval.ranking.ranks`).
-_ROWS = 128
-_BLOCK = 384 * 16
+# Blocks have a fixed size and are padded, so an image has the same score on any number of processes, and equal
+# embeddings have equal scores (see `lightning_retrieval.ranking.ranks`).
+_BLOCK_ROWS = 128
+_BLOCK_COLUMNS = 384 * 16
+
+
+def setup_values(
+    rank: Int[Tensor, "query listed"],
+    rank_among_positives: Int[Tensor, "query listed"],
+    is_positive: Bool[Tensor, "query listed"],
+    total: Int[Tensor, " query"],
+    ks: Sequence[int],
+) -> dict[str, Float[Tensor, " query"]]:
+    """AP by trapezoids as `"mAP"`, and P@k as `"mP@k"` for each k; NaN for a query without positives.
+
+    Args:
+        rank: of each positive, from 1, without the images that are removed in this setup; any number elsewhere.
+        rank_among_positives: number of positives that score at least as high.
+        is_positive: which columns are positives.
+        total: number of positives, including those that the gallery does not have.
+        ks: the k of P@k.
+    """
+    precision_before = (rank_among_positives - 1) / (rank - 1).clamp(min=1).double()
+    precision_before = torch.where(rank > 1, precision_before, 1.0)
+    precision = rank_among_positives / rank.clamp(min=1).double()
+    trapezoid = torch.where(is_positive, (precision_before + precision) / 2, 0.0)
+    values = {"mAP": trapezoid.sum(1) / total}
+    last_rank = rank.masked_fill(~is_positive, 0).amax(1)
+    for k in ks:
+        smaller_k = last_rank.clamp(max=k)
+        hits = (is_positive & (rank <= smaller_k[:, None])).sum(1)
+        values[f"mP@{k}"] = hits / smaller_k.clamp(min=1).double()
+    for column in values.values():
+        column.masked_fill_(total == 0, torch.nan)
+    return values
 
 
 class RevisitedMetrics(EmbeddingMetric):
     """mAP and mP@k in the setups easy, medium and hard of Revisited Oxford and Paris.
 
-    Labels count nothing here: right, junk and wrong is what the lists say. Give `is_query` and `is_gallery` at update.
+    The lists alone define which images are relevant or junk; labels are ignored. Pass `is_query` and `is_gallery` to
+    `update`.
 
     Args:
         easy: for each query's id the ids of the images that are easy to find.
         hard: the same for those that are hard to find.
-        junk: the same for those that are neither right nor wrong.
+        junk: the same for those that are neither relevant nor wrong.
         ks: the k of mP@k, each >= 1.
-        settings: those of `EmbeddingMetric`: `query_expansion`, `database_augmentation`, `embeddings_on_cpu`, and of
+        settings: settings of `EmbeddingMetric` (`query_expansion`, `database_augmentation`, `embeddings_on_cpu`) and of
             `torchmetrics.Metric`.
 
     Raises:
-        ValueError: if the three do not have the same queries, an image is twice in a query's lists, `ks` is empty or
-            holds a number below 1; at `compute`, if a query has no lists; else as `EmbeddingMetric`.
-        TypeError: if `easy`, `hard` or `junk` is no mapping to integers, or a k is no integer.
+        ValueError: if the three do not have the same queries, an image occurs twice in a query's lists, or `ks` is
+            empty or holds a number below 1; at `compute`, if a query has no lists; else as `EmbeddingMetric`.
+        TypeError: if `easy`, `hard` or `junk` is not a mapping to integers, or a k is not an integer.
 
     Example:
         >>> import torch
@@ -72,11 +105,12 @@ class RevisitedMetrics(EmbeddingMetric):
          'skipped_queries/hard': 0.0}
 
     Cost:
-        The embeddings are kept until `reset`. `compute` goes through the gallery in blocks, which processes share out,
-        and twice through those with listed images. It holds one block of scores at a time, however many there are.
+        The embeddings are kept until `reset`. `compute` goes once through the gallery in blocks, which are distributed
+        over the processes, and a second time through the blocks with listed images. It holds one block of scores at a
+        time, however many there are.
 
     Relations:
-        The evaluation set of `RevisitedOxford` and `RevisitedParis` is evaluated by this.
+        The evaluation sets of `RevisitedOxford` and `RevisitedParis` use this metric.
 
     Source:
         Radenović, Iscen, Tolias, Avrithis and Chum, "Revisiting Oxford and Paris: large-scale image retrieval
@@ -88,28 +122,18 @@ class RevisitedMetrics(EmbeddingMetric):
         easy: Mapping[int, Sequence[int]],
         hard: Mapping[int, Sequence[int]],
         junk: Mapping[int, Sequence[int]],
+        *,
         ks: Sequence[int] = (1, 5, 10),
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        who = type(self).__name__
+        owner = type(self).__name__
         if isinstance(ks, int) or len(ks) == 0:
-            raise ValueError(f"{who}: `ks` must hold at least one k, such as (1, 10), got {ks!r}.")
-        self.ks = tuple(check_integer(who, "ks", k, least=1) for k in ks)
-        for name, lists in (("easy", easy), ("hard", hard), ("junk", junk)):
-            _check_lists(who, name, lists)
-            if lists.keys() != easy.keys():
-                odd = min(lists.keys() ^ easy.keys())
-                raise ValueError(f"{who}: `{name}` must have the queries of `easy`, got a difference at query {odd}.")
+            raise ValueError(f"{owner}: `ks` must hold at least one k, such as (1, 10), got {ks!r}.")
+        self.ks = tuple(check_integer(owner, "ks", k, least=1) for k in ks)
         self.easy, self.hard, self.junk = easy, hard, junk
-        for query in easy:
-            listed = self._listed(query)
-            if len(set(listed)) < len(listed):
-                twice = next(image for image in listed if listed.count(image) > 1)
-                raise ValueError(
-                    f"{who}: `easy`, `hard` and `junk` must hold an image once for a query, and not the query, got "
-                    f"image {twice} twice for query {query}."
-                )
+        self._lists = QueryLists(easy, hard, junk)
+        self._lists.check(owner)
 
     def compute(self) -> dict[str, Tensor]:
         """All metrics at once.
@@ -117,41 +141,44 @@ class RevisitedMetrics(EmbeddingMetric):
         Returns:
             `"mAP"`, which is that of the setup medium, and for each setup `"mAP/easy"`, `"mP@k/easy"` for each k, all
             float64 scalars in [0, 1], and `"skipped_queries/easy"`, the number of queries without positives. NaN, with
-            a warning, where all queries of a setup are skipped.
+            a warning, if all queries of a setup are skipped.
         """
-        with self._in_order():
-            table = self._per_query()
-        results = {"mAP": table["medium"][:, 0].nanmean()}
-        for setup, values in table.items():
-            names = [f"mAP/{setup}", *(f"mP@{k}/{setup}" for k in self.ks)]
-            results.update(zip(names, values.nanmean(0).unbind()))
-            results[f"skipped_queries/{setup}"] = values[:, 0].isnan().sum().double()
-        empty = [setup for setup, values in table.items() if bool(values.isnan().all())]
-        if empty:
+        values_of_setup = self._query_values()
+        results: dict[str, Tensor] = {}
+        empty_setups = []
+        for setup, values in values_of_setup.items():
+            means = torch.stack(list(values.values()), 1).nanmean(0)
+            for name, mean in zip(values, means):
+                results[f"{name}/{setup}"] = mean
+            is_skipped = values["mAP"].isnan()
+            results[f"skipped_queries/{setup}"] = is_skipped.sum().double()
+            if bool(is_skipped.all()):
+                empty_setups.append(setup)
+        if empty_setups:
             warnings.warn(
-                f"{type(self).__name__}: no query has positives in the setup {' and '.join(empty)}, so its metrics "
-                "are NaN.",
+                f"{type(self).__name__}: no query has positives in the setup {' and '.join(empty_setups)}, so its "
+                "metrics are NaN.",
                 stacklevel=2,
             )
-        return results
+        return {"mAP": results["mAP/medium"], **results}
 
-    def relevant(
+    def is_relevant(
         self,
         query_ids: Int[Tensor, " query"],
         query_labels: Int[Tensor, "query ..."],
         ids: Int[Tensor, " row"],
         labels: Int[Tensor, "row ..."],
     ) -> Bool[Tensor, "query row"]:
-        """Whether each row is right for each query, easy or hard, whatever the labels."""
+        """Whether each row is easy or hard for each query. Labels are ignored."""
         found = torch.zeros(len(query_ids), len(ids), dtype=torch.bool, device=ids.device)
         for row, query in enumerate(query_ids.tolist()):
-            right = [*self.easy.get(query, ()), *self.hard.get(query, ())]
-            found[row] = torch.isin(ids, torch.tensor(right, dtype=torch.int64, device=ids.device))
+            relevant = [*self.easy.get(query, ()), *self.hard.get(query, ())]
+            found[row] = torch.isin(ids, torch.tensor(relevant, dtype=torch.int64, device=ids.device))
         return found
 
-    def listed(self, query_ids: Int[Tensor, " query"], ids: Int[Tensor, " row"]) -> Bool[Tensor, "query row"]:
-        """Whether each row counts for each query: junk does not, nor does the query itself."""
-        found = super().listed(query_ids, ids)
+    def is_candidate(self, query_ids: Int[Tensor, " query"], ids: Int[Tensor, " row"]) -> Bool[Tensor, "query row"]:
+        """Whether each row is in the list of each query. Junk and the query itself are not."""
+        found = super().is_candidate(query_ids, ids)
         for row, query in enumerate(query_ids.tolist()):
             junk = torch.tensor(list(self.junk.get(query, ())), dtype=torch.int64, device=ids.device)
             found[row] &= ~torch.isin(ids, junk)
@@ -160,128 +187,84 @@ class RevisitedMetrics(EmbeddingMetric):
     def extra_repr(self) -> str:
         return f"ks={self.ks}"
 
-    def _listed(self, query: int) -> list[int]:
-        """Easy, hard and junk images; the query itself, which is not in its own list, stands with the junk."""
-        return [*self.easy[query], *self.hard[query], *self.junk[query], query]
-
-    def _per_query(self) -> dict[str, Float[Tensor, "query value"]]:
-        """AP and P@k of each query in each setup, NaN where it has no positive."""
-        rows = self._rows()
-        ranking = self._ranking(rows)
-        query_ids, gallery_ids = rows.ids[ranking.query_rows].tolist(), rows.ids[ranking.gallery_rows]
-        without = [query for query in query_ids if query not in self.easy]
-        if without:
-            raise ValueError(
-                f"{type(self).__name__}: `easy`, `hard` and `junk` must have all queries, got {len(without)} of "
-                f"{len(query_ids)} without, such as query {without[0]}."
-            )
-        if len(query_ids) == 0 or len(gallery_ids) == 0:
-            none = torch.full(
-                (len(query_ids), 1 + len(self.ks)), torch.nan, dtype=torch.float64, device=rows.ids.device
-            )
-            return dict.fromkeys(SETUPS, none)
-        kinds, places = self._lists(query_ids, gallery_ids)
-        scores, counts = self._count(ranking, kinds, places)
+    def _query_values(self) -> dict[str, dict[str, Float[Tensor, " query"]]]:
+        """For each setup the values of each query."""
+        rows, shard = self.gather()
+        ranked = self.query_gallery(rows)
+        query_ids = ranked.query_ids.tolist()
+        self._lists.check_queries(type(self).__name__, query_ids)
+        if len(query_ids) == 0 or len(ranked.gallery) == 0:
+            names = ["mAP", *(f"mP@{k}" for k in self.ks)]
+            no_values = torch.full((len(query_ids),), torch.nan, dtype=torch.float64, device=rows.ids.device)
+            return dict.fromkeys(SETUPS, dict.fromkeys(names, no_values))
+        listed = self._lists.find(query_ids, ranked.gallery_ids)
+        scores, counts = self._scores_and_counts(ranked, listed, shard)
         values = {}
-        for setup, positive in SETUPS.items():
-            is_positive = torch.isin(kinds, torch.tensor(positive, device=kinds.device))
-            removed = ~is_positive & (kinds < NONE)
-            rank = counts - _at_least(scores, removed)
-            sizes = [sum(len((self.easy, self.hard)[kind][query]) for kind in positive) for query in query_ids]
-            total = torch.tensor(sizes, device=kinds.device)
-            values[setup] = setup_values(rank, _at_least(scores, is_positive), is_positive, total, self.ks)
+        for setup, kinds in SETUPS.items():
+            is_positive = torch.isin(listed.kind, torch.tensor([int(kind) for kind in kinds], device=scores.device))
+            is_removed = ~is_positive & (listed.kind != Kind.NOT_LISTED)
+            rank = counts - _count_chosen(scores, is_removed)
+            total = [self._lists.positives(query, kinds) for query in query_ids]
+            values[setup] = setup_values(
+                rank,
+                _count_chosen(scores, is_positive),
+                is_positive,
+                torch.tensor(total, device=scores.device),
+                self.ks,
+            )
         return values
 
-    def _lists(
-        self, query_ids: list[int], gallery_ids: Int[Tensor, " gallery"]
-    ) -> tuple[Int[Tensor, "query listed"], Int[Tensor, "query listed"]]:
-        """What the listed images are, and their places in the gallery; `NONE` and 0 where it lacks them."""
-        kinds, places = [], []
-        ascending, order = gallery_ids.sort()
-        for query in query_ids:
-            sizes = torch.tensor([len(self.easy[query]), len(self.hard[query]), len(self.junk[query]) + 1])
-            kinds.append(torch.tensor([EASY, HARD, JUNK]).repeat_interleave(sizes).to(gallery_ids.device))
-            ids = torch.tensor(self._listed(query), device=gallery_ids.device)
-            places.append(order[torch.searchsorted(ascending, ids).clamp(max=len(ascending) - 1)])
-            kinds[-1][gallery_ids[places[-1]] != ids] = NONE
-        return pad_sequence(kinds, True, NONE), pad_sequence(places, True, 0)
-
-    def _count(
-        self, ranking: Ranking, kinds: Int[Tensor, "query listed"], places: Int[Tensor, "query listed"]
+    def _scores_and_counts(
+        self, ranked: QueryGallery, listed: ListedImages, shard: Shard
     ) -> tuple[Float[Tensor, "query listed"], Int[Tensor, "query listed"]]:
-        """The score of each listed image and, of positives, how many images of the gallery score at least as high."""
-        scores = torch.zeros(kinds.shape, dtype=ranking.gallery.dtype, device=kinds.device)
-        counts = torch.zeros_like(kinds)
-        for rows, begin, block in self._blocks(ranking, kinds.device, (places // _BLOCK).unique().tolist()):
-            column = places[rows] - begin
-            inside = (column >= 0) & (column < _BLOCK)
-            scores[rows] += torch.where(inside, block.gather(1, column.clamp(0, _BLOCK - 1)), 0.0)
-        self._add_up(scores)
-        bounds, order = scores.masked_fill(kinds >= JUNK, torch.inf).sort(1)
-        for rows, _, block in self._blocks(ranking, kinds.device, range(-(-len(ranking.gallery) // _BLOCK))):
+        """The score of each listed image, and the number of images of the gallery that score as high as a positive."""
+        scores = torch.zeros(listed.kind.shape, dtype=ranked.gallery.dtype, device=listed.kind.device)
+        counts = torch.zeros_like(listed.kind)
+        blocks_with_listed = (listed.column // _BLOCK_COLUMNS).unique().tolist()
+        for rows, begin, block in _score_blocks(ranked, blocks_with_listed, shard):
+            column = listed.column[rows] - begin
+            inside = (column >= 0) & (column < _BLOCK_COLUMNS)
+            scores[rows] += torch.where(inside, block.gather(1, column.clamp(0, _BLOCK_COLUMNS - 1)), 0.0)
+        self._sum_over_shards(scores, shard)  # all but one shard have 0 for each image: the sum is exact
+        is_positive = listed.kind < Kind.JUNK
+        bounds, order = scores.masked_fill(~is_positive, torch.inf).sort(1)
+        for rows, _, block in _score_blocks(ranked, range(-(-len(ranked.gallery) // _BLOCK_COLUMNS)), shard):
             counts[rows] += count_at_least(block, bounds[rows])
-        self._add_up(counts)
+        self._sum_over_shards(counts, shard)
         return scores, torch.zeros_like(counts).scatter_(1, order, counts)
 
-    def _blocks(
-        self, ranking: Ranking, device: torch.device, wanted: Iterable[int]
-    ) -> Iterator[tuple[slice, int, Tensor]]:
-        """This process' share of these blocks of scores: its queries, its first image, and (query, image) scores."""
-        part, parts = self._share()
-        queries = ranking.queries.to(device).split(_ROWS)
-        padded = [pad(rows, (0, 0, 0, _ROWS - len(rows))) for rows in queries]
-        for begin in (number * _BLOCK for number in wanted if number % parts == part):
-            gallery = ranking.gallery[begin : begin + _BLOCK].to(device)
-            size = len(gallery)
-            if size < _BLOCK:
-                gallery = pad(gallery, (0, 0, 0, _BLOCK - size))
-            for place, rows in enumerate(padded):
-                block = (rows @ gallery.T)[: len(queries[place])]
-                block[:, size:] = -torch.inf
-                yield slice(place * _ROWS, (place + 1) * _ROWS), begin, block
-
-    def _add_up(self, shares: Tensor) -> None:
-        """Bring together what the processes found: counts, and scores that all but one of them have as 0."""
-        if self._is_synced:
-            dist.all_reduce(shares, group=self.process_group)
+    def _sum_over_shards(self, values: Tensor, shard: Shard) -> None:
+        if shard.count > 1:
+            dist.all_reduce(values, group=self.process_group)
 
 
-def setup_values(
-    rank: Int[Tensor, "query listed"],
-    among: Int[Tensor, "query listed"],
-    is_positive: Bool[Tensor, "query listed"],
-    total: Int[Tensor, " query"],
-    ks: Sequence[int],
-) -> Float[Tensor, "query value"]:
-    """AP by trapezoids and P@k for each k, NaN where there is no positive.
+def _score_blocks(
+    ranked: QueryGallery, numbers: Iterable[int], shard: Shard
+) -> Iterator[tuple[slice, int, Float[Tensor, "query gallery"]]]:
+    """The scores of all queries with blocks of the gallery, for those of the numbered blocks that are in this shard.
 
-    Args:
-        rank: of each positive, junk removed, from 1; any number elsewhere.
-        among: how many positives score at least as high.
-        is_positive: which columns are positives.
-        total: the number of positives, also of those that the gallery lacks.
-        ks: the k of P@k.
+    Yields the range of the queries, the index of the first image of the gallery, and the scores, -inf at padding.
     """
-    before = torch.where(rank > 1, (among - 1) / (rank - 1).clamp(min=1).double(), 1.0)
-    precision = (before + among / rank.clamp(min=1).double()) / 2
-    values = [torch.where(is_positive, precision, 0.0).sum(1) / total]
-    last = rank.masked_fill(~is_positive, 0).amax(1)
-    for k in ks:
-        lowered = last.clamp(max=k)
-        hits = (is_positive & (rank <= lowered[:, None])).sum(1)
-        values.append(hits / lowered.clamp(min=1).double())
-    return torch.stack(values, 1).masked_fill((total == 0)[:, None], torch.nan)
+    device = ranked.query_ids.device
+    queries = ranked.queries.to(device).split(_BLOCK_ROWS)
+    padded_queries = [pad(rows, (0, 0, 0, _BLOCK_ROWS - len(rows))) for rows in queries]
+    for number in numbers:
+        if number % shard.count != shard.index:
+            continue
+        begin = number * _BLOCK_COLUMNS
+        gallery = ranked.gallery[begin : begin + _BLOCK_COLUMNS].to(device)
+        size = len(gallery)
+        if size < _BLOCK_COLUMNS:
+            gallery = pad(gallery, (0, 0, 0, _BLOCK_COLUMNS - size))
+        for index, rows in enumerate(padded_queries):
+            scores = (rows @ gallery.T)[: len(queries[index])]
+            scores[:, size:] = -torch.inf
+            yield slice(index * _BLOCK_ROWS, (index + 1) * _BLOCK_ROWS), begin, scores
 
 
-def _at_least(scores: Float[Tensor, "query listed"], chosen: Bool[Tensor, "query listed"]) -> Tensor:
-    """For each score, how many of the chosen ones of its row are at least as high."""
-    ascending = scores.masked_fill(~chosen, -torch.inf).sort(1).values
+def _count_chosen(
+    scores: Float[Tensor, "query listed"], is_chosen: Bool[Tensor, "query listed"]
+) -> Int[Tensor, "query listed"]:
+    """For each score, the number of chosen scores of its row that are at least as high."""
+    ascending = scores.masked_fill(~is_chosen, -torch.inf).sort(1).values
     return scores.shape[1] - torch.searchsorted(ascending, scores)
-
-
-def _check_lists(who: str, name: str, lists: Any) -> None:
-    if not isinstance(lists, Mapping):
-        raise TypeError(f"{who}: `{name}` must map each query's id to ids of images, got {type(lists).__name__}.")
-    for query, images in lists.items():
-        if not isinstance(images, Sequence) or not all(isinstance(number, int) for number in (query, *images)):
-            raise TypeError(f"{who}: `{name}` must map integers to lists of integers, got {images!r} for {query!r}.")

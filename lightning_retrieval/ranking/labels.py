@@ -1,4 +1,4 @@
-"""Labels of several levels: shape (rows, levels), finest level first, each label within one of the next level."""
+"""Labels with several levels: shape (rows, levels), finest level first, each label in one label of the next level."""
 
 import torch
 from jaxtyping import Int
@@ -6,18 +6,23 @@ from torch import Tensor
 
 
 def finest(labels: Int[Tensor, "row ..."]) -> Int[Tensor, " row"]:
-    """The labels of the first, finest level, where they have levels."""
-    return labels if labels.ndim == 1 else labels[:, 0]
+    """The labels of the finest level; labels without levels are returned unchanged."""
+    if labels.ndim == 1:
+        return labels
+    return labels[:, 0]
 
 
-def check_nesting(who: str, labels: Int[Tensor, "row level"]) -> None:
-    """Refuse labels (rows, levels), finest first, of which one lies within two of the next level."""
-    every = torch.unique(labels, dim=0) if labels.shape[1] > 1 else labels
+def check_nesting(owner: str, labels: Int[Tensor, "row level"]) -> None:
+    """Raise an error if a label occurs with two different labels of the next coarser level."""
+    if labels.shape[1] == 1:
+        return
+    unique = torch.unique(labels, dim=0)
     for level in range(labels.shape[1] - 1):
-        pairs = torch.unique(every[:, level : level + 2], dim=0)
-        if len(torch.unique(pairs[:, 0])) < len(pairs):
-            fine = pairs[:-1, 0][pairs[1:, 0] == pairs[:-1, 0]][0]
+        pairs = torch.unique(unique[:, level : level + 2], dim=0)
+        fine, coarse = pairs.unbind(1)
+        repeated = fine[1:][fine[1:] == fine[:-1]]
+        if len(repeated) > 0:
             raise ValueError(
-                f"{who}: label levels must nest, one label of level {level} within one of level {level + 1}, got label "
-                f"{int(fine)} within {pairs[pairs[:, 0] == fine, 1].tolist()}."
+                f"{owner}: label levels must nest, with each label of level {level} in one label of level {level + 1}, "
+                f"got label {int(repeated[0])} in {coarse[fine == repeated[0]].tolist()}."
             )

@@ -1,0 +1,238 @@
+"""The rows of an evaluation set, gathered over all processes and merged so that each image occurs once."""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor
+
+from lightning_retrieval.distributed import gather_rows
+from lightning_retrieval.ranking.labels import check_nesting
+from lightning_retrieval.ranking.roles import Role
+from lightning_retrieval.ranking.similarity import normalize
+
+_CHUNK = 1 << 16  # rows that are gathered at a time if embeddings are kept on the CPU
+
+
+class Rows(NamedTuple):
+    """The images of an evaluation set, each once, in the order of their ids."""
+
+    embeddings: Float[Tensor, "row dim"]
+    labels: Int[Tensor, "row level"]
+    ids: Int[Tensor, " row"]
+    roles: Int[Tensor, " row"]
+
+
+class CollectedRows(NamedTuple):
+    """The rows of all updates in any order. An image may occur several times."""
+
+    embeddings: Float[Tensor, "row dim"]
+    labels: Int[Tensor, "row ..."]
+    ids: Int[Tensor, " row"] | None
+    roles: Int[Tensor, " row"]
+    instances: Int[Tensor, " row"] | None
+
+
+class RowFormat(NamedTuple):
+    """What the rows of all processes must have in common."""
+
+    dim: int
+    dtype: str
+    label_shape: tuple[int, ...]
+    has_ids: bool
+    has_instances: bool
+
+
+class Shard(NamedTuple):
+    """The fraction of the queries that this process ranks: `index` of `count`. Every process has all rows."""
+
+    index: int = 0
+    count: int = 1
+
+
+UNSHARDED = Shard()
+
+
+def gather_over_processes(
+    owner: str,
+    rows: CollectedRows | None,
+    error: str | None,
+    *,
+    device: torch.device,
+    embeddings_device: torch.device,
+    group: Any,
+) -> CollectedRows:
+    """The rows of all processes in rank order. This is a collective operation.
+
+    Args:
+        owner: prefix of error messages.
+        rows: the rows of this process, or None if it has none.
+        error: message of an error that occurred on this process, which is then raised on all processes.
+        device: device of the collectives.
+        embeddings_device: device on which embeddings are kept; if it is another one, they are gathered in chunks.
+        group: the process group.
+
+    Raises:
+        ValueError: on all processes, if one has an error, none has rows, their formats differ, or there are no ids.
+    """
+    count, row_format = 0, None
+    if rows is not None:
+        count, row_format = len(rows.embeddings), _format_of(rows)
+        if error is None:
+            error = _incomplete_column(owner, rows)
+    reports: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(reports, (count, row_format, error), group=group)
+    counts, formats, errors = zip(*reports)
+    _raise_first(errors)
+    row_format = _common_format(owner, formats)
+    if rows is None:
+        rows = _no_rows(row_format, device, embeddings_device)
+    columns: dict[str, Any] = {}
+    for name, column in rows._asdict().items():
+        columns[name] = None if column is None else _gather_column(column, counts, device, group)
+    return CollectedRows(**columns)
+
+
+def merge_duplicates(owner: str, collected: CollectedRows) -> Rows:
+    """Sort the rows by id, keep the first of each id with the roles of all, and average the images of each instance.
+
+    Raises:
+        ValueError: if ids or instances were given for some rows only, label levels do not nest, or one id or one
+            instance has two labels.
+    """
+    error = _incomplete_column(owner, collected)
+    if error is not None:
+        raise ValueError(error)
+    labels = collected.labels.reshape(len(collected.labels), -1)
+    ids = collected.ids
+    if ids is None:
+        ids = torch.arange(len(labels), device=labels.device)
+    check_nesting(owner, labels)
+    first, roles = _first_of_each(owner, "id", ids, labels, collected.roles)
+    embeddings = normalize(collected.embeddings[first.to(collected.embeddings.device)])
+    rows = Rows(embeddings, labels[first], ids[first], roles)
+    if collected.instances is None:
+        return rows
+    return _average_instances(owner, rows, collected.instances[first])
+
+
+def given_only_sometimes(owner: str, name: str) -> str:
+    """The message of an error."""
+    return f"{owner}: `{name}` must be given with every update or with none, got both."
+
+
+def nothing_to_compute(owner: str) -> str:
+    """The message of an error."""
+    return f"{owner}: there is nothing to compute; call update with at least one row first."
+
+
+def _incomplete_column(owner: str, rows: CollectedRows) -> str | None:
+    """The message of an error if ids or instances were given for some rows only.
+
+    `update` refuses such rows; `forward` of torchmetrics joins the rows of its calls without comparing them.
+    """
+    for name, column in (("ids", rows.ids), ("instances", rows.instances)):
+        if column is not None and len(column) != len(rows.labels):
+            return given_only_sometimes(owner, name)
+    return None
+
+
+def _format_of(rows: CollectedRows) -> RowFormat:
+    return RowFormat(
+        dim=rows.embeddings.shape[1],
+        dtype=str(rows.embeddings.dtype),
+        label_shape=tuple(rows.labels.shape[1:]),
+        has_ids=rows.ids is not None,
+        has_instances=rows.instances is not None,
+    )
+
+
+def _raise_first(errors: Sequence[str | None]) -> None:
+    for rank, error in enumerate(errors):
+        if error is not None:
+            raise ValueError(f"{error.removesuffix('.')}, on rank {rank}.")
+
+
+def _common_format(owner: str, formats: Sequence[RowFormat | None]) -> RowFormat:
+    """The format of all processes that have rows."""
+    found = {row_format for row_format in formats if row_format is not None}
+    if not found:
+        raise ValueError(nothing_to_compute(owner))
+    if len(found) > 1:
+        listed = [tuple(row_format) for row_format in sorted(found)]
+        raise ValueError(
+            f"{owner}: rows must have the same format on all processes, got (dimension, dtype, shape of a label, has "
+            f"ids, has instances) {listed}."
+        )
+    row_format = found.pop()
+    if not row_format.has_ids:
+        raise ValueError(
+            f"{owner}: `ids` must be given if there are several processes, got none on {len(formats)} processes; "
+            "update with the dataset index of each image, so that images that a sampler repeats are counted once."
+        )
+    return row_format
+
+
+def _no_rows(row_format: RowFormat, device: torch.device, embeddings_device: torch.device) -> CollectedRows:
+    """Rows of this format for a process that has none."""
+    dtype = getattr(torch, row_format.dtype.removeprefix("torch."))
+    integers = torch.empty(0, dtype=torch.int64, device=device)
+    return CollectedRows(
+        embeddings=torch.empty(0, row_format.dim, dtype=dtype, device=embeddings_device),
+        labels=integers.new_empty(0, *row_format.label_shape),
+        ids=integers,
+        roles=integers,
+        instances=integers if row_format.has_instances else None,
+    )
+
+
+def _gather_column(
+    column: Shaped[Tensor, "row ..."], counts: Sequence[int], device: torch.device, group: Any
+) -> Shaped[Tensor, "row ..."]:
+    """The rows of all processes in rank order, in chunks through the device if they are kept elsewhere."""
+    if column.device == device:
+        return gather_rows(column, counts, group)
+    chunks_of_rank: list[list[Tensor]] = [[] for _ in counts]
+    for begin in range(0, max(counts), _CHUNK):
+        sizes = [min(max(count - begin, 0), _CHUNK) for count in counts]
+        gathered = gather_rows(column[begin : begin + _CHUNK].to(device), sizes, group)
+        for chunks, chunk in zip(chunks_of_rank, gathered.cpu().split(sizes)):
+            chunks.append(chunk)
+    return torch.cat([torch.cat(chunks) for chunks in chunks_of_rank])
+
+
+def _first_of_each(
+    owner: str,
+    name: Literal["id", "instance"],
+    values: Int[Tensor, " row"],
+    labels: Int[Tensor, "row level"],
+    roles: Int[Tensor, " row"],
+) -> tuple[Int[Tensor, " value"], Int[Tensor, " value"]]:
+    """The first row of each value, in ascending order of the values, and the union of the roles of all its rows."""
+    unique, inverse = torch.unique(values, return_inverse=True)
+    positions = torch.arange(len(values), device=values.device)
+    first = torch.full_like(unique, len(values)).scatter_reduce(0, inverse, positions, "amin")
+    differs = (labels != labels[first][inverse]).any(1)
+    if bool(differs.any()):
+        wrong = int(values[differs.nonzero()[0, 0]])
+        raise ValueError(f"{owner}: `{name}s` must have one label each, got {name} {wrong} with two different labels.")
+    union = torch.zeros_like(unique)
+    for role in (Role.QUERY, Role.GALLERY):
+        of_role = torch.zeros_like(unique).scatter_reduce(0, inverse, roles & int(role), "amax")
+        union += of_role
+    return first, union
+
+
+def _average_instances(owner: str, rows: Rows, instances: Int[Tensor, " row"]) -> Rows:
+    """One row for each instance: the mean of its unit rows, again of unit length, with the least of its ids."""
+    first, roles = _first_of_each(owner, "instance", instances, rows.labels, rows.roles)
+    sizes = torch.unique(instances, return_counts=True)[1]
+    by_instance = instances.argsort(stable=True)
+    by_id = first.argsort()  # rows are in the order of their ids, so the first row of an instance has its least id
+    device = rows.embeddings.device
+    sums = torch.segment_reduce(rows.embeddings[by_instance.to(device)], "sum", lengths=sizes.to(device))
+    embeddings = normalize(sums[by_id.to(device)])
+    first = first[by_id]
+    return Rows(embeddings, rows.labels[first], rows.ids[first], roles[by_id])

@@ -1,0 +1,79 @@
+"""Queries and gallery of an evaluation set, as they are ranked."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lightning_retrieval.metrics.gathering import Rows
+from lightning_retrieval.ranking.roles import Role, has_role
+
+
+class QueryGallery(NamedTuple):
+    """Queries and gallery after post-processing, both sorted by their labels, the coarsest level first.
+
+    Attributes:
+        queries: unit rows.
+        query_ids: dataset index of each query.
+        query_labels: finest level first.
+        gallery: unit rows.
+        gallery_ids: dataset index of each image of the gallery.
+        gallery_labels: finest level first.
+        self_index: index of each query itself in the gallery, or -1 if it is not there.
+    """
+
+    queries: Float[Tensor, "query dim"]
+    query_ids: Int[Tensor, " query"]
+    query_labels: Int[Tensor, "query level"]
+    gallery: Float[Tensor, "gallery dim"]
+    gallery_ids: Int[Tensor, " gallery"]
+    gallery_labels: Int[Tensor, "gallery level"]
+    self_index: Int[Tensor, " query"]
+
+
+def query_gallery(
+    rows: Rows,
+    query_expansion: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+    database_augmentation: Callable[[Tensor], Tensor] | None = None,
+) -> QueryGallery:
+    """Split rows by their roles, sort both parts by label, and post-process the gallery and then the queries.
+
+    Args:
+        rows: the images of an evaluation set.
+        query_expansion: from (queries, gallery, self_index) to new queries; none if None.
+        database_augmentation: from a gallery to a new one, applied first; none if None.
+    """
+    order = _order_by_label(rows.labels)
+    query_rows = order[has_role(rows.roles[order], Role.QUERY)]
+    gallery_rows = order[has_role(rows.roles[order], Role.GALLERY)]
+    column_of_row = torch.full_like(order, -1)
+    column_of_row[gallery_rows] = torch.arange(len(gallery_rows), device=order.device)
+    self_index = column_of_row[query_rows]
+    device = rows.embeddings.device
+    queries = gallery = rows.embeddings[gallery_rows.to(device)]
+    if not torch.equal(query_rows, gallery_rows):
+        queries = rows.embeddings[query_rows.to(device)]
+    if len(queries) > 0 and len(gallery) > 0:
+        if database_augmentation is not None:
+            gallery = database_augmentation(gallery)
+        if query_expansion is not None:
+            queries = query_expansion(queries, gallery, self_index.to(device))
+    return QueryGallery(
+        queries=queries,
+        query_ids=rows.ids[query_rows],
+        query_labels=rows.labels[query_rows],
+        gallery=gallery,
+        gallery_ids=rows.ids[gallery_rows],
+        gallery_labels=rows.labels[gallery_rows],
+        self_index=self_index,
+    )
+
+
+def _order_by_label(labels: Int[Tensor, "row level"]) -> Int[Tensor, " row"]:
+    """The rows sorted by the coarsest level, rows of one coarse label by the next finer one, and so on."""
+    order = torch.arange(len(labels), device=labels.device)
+    for level in range(labels.shape[1]):
+        order = order[labels[order, level].argsort(stable=True)]
+    return order
