@@ -11,7 +11,7 @@ from lightning_retrieval.callbacks.loaders import batch_indices
 from lightning_retrieval.checks import is_integer
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.metrics import EmbeddingMetric
-from lightning_retrieval.metrics.base import GALLERY, QUERY
+from lightning_retrieval.ranking.roles import Role, has_role
 
 _REQUIRED = {"embeddings", "labels"}
 
@@ -77,7 +77,7 @@ class EvaluationSet:
         except TypeError as error:
             if world_size() == 1 or not self.metrics.sync_on_compute:
                 raise
-            self.metrics.refuse(str(error))
+            self.metrics.defer_error(str(error))
             return
         embeddings = outputs["embeddings"]
         ids = outputs.get("ids")
@@ -86,7 +86,7 @@ class EvaluationSet:
         roles = outputs.get("roles")
         masks = {}
         if roles is not None:
-            masks = {"is_query": roles & QUERY > 0, "is_gallery": roles & GALLERY > 0}
+            masks = {"is_query": has_role(roles, Role.QUERY), "is_gallery": has_role(roles, Role.GALLERY)}
         self.metrics.update(embeddings, outputs["labels"], ids, **masks, instances=outputs.get("instances"))
 
     def compute(self) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from lightning_retrieval.callbacks.figures import EvaluationFigure
 from lightning_retrieval.callbacks.gallery_image import GalleryRow, Hit, draw_gallery, load_image
 from lightning_retrieval.checks import check_choice, check_integer
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
-from lightning_retrieval.metrics.base import Ranking, Rows
+from lightning_retrieval.metrics.query_gallery import QueryGallery
 
 _ORDERS = ("spread", "hardest", "quantiles")
 Order = Literal["spread", "hardest", "quantiles"]
@@ -47,19 +47,18 @@ def choose_queries(
 
 
 def nearest_images(
-    metrics: EmbeddingMetric, rows: Rows, ranking: Ranking, chosen: Int[Tensor, " chosen"], k: int
+    metrics: EmbeddingMetric, lists: QueryGallery, chosen: Int[Tensor, " chosen"], k: int
 ) -> list[tuple[int, list[Hit]]]:
     """Return the id of each chosen query and the first k images of its list, ranked as for the metrics."""
-    query_ids, ids = rows.ids[ranking.query_rows], rows.ids[ranking.gallery_rows]
+    ids = lists.gallery_ids
     if len(chosen) == 0 or len(ids) == 0:
         return [(query, []) for query in chosen.tolist()]
-    ascending, order = query_ids.sort()
+    ascending, order = lists.query_ids.sort()
     queries = order[torch.searchsorted(ascending, chosen)]
-    device = ranking.gallery.device  # another one than that of the ids if embeddings are kept on the CPU
-    scores = (ranking.queries[queries.to(device)] @ ranking.gallery.T).to(ids.device)  # (chosen, gallery)
-    scores.masked_fill_(~metrics.listed(chosen, ids), -torch.inf)
-    labels = rows.labels[ranking.gallery_rows]
-    relevant = metrics.relevant(chosen, rows.labels[ranking.query_rows][queries], ids, labels)
+    device = lists.gallery.device  # another one than that of the ids if embeddings are kept on the CPU
+    scores = (lists.queries[queries.to(device)] @ lists.gallery.T).to(ids.device)  # (chosen, gallery)
+    scores.masked_fill_(~metrics.is_candidate(chosen, ids), -torch.inf)
+    relevant = metrics.is_relevant(chosen, lists.query_labels[queries], ids, lists.gallery_labels)
     best = scores.topk(min(k, len(ids)), dim=1)
     results = []
     for row, query in enumerate(chosen.tolist()):
@@ -129,16 +128,17 @@ class RetrievalGallery(EvaluationFigure):
                 stacklevel=2,
             )
             return None
-        rows, ranking, _ = metrics.ranked()
-        ids, ap = query_ap(metrics, rows.ids[ranking.query_rows])
+        rows, _ = metrics.gather()
+        lists = metrics.query_gallery(rows)
+        ids, ap = query_ap(metrics, lists.query_ids)
         chosen = choose_queries(ids, ap, self.queries, self.order)
-        lists = nearest_images(metrics, rows, ranking, chosen, self.k)
-        if not trainer.is_global_zero or not lists:
+        hits_of_queries = nearest_images(metrics, lists, chosen, self.k)
+        if not trainer.is_global_zero or not hits_of_queries:
             return None
         captions = {}
         if ap is not None:
             captions = {query: ap_caption(value) for query, value in zip(ids.tolist(), ap.tolist())}
-        gallery = [GalleryRow(query, captions.get(query, ""), hits) for query, hits in lists]
+        gallery = [GalleryRow(query, captions.get(query, ""), hits) for query, hits in hits_of_queries]
         try:
             return draw_gallery(gallery, partial(load_image, pl_module, dataset), self.k)
         except (ValueError, TypeError, RuntimeError) as error:  # a run must not fail because of an image

@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.datamodules.files.record_warnings import record_warnings
-from lightning_retrieval.metrics.base import GALLERY, QUERY
+from lightning_retrieval.ranking.roles import Role
 from lightning_retrieval.search.packed_strings import PackedStrings
 
 # What an image is in evaluation: ranked for, ranked, or both. A distractor is ranked and right for nobody.
-ROLES = {"query": QUERY, "gallery": GALLERY, "both": QUERY | GALLERY, "distractor": GALLERY}
+ROLES = {"query": Role.QUERY, "gallery": Role.GALLERY, "both": Role.BOTH, "distractor": Role.GALLERY}
 DISTRACTOR = -1  # the label of distractors
 LEAVES = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")  # an absolute path, or one with a step up
 _DETOUR = re.compile(r"(^|/)\./|//|/\.?$")  # by which one path may be spelt in several ways

@@ -232,9 +232,9 @@ class EmbeddingMetric(Metric):
             ("labels", labels, self.labels[0]),
         ):
             if values.shape[1:] != earlier.shape[1:]:
+                shape = ", ".join(["rows", *map(str, earlier.shape[1:])])
                 raise ValueError(
-                    f"{owner}: `{name}` must have shape (rows, *{tuple(earlier.shape[1:])}) as in earlier updates, got "
-                    f"{tuple(values.shape)}."
+                    f"{owner}: `{name}` must have shape ({shape}) as in earlier updates, got {tuple(values.shape)}."
                 )
         for name, given in optional.items():
             if (given is not None) != bool(getattr(self, name)):

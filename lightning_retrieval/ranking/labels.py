@@ -23,6 +23,6 @@ def check_nesting(owner: str, labels: Int[Tensor, "row level"]) -> None:
         repeated = fine[1:][fine[1:] == fine[:-1]]
         if len(repeated) > 0:
             raise ValueError(
-                f"{owner}: label levels must nest, with each label of level {level} in one label of level {level + 1}, "
-                f"got label {int(repeated[0])} in {coarse[fine == repeated[0]].tolist()}."
+                f"{owner}: label levels must nest, each label of level {level} within one of level {level + 1}, got "
+                f"label {int(repeated[0])} within {coarse[fine == repeated[0]].tolist()}."
             )

@@ -268,8 +268,8 @@ def test_images_that_cannot_be_found_again_are_not_drawn(tmp_path):
 
 
 def shown_for(metrics, chosen, k):
-    rows, ranking, _ = metrics.ranked()
-    return nearest_images(metrics, rows, ranking, chosen, k)
+    rows, _ = metrics.gather()
+    return nearest_images(metrics, metrics.query_gallery(rows), chosen, k)
 
 
 def _nearest_of_my_rows(rank, world):

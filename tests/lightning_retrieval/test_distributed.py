@@ -227,14 +227,15 @@ def test_metrics_keep_this_ranks_rows_after_compute(ranks):
 def test_metrics_refuse_alike_on_every_rank(ranks):
     world = len(ranks)
     expected = {
-        "without ids": f"RetrievalMetrics: `ids` are needed where there are {world} processes",
-        "dimension": "RetrievalMetrics: ranks must bring rows alike, got (D, dtype, label levels, with ids, with "
-        "instances) of [(5, 'torch.float32', (), True, False), (8, 'torch.float32', (), True, False)]",
-        "dtype": "RetrievalMetrics: ranks must bring rows alike, got (D, dtype, label levels, with ids, with "
-        "instances) of [(8, 'torch.float32', (), True, False), (8, 'torch.float64', (), True, False)]",
+        "without ids": f"RetrievalMetrics: `ids` must be given if there are several processes, got none on {world}",
+        "dimension": "RetrievalMetrics: rows must have the same format on all processes, got (dimension, dtype, shape "
+        "of a label, has ids, has instances) [(5, 'torch.float32', (), True, False), (8, 'torch.float32', (), True, "
+        "False)]",
+        "dtype": "RetrievalMetrics: rows must have the same format on all processes, got (dimension, dtype, shape of a "
+        "label, has ids, has instances) [(8, 'torch.float32', (), True, False), (8, 'torch.float64', (), True, False)]",
         "one rank's": "RetrievalMetrics: `embeddings` must hold finite numbers only, got NaN or inf in 1 of 4 rows "
         "(ids 2), on rank 1.",
-        "two labels": "RetrievalMetrics: `ids` must name one image each, got id 0 with two different labels",
+        "two labels": "RetrievalMetrics: `ids` must have one label each, got id 0 with two different labels",
     }
     for result in ranks:
         for case, start in expected.items():

@@ -9,8 +9,8 @@ from torch import nn
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.metrics.curves import mean_precision, pair_counts
 from lightning_retrieval.metrics.decomposability import cut_into_batches, decomposability_gap
-from lightning_retrieval.metrics.base import GALLERY, QUERY
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
+from lightning_retrieval.ranking.roles import Role, has_role
 
 SIZE = 301  # two blocks of queries, the last one smaller
 IDS = torch.randperm(4 * SIZE, generator=torch.Generator().manual_seed(7))[:SIZE]
@@ -28,16 +28,15 @@ def points(size: int = SIZE) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def roles_of(kind: str, size: int = SIZE) -> torch.Tensor:
-    both = torch.full((size,), QUERY | GALLERY)
-    return both if kind == "all" else torch.where(torch.arange(size) % 3 == 0, QUERY, GALLERY)
+    both = torch.full((size,), int(Role.BOTH))
+    return both if kind == "all" else torch.where(torch.arange(size) % 3 == 0, int(Role.QUERY), int(Role.GALLERY))
 
 
 def filled(kind: str, part: slice = slice(None), **settings) -> RetrievalMetrics:
     rows, labels = points()
     metrics, roles = RetrievalMetrics((1,), **settings), roles_of(kind)
-    metrics.update(
-        rows[part], labels[part], IDS[part], is_query=roles[part] & QUERY > 0, is_gallery=roles[part] & GALLERY > 0
-    )
+    is_query, is_gallery = has_role(roles, Role.QUERY), has_role(roles, Role.GALLERY)
+    metrics.update(rows[part], labels[part], IDS[part], is_query[part], is_gallery[part])
     return metrics
 
 
@@ -46,8 +45,8 @@ def lists(kind: str, chosen=None):
     rows, labels = points()
     unit, roles = nn.functional.normalize(rows, dim=1).numpy(), roles_of(kind).numpy()
     labels, chosen = labels.numpy(), np.arange(SIZE) if chosen is None else np.asarray(chosen)
-    for query in chosen[roles[chosen] & QUERY > 0]:
-        others = chosen[(roles[chosen] & GALLERY > 0) & (chosen != query)]
+    for query in chosen[roles[chosen] & Role.QUERY > 0]:
+        others = chosen[(roles[chosen] & Role.GALLERY > 0) & (chosen != query)]
         yield (unit[others] @ unit[query]).round(12), labels[others] == labels[query]
 
 
@@ -106,7 +105,7 @@ def test_every_pair_is_counted_once(kind):
 
 def test_pairs_are_counted_in_pieces_of_the_gallery(monkeypatch):
     whole = pair_counts(filled("all"), 50)
-    monkeypatch.setattr("lightning_retrieval.metrics.curves._GALLERY", 100)
+    monkeypatch.setattr("lightning_retrieval.metrics.curves._BLOCK_GALLERY", 100)
     assert pair_counts(filled("all"), 50).sum(1).tolist() == whole.sum(1).tolist()
     assert (pair_counts(filled("all"), 50) - whole).abs().sum() <= 20  # another shape, other last digits
 
@@ -155,7 +154,7 @@ def test_gap_does_not_rank_the_whole_set_again(monkeypatch):
     metrics = filled("all")
     metrics.compute()
     rankings = []
-    monkeypatch.setattr(metrics, "_ranking", rankings.append)
+    monkeypatch.setattr(metrics, "query_gallery", rankings.append)
     decomposability_gap(metrics, 5, 4)
     assert not rankings
 

@@ -163,5 +163,5 @@ def test_levels_that_do_not_nest():
 def test_updates_with_other_levels():
     metrics = RetrievalMetrics()
     metrics.update(torch.randn(3, 2), torch.zeros(3, 2, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"`labels` must have the dimension of the updates before, \(2,\), got shape"):
+    with pytest.raises(ValueError, match=r"`labels` must have shape \(rows, 2\) as in earlier updates, got"):
         metrics.update(torch.randn(3, 2), torch.zeros(3, dtype=torch.int64))

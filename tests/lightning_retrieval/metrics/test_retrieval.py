@@ -378,7 +378,7 @@ def test_no_query_with_a_positive(kwargs, queries):
 
 
 def test_nothing_is_as_large_as_the_score_matrix(monkeypatch):
-    monkeypatch.setattr(ranks, "_BLOCK_SCORES", 1)
+    monkeypatch.setattr(ranks, "_MAX_BLOCK_SCORES", 1)
     x, labels = torch.randn(1500, 4), torch.arange(1500) % 300
     metrics = RetrievalMetrics()
     metrics.update(x, labels)
@@ -487,8 +487,8 @@ def test_post_processing_comes_before_ranking():
 def test_embeddings_on_the_cpu_and_a_gallery_in_pieces(monkeypatch):
     x, labels = torch.randn(900, 6), torch.randint(0, 30, (900,))
     whole = compute(x, labels)
-    monkeypatch.setattr(ranks, "_PIECE", 384)
-    monkeypatch.setattr(ranks, "_pieces", lambda columns, *devices: ranks._PIECE)
+    monkeypatch.setattr(ranks, "_GALLERY_CHUNK", 384)
+    monkeypatch.setattr(ranks, "_rows_of_a_chunk", lambda gallery, device: ranks._GALLERY_CHUNK)
     metrics = RetrievalMetrics(ks=KS, embeddings_on_cpu=True)
     metrics.update(x, labels)
     assert {name: value.item() for name, value in metrics.compute().items()} == whole
@@ -618,14 +618,14 @@ def test_embeddings_that_are_not_finite_are_named_by_their_ids():
 def test_one_instance_with_two_labels():
     metrics = RetrievalMetrics()
     metrics.update(X, Y, torch.arange(4), instances=torch.tensor([1, 2, 2, 3]))
-    with pytest.raises(ValueError, match="`instances` must name one class each, got instance 2 with two different"):
+    with pytest.raises(ValueError, match="`instances` must have one label each, got instance 2 with two different"):
         metrics.compute()
 
 
 @pytest.mark.refusal
 @pytest.mark.parametrize("first", [None, torch.arange(4)])
 def test_ids_with_some_updates_only(first):
-    match = "RetrievalMetrics: `ids` must come with every update or with none, got both"
+    match = "RetrievalMetrics: `ids` must be given with every update or with none, got both"
     second = torch.arange(4, 8) if first is None else None
     metrics = RetrievalMetrics()
     metrics.update(X, Y, first)
@@ -643,7 +643,7 @@ def test_one_id_with_two_labels():
     metrics = RetrievalMetrics()
     metrics.update(X, Y, torch.tensor([5, 6, 7, 6]))
     with pytest.raises(
-        ValueError, match="RetrievalMetrics: `ids` must name one image each, got id 6 with two different"
+        ValueError, match="RetrievalMetrics: `ids` must have one label each, got id 6 with two different"
     ):
         metrics.compute()
 
@@ -652,7 +652,7 @@ def test_one_id_with_two_labels():
 def test_updates_of_different_dimension():
     metrics = RetrievalMetrics()
     metrics.update(X, Y)
-    match = r"RetrievalMetrics: `embeddings` must have the dimension of the updates before, \(3,\), got shape \(4, 2\)"
+    match = r"RetrievalMetrics: `embeddings` must have shape \(rows, 3\) as in earlier updates, got \(4, 2\)"
     with pytest.raises(ValueError, match=match):
         metrics.update(X[:, :2], Y)
 
@@ -661,7 +661,7 @@ def test_updates_of_different_dimension():
 def test_updates_of_different_type():
     metrics = RetrievalMetrics()
     metrics.update(X, Y)
-    with pytest.raises(ValueError, match=r"`embeddings` must have the type of the updates before, torch.float32, got"):
+    with pytest.raises(ValueError, match=r"`embeddings` must have the dtype of earlier updates, torch.float32, got"):
         metrics.update(X.double(), Y)
 
 

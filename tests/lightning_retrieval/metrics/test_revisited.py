@@ -141,10 +141,10 @@ def test_golden_numbers_of_each_query():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("images", [40, 900])
-@pytest.mark.parametrize("block", [384, revisited._BLOCK])
+@pytest.mark.parametrize("block", [384, revisited._BLOCK_COLUMNS])
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_official_protocol_in_a_loop(monkeypatch, dtype, images, block, on_cpu):
-    monkeypatch.setattr(revisited, "_BLOCK", block)
+    monkeypatch.setattr(revisited, "_BLOCK_COLUMNS", block)
     gallery, queries = torch.randn(images, 5, dtype=dtype), torch.randn(9, 5, dtype=dtype)
     lists = draw_lists(9, images)
     unit = torch.nn.functional.normalize
@@ -157,7 +157,7 @@ def test_official_protocol_in_a_loop(monkeypatch, dtype, images, block, on_cpu):
 
 @pytest.mark.parametrize("queries", [5, 140])
 def test_ties_count_against_the_model(monkeypatch, queries):
-    monkeypatch.setattr(revisited, "_BLOCK", 384)
+    monkeypatch.setattr(revisited, "_BLOCK_COLUMNS", 384)
     gallery, of_queries = quarters(900), quarters(queries)
     lists = draw_lists(queries, 900)
     scores = (of_queries @ gallery.T).tolist()
@@ -237,7 +237,7 @@ def test_labels_do_not_matter():
     metrics.update(torch.cat([gallery, queries]), torch.randint(-9, 9, (36,)), torch.arange(36), is_query, ~is_query)
     found = {name: value.item() for name, value in metrics.compute().items()}
     assert found == pytest.approx(compute(gallery, queries, *lists), abs=1e-15)
-    right = metrics.relevant(torch.tensor([31, 30]), torch.zeros(2).long(), torch.arange(36), torch.zeros(36).long())
+    right = metrics.is_relevant(torch.tensor([31, 30]), torch.zeros(2).long(), torch.arange(36), torch.zeros(36).long())
     assert [row.nonzero()[:, 0].tolist() for row in right] == [sorted(lists[0][i] + lists[1][i]) for i in (1, 0)]
 
 
@@ -259,7 +259,7 @@ def test_an_empty_gallery_or_no_query_is_nan(images, queries):
 
 
 def test_memory_does_not_grow_with_queries_times_images(monkeypatch):
-    monkeypatch.setattr(revisited, "_BLOCK", 384)
+    monkeypatch.setattr(revisited, "_BLOCK_COLUMNS", 384)
     gallery, queries = torch.randn(20_000, 4), torch.randn(60, 4)
     lists = draw_lists(60, 20_000)
     with Largest() as largest:
@@ -292,7 +292,7 @@ REFUSALS = {
     "no integers": (({5: [0.5]}, {5: []}, {5: []}), TypeError, r"`easy` must map integers .*, got \[0.5\] for 5"),
     "other queries": (({5: [0]}, {6: []}, {5: []}), ValueError, "`hard` must have the queries of `easy`, .* query 5"),
     "image twice": (({5: [0]}, {5: [1]}, {5: [0]}), ValueError, "once for a query, .* got image 0 twice for query 5"),
-    "query": (({5: [5]}, {5: [1]}, {5: [0]}), ValueError, "and not the query, got image 5 twice for query 5"),
+    "query": (({5: [5]}, {5: [1]}, {5: [0]}), ValueError, "and not the query itself, got image 5 twice for query 5"),
 }
 
 
@@ -316,5 +316,5 @@ def test_odd_ks_are_refused():
 def test_a_query_without_lists_is_refused():
     metrics = RevisitedMetrics({3: [0]}, {3: []}, {3: []})
     metrics.update(torch.randn(5, 2), torch.zeros(5).long(), torch.arange(5), torch.arange(5) > 2, torch.arange(5) < 3)
-    with pytest.raises(ValueError, match="must have all queries, got 1 of 2 without, such as query 4"):
+    with pytest.raises(ValueError, match="must have all queries, got 1 of 2 without lists, such as query 4"):
         metrics.compute()

@@ -8,7 +8,8 @@ import torch
 from lightning_retrieval.ranking import ranks
 from lightning_retrieval.ranking.ranks import positive_ranks
 
-ROADS = {"few": 1.0, "sorted": -1.0, "as set": ranks._FEW}  # share of candidates up to which they are picked out
+# Largest fraction of scores that are counted one by one; above it, all are sorted.
+PATHS = {"counted": 1.0, "sorted": -1.0, "default": ranks._MAX_COUNTED_FRACTION}
 
 
 def unit_rows(rows, dtype=torch.float32):
@@ -56,10 +57,10 @@ def problem(queries=70, gallery=90, classes=4, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("classes", [2, 30])
-@pytest.mark.parametrize("road", ROADS)
-def test_against_loops(road, classes, dtype, monkeypatch):
-    monkeypatch.setattr(ranks, "_FEW", ROADS[road])
-    monkeypatch.setattr(ranks, "_BLOCK_SCORES", 1)  # the smallest blocks, 64 queries: two of them, the second cut short
+@pytest.mark.parametrize("path", PATHS)
+def test_against_loops(path, classes, dtype, monkeypatch):
+    monkeypatch.setattr(ranks, "_MAX_COUNTED_FRACTION", PATHS[path])
+    monkeypatch.setattr(ranks, "_MAX_BLOCK_SCORES", 1)  # blocks of 64 queries: one whole block and a part of one
     given = problem(classes=classes, dtype=dtype)
     found = as_dict(positive_ranks(*given))
     q, query_labels, g, gallery_labels, own = given
@@ -68,11 +69,11 @@ def test_against_loops(road, classes, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("road", ROADS)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("width", [1, 3, 40])
 @pytest.mark.parametrize("spread", [2, 1000])
-def test_count_at_least(spread, width, road, dtype, monkeypatch):
-    monkeypatch.setattr(ranks, "_FEW", ROADS[road])
+def test_count_at_least(spread, width, path, dtype, monkeypatch):
+    monkeypatch.setattr(ranks, "_MAX_COUNTED_FRACTION", PATHS[path])
     scores = torch.randint(-spread, spread + 1, (7, 300)).to(dtype) / spread
     scores[2] *= 1e-40 if dtype == torch.float32 else 1e-310  # denormal numbers are in order too
     scores[3][scores[3] == 0] = -0.0
@@ -130,25 +131,25 @@ def test_levels():
 def test_ordered_integers_keep_the_order():
     special = [0.0, -0.0, 1e-45, -1e-45, 1.1754944e-38, 3.4e38, -3.4e38, math.inf, -math.inf, 1.0, -1.0]
     values = torch.cat([torch.tensor(special), torch.randn(100)])
-    integers = ranks._ordered(values)
+    integers = ranks._sortable_integers(values)
     assert torch.equal(integers[:, None] < integers, values[:, None] < values)
     assert torch.equal(integers[:, None] == integers, values[:, None] == values)
     assert integers.abs().max() <= 2**31
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 7])
-def test_parts_together_are_the_whole(parts, monkeypatch):
-    monkeypatch.setattr(ranks, "_BLOCK_SCORES", 1)
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 7])
+def test_shards_together_are_the_whole(num_shards, monkeypatch):
+    monkeypatch.setattr(ranks, "_MAX_BLOCK_SCORES", 1)
     given = problem(queries=300)
-    shares = [as_dict(positive_ranks(*given, part=part, parts=parts)) for part in range(parts)]
-    assert sum(map(len, shares)) == 300
-    together = {query: pairs for share in shares for query, pairs in share.items()}
+    shards = [as_dict(positive_ranks(*given, shard=shard, num_shards=num_shards)) for shard in range(num_shards)]
+    assert sum(map(len, shards)) == 300
+    together = {query: pairs for ranks_of_shard in shards for query, pairs in ranks_of_shard.items()}
     assert together == as_dict(positive_ranks(*given))
 
 
 @pytest.mark.parametrize(("block_scores", "rows"), [(1 << 26, 256), (128 * 384, 128), (1, 64)])
 def test_size_of_the_blocks(block_scores, rows, monkeypatch):
-    monkeypatch.setattr(ranks, "_BLOCK_SCORES", block_scores)
+    monkeypatch.setattr(ranks, "_MAX_BLOCK_SCORES", block_scores)
     given = problem(queries=300)
     blocks = list(positive_ranks(*given))
     assert [len(block.queries) for block in blocks[:-1]] == [rows] * (300 // rows)
