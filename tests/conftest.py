@@ -1,12 +1,8 @@
-"""What every test stands on: the same random numbers at its start, and nothing of it left behind at its end."""
+"""Fixtures of all tests: each starts with the same random state, and fails if it leaves anything behind."""
 
 import gc
-import inspect
 import os
-import pickle
 import random
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-# Variables that a test may leave behind, since what sets them offers no way back; they are restored all the same.
-LEFT_BEHIND = {
+from tests.processes import start_processes, wait_for
+
+# Environment variables that a test may change, since what sets them cannot undo it. They are restored all the same.
+MAY_CHANGE = {
     "PYTEST_CURRENT_TEST",  # pytest's own, changed between setup and teardown
     "PL_GLOBAL_SEED",  # seed_everything
     "PL_SEED_WORKERS",  # seed_everything
@@ -25,16 +23,16 @@ LEFT_BEHIND = {
     "TORCHINDUCTOR_CACHE_DIR",  # use_deterministic_algorithms
     "TOKENIZERS_PARALLELISM",  # Weights & Biases
 }
-# Threads that libraries keep once for the whole process.
-KEPT_THREADS = {"TMonitor"}  # tqdm's watch over its progress bars
-# Processes that Python's multiprocessing keeps for the whole process once something was spawned.
+# Threads that a library starts once and keeps.
+KEPT_THREADS = {"TMonitor"}  # tqdm monitors its progress bars
+# Processes that Python's multiprocessing keeps once something was spawned.
 KEPT_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-GRACE = 5.0  # seconds that ending threads and processes get
+GRACE = 5.0  # seconds that threads and processes have to end
 
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "distributed: runs in several processes; marked here, where a test asks for them"
+        "markers", "distributed: runs in several processes; conftest.py marks the tests that use `run_processes`"
     )
     config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
 
@@ -49,7 +47,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def same_random_numbers():
-    """Every test begins with the same random state, whatever ran before it."""
+    """Every test starts with the same random state, whatever ran before it."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -57,39 +55,32 @@ def same_random_numbers():
 
 @pytest.fixture(scope="session")
 def run_processes(tmp_path_factory):
-    """Call `function(rank, world_size, *args)` in that many processes joined by `backend`; their results in rank order.
+    """Call `function(rank, world_size, *args)` in that many processes; returns their results in rank order.
 
-    `function` stands at the top of its test file, which each process loads by itself. All are ended as soon as one has
-    failed, and after `timeout` seconds, so that ranks that wait for one another fail the test rather than stop it.
+    `function` stands at the top of its test file, which each process loads by itself. `backend` joins the processes to
+    a group; with None they get the environment variables of a launcher, with which a Trainer joins them. All processes
+    are killed as soon as one has failed, or after `timeout` seconds: ranks that wait for one another fail the test
+    rather than hang.
     """
 
     def run(function, world_size, *args, timeout=120, backend="gloo"):
         folder = tmp_path_factory.mktemp("processes")
-        (folder / "job").write_bytes(pickle.dumps((inspect.getfile(function), function.__name__, args, backend)))
-        script = str(Path(__file__).with_name("processes.py"))
-        processes, outputs = [], [folder / f"output{rank}" for rank in range(world_size)]
-        for rank, output in enumerate(outputs):
-            with output.open("wb") as file:
-                command = [sys.executable, script, str(folder), str(rank), str(world_size)]
-                processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT))
-        deadline, codes = time.monotonic() + timeout, [None] * world_size
-        while None in codes and not any(codes) and time.monotonic() < deadline:
-            time.sleep(0.05)
-            codes = [process.poll() for process in processes]
-        for process in processes:
-            process.kill()
-            process.wait()
-        assert codes == [0] * world_size, f"exit codes {codes}\n" + "\n".join(
-            output.read_text()[-3000:] for output in outputs
-        )
-        return [pickle.loads((folder / f"result{rank}").read_bytes()) for rank in range(world_size)]
+        processes = start_processes(function, world_size, *args, folder=folder, backend=backend)
+        try:
+            codes = wait_for(processes, timeout)
+        finally:
+            for process in processes:
+                process.end()
+        outputs = "\n".join(process.output()[-3000:] for process in processes)
+        assert codes == [0] * world_size, f"exit codes {codes}\n{outputs}"
+        return [process.result() for process in processes]
 
     return run
 
 
 @pytest.fixture
 def end_offline_run(tmp_path, monkeypatch):
-    """Weights & Biases offline, all its files below `tmp_path`: what ends its run, after which they are whole."""
+    """Run Weights & Biases offline, with its files in `tmp_path`; calling the fixture ends the run and writes them."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     for name in ("DATA", "CACHE", "CONFIG"):
@@ -108,7 +99,7 @@ def end_offline_run(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    """Fails a test that changes what the tests after it would see, and puts it back."""
+    """Fail a test that changes what later tests would see, and undo the change."""
     environment = dict(os.environ)
     threads, processes, settings = set(threading.enumerate()), _children(), _settings()
     yield
@@ -125,9 +116,9 @@ def nothing_left_behind():
     if names:
         os.environ.clear()
         os.environ.update(environment)
-        leaks += [f"the environment variable {name}" for name in sorted(names - LEFT_BEHIND)]
+        leaks += [f"the environment variable {name}" for name in sorted(names - MAY_CHANGE)]
     leaks += _still_alive(threads, processes)
-    assert not leaks, "the test leaves behind: " + "; ".join(leaks)
+    assert not leaks, "the test leaves behind " + "; ".join(leaks)
 
 
 def _settings():
@@ -145,7 +136,7 @@ def _settings():
 
 
 def _still_alive(threads, processes):
-    """Threads and child processes that were not there before, once they have had time to end."""
+    """New threads and child processes that are still alive after the time they have to end."""
     deadline = time.monotonic() + GRACE
     while True:
         left = [
@@ -156,12 +147,12 @@ def _still_alive(threads, processes):
         left += [f"the process {pid} ({command})" for pid, command in _children().items() if pid not in processes]
         if not left or time.monotonic() > deadline:
             return left
-        gc.collect()  # a loader's workers live as long as the loader
+        gc.collect()  # the workers of a data loader live as long as it does
         time.sleep(0.02)
 
 
 def _children():
-    """Command line of each living child process; none where the system has no /proc."""
+    """{process id: command line} of the living child processes; empty where the system has no /proc."""
     found = {}
     for file in Path("/proc/self/task").glob("*/children"):
         try:
@@ -173,7 +164,7 @@ def _children():
                 command = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:  # a process that has just ended
                 continue
-            # One that has ended and was not yet waited for has no command line.
+            # A process that has ended but was not waited for has no command line.
             if command and not any(kept in command for kept in KEPT_PROCESSES):
                 found[int(pid)] = command.strip()[:80]
     return found

@@ -1,31 +1,139 @@
-"""One process of the fixture `run_processes`, run as a script: `python processes.py FOLDER RANK WORLD_SIZE`."""
+"""Starts processes for tests, each of which calls a function of a test file; the fixture `run_processes` builds on it.
+
+Run as a script, this file is one such process: `python tests/processes.py FOLDER`.
+"""
 
 import importlib.util
+import inspect
+import os
 import pickle
+import socket
+import subprocess
 import sys
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-# The script's own folder, whose lightning_retrieval/ holds tests, would stand in for the package of that name.
-sys.path.remove(str(Path(__file__).parent))
+REPOSITORY = Path(__file__).parents[1]
 
 
-def main(folder, rank, world_size):
-    file, name, args, backend = pickle.loads((folder / "job").read_bytes())
-    torch.set_num_threads(1)
+class StartedProcess:
+    """A process that calls a function. Its job, its output and the function's result are files in `folder`.
+
+    Args:
+        job: the function by `file` and `name`, its arguments `args`, and the process group: `rank`, `world_size`, the
+            file `store` by which the processes meet, and `backend`, None for no group.
+        environment: further environment variables.
+    """
+
+    def __init__(self, job, folder, environment):
+        folder.mkdir()
+        self.folder = folder
+        (folder / "job").write_bytes(pickle.dumps(job))
+        with (folder / "output").open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, str(folder)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            )
+
+    def output(self):
+        """What it has printed so far."""
+        return (self.folder / "output").read_text()
+
+    def result(self):
+        """What the function has returned."""
+        return pickle.loads((self.folder / "result").read_bytes())
+
+    def end(self):
+        self.process.kill()
+        self.process.wait()
+
+
+def start_processes(function, world_size, *args, folder, backend=None):
+    """Start `function(rank, world_size, *args)` in that many processes.
+
+    `function` stands at the top of its test file, which each process loads by itself.
+
+    Args:
+        folder: an empty folder for the files of the processes.
+        backend: joins the processes to a group. If None, they get the environment variables that a launcher sets, with
+            which a Trainer joins them.
+    """
+    environments = [{}] * world_size
+    if backend is None and world_size > 1:
+        environments = launcher_environments(world_size)
+    started = []
+    for rank, environment in enumerate(environments):
+        job = {
+            "file": inspect.getfile(function),
+            "name": function.__name__,
+            "args": args,
+            "rank": rank,
+            "world_size": world_size,
+            "backend": backend,
+            "store": str(folder / "store"),
+        }
+        started.append(StartedProcess(job, folder / str(rank), environment))
+    return started
+
+
+def launcher_environments(world_size):
+    """The environment variables of each process, as a launcher such as torchrun sets them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size), "NODE_RANK": "0"}
+    return [{**common, "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+
+
+def wait_for(processes, timeout):
+    """Wait until all have ended, one has failed, or the seconds are over; return their exit codes, None if running."""
+    deadline = time.monotonic() + timeout
+    while True:
+        codes = [started.process.poll() for started in processes]
+        if None not in codes or any(codes) or time.monotonic() > deadline:
+            return codes
+        time.sleep(0.05)
+
+
+def load(file):
+    """The module of a test file."""
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    return module
+
+
+@contextmanager
+def process_group(backend, store, rank, world_size):
+    """Join the processes to a group for the duration of a `with` block."""
+    if backend is None:
+        yield
+        return
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
     try:
-        result = getattr(module, name)(rank, world_size, *args)
+        yield
     finally:
         dist.destroy_process_group()
-    (folder / f"result{rank}").write_bytes(pickle.dumps(result))
+
+
+def main(folder):
+    # `python -m pytest` imports from the repository, too. This folder's lightning_retrieval/ holds tests.
+    sys.path[0] = str(REPOSITORY)
+    torch.set_num_threads(1)
+    job = pickle.loads((folder / "job").read_bytes())
+    rank, world_size = job["rank"], job["world_size"]
+    function = getattr(load(job["file"]), job["name"])
+    with process_group(job["backend"], job["store"], rank, world_size):
+        result = function(rank, world_size, *job["args"])
+    (folder / "result").write_bytes(pickle.dumps(result))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]))
