@@ -1,10 +1,10 @@
-# The developers' doors. CI goes through the same ones: .ci/run.
-# They use .venv where there is one; another Python with `make PYTHON=...`.
+# The commands of developers; CI runs the same ones: .ci/run.
+# They use .venv if there is one. Choose another Python with `make PYTHON=...`.
 export PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: format check test test-dist test-shapes docs bench
+.PHONY: format check test test-fast test-dist test-shapes docs bench
 
-format:  ## rewrite the code as ruff wants it
+format:  ## format the code with ruff
 	$(PYTHON) -m ruff format .
 	$(PYTHON) -m ruff check --fix .
 
@@ -14,16 +14,19 @@ check:  ## ruff, and mypy against the installed wheel
 test:  ## all tests
 	$(PYTHON) -m pytest
 
+test-fast:  ## the core's tests without the slow ones, on two cores
+	$(PYTHON) -m pytest -n 2 -m "not slow"
+
 test-dist:  ## the tests that run in several processes
 	$(PYTHON) -m pytest -m distributed
 
-test-shapes:  ## the core's tests, with every shape and type checked at run time
+test-shapes:  ## the core's tests with every shape and type checked at run time
 	bash .ci/shapes
 
 docs:  ## build the documentation into site/
 	$(PYTHON) -m mkdocs build --strict
 
-bench:  ## speed and memory, each one table
+bench:  ## speed and memory: each benchmark prints a table
 	$(PYTHON) benchmarks/losses.py
 	$(PYTHON) benchmarks/metrics.py
 	$(PYTHON) benchmarks/large_batch.py

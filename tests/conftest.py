@@ -19,6 +19,7 @@ MAY_CHANGE = {
     "PYTEST_CURRENT_TEST",  # pytest's own, changed between setup and teardown
     "PL_GLOBAL_SEED",  # seed_everything
     "PL_SEED_WORKERS",  # seed_everything
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # Lightning, when it is first imported
     "CUBLAS_WORKSPACE_CONFIG",  # Trainer(deterministic=True)
     "TORCHINDUCTOR_CACHE_DIR",  # use_deterministic_algorithms
     "TOKENIZERS_PARALLELISM",  # Weights & Biases
