@@ -1,4 +1,4 @@
-"""`python -m lightning_retrieval.cli` is the command `lightning-retrieval`."""
+"""`python -m lightning_retrieval.cli` runs the same program as the command `lightning-retrieval`."""
 
 from lightning_retrieval.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Help of the command line that fits on a screen: a line for each option."""
+"""Compact help for the command line: one line for each option."""
 
 import argparse
 import re
@@ -8,38 +8,60 @@ from typing import Any
 
 from jsonargparse import DefaultHelpFormatter
 
-_NAMES = 46  # columns
+NAME_WIDTH = 47  # columns before the description
+SHORTEST = 10  # columns; no description is shown if fewer are left for it
+FIRST_SENTENCE = re.compile(r"(?<=[a-z0-9`\"')])\. | Default: | \((?:required|type|default)[:,)]")
+DEFAULT = re.compile(r"default: ([^,]*?)(?:\)$|, known subclasses)")
 
 
-class HelpLines(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Each option on one line: its name, how its help begins, and its default. Wider terminals show more of the help.
+class CompactHelpFormatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """One line for each option: its name, the first sentence of its description, and its default.
 
-    Of options `--NAME.help`, which show the settings of a class, those of nested names are left out.
+    A wider terminal shows more of the description. Options `--NAME.help`, which show the settings of a class, are
+    omitted if their names are nested.
     """
 
     def _format_usage(self, usage: Any, actions: Iterable[argparse.Action], *args: Any, **kwargs: Any) -> str:
         actions = list(actions)
-        if any(action.option_strings and "." in action.dest for action in actions):
-            return f"usage: {self._prog} [options]\n\n"
-        whole: str = super()._format_usage(usage, actions, *args, **kwargs)
-        return whole
+        for action in actions:
+            if action.option_strings and "." in action.dest:
+                return f"usage: {self._prog} [options]\n\n"
+        formatted: str = super()._format_usage(usage, actions, *args, **kwargs)
+        return formatted
 
     def start_section(self, heading: str | None) -> None:
-        """Titles come from docstrings: their first sentence."""
-        super().start_section(heading and heading.partition(". ")[0])
+        """Start a section; its heading is the first sentence of a docstring."""
+        if heading:
+            heading = heading.partition(". ")[0]
+        super().start_section(heading)
 
     def _format_action(self, action: argparse.Action) -> str:
         if not action.option_strings or action.help == argparse.SUPPRESS:
             return super()._format_action(action)
-        name = ", ".join(option for option in action.option_strings if not option.endswith("+"))
+        name = _names(action)
         if name.endswith(".help") and name.count(".") > 1:
             return ""
-        whole = " ".join((self._expand_help(action) or "").split())
-        default = re.search(r"default: ([^,]*?)(?:\)$|, known subclasses)", whole)
-        says = "" if default is None or default[1] == "null" else f" [{default[1]}]"
-        says = " (required)" if action.required else says
-        first = re.split(r"(?<=[a-z0-9`\"')])\. | Default: | \((?:required|type|default)[:,)]", whole)[0].rstrip(".")
-        left = " " * self._current_indent + name
-        left = f"{left:<{_NAMES}} " if len(left) < _NAMES else f"{left}  "
-        room = self._width - len(left) - len(says)
-        return f"{left}{textwrap.shorten(first, room, placeholder=' ...') if room > 9 else ''}{says}".rstrip() + "\n"
+        description = " ".join((self._expand_help(action) or "").split())
+        ending = _ending(action, description)
+        indent = " " * self._current_indent
+        start = f"{indent}{name}  ".ljust(NAME_WIDTH)
+        width = self._width - len(start) - len(ending)
+        shown = ""
+        if width >= SHORTEST:
+            shown = textwrap.shorten(FIRST_SENTENCE.split(description)[0].rstrip("."), width, placeholder=" ...")
+        return f"{start}{shown}{ending}".rstrip() + "\n"
+
+
+def _names(action: argparse.Action) -> str:
+    """The names of an option, without the variant `--NAME+`, which appends to a list."""
+    return ", ".join(name for name in action.option_strings if not name.endswith("+"))
+
+
+def _ending(action: argparse.Action, description: str) -> str:
+    """The end of an option's line: that it is required, or its default if there is one."""
+    if action.required:
+        return " (required)"
+    default = DEFAULT.search(description)
+    if default is None or default[1] == "null":
+        return ""
+    return f" [{default[1]}]"

@@ -1,4 +1,4 @@
-"""Search results as one HTML page that needs nothing else: no server, no network, no other file."""
+"""Search results as one HTML page that works without a server, a network connection or any other file."""
 
 import base64
 import io
@@ -9,86 +9,99 @@ from string import Template
 
 from PIL import Image, ImageOps
 
-from lightning_retrieval.cli.images import Answer, Hit, shown
+from lightning_retrieval.cli.messages import printable
+from lightning_retrieval.cli.search_images import Hit, QueryResult
 
-_SIDE, _SMALL = 320, 96  # pixels: the longer side of a picture at most, and below which its pixels are kept sharp
+LONGEST_SIDE = 320  # pixels of a picture in the page
+SHARP_SIDE = 96  # pictures up to this size keep sharp pixels when the browser enlarges them
 
 
-def result_page(answers: Sequence[Answer], images: Path, about: str) -> tuple[str, list[str]]:
-    """The page, each query with its results, their pictures inside; and the results that cannot be read now.
+def result_page(results: Sequence[QueryResult], images: Path, about: str) -> tuple[str, list[str]]:
+    """The page, which contains all pictures, and the paths of the results that cannot be read any more.
 
     Args:
-        answers: the queries and what was found.
-        images: the folder that the paths of the results are relative to.
-        about: a line on what was searched.
+        results: the queries and their hits.
+        images: folder that the paths of the hits are relative to.
+        about: one line that says what was searched.
     """
-    gone: list[str] = []
-    sections = [_section(number, answer, images, gone) for number, answer in enumerate(answers, start=1)]
-    links = "".join(f'<a href="#q{i}">{escape(_name(answer.query))}</a>' for i, answer in enumerate(answers, start=1))
-    queries = "1 query" if len(answers) == 1 else f"{len(answers)} queries"
-    page = _PAGE.substitute(
-        about=escape(about),
-        queries=queries,
-        links=f'<nav aria-label="Queries">{links}</nav>' if len(answers) > 1 else "",
-        sections="".join(sections),
-    )
-    return page, gone
+    missing: list[str] = []
+    sections = []
+    links = []
+    for number, result in enumerate(results, start=1):
+        section, missing_of_section = _section(number, result, images)
+        sections.append(section)
+        missing += missing_of_section
+        links.append(f'<a href="#q{number}">{escape(printable(Path(result.query).name))}</a>')
+    queries = "1 query"
+    navigation = ""
+    if len(results) > 1:
+        queries = f"{len(results)} queries"
+        navigation = f'<nav aria-label="Queries">{"".join(links)}</nav>'
+    page = _PAGE.substitute(about=escape(about), queries=queries, links=navigation, sections="".join(sections))
+    return page, missing
 
 
-def _section(number: int, answer: Answer, images: Path, gone: list[str]) -> str:
-    cards = "".join(_card(number, hit, images, gone) for hit in answer.hits)
-    query = escape(shown(answer.query))
-    picture = _picture(Path(answer.query), f"Query: {shown(answer.query)}") or _gone(f"Query: {shown(answer.query)}")
-    return (
+def _section(number: int, result: QueryResult, images: Path) -> tuple[str, list[str]]:
+    """The HTML of a query with its hits, and the paths of the hits that cannot be read."""
+    cards = []
+    missing = []
+    for hit in result.hits:
+        path = printable(hit.path)
+        description = f"Result {hit.rank}: {path}"
+        picture = _picture(images / hit.path, description)
+        if picture is None:
+            missing.append(path)
+            picture = _missing_picture(description)
+        cards.append(_card(number, hit, picture))
+    query = printable(result.query)
+    description = f"Query: {query}"
+    picture = _picture(Path(result.query), description) or _missing_picture(description)
+    section = (
         f'<section id="q{number}" aria-labelledby="t{number}"><div class="query">{picture}'
-        f'<h2 id="t{number}"><span class="label">Query {number}</span><span class="path">{query}</span></h2></div>'
-        f"<ol>{cards}</ol></section>\n"
+        f'<h2 id="t{number}"><span class="label">Query {number}</span><span class="path">{escape(query)}</span></h2>'
+        f"</div><ol>{''.join(cards)}</ol></section>\n"
     )
+    return section, missing
 
 
-def _card(query: int, hit: Hit, images: Path, gone: list[str]) -> str:
-    path = shown(hit.path)
-    alt = f"Result {hit.rank}: {path}"
-    picture = _picture(images / hit.path, alt)
-    if picture is None:
-        gone.append(path)
-        picture = _gone(alt)
-    share = 100 * min(1.0, max(0.0, hit.similarity))
+def _card(query: int, hit: Hit, picture: str) -> str:
+    percent = 100 * min(1.0, max(0.0, hit.similarity))
     return (
         f'<li><button class="card" type="button" data-query="{query}" data-rank="{hit.rank}">{picture}'
         f'<span class="rank"><span class="hidden">Rank </span>{hit.rank}</span>'
-        f'<span class="bar" aria-hidden="true"><i style="width:{share:.1f}%"></i></span>'
+        f'<span class="bar" aria-hidden="true"><i style="width:{percent:.1f}%"></i></span>'
         f'<span class="numbers"><span>distance <b>{hit.distance:.4f}</b></span>'
         f"<span>similarity <b>{hit.similarity:.4f}</b></span></span>"
-        f'<span class="path">{escape(path)}</span></button></li>'
+        f'<span class="path">{escape(printable(hit.path))}</span></button></li>'
     )
 
 
-def _picture(path: Path, alt: str) -> str | None:
-    """An image as a data URI, or None where it can no longer be read."""
+def _picture(path: Path, description: str) -> str | None:
+    """The HTML of an image as a data URI; None if the image cannot be read any more."""
     try:
         with Image.open(path) as file:
             image = ImageOps.exif_transpose(file).convert("RGB")
-    except Exception:  # as in reading the gallery: Pillow's readers raise errors of all kinds
+    except Exception:  # Pillow's readers raise errors of many kinds for damaged files
         return None
-    small = max(image.size) <= _SMALL
-    image.thumbnail((_SIDE, _SIDE))
-    stream, kind = io.BytesIO(), "png" if small else "jpeg"
-    image.save(stream, kind, **({} if small else {"quality": 85}))
+    stream = io.BytesIO()
+    if max(image.size) <= SHARP_SIDE:
+        kind, style = "png", " sharp"
+        image.save(stream, kind)
+    else:
+        kind, style = "jpeg", ""
+        image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+        image.save(stream, kind, quality=85)
     data = base64.b64encode(stream.getvalue()).decode()
-    sharp = " sharp" if small else ""
-    return f'<span class="picture{sharp}"><img src="data:image/{kind};base64,{data}" alt="{escape(alt)}"></span>'
+    return (
+        f'<span class="picture{style}"><img src="data:image/{kind};base64,{data}" alt="{escape(description)}"></span>'
+    )
 
 
-def _gone(alt: str) -> str:
-    return f'<span class="picture gone" role="img" aria-label="{escape(alt)}">not readable now</span>'
+def _missing_picture(description: str) -> str:
+    return f'<span class="picture gone" role="img" aria-label="{escape(description)}">not readable now</span>'
 
 
-def _name(path: str) -> str:
-    return shown(Path(path).name)
-
-
-# The policy forbids the page to load anything at all, also where a file's name should get past the escaping.
+# The content security policy forbids the page to load anything, even if a file name should get past the escaping.
 _PAGE = Template("""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -167,7 +180,7 @@ dialog button { padding: 0.3rem 0.9rem; border: 1px solid var(--line); border-ra
 <h1>Search results</h1>
 <p>$about</p>
 <p><kbd>&larr;</kbd> <kbd>&rarr;</kbd> <kbd>&uarr;</kbd> <kbd>&darr;</kbd> move, <kbd>Home</kbd> <kbd>End</kbd> first
-and last of a query, <kbd>Enter</kbd> beside the query, <kbd>Esc</kbd> back</p>
+and last of a query, <kbd>Enter</kbd> show beside the query, <kbd>Esc</kbd> back</p>
 $links
 </header>
 <main>
@@ -204,7 +217,7 @@ function select(card) {
   fill(document.getElementById("right"), card.querySelector(".picture"), card.querySelector(".path").textContent);
 }
 
-// The nearest card of the next line, up or down: the least step in height, then the least to the side.
+// The nearest card in the line above (sign -1) or below (sign 1): in the nearest line, the least step to the side.
 function beyond(card, sign) {
   const here = card.getBoundingClientRect();
   const steps = cards.map((other) => {

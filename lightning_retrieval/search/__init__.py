@@ -1,1 +1,1 @@
-"""Searching with a trained model: an index of embeddings, images of a folder, a page of results."""
+"""Search with a trained model: an index of embeddings, its storage in a folder, and the parts that they are made of."""

@@ -1,181 +1,173 @@
-"""A folder of files with a manifest that says which of them count, how long they are and what their checksums are.
+"""A folder of files with a manifest that lists which of them are valid, their sizes and their checksums.
 
     INDEX/manifest.json
     INDEX/files-5f0c21d4/...
     INDEX/lock
 
-All files of one state lie in one inner folder. A change writes another inner folder beside it and then replaces the
-manifest, in one step of the file system: whoever opens the folder finds the old state or the new one, whole. What the
-manifest does not name is taken away after that, and again at the next change where a process was ended in between. One
-process at a time changes the folder: it holds the lock.
+All files of one version lie in one inner folder. A change writes another inner folder and then replaces the manifest in
+one atomic step, so a reader finds either the old version or the new one, complete. Inner folders that the manifest does
+not name are deleted after that; those that a killed process left are deleted by the next change. One process at a time
+changes the folder: it holds the lock.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_retrieval.search.files import LOCK, file_digest, flush, folder_lock
+
 FORMAT, VERSION = "lightning-retrieval index", 1
-MANIFEST, LOCK = "manifest.json", "lock"
+MANIFEST = "manifest.json"
+REBUILD = "build the index again"
 
 
-def check_folder(who: str, folder: Path) -> None:
-    """Refuse a folder to write to that holds anything but an index, whole, damaged or begun.
+def check_folder(owner: str, folder: Path) -> None:
+    """Raise unless an index may be written to this path: it is free, an empty folder, or holds an index.
+
+    The index may be damaged or incomplete.
 
     Raises:
-        ValueError: if it does, or is a file.
+        ValueError: if the path is a file, or a folder that holds anything else.
     """
-    if folder.is_dir():
-        manifest = folder / MANIFEST
-        inner = [path for path in folder.iterdir() if _is_inner(path)]
-        foreign = [path for path in folder.iterdir() if path not in inner and path not in (manifest, folder / LOCK)]
-        ours = _has_our_format(manifest)
-        if ours or (ours is None and not foreign and (inner or not manifest.exists())):
-            return
-    if folder.exists() or folder.is_symlink():
+    occupied = folder.exists() or folder.is_symlink()
+    if occupied and not (folder.is_dir() and _may_be_replaced(folder)):
         raise ValueError(
-            f"{who}: the index must be written to a new folder or over an index, got {folder}, which is something "
+            f"{owner}: the index must be written to a new folder or over an index, got {folder}, which is something "
             "else; give another path."
         )
 
 
 def write_folder(
-    who: str, folder: Path, writers: Mapping[str, Callable[[Path], None]], settings: Mapping[str, Any]
+    owner: str, folder: Path, writers: Mapping[str, Callable[[Path], None]], settings: Mapping[str, Any]
 ) -> None:
-    """Make the folder hold these files and settings, and none of the files of before.
+    """Replace the content of a folder by these files and settings.
 
     Args:
-        who: who speaks in error messages.
-        folder: made where missing.
-        writers: by file name, what writes the file to a path.
+        owner: prefix of error messages.
+        folder: created if it does not exist.
+        writers: by file name, a function that writes the file to a path.
         settings: plain values, kept in the manifest.
 
     Raises:
         ValueError: if the folder holds anything but an index, or another process writes to it.
     """
-    check_folder(who, folder)
+    check_folder(owner, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(who, folder):
+    with folder_lock(owner, folder):
         inner = folder / f"files-{secrets.token_hex(4)}"
         inner.mkdir()
-        partial = inner / MANIFEST
         try:
-            for name, write in writers.items():
-                write(inner / name)
-            files = {f"{inner.name}/{name}": _seal(inner / name) for name in writers}
-            body = {"files": files, "settings": dict(settings)}
-            manifest = {"format": FORMAT, "version": VERSION, "sha256": _digest(body), **body}
-            partial.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
-            for path in (*inner.iterdir(), inner, folder):  # on the disk before the manifest names them
-                _flush(path)
+            manifest = _write_files(folder, inner, writers, settings)
         except BaseException:
             shutil.rmtree(inner, ignore_errors=True)
             raise
-        os.replace(partial, folder / MANIFEST)
-        _flush(folder)
+        os.replace(manifest, folder / MANIFEST)
+        flush(folder)
         for other in folder.iterdir():
             if other != inner and _is_inner(other):
                 shutil.rmtree(other, ignore_errors=True)
 
 
-def read_folder(who: str, folder: Path, verify: bool) -> tuple[dict[str, Path], dict[str, Any]]:
+def read_folder(owner: str, folder: Path, verify: bool) -> tuple[dict[str, Path], dict[str, Any]]:
     """The files, by name, and the settings.
 
     Args:
-        who: who speaks in error messages.
-        folder: what `write_folder` wrote.
-        verify: read all files once and compare their checksums; else only their lengths are compared.
+        owner: prefix of error messages.
+        folder: folder that `write_folder` wrote.
+        verify: read all files once and compare their checksums; if False, only their sizes are compared.
 
     Raises:
-        FileNotFoundError: if the folder or one of its files is not there.
-        ValueError: if it is no index, is damaged, or is of a format that is not known here.
+        FileNotFoundError: if the folder or one of its files does not exist.
+        ValueError: if the folder does not hold an index, is damaged, or has an unknown format version.
     """
+    manifest = _read_manifest(owner, folder)
+    files: dict[str, Path] = {}
+    for name, expected in manifest["files"].items():
+        file = folder / name
+        if not file.is_file():
+            raise FileNotFoundError(f"{owner}: {folder} is damaged, {name} is missing; {REBUILD}.")
+        size = file.stat().st_size
+        if size != expected["bytes"]:
+            raise ValueError(
+                f"{owner}: {file} is damaged, it has {size} bytes instead of {expected['bytes']}; {REBUILD}."
+            )
+        if verify and _fingerprint(file) != expected:
+            raise ValueError(f"{owner}: {file} is damaged, its checksum is not that of the manifest; {REBUILD}.")
+        files[file.name] = file
+    return files, manifest["settings"]
+
+
+def _write_files(
+    folder: Path, inner: Path, writers: Mapping[str, Callable[[Path], None]], settings: Mapping[str, Any]
+) -> Path:
+    """Write the files and their manifest into the inner folder; all are on the disk when this returns the manifest."""
+    files = {}
+    for name, write in writers.items():
+        write(inner / name)
+        files[f"{inner.name}/{name}"] = _fingerprint(inner / name)
+    body = {"files": files, "settings": dict(settings)}
+    content = {"format": FORMAT, "version": VERSION, "sha256": _digest(body), **body}
+    manifest = inner / MANIFEST
+    manifest.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    for path in (*inner.iterdir(), inner, folder):
+        flush(path)
+    return manifest
+
+
+def _read_manifest(owner: str, folder: Path) -> dict[str, Any]:
+    """The manifest of an index, whose format, version and checksum are right."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise FileNotFoundError(f"{who}: the index must be a folder with {MANIFEST} in it, got {folder}.")
-    rebuild = "build the index again"
+        raise FileNotFoundError(f"{owner}: the index must be a folder with {MANIFEST} in it, got {folder}.")
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        raise ValueError(f"{who}: {path} is damaged, it is no JSON; {rebuild}.") from None
+        raise ValueError(f"{owner}: {path} is damaged, it is not valid JSON; {REBUILD}.") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"{who}: {path} is not that of an index; give the folder that the index was saved to.")
+        raise ValueError(
+            f"{owner}: {path} is not the manifest of an index; give the folder that the index was saved to."
+        )
     if manifest.get("version") != VERSION:
         raise ValueError(
-            f"{who}: {folder} has format version {manifest.get('version')!r}, but this release knows {VERSION}; "
-            f"{rebuild}, or use the release that wrote it."
+            f"{owner}: {folder} has format version {manifest.get('version')!r}, but this release reads version "
+            f"{VERSION}; {REBUILD}, or use the release that wrote it."
         )
     body = {name: manifest.get(name) for name in ("files", "settings")}
     if _digest(body) != manifest.get("sha256"):
-        raise ValueError(f"{who}: {path} is damaged, its checksum is not the one written in it; {rebuild}.")
-    found: dict[str, Path] = {}
-    for name, seal in manifest["files"].items():
-        file = folder / name
-        if not file.is_file():
-            raise FileNotFoundError(f"{who}: {folder} is damaged, {name} is missing; {rebuild}.")
-        size = file.stat().st_size
-        if size != seal["bytes"]:
-            raise ValueError(f"{who}: {file} is damaged, it has {size} bytes instead of {seal['bytes']}; {rebuild}.")
-        if verify and _seal(file) != seal:
-            raise ValueError(f"{who}: {file} is damaged, its checksum is not that of the manifest; {rebuild}.")
-        found[file.name] = file
-    return found, manifest["settings"]
+        raise ValueError(f"{owner}: {path} is damaged, its checksum is not the one written in it; {REBUILD}.")
+    return manifest
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file, read piece by piece."""
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while piece := stream.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-@contextmanager
-def _locked(who: str, folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the system takes back from a process that ends."""
-    with (folder / LOCK).open("a") as file:
+def _may_be_replaced(folder: Path) -> bool:
+    """Whether a folder is empty or holds an index, which may be damaged or incomplete."""
+    manifest = folder / MANIFEST
+    if manifest.exists():
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"{who}: {folder} is being written to by another process; wait for its end, or give another path."
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-        yield
+            content = json.loads(manifest.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # perhaps the damaged manifest of an index
+            has_inner = any(_is_inner(path) for path in folder.iterdir())
+            return has_inner and not _has_other_files(folder)
+        return isinstance(content, dict) and content.get("format") == FORMAT
+    return not _has_other_files(folder)
+
+
+def _has_other_files(folder: Path) -> bool:
+    """Whether a folder holds files that are not part of an index."""
+    return any(path.name not in (MANIFEST, LOCK) and not _is_inner(path) for path in folder.iterdir())
 
 
 def _is_inner(path: Path) -> bool:
     return bool(re.fullmatch("files-[0-9a-f]{8}", path.name)) and path.is_dir()
 
 
-def _has_our_format(manifest: Path) -> bool | None:
-    """Whether it is the manifest of an index; None where it is not there or is no JSON, which a damaged one may be."""
-    try:
-        found = json.loads(manifest.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return isinstance(found, dict) and found.get("format") == FORMAT
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _seal(path: Path) -> dict[str, Any]:
+def _fingerprint(path: Path) -> dict[str, Any]:
+    """Size and checksum of a file."""
     return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
 
 

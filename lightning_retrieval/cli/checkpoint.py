@@ -1,0 +1,79 @@
+"""Load the module of a checkpoint for embedding, without the pretrained weights that its training began with."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_retrieval.training.module import RetrievalModule
+
+
+def load_checkpoint(owner: str, checkpoint: Path) -> tuple[RetrievalModule, str | None]:
+    """Load a module on the CPU.
+
+    Args:
+        owner: prefix of error messages.
+        checkpoint: the file. Its classes are rebuilt from plain values; nothing is unpickled that could run code.
+
+    Returns:
+        The module, and the name of the transform that its data module evaluated with; None if the checkpoint does not
+        hold one.
+
+    Raises:
+        FileNotFoundError: if the file does not exist.
+        ValueError: if the file is not the checkpoint of a `RetrievalModule` that can be rebuilt.
+    """
+    if not checkpoint.is_file():
+        raise FileNotFoundError(f"{owner}: `checkpoint` must be a file that training wrote, got {checkpoint}.")
+    try:
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        module = _rebuild(saved)
+        transform = recorded_transform(saved)
+    except Exception as error:  # unpickling, class paths and constructors raise errors of many kinds
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"{owner}: `checkpoint` must be the checkpoint of a RetrievalModule that can be rebuilt from it, got "
+            f"{checkpoint} ({lines[0]})."
+        ) from None
+    return module, transform
+
+
+def recorded_transform(saved: dict[str, Any]) -> str | None:
+    """The name of the evaluation transform that `ImageDataModule.state_dict` wrote into a checkpoint.
+
+    Lightning stores the state under the name of the data module's class, which may be a class of the user's.
+    """
+    for name, state in saved.items():
+        if not isinstance(state, dict) or "hyper_parameters" in name:
+            continue
+        transform = state.get("transform")
+        if isinstance(transform, str):
+            return transform
+    return None
+
+
+def _rebuild(saved: dict[str, Any]) -> RetrievalModule:
+    """The module of a checkpoint, which Lightning loads from a stream without optimizer states."""
+    needed = {
+        **saved,
+        "hyper_parameters": _without_pretrained_weights(saved["hyper_parameters"]),
+        "optimizer_states": [],
+    }
+    stream = io.BytesIO()
+    torch.save(needed, stream)
+    stream.seek(0)
+    return RetrievalModule.load_from_checkpoint(stream, map_location="cpu", weights_only=True)
+
+
+def _without_pretrained_weights(described: Any) -> Any:
+    """Hyperparameters in which no `Embedder` asks for pretrained weights: the checkpoint holds the trained ones."""
+    if isinstance(described, list):
+        return [_without_pretrained_weights(value) for value in described]
+    if not isinstance(described, dict):
+        return described
+    result = {name: _without_pretrained_weights(value) for name, value in described.items()}
+    arguments = result.get("init_args") or {}
+    if str(result.get("class_path")).endswith(".Embedder") and "weights" in arguments:
+        arguments["weights"] = None
+    return result

@@ -1,0 +1,231 @@
+"""Embed image files with the model of a checkpoint; files that cannot be read are reported, not fatal."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from lightning_retrieval.checks import check_choice, check_integer
+from lightning_retrieval.cli.checkpoint import load_checkpoint
+from lightning_retrieval.cli.messages import printable
+from lightning_retrieval.cli.transforms import TRANSFORMS, choose_transform, image_channels, load_transform
+from lightning_retrieval.datamodules import ImageIndex, ImageSet
+from lightning_retrieval.search.files import file_digest
+from lightning_retrieval.training.module import RetrievalModule
+
+
+@dataclass(frozen=True)
+class UnreadableImage:
+    """An image file that could not be read."""
+
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"cannot read the image {printable(self.path)} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class EmbeddedBatch:
+    """Positions and embeddings of the images of a batch that could be read, and the images that could not."""
+
+    positions: list[int]
+    embeddings: Float[Tensor, "rows dim"] | None  # None if no image of the batch could be read
+    unreadable: list[UnreadableImage]
+
+
+class EmbeddedImages:
+    """The embeddings of several batches, collected in one tensor that is allocated once.
+
+    Args:
+        count: number of images, an upper bound of the number of embeddings.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.positions: list[int] = []
+        self.unreadable: list[UnreadableImage] = []
+        self._count = count
+        self._embeddings = torch.empty(0, 0)
+
+    def add(self, batch: EmbeddedBatch) -> None:
+        """Append a batch."""
+        self.unreadable += batch.unreadable
+        if batch.embeddings is None:
+            return
+        if not self.positions:
+            self._embeddings = torch.empty(self._count, batch.embeddings.shape[1])
+        first = len(self.positions)
+        self._embeddings[first : first + len(batch.positions)] = batch.embeddings
+        self.positions += batch.positions
+
+    @property
+    def embeddings(self) -> Float[Tensor, "rows dim"]:
+        """The embeddings in the order of `positions`."""
+        return self._embeddings[: len(self.positions)]
+
+
+@dataclass(frozen=True)
+class ImageEmbedder:
+    """A model that is ready to embed image files; `load` makes one from a checkpoint.
+
+    `about` describes the model with plain values: its checkpoint, the transform and where the choice of that transform
+    came from. An index is saved with it.
+    """
+
+    owner: str
+    module: RetrievalModule
+    transform: Callable[[Any], Tensor]
+    about: dict[str, Any]
+    batch_size: int
+    num_workers: int
+    device: str
+
+    @classmethod
+    def load(
+        cls, owner: str, checkpoint: Path, *, transform: str | None, batch_size: int, num_workers: int, device: str
+    ) -> "ImageEmbedder":
+        """Load the model of a checkpoint.
+
+        Args:
+            owner: prefix of error messages.
+            checkpoint: of a `RetrievalModule`.
+            transform: one of `TRANSFORMS`; if None, see `choose_transform`.
+            batch_size: number of images embedded at a time; 1 with `"ap_gem"`, which keeps the sizes of images.
+            num_workers: number of processes that read images.
+            device: device that the model runs on.
+
+        Raises:
+            FileNotFoundError: if the checkpoint does not exist.
+            ValueError: if an argument is invalid, or the transform does not fit the model.
+        """
+        check_integer(owner, "batch_size", batch_size, least=1)
+        check_integer(owner, "num_workers", num_workers, least=0)
+        if transform is not None:
+            check_choice(owner, "transform", transform, TRANSFORMS)
+        module, recorded = load_checkpoint(owner, checkpoint)
+        name, source = choose_transform(owner, checkpoint, module, transform, recorded)
+        about = {
+            "checkpoint": str(checkpoint.absolute()),
+            "checkpoint_sha256": file_digest(checkpoint),
+            "transform": name,
+            "transform_from": source,
+            "channels": image_channels(module),
+        }
+        if name == "ap_gem":
+            batch_size = 1
+        module = _move(owner, module, device).eval()
+        return cls(owner, module, load_transform(name), about, batch_size, num_workers, device)
+
+    def embed(self, root: Path, paths: Sequence[str], names: Sequence[str]) -> Iterator[EmbeddedBatch]:
+        """Embed images batch by batch, in their order, with a progress bar if a person is watching.
+
+        Args:
+            root: folder that the paths are relative to.
+            paths: of the images.
+            names: how messages refer to the images.
+
+        Raises:
+            ValueError: if the model cannot embed images as the transform gives them, or an embedding is not finite.
+        """
+        images = ImageSet(ImageIndex(paths, [0] * len(paths)), root, self.transform)
+        loader = DataLoader(
+            _ReadableImages(images), batch_size=self.batch_size, num_workers=self.num_workers, collate_fn=list
+        )
+        # disable=None: no progress bar if the output goes to a file.
+        with tqdm(total=len(paths), desc="Embedding", unit="image", disable=None, leave=False) as progress:
+            for items in loader:
+                progress.update(len(items))
+                yield self._embed_items(items, names)
+
+    def _embed_items(self, items: Sequence["_Item"], names: Sequence[str]) -> EmbeddedBatch:
+        positions = []
+        images = []
+        unreadable = []
+        for item in items:
+            if item.image is None:
+                unreadable.append(UnreadableImage(names[item.position], item.reason))
+            else:
+                positions.append(item.position)
+                images.append(item.image)
+        embeddings = None
+        if images:
+            embeddings = self._embed_batch(torch.stack(images))
+            self._check_finite(embeddings, [names[position] for position in positions])
+        return EmbeddedBatch(positions, embeddings, unreadable)
+
+    @torch.inference_mode()
+    def _embed_batch(self, images: Tensor) -> Tensor:
+        try:
+            embeddings: Tensor = self.module.embed(images.to(self.device)).float().cpu()
+        except torch.OutOfMemoryError:
+            raise ValueError(
+                f"{self.owner}: `batch_size` must be small enough for the memory of the device, got {len(images)}; "
+                "lower it."
+            ) from None
+        except (RuntimeError, ValueError, AssertionError) as error:
+            lines = str(error).splitlines() or [""]
+            raise ValueError(
+                f"{self.owner}: `transform` must give images that the model can embed, got "
+                f"{self.about['transform']!r}, which gives shape {tuple(images.shape)} ({lines[0].rstrip('.')}); take "
+                "another."
+            ) from None
+        return embeddings
+
+    def _check_finite(self, embeddings: Tensor, names: Sequence[str]) -> None:
+        for name, finite in zip(names, torch.isfinite(embeddings).all(1).tolist()):
+            if not finite:
+                raise ValueError(
+                    f"{self.owner}: embeddings must be finite, but the model gives NaN or inf for {printable(name)}; "
+                    "look at its training."
+                )
+
+
+@dataclass(frozen=True)
+class _Item:
+    """An image of a data set, or the reason why it could not be read."""
+
+    position: int
+    image: Tensor | None
+    reason: str = ""
+
+
+class _ReadableImages(Dataset[_Item]):
+    """The images of an `ImageSet`; one that cannot be read gives the reason instead of an exception."""
+
+    def __init__(self, images: ImageSet) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, position: int) -> _Item:
+        try:
+            image = self.images.read(position)
+        except Exception as error:  # Pillow's readers raise errors of many kinds for damaged files
+            return _Item(position, None, _reason(error))
+        return _Item(position, self.images.transform(image))
+
+
+def _reason(error: Exception) -> str:
+    """Why an image could not be read, on one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = str(error).splitlines()
+    if lines and lines[0]:
+        return lines[0]
+    return type(error).__name__
+
+
+def _move(owner: str, module: RetrievalModule, device: str) -> RetrievalModule:
+    try:
+        return module.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"{owner}: `device` must be a device that torch can use here, got {device!r} ({error})."
+        ) from None

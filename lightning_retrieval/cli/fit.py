@@ -1,0 +1,91 @@
+"""`lightning-retrieval fit`, `validate`, `test` and `predict`: LightningCLI with compact help."""
+
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+
+from lightning_retrieval.cli.help import CompactHelpFormatter
+from lightning_retrieval.training.module import RetrievalModule
+from lightning_retrieval.training.run_folder import run_folder
+
+OTHER_SUBCOMMANDS = """\
+other subcommands:
+    check               Check the directory structure of a data set: --data NAME --root DIR
+    index               Embed the images in a folder: --checkpoint C --images DIR --output INDEX
+    search              Find the nearest images in an index: --index INDEX IMAGE..."""
+
+MORE_HELP = """\
+--data.help lightning_retrieval.datamodules.CUB200 shows the settings of a class, as do --model.help,
+--trainer.logger.help, --trainer.callbacks.help and others. `lightning-retrieval check --help` lists the data modules.
+A wider terminal shows more of each line."""
+
+
+def fit(args: Any = None) -> None:
+    """Run `fit`, `validate`, `test` or `predict`.
+
+    Args:
+        args: the arguments with the subcommand first, or a parsed config; if None, the arguments of the process.
+    """
+    parser_settings: dict[str, Any] = {
+        "prog": "lightning-retrieval",
+        "description": "Train image retrieval directly for Average Precision.",
+        "epilog": OTHER_SUBCOMMANDS,
+    }
+    for subcommand in ("fit", "validate", "test", "predict"):
+        parser_settings[subcommand] = {"epilog": MORE_HELP}
+    RetrievalCLI(
+        RetrievalModule,
+        pl.LightningDataModule,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        auto_configure_optimizers=False,  # its --optimizer options would replace the module's own
+        save_config_callback=_SaveConfig,
+        parser_kwargs=parser_settings,
+        parser_class=_Parser,
+        args=args,
+    )
+
+
+class RetrievalCLI(LightningCLI):
+    """LightningCLI with one additional option: `fit --test_after_fit true` evaluates the test set after training."""
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--test_after_fit",
+            type=bool,
+            default=False,
+            help="After fit, evaluate the test set with the best checkpoint (the last weights if none is monitored).",
+        )
+
+    def after_fit(self) -> None:
+        if not self.config[self.config.subcommand].test_after_fit:
+            return
+        checkpoint_callback: Any = self.trainer.checkpoint_callback
+        best_path = getattr(checkpoint_callback, "best_model_path", "")
+        checkpoint = None
+        if best_path and checkpoint_callback.monitor:
+            checkpoint = "best"
+        self.trainer.test(
+            self.model, datamodule=self.datamodule, ckpt_path=checkpoint, verbose=False, weights_only=True
+        )
+
+
+class _Parser(LightningArgumentParser):
+    """A parser whose help, also that of subcommands and classes, has one line for each option."""
+
+    def __init__(
+        self, *args: Any, formatter_class: type[CompactHelpFormatter] = CompactHelpFormatter, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, formatter_class=formatter_class, **kwargs)
+
+
+class _SaveConfig(SaveConfigCallback):
+    """Saves the config in the folder of the run, even if the logger has none, such as that of Weights & Biases."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        folder = run_folder(trainer)
+        if trainer.is_global_zero and not self.already_saved:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.parser.save(self.config, str(folder / self.config_filename), skip_none=False, overwrite=True)
+        self.already_saved = True

@@ -1,0 +1,103 @@
+"""Embed all images in a folder and save an index of them.
+
+The index records which checkpoint it was made with and how images were prepared, so that queries are embedded in the
+same way.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+
+from lightning_retrieval.cli.embedding import EmbeddedImages, ImageEmbedder, UnreadableImage
+from lightning_retrieval.datamodules.images.image_folder import image_suffixes
+from lightning_retrieval.search.index import RetrievalIndex
+from lightning_retrieval.search.storage import check_folder
+
+OWNER = "index_images"
+
+
+def index_images(
+    checkpoint: Path,
+    images: Path,
+    output: Path,
+    *,
+    transform: str | None = None,
+    factory: str = "Flat",
+    parameters: str = "",
+    shards: int = 1,
+    batch_size: int = 32,
+    num_workers: int = 0,
+    device: str = "cpu",
+) -> tuple[RetrievalIndex, list[UnreadableImage]]:
+    """Embed all images below a folder, and save an index of them.
+
+    Args:
+        checkpoint: of a `RetrievalModule`.
+        images: the folder; all files with a suffix that Pillow opens are indexed, at any depth, except hidden ones.
+        output: folder of the index.
+        transform: one of `TRANSFORMS`. If None, the transform of the evaluation in training, if the checkpoint names it
+            (the data modules of image files record it); else `"plain"` for a model of colour images and `"glyphs"` for
+            one of grey images. `about["transform"]` of the index is the transform that was used, and
+            `about["transform_from"]` is `"argument"`, `"checkpoint"` or `"default"`.
+        factory: faiss' factory string.
+        parameters: of the search, as in `RetrievalIndex`.
+        shards: number of parts of the index.
+        batch_size: number of images embedded at a time; 1 with `"ap_gem"`, which keeps the sizes of images.
+        num_workers: number of processes that read images.
+        device: device that the model runs on.
+
+    Returns:
+        The index, and the images that could not be read.
+
+    Raises:
+        FileNotFoundError: if the checkpoint or the folder does not exist.
+        ValueError: if no image can be read, or an argument is invalid.
+
+    Cost:
+        For a `"Flat"` index, 8 bytes for each number of an embedding: 4 for the embeddings and 4 for the index.
+    """
+    check_folder(OWNER, output)
+    RetrievalIndex(1, shards=shards)  # raises before any image is embedded
+    if not images.is_dir():
+        raise FileNotFoundError(f"{OWNER}: `images` must be a folder of images, got {images}, which is not a folder.")
+    paths = image_paths(images)
+    if not paths:
+        raise ValueError(f"{OWNER}: `images` must be a folder of images, got {images}, which holds no image.")
+    embedder = ImageEmbedder.load(
+        OWNER, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
+    )
+    about = {**embedder.about, "images": str(images.absolute())}
+
+    index = None
+    embedded = EmbeddedImages(len(paths))
+    for batch in embedder.embed(images, paths, names=paths):
+        if index is None and batch.embeddings is not None:
+            # Settings that do not fit the embeddings raise after the first batch, not after the last.
+            dim = batch.embeddings.shape[1]
+            index = RetrievalIndex(dim, factory, parameters=parameters, shards=shards, about=about)
+        embedded.add(batch)
+    if index is None:
+        raise ValueError(
+            f"{OWNER}: none of the {len(paths)} images in {images} can be read, the first: {embedded.unreadable[0]}."
+        )
+    index.add(
+        embedded.embeddings,
+        torch.tensor(embedded.positions),
+        [paths[position] for position in embedded.positions],
+    )
+    index.save(output)
+    return index, embedded.unreadable
+
+
+def image_paths(folder: Path) -> list[str]:
+    """Sorted paths, relative to the folder, of the files at any depth with a suffix that Pillow opens, in any case."""
+    suffixes = image_suffixes()
+    found = []
+    for parent, subfolders, files in os.walk(folder):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for name in files:
+            path = Path(parent, name)
+            if not name.startswith(".") and path.suffix.lower() in suffixes:
+                found.append(path.relative_to(folder).as_posix())
+    return sorted(found)

@@ -1,0 +1,117 @@
+"""`lightning-retrieval search`: arguments and output."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_retrieval.cli.embedding import UnreadableImage
+from lightning_retrieval.cli.embedding_options import add_embedding_options, report_unreadable
+from lightning_retrieval.cli.messages import command_line_message, printable
+from lightning_retrieval.cli.page import result_page
+from lightning_retrieval.cli.search_images import QueryResult, search_images
+from lightning_retrieval.search.index import RetrievalIndex
+
+
+def search(args: Sequence[str]) -> int:
+    """Print the images that are nearest to the queries.
+
+    Args:
+        args: `--index INDEX IMAGE...` and further settings of the search and of its output.
+
+    Returns:
+        The exit code: 0 if all queries could be read, 1 if some could not, 2 if nothing was searched.
+    """
+    options = _parser().parse_args(args)
+    try:
+        results, unreadable = _search(options)
+    except (OSError, ValueError) as error:
+        print(command_line_message("search", error, vars(options)), file=sys.stderr)
+        return 2
+    if options.json:
+        print(json.dumps(_plain(results, unreadable), indent=1))
+    else:
+        print("\n\n".join(_table(result) for result in results))
+    return report_unreadable("search", unreadable)
+
+
+def _search(options: argparse.Namespace) -> tuple[list[QueryResult], list[UnreadableImage]]:
+    """Search, and write the page if one was asked for."""
+    page, images = options.html, options.images
+    if page is not None and (page.is_dir() or not page.parent.is_dir()):
+        raise ValueError(f"search: `--html` must be a file in an existing folder, got {page}.")
+    if images is not None and not images.is_dir():
+        raise ValueError(
+            f"search: `--images` must be the folder of the index's images, got {images}, which is not a folder."
+        )
+    index = RetrievalIndex.load(options.index, mapped=True)
+    if options.parameters is not None:
+        index.set_parameters(options.parameters)
+    results, unreadable = search_images(
+        index,
+        options.queries,
+        options.k,
+        checkpoint=options.checkpoint,
+        batch_size=options.batch_size,
+        num_workers=options.num_workers,
+        device=options.device,
+    )
+    if page is not None:
+        most = max(len(result.hits) for result in results)
+        about = f"{most} nearest of {len(index)} images in {printable(str(options.index))}"
+        _write_page(page, results, images or Path(index.about["images"]), about)
+    return results, unreadable
+
+
+def _write_page(page: Path, results: Sequence[QueryResult], images: Path, about: str) -> None:
+    """Write the page, and print a warning if images of the results cannot be read."""
+    source, missing = result_page(results, images, about)
+    partial = page.with_name(f"{page.name}.part")
+    partial.write_text(source, encoding="utf-8")
+    os.replace(partial, page)
+    if missing:
+        hits = sum(len(result.hits) for result in results)
+        print(
+            f"search: {len(missing)} of {hits} results cannot be read in {printable(str(images))}, the first: "
+            f"{missing[0]}; give the folder of the images with `--images`.",
+            file=sys.stderr,
+        )
+
+
+def _table(result: QueryResult) -> str:
+    rows = [
+        f"{hit.rank:>4}  {hit.similarity:>10.4f}  {hit.distance:>8.4f}  {printable(hit.path)}" for hit in result.hits
+    ]
+    return "\n".join([printable(result.query), "rank  similarity  distance  path", *rows])
+
+
+def _plain(results: Sequence[QueryResult], unreadable: Sequence[UnreadableImage]) -> dict[str, Any]:
+    """The results as plain values for JSON."""
+    queries = []
+    for result in results:
+        hits = [{**vars(hit), "distance": hit.distance} for hit in result.hits]
+        queries.append({"query": result.query, "results": hits})
+    return {"queries": queries, "unreadable": [vars(image) for image in unreadable]}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lightning-retrieval search", description="Find the images of an index that are nearest to query images."
+    )
+    parser.add_argument("queries", nargs="+", metavar="IMAGE", help="image file to search for")
+    parser.add_argument("--index", type=Path, required=True, metavar="INDEX", help="folder that `index` wrote")
+    parser.add_argument("-k", type=int, help="number of results of each query, default 10, or all if there are fewer")
+    parser.add_argument("--parameters", help="search parameters of faiss, such as nprobe=64, instead of the index's")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="C", help="checkpoint that the index was made with, if it was moved"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the results to this file as an HTML page")
+    parser.add_argument(
+        "--images", type=Path, metavar="DIR", help="folder of the index's images, if it was moved; for --html"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_embedding_options(parser)
+    return parser

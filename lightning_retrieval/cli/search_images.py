@@ -1,0 +1,135 @@
+"""Find the images of an index that are nearest to query images."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_retrieval.checks import check_integer
+from lightning_retrieval.cli.embedding import EmbeddedImages, ImageEmbedder, UnreadableImage
+from lightning_retrieval.search.index import RetrievalIndex
+
+OWNER = "search_images"
+DEFAULT_K = 10
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One image found for a query."""
+
+    rank: int
+    id: int
+    path: str
+    similarity: float
+
+    @property
+    def distance(self) -> float:
+        """The cosine distance, 0 for the same direction."""
+        return max(0.0, 1 - self.similarity)
+
+
+@dataclass(frozen=True)
+class QueryResult:
+    """A query with its hits, nearest first."""
+
+    query: str
+    hits: list[Hit]
+
+
+def search_images(
+    index: RetrievalIndex,
+    queries: Sequence[str],
+    k: int | None = None,
+    *,
+    checkpoint: Path | None = None,
+    batch_size: int = 32,
+    num_workers: int = 0,
+    device: str = "cpu",
+) -> tuple[list[QueryResult], list[UnreadableImage]]:
+    """Find the images nearest to each query.
+
+    Args:
+        index: made by `index_images`.
+        queries: image files.
+        k: number of hits of each query, at most the number of images in the index; if None, 10, or all images if there
+            are fewer.
+        checkpoint: file of the model; if None, the file that the index was made with.
+        batch_size: number of images embedded at a time.
+        num_workers: number of processes that read images.
+        device: device that the model runs on.
+
+    Returns:
+        The result of each query that could be read, and the queries that could not.
+
+    Raises:
+        FileNotFoundError: if the checkpoint does not exist.
+        ValueError: if the index was not made by `index_images`, the checkpoint is not the one that it was made with,
+            `k` is too large, or no query can be read.
+    """
+    if not {"checkpoint", "checkpoint_sha256", "transform"} <= index.about.keys():
+        raise ValueError(f"{OWNER}: `index` must be an index of images that `index_images` made.")
+    k = _check_k(k, len(index))
+    embedder = ImageEmbedder.load(
+        OWNER,
+        _find_checkpoint(checkpoint, index.about),
+        transform=index.about["transform"],
+        batch_size=batch_size,
+        num_workers=num_workers,
+        device=device,
+    )
+    if embedder.about["checkpoint_sha256"] != index.about["checkpoint_sha256"]:
+        raise ValueError(
+            f"{OWNER}: `checkpoint` must be the one that the index was made with, because embeddings of different "
+            f"models cannot be compared, got {embedder.about['checkpoint']}, which is another; give the right one, or "
+            "build the index again."
+        )
+    embedded = _embed(embedder, queries)
+    if not embedded.positions:
+        raise ValueError(
+            f"{OWNER}: none of the {len(queries)} queries can be read, the first: {embedded.unreadable[0]}."
+        )
+    similarities, ids = index.search(embedded.embeddings, k)
+    results = []
+    for position, row, row_similarities in zip(embedded.positions, ids, similarities.tolist()):
+        found = row[row >= 0]  # an approximate index may find fewer than k
+        hits = []
+        columns = zip(found.tolist(), index.paths(found), row_similarities)
+        for rank, (image_id, path, similarity) in enumerate(columns, start=1):
+            hits.append(Hit(rank, image_id, path, similarity))
+        results.append(QueryResult(queries[position], hits))
+    return results, embedded.unreadable
+
+
+def _check_k(k: int | None, images: int) -> int:
+    if k is None:
+        return max(1, min(DEFAULT_K, images))
+    check_integer(OWNER, "k", k, least=1)
+    if k > images:
+        raise ValueError(
+            f"{OWNER}: `k` must be at most the number of images in the index, {images}, got {k}; ask for fewer."
+        )
+    return k
+
+
+def _find_checkpoint(checkpoint: Path | None, about: dict[str, Any]) -> Path:
+    if checkpoint is not None:
+        return checkpoint
+    recorded = Path(about["checkpoint"])
+    if not recorded.is_file():
+        raise FileNotFoundError(
+            f"{OWNER}: `checkpoint` must be given, because the checkpoint that the index was made with is no longer at "
+            f"{recorded}."
+        )
+    return recorded
+
+
+def _embed(embedder: ImageEmbedder, queries: Sequence[str]) -> EmbeddedImages:
+    """Embed the queries, whose paths are taken relative to the root of the file system."""
+    files = [Path(os.path.abspath(query)) for query in queries]
+    root = Path(files[0].anchor)
+    paths = [file.relative_to(root).as_posix() for file in files]
+    embedded = EmbeddedImages(len(files))
+    for batch in embedder.embed(root, paths, names=[str(file) for file in files]):
+        embedded.add(batch)
+    return embedded

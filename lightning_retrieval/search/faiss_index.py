@@ -1,0 +1,98 @@
+"""faiss indexes: created from a factory string, trained, and given search parameters, with errors of our own.
+
+Johnson, Douze, Jegou, "Billion-scale similarity search with GPUs" (IEEE Transactions on Big Data, 2021) is the paper of
+faiss. Its factory strings are explained at https://github.com/facebookresearch/faiss/wiki/The-index-factory.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_retrieval.search.rows import OWNER, normalized_rows, sample_rows
+
+ROWS_PER_CENTROID = 256  # more are ignored by the k-means of faiss
+FEWEST_CENTROIDS = 256  # those of product quantisation with 8 bits
+
+
+def load_faiss() -> Any:
+    """The module `faiss`, set to use as many threads as torch."""
+    try:
+        import faiss
+    except ImportError as error:
+        raise ImportError(f"{OWNER}: needs faiss, which cannot be imported ({error}); pip install faiss-cpu.") from None
+    faiss.omp_set_num_threads(torch.get_num_threads())
+    return faiss
+
+
+def new_faiss_index(dim: int, factory: str, parameters: str) -> Any:
+    """An empty faiss index for inner products that keeps the ids of its rows.
+
+    Raises:
+        ValueError: if faiss does not know the factory string or a parameter, or has no inner products for it.
+    """
+    faiss = load_faiss()
+    try:
+        if "IDMap" in factory:
+            raise RuntimeError("ids are always kept, so omit IDMap")
+        index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{OWNER}: `factory` must be one of faiss' factory strings, such as 'Flat' or 'IVF1024,PQ16', that fits "
+            f"inner products of {dim} numbers, got {factory!r} ({faiss_reason(error)})."
+        ) from None
+    if index.metric_type != faiss.METRIC_INNER_PRODUCT:  # faiss silently ignores the metric that was asked for
+        raise ValueError(
+            f"{OWNER}: `factory` must be one that faiss has inner products for, got {factory!r}, which gives "
+            "Euclidean distances; take another, such as 'HNSW32' or 'IVF1024,PQ16'."
+        )
+    inner = index
+    if isinstance(index, faiss.IndexPreTransform):
+        inner = faiss.downcast_index(index.index)
+    if not isinstance(inner, faiss.IndexIVF):  # only IVF indexes keep ids themselves
+        index = faiss.IndexIDMap(index)
+    set_search_parameters(index, factory, parameters)
+    return index
+
+
+def set_search_parameters(index: Any, factory: str, parameters: str) -> None:
+    """Set search parameters of a faiss index, such as `"nprobe=16"`; the others stay as they are.
+
+    Raises:
+        ValueError: if faiss does not know a parameter for this factory string.
+    """
+    if not parameters:
+        return
+    try:
+        load_faiss().ParameterSpace().set_index_parameters(index, parameters)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{OWNER}: `parameters` must be those that faiss has for {factory!r}, such as 'nprobe=16' for IVF "
+            f"or 'efSearch=64' for HNSW, got {parameters!r} ({faiss_reason(error)})."
+        ) from None
+
+
+def train_faiss_index(index: Any, factory: str, embeddings: Tensor) -> None:
+    """Train a faiss index on a sample of rows, as many as faiss makes use of.
+
+    Raises:
+        ValueError: if there are too few rows.
+    """
+    faiss = load_faiss()
+    try:
+        centroids = max(faiss.extract_index_ivf(index).nlist, FEWEST_CENTROIDS)
+    except RuntimeError:  # not an IVF index
+        centroids = FEWEST_CENTROIDS
+    sample = sample_rows(len(embeddings), ROWS_PER_CENTROID * centroids)
+    try:
+        index.train(normalized_rows(embeddings[sample]))
+    except RuntimeError as error:
+        raise ValueError(
+            f"{OWNER}: `factory` {factory!r} must be trained, for which {len(embeddings)} rows are not enough "
+            f"({faiss_reason(error)}); add more rows in the first call, or take Flat or fewer lists."
+        ) from None
+
+
+def faiss_reason(error: RuntimeError) -> str:
+    """The message of a faiss error, without the position in faiss' source code."""
+    return str(error).split(": ", 1)[-1].rsplit("failed: ", 1)[-1].strip()

@@ -1,0 +1,74 @@
+"""Rows of embeddings on their way into an index: checked, normalised and sampled, block by block.
+
+Embeddings may be a tensor over a file that is larger than memory, so no function here copies more than a block of rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_retrieval.checks import check_tensor
+from lightning_retrieval.ranking.similarity import normalize
+
+BLOCK = 1 << 16  # rows that are normalised and passed to faiss at a time
+OWNER = "RetrievalIndex"  # prefix of error messages
+SHOWN = 5  # invalid rows that an error message names
+
+
+def normalized_blocks(embeddings: Float[Tensor, "rows dim"]) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """The L2-normalised rows, block by block, each block with the position of its first row."""
+    for begin in range(0, len(embeddings), BLOCK):
+        yield begin, normalized_rows(embeddings[begin : begin + BLOCK])
+
+
+def normalized_rows(embeddings: Float[Tensor, "rows dim"]) -> NDArray[np.float32]:
+    """The L2-normalised rows as an array for faiss."""
+    rows: NDArray[np.float32] = normalize(embeddings.detach().cpu()).float().contiguous().numpy()
+    return rows
+
+
+def sample_rows(rows: int, most: int) -> Int[Tensor, " sampled"]:
+    """Sorted positions of at most `most` rows; a sample is drawn with a fixed seed."""
+    if rows <= most:
+        return torch.arange(rows)
+    sampled = np.random.default_rng(0).choice(rows, most, replace=False, shuffle=False)
+    return torch.from_numpy(np.sort(sampled))
+
+
+def check_rows(name: str, embeddings: Any, dim: int) -> None:
+    """Raise unless `embeddings` is a floating-point tensor of shape (rows, dim)."""
+    check_tensor(OWNER, name, embeddings)
+    if embeddings.ndim != 2 or embeddings.shape[1] != dim:
+        raise ValueError(
+            f"{OWNER}: `{name}` must have shape (rows, {dim}), as the index has, got {tuple(embeddings.shape)}."
+        )
+    if not embeddings.is_floating_point():
+        raise TypeError(f"{OWNER}: `{name}` must be floating point, got {embeddings.dtype}.")
+
+
+def check_finite_rows(embeddings: Tensor, ids: NDArray[np.int64], paths: Sequence[str] | None = None) -> None:
+    """Raise if a row holds NaN or infinity; the message names the first such rows by their ids and paths."""
+    invalid: list[int] = []
+    for begin in range(0, len(embeddings), BLOCK):
+        finite = torch.isfinite(embeddings[begin : begin + BLOCK]).all(1)
+        positions = (~finite).nonzero()[:, 0] + begin
+        invalid += positions.tolist()
+    if not invalid:
+        return
+    shown = []
+    for row in invalid[:SHOWN]:
+        text = f"id {ids[row]}"
+        if paths is not None:
+            text += f" {paths[row]!r}"
+        shown.append(text)
+    if len(invalid) > SHOWN:
+        shown.append("...")
+    raise ValueError(
+        f"{OWNER}: embeddings must be finite, got NaN or inf in {len(invalid)} of {len(embeddings)} rows: "
+        f"{', '.join(shown)}."
+    )

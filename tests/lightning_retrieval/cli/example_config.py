@@ -1,0 +1,45 @@
+"""The example config of Glyphs in a small run, for the tests of `fit` and its siblings."""
+
+from pathlib import Path
+
+QUIET = [
+    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
+    "ignore:The '(train|val|test|predict)_dataloader' does not have many workers:UserWarning",
+    "ignore:GPU available but not used:UserWarning",
+    r"ignore:The number of training batches \(2\) is smaller than the logging interval:UserWarning",
+    "ignore:RetrievalEvaluation. (val|test) metrics cover 2 of:UserWarning",
+    "ignore:LightningCLI's args parameter is intended to run from within Python:UserWarning",
+    r"ignore:\s*By default only one JsonargparseDeprecationWarning per type is shown:DeprecationWarning",
+    # What pytorch-lightning 2.6 calls in jsonargparse 4.53:
+    r"ignore:\s*.* was deprecated in v4.49.0 and will be removed in v5.0.0:DeprecationWarning",
+    "ignore:The dirpath has changed from .* Only `best_model_path` will be reloaded:UserWarning",
+    "ignore:Checkpoint directory .* exists and is not empty:UserWarning",
+]
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "glyphs.yaml"
+
+SMALL = [
+    "--trainer.accelerator=cpu",
+    "--trainer.limit_val_batches=2",
+    "--trainer.limit_test_batches=2",
+    "--trainer.limit_predict_batches=2",
+    "--trainer.enable_progress_bar=false",
+    "--data.init_args.eval_batch_size=64",
+]
+
+SHORT = [
+    "--trainer.max_epochs=1",
+    "--trainer.limit_train_batches=2",
+    "--trainer.check_val_every_n_epoch=1",
+    "--data.init_args.classes_per_batch=4",
+]
+
+
+def write_example(folder: Path, **changes: str) -> Path:
+    """The example with its logs in `folder`, and some of its lines changed."""
+    text = EXAMPLE.read_text().replace("save_dir: logs", f"save_dir: {folder}")
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    (folder / "glyphs.yaml").write_text(text)
+    return folder / "glyphs.yaml"

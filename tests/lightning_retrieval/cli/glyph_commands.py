@@ -1,0 +1,49 @@
+"""Checkpoints, folders of images and calls of the commands `index` and `search`, for the tests of both."""
+
+import re
+
+import pytest
+import pytorch_lightning as pl
+
+from lightning_retrieval.cli.main import main
+
+STRANGE_NAME = "<script>alert('&\"')<\\script>.png"  # a name that a page must not run
+
+
+def save_checkpoint(path, module):
+    """Write a checkpoint of a module without a training; its path."""
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(path, weights_only=True)
+    return path
+
+
+def command(capsys, *args):
+    """The exit code of the command, standard output and standard error."""
+    with pytest.raises(SystemExit) as end:
+        main([*map(str, args), "--device=cpu"])
+    return end.value.code, *capsys.readouterr()
+
+
+def error_of(capsys, *args):
+    """The one line of standard error of a command that fails."""
+    code, out, err = command(capsys, *args)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    return err
+
+
+def indexing(folder, output, *more):
+    """Arguments that index the images of a folder with its checkpoint."""
+    return [
+        "index",
+        f"--checkpoint={folder / 'model.ckpt'}",
+        f"--images={folder / 'images'}",
+        f"--output={output}",
+        *more,
+    ]
+
+
+def paths_of(folder):
+    """Paths of the images, relative to the folder, in the order of the glyphs."""
+    found = {path.name: path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return [found.pop(STRANGE_NAME), *(found[name] for name in sorted(found) if re.match(r"\d\d\.", name))]

@@ -1,0 +1,62 @@
+"""`lightning-retrieval check`: counts beside the published ones, its exit codes and its error messages."""
+
+import itertools
+
+import pytest
+from PIL import Image
+
+from lightning_retrieval.cli.main import main
+from tests.lightning_retrieval.cli.example_config import QUIET
+
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+
+
+def checked(capsys, *args):
+    """The exit code of `lightning-retrieval check`, what it printed and what it complained of."""
+    with pytest.raises(SystemExit) as end:
+        main(["check", *map(str, args)])
+    return end.value.code, *capsys.readouterr()
+
+
+def test_counts_and_missing_files(tmp_path, capsys):
+    for label, number in itertools.product("abcd", range(2)):
+        (tmp_path / label).mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / label / f"{number}.png")
+    code, out, err = checked(capsys, "--data", "ImageFolder", "--root", tmp_path, "--test_fraction", 0.25)
+    assert (code, err) == (0, "")
+    assert [line.split() for line in out.splitlines()[1:]] == [["train", "6", "3"], ["test", "2", "1"]]
+
+    (tmp_path / "table.csv").write_text("image,label,split\na/0.png,a,train\nb/0.png,b,test\ngone.png,b,test\n")
+    table = tmp_path / "table.csv"
+    code, out, err = checked(capsys, "--data=ImageTable", "--root", tmp_path, "--table", table)
+    assert (code, err) == (1, "")
+    assert out.splitlines()[-1] == "missing: gone.png"
+
+
+def test_error_suggests_the_folder_of_the_data_set(tmp_path, capsys):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "Ebay_train.txt").write_text("")
+    code, out, err = checked(capsys, "--data", "StanfordOnlineProducts", "--root", tmp_path)
+    assert (code, out) == (2, "")
+    assert err.startswith("StanfordOnlineProducts: `root` must contain Ebay_train.txt")
+    assert err.rstrip().endswith(f"pass root={tmp_path}/set.")
+
+
+def test_glyphs_need_no_root(capsys):
+    code, out, err = checked(capsys, "--data", "Glyphs")
+    assert err == ""
+    rows = [line.split() for line in out.splitlines()[:4]]
+    assert rows[0] == ["split", "images", "classes", "published:", "images", "classes"]
+    assert [row[0] for row in rows[1:]] == ["train", "val", "test"]
+    assert (code == 0) == all(row[1:3] == row[3:] for row in rows[1:])  # as with the fonts of the table
+
+
+def test_data_modules_are_known_by_name(capsys):
+    code, _, err = checked(capsys, "--data", "Nothing", "--root", "x")
+    assert code == 2
+    assert "invalid choice: 'Nothing'" in err
+    assert "VehicleID" in err
+    assert "DataModule" not in err  # not the classes that are made to be subclassed
+    code, out, _ = checked(capsys, "--data", "InShop", "--help")
+    assert code == 0
+    assert "--high_res" in out

@@ -1,0 +1,149 @@
+"""The example config through fit, validate, test and predict, and the messages about mistakes in a config."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_retrieval import RetrievalModule
+from lightning_retrieval.cli.main import main
+from tests.lightning_retrieval.cli.example_config import EXAMPLE, QUIET, SHORT, SMALL, write_example
+from tests.wandb_files import OfflineRun
+
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """One short fit by the real command, with what it printed."""
+    folder = tmp_path_factory.mktemp("fitted")
+    command = Path(sys.executable).with_name("lightning-retrieval")
+    printed = subprocess.run(
+        [command, "fit", "--config", write_example(folder), *SMALL, *SHORT],
+        cwd=folder,
+        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert printed.returncode == 0, printed.stderr
+    (checkpoint,) = folder.rglob("0-*.ckpt")
+    return folder, checkpoint, printed.stdout
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_fit_trains_and_tests(fitted):
+    folder, checkpoint, printed = fitted
+    logs = folder / "glyphs/version_0"
+    assert {path.name for path in logs.iterdir()} >= {
+        "metrics.csv",
+        "curve.png",
+        "retrieval",
+        "config.yaml",
+        "checkpoints",
+    }
+    assert {path.name for path in (logs / "checkpoints").iterdir()} == {checkpoint.name, "last.ckpt"}
+    table = [line.split() for line in printed.splitlines() if line.startswith("test/mAP ")]
+    assert ["untrained", "trained"] in [line.split() for line in printed.splitlines()]
+    assert [len(line) for line in table] == [3]
+    logged = [float(row["test/mAP"]) for row in rows(logs / "metrics.csv") if row["test/mAP"]]
+    assert [f"{value:.4f}" for value in logged] == table[0][1:]  # before and after
+    assert yaml.safe_load((logs / "config.yaml").read_text())["trainer"]["limit_train_batches"] == 2
+
+
+def test_checkpoint_rebuilds_the_module(fitted):
+    saved = torch.load(fitted[1], weights_only=True)
+    module = RetrievalModule.load_from_checkpoint(fitted[1], weights_only=True)
+    assert saved["state_dict"].keys() == module.state_dict().keys()
+    assert all(torch.equal(saved["state_dict"][name], value) for name, value in module.state_dict().items())
+    assert (module.embedder.embedding_dim, module.loss.tau, module.gradient_clip_val) == (128, 0.01, 1.0)
+    optimizer = module.optimizer(module.parameters())
+    assert (type(optimizer), optimizer.defaults["lr"]) == (torch.optim.AdamW, 0.002)
+
+
+@pytest.mark.parametrize("command", ["validate", "test", "predict"])
+def test_validate_test_and_predict_load_the_checkpoint(fitted, tmp_path, capsys, monkeypatch, command):
+    _, checkpoint, printed = fitted
+    predicted, real = [], RetrievalModule.predict_step
+
+    def predict_step(self, batch, batch_idx):
+        output = real(self, batch, batch_idx)
+        predicted.append(output["embeddings"].shape)
+        return output
+
+    monkeypatch.setattr(RetrievalModule, "predict_step", predict_step)
+    main([command, "--config", str(write_example(tmp_path)), *SMALL, f"--ckpt_path={checkpoint}"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    if command == "predict":
+        assert predicted == [(64, 128)] * 2
+        return
+    name = {"validate": "val/mAP", "test": "test/mAP"}[command]
+    expected = [line.split()[-1] for line in printed.splitlines() if line.startswith(f"{name} ")]
+    assert len(expected) == 1
+    assert [name, *expected] in lines
+
+
+def test_weights_and_biases_needs_one_line_of_the_config(tmp_path, end_offline_run):
+    csv, wandb_logger = "pytorch_lightning.loggers.CSVLogger", "lightning_retrieval.callbacks.RetrievalWandbLogger"
+    config = write_example(tmp_path, **{csv: wandb_logger, "every_n_epochs: 8": "every_n_epochs: 1"})
+    main(["fit", "--config", str(config), *SMALL, *SHORT, "--test_after_fit=false"])
+    end_offline_run()
+    (run,) = tmp_path.glob("wandb/offline-run-*")
+    assert list(run.glob("*.wandb"))
+    (saved,) = tmp_path.rglob("config.yaml")
+    assert saved.parent == tmp_path / "lightning-retrieval" / OfflineRun(run).id
+    sent = [path.name.split("_")[0] for path in run.glob("files/media/images/retrieval/*.png")]
+    drawn = [path for path in tmp_path.rglob("retrieval/val-*.png") if run not in path.parents]
+    assert sorted(sent) == ["curve", *["val"] * len(drawn)]
+    assert drawn
+
+
+def test_printed_config_can_be_read_again(tmp_path, capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["fit", "--config", str(EXAMPLE), "--print_config"])
+    printed = capsys.readouterr().out
+    (tmp_path / "printed.yaml").write_text(printed)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["fit", "--config", str(tmp_path / "printed.yaml"), "--print_config"])
+    assert capsys.readouterr().out == printed
+    module = yaml.safe_load(printed)["model"]["init_args"]
+    assert module["loss"]["init_args"]["tau"] == 0.01
+    assert module["chunk_size"] is None
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"tau: 0.01": "tua: 0.01"}, ["tua"]),
+        ({"gradient_clip_val": "gradient_clip_vall"}, ["gradient_clip_vall"]),
+        ({"max_epochs:": "max_epoch:"}, ["max_epoch"]),
+        ({"lightning_retrieval.SmoothAPLoss": "lightning_retrieval.SmothAPLoss"}, ["SmothAPLoss"]),
+        ({"lightning_retrieval.datamodules.Glyphs": "lightning_retrieval.datamodules.Glyps"}, ["Glyps"]),
+        ({"lightning_retrieval.Embedder": "lightning_retrieval.SmoothAPLoss"}, ["embedder", "SmoothAPLoss"]),
+        ({"tau: 0.01": "tau: cold"}, ["tau", "cold"]),
+    ],
+)
+def test_mistakes_in_the_config_are_named(tmp_path, capsys, changes, named):
+    path = write_example(tmp_path, **changes)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["fit", "--config", str(path)])
+    printed = capsys.readouterr().err
+    assert all(name in printed for name in named)
+    assert "Traceback" not in printed
+
+
+@pytest.mark.refusal
+def test_a_missing_config_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["fit", "--config", str(tmp_path / "nowhere.yaml")])
+    assert "nowhere.yaml" in capsys.readouterr().err

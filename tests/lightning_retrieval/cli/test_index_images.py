@@ -1,0 +1,142 @@
+"""The embeddings in an index are those of the model, with images prepared as the checkpoint records."""
+
+import json
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from lightning_retrieval import Embedder, PCAWhitening, RetrievalIndex, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.cli.embedding import ImageEmbedder
+from lightning_retrieval.datamodules import ImageFolder, reference_transform
+from tests.datamodules.trees_more import QUIET, write_folders
+from tests.lightning_retrieval.cli.glyph_commands import (
+    command,
+    error_of,
+    indexing,
+    paths_of,
+    save_checkpoint,
+)
+
+pytestmark = [pytest.mark.filterwarnings(ignored) for ignored in QUIET]
+MEDIUM = v2.Compose([v2.Resize((64, 64)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+
+
+def test_embeddings_include_whitening_and_scales_of_the_module(glyphs, tmp_path, capsys):
+    torch.manual_seed(1)
+    whitening = PCAWhitening(dim=6).fit(glyphs[1])
+    settings = {"whitening": whitening, "eval_scales": (1.0, 0.5)}
+    module = RetrievalModule(Embedder("glyph_net", embedding_dim=24), SmoothAPLoss(), **settings).eval()
+    model = save_checkpoint(tmp_path / "model.ckpt", module)
+    folder = glyphs[0] / "images"
+    paths = paths_of(folder)
+    images = [torch.as_tensor(np.array(Image.open(folder / path).convert("L"))) for path in paths]
+    with torch.no_grad():
+        expected = module.embed(torch.stack(images)[:, None].float() / 255).double()
+    args = ["--images", folder, "--output", tmp_path / "index", "--checkpoint", model]
+    code, out, _ = command(capsys, "index", *args)
+    assert code == 0
+    assert "40 images, 6 dimensions" in out
+    code, out, _ = command(capsys, "search", folder / paths[7], "--index", tmp_path / "index", "-k40", "--json")
+    unit = expected / expected.norm(dim=1, keepdim=True)
+    scores = dict(zip(paths, (unit @ unit[7]).tolist()))
+    found = {hit["path"]: hit["similarity"] for hit in json.loads(out)["queries"][0]["results"]}
+    assert found == pytest.approx(scores, abs=1e-5)
+
+
+def trained(folder, **settings):
+    """A checkpoint that a fit on a folder of images wrote, then gone on with for an epoch more."""
+    write_folders(folder / "images", ["a", "b", "c", "d"], images=2)
+    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    sizes = {"classes_per_batch": 2, "samples_per_class": 2, "test_fraction": 0.5, "train_transform": MEDIUM}
+    for epochs in (1, 2):
+        data = ImageFolder(folder / "images", **sizes, **settings)
+        torch.manual_seed(0)
+        module = RetrievalModule(Embedder("squeezenet1_1", embedding_dim=8), SmoothAPLoss())
+        trainer = pl.Trainer(
+            max_epochs=epochs, limit_val_batches=0, default_root_dir=folder, enable_checkpointing=False, **quiet
+        )
+        path = folder / "model.ckpt"
+        trainer.fit(module, data, ckpt_path=path if epochs == 2 else None, weights_only=True)
+        trainer.save_checkpoint(path)
+    assert trainer.current_epoch == 2
+    return path
+
+
+def test_transform_is_the_one_that_the_checkpoint_names(tmp_path, capsys):
+    trained(tmp_path, transform="roadmap")
+    code, out, err = command(capsys, *indexing(tmp_path, tmp_path / "index"))
+    assert (code, err) == (0, "")
+    assert out.startswith("images prepared with the transform 'roadmap', as the checkpoint says\n")
+    assert RetrievalIndex.load(tmp_path / "index").about["transform"] == "roadmap"
+    code, out, err = command(capsys, *indexing(tmp_path, tmp_path / "index", "--transform=plain"))
+    assert (code, err) == (0, "")
+    assert out.startswith("images prepared with the transform 'plain'\n")
+
+
+@pytest.mark.refusal
+def test_transform_is_required_if_training_used_a_custom_one(tmp_path, capsys):
+    trained(tmp_path, eval_transform=MEDIUM)
+    printed = error_of(capsys, *indexing(tmp_path, tmp_path / "index"))
+    assert printed.startswith("index: `--transform` must be given, because the model of ")
+    assert "evaluated with a custom transform" in printed
+    assert not (tmp_path / "index").exists()
+    assert command(capsys, *indexing(tmp_path, tmp_path / "index", "--transform=plain"))[0] == 0
+
+
+def photo():
+    """Colours and shapes without any symmetry."""
+    generator = torch.Generator().manual_seed(3)
+    return Image.fromarray(torch.randint(0, 255, (5, 8, 3), generator=generator, dtype=torch.uint8).numpy()).resize(
+        (300, 260)
+    )
+
+
+@pytest.mark.parametrize("transform", ["plain", "roadmap", "ap_gem"])
+def test_images_are_upright_and_in_colour_whatever_the_file_format(colour, transform, tmp_path, capsys, monkeypatch):
+    def download(*args, **keywords):
+        raise AssertionError("the weights are in the checkpoint")
+
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", download)
+    path, module = colour
+    upright = photo()
+    (tmp_path / "images").mkdir()
+    upright.save(tmp_path / "images" / "a.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    upright.rotate(90, expand=True).save(tmp_path / "images" / "b.PNG", exif=exif)
+    upright.convert("L").crop((0, 0, 280, 250)).save(tmp_path / "images" / "c.png")
+    images = ["--images", tmp_path / "images", "--checkpoint", path]
+    code, out, err = command(capsys, "index", *images, "--output", tmp_path / "index", "--transform", transform)
+    assert (code, err) == (0, "")
+    assert "3 images, 16 dimensions, Flat (exact)" in out
+    index = RetrievalIndex.load(tmp_path / "index")
+    with torch.no_grad():
+        expected = [
+            module(reference_transform(transform, train=False)(image)[None])
+            for image in (upright, upright, upright.convert("L").crop((0, 0, 280, 250)).convert("RGB"))
+        ]
+    for position, embedding in enumerate(expected):
+        similarities, ids = index.search(embedding, 3)
+        row = ids[0].tolist().index(position)
+        assert similarities[0, row] == pytest.approx(1, abs=1e-5)
+    assert index.search(expected[2], 3)[0][0, 2] < 1 - 1e-4  # or the test would show nothing
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("bad", ["--factory=Flatt", "--factory=PQ5", "--factory=HNSW8,PQ4", "--parameters=nprobe=3"])
+def test_invalid_index_settings_raise_after_the_first_batch(bad, indexed, tmp_path, capsys, monkeypatch):
+    real, seen = ImageEmbedder._embed_batch, []
+
+    def counted(self, images):
+        seen.append(len(images))
+        return real(self, images)
+
+    monkeypatch.setattr(ImageEmbedder, "_embed_batch", counted)
+    assert error_of(capsys, *indexing(indexed, tmp_path / "index", bad, "--batch_size=7")).startswith(
+        "RetrievalIndex: `--"
+    )
+    assert seen == [7]

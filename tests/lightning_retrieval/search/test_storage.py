@@ -1,0 +1,138 @@
+"""A folder stays complete if a save fails, damage is found, and nothing but an index is replaced."""
+
+import json
+import os
+import re
+
+import faiss
+import pytest
+
+from lightning_retrieval import RetrievalIndex
+from tests.lightning_retrieval.search.vectors import built, vectors
+
+
+def test_a_save_that_fails_leaves_the_old_index(tmp_path, monkeypatch):
+    built(rows=50).save(tmp_path / "index")
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    real, written = faiss.write_index, []
+
+    def fails(part, path):
+        written.append(path)
+        if len(written) == 2:
+            raise RuntimeError("no space left")
+        real(part, path)
+
+    monkeypatch.setattr(faiss, "write_index", fails)
+    with pytest.raises(RuntimeError, match="no space left"):
+        built(shards=2).save(tmp_path / "index")
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
+    assert len(RetrievalIndex.load(tmp_path / "index")) == 50
+
+
+NAMES = ["files", "lock", "manifest.json"]
+
+
+def test_an_incomplete_first_save_is_replaced(tmp_path):
+    (tmp_path / "files-0badf00d").mkdir()
+    (tmp_path / "files-0badf00d" / "vectors-0.faiss").write_bytes(b"half")
+    (tmp_path / "lock").touch()
+    built(rows=50).save(tmp_path)
+    assert len(RetrievalIndex.load(tmp_path)) == 50
+    assert len(os.listdir(tmp_path)) == 3
+    (tmp_path / "manifest.json").write_text("damaged")
+    built(rows=60).save(tmp_path)
+    assert len(RetrievalIndex.load(tmp_path)) == 60
+
+
+def test_a_save_deletes_what_a_killed_process_left(tmp_path):
+    built(rows=50).save(tmp_path / "index")
+    (tmp_path / "index" / "files-0badf00d").mkdir()
+    mapped = RetrievalIndex.load(tmp_path / "index", mapped=True)
+    built(rows=60).save(tmp_path / "index")
+    assert len(RetrievalIndex.load(tmp_path / "index")) == 60
+    assert sorted(re.sub(r"-\w{8}$", "", name) for name in os.listdir(tmp_path / "index")) == NAMES
+    assert mapped.search(vectors(1), 1)[1].tolist() == [[1000]]  # who has the old files open keeps them
+
+
+FILES = ["vectors-0.faiss", "vectors-1.faiss", "ids.npy", "paths.npy", "path-ends.npy"]
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_files_raise(name, tmp_path):
+    built(rows=50, shards=2).save(tmp_path)
+    (file,) = tmp_path.glob(f"*/{name}")
+    whole = file.read_bytes()
+    for position in (0, len(whole) // 2, len(whole) - 1):
+        damaged = bytearray(whole)
+        damaged[position] ^= 4
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=rf"RetrievalIndex: .*{name} is damaged, its checksum .*; build the index"):
+            RetrievalIndex.load(tmp_path)
+    file.write_bytes(whole[:-1])
+    short = rf"{name} is damaged, it has {len(whole) - 1} bytes instead of {len(whole)}; build the index again\.$"
+    with pytest.raises(ValueError, match=short):
+        RetrievalIndex.load(tmp_path, verify=False)
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"is damaged, files-\w+/{name} is missing"):
+        RetrievalIndex.load(tmp_path)
+
+
+@pytest.mark.refusal
+def test_damaged_manifests_raise(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=r"RetrievalIndex: the index must be a folder with manifest\.json in it"
+    ):
+        RetrievalIndex.load(tmp_path)
+    built(rows=50).save(tmp_path)
+    manifest = tmp_path / "manifest.json"
+    whole = manifest.read_text()
+    for text, message in [
+        (whole[:-5], "is damaged, it is not valid JSON"),
+        (whole.replace('"dim": 16', '"dim": 17'), "is damaged, its checksum is not the one written in it"),
+        (whole.replace("lightning-retrieval index", "another"), "is not the manifest of an index"),
+        (json.dumps([1]), "is not the manifest of an index"),
+        (whole.replace('"version": 1', '"version": 2'), "has format version 2, but this release reads version 1"),
+    ]:
+        assert text != whole
+        manifest.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            RetrievalIndex.load(tmp_path)
+
+
+@pytest.mark.refusal
+def test_other_files_are_not_replaced(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years")
+    with pytest.raises(ValueError, match=r"must be written to a new folder or over an index, got .*something else"):
+        built(rows=50).save(tmp_path)
+    with pytest.raises(ValueError, match="something else"):
+        built(rows=50).save(tmp_path / "thesis.tex")
+    assert os.listdir(tmp_path) == ["thesis.tex"]
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("manifest", ['{"name": "extension"}', '{"files": {}, "format": "another"}', "[]", "no JSON"])
+@pytest.mark.parametrize("beside", ["", "files-of-2024", "files-0badf00d0"])
+def test_a_folder_with_another_kind_of_manifest_is_not_replaced(manifest, beside, tmp_path):
+    (tmp_path / "manifest.json").write_text(manifest)
+    (tmp_path / beside).mkdir(exist_ok=True)
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(ValueError, match="something else"):
+        built(rows=50).save(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == before
+    assert (tmp_path / "manifest.json").read_text() == manifest
+
+
+@pytest.mark.refusal
+def test_other_files_beside_an_index_are_kept(tmp_path):
+    built(rows=50).save(tmp_path)
+    for name in ("files-of-2024", "files-", "files-0badf00d0"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "files-0badf00d").symlink_to(tmp_path / "files-of-2024", target_is_directory=True)
+    before = {name for name in os.listdir(tmp_path) if (tmp_path / name / "ids.npy").exists() is False}
+    built(rows=60).save(tmp_path)
+    assert before <= set(os.listdir(tmp_path))
+    assert len(os.listdir(tmp_path)) == len(before) + 1
+    (tmp_path / "manifest.json").write_text("damaged")
+    with pytest.raises(ValueError, match="something else"):
+        built(rows=50).save(tmp_path)

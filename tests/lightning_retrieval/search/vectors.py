@@ -1,0 +1,29 @@
+"""Random vectors, their exact ranking by NumPy, and indexes of them."""
+
+import numpy as np
+import torch
+
+from lightning_retrieval import RetrievalIndex
+
+ROWS, DIM = 600, 16
+FACTORIES = ["Flat", "IVF4,Flat", "IVF4,PQ4x4", "HNSW8", "SQ8", "PCA8,IVF4,SQ8", "IVF4,PQ4x4,RFlat"]
+
+
+def vectors(rows=ROWS, dim=DIM, seed=0):
+    """Vectors that are not normalised, because the index does that."""
+    return 3 * torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def exact(gallery, queries, k):
+    """Similarities and positions of the k nearest, in float64, by NumPy alone."""
+    a, b = (x.double().numpy() for x in (queries, gallery))
+    scores = (a / np.linalg.norm(a, axis=1)[:, None]) @ (b / np.linalg.norm(b, axis=1)[:, None]).T
+    positions = np.argsort(-scores, axis=1)[:, :k]
+    return np.take_along_axis(scores, positions, 1), positions
+
+
+def built(factory="Flat", rows=ROWS, **settings):
+    """An index of these vectors with descending ids and non-ASCII paths."""
+    index = RetrievalIndex(DIM, factory, **settings)
+    index.add(vectors(rows), ids=1000 - torch.arange(rows), paths=[f"é/{i}.jpg" for i in range(rows)])
+    return index
