@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# The main job on several processes, one for each GPU: the same batches, ranked lists and metrics as on one.
+# The main example on several processes, one for each GPU, with the same batches, ranked lists and metrics as on one.
 #
 #   bash examples/ddp.sh 4                             the Trainer starts the other processes
-#   LAUNCHER=torchrun bash examples/ddp.sh 4           torchrun starts them all
-#   bash examples/ddp.sh 2 --trainer.accelerator cpu   without GPUs; what follows the number goes to `fit`
+#   LAUNCHER=torchrun bash examples/ddp.sh 4           torchrun starts all processes
+#   bash examples/ddp.sh 2 --trainer.accelerator cpu   without GPUs; further arguments are passed to `fit`
 #
-# Over several machines, on each of them, with the same address of the first:
+# On several machines, run this on each of them, with the address of the first machine:
 #   torchrun --nnodes 2 --nproc_per_node 4 --rdzv_backend c10d --rdzv_endpoint first:29500 -m lightning_retrieval.cli \
 #       fit --config examples/glyphs.yaml --trainer.strategy ddp --trainer.devices 4 --trainer.num_nodes 2
 set -euo pipefail
-processes=${1:?say how many processes}
+processes=${1:?the first argument must be the number of processes}
 shift
 command=(-m lightning_retrieval.cli fit --config "$(dirname "$0")/glyphs.yaml"
          --trainer.strategy ddp --trainer.devices "$processes" "$@")

@@ -1,4 +1,4 @@
-"""A training loop in plain PyTorch: the losses, memory, chunks, samplers and metrics without a Trainer.
+"""A training loop in plain PyTorch: loss, memory, chunks, sampler and metrics without a Trainer.
 
 python examples/plain_pytorch_loop.py [STEPS]
 """
@@ -16,19 +16,20 @@ from lightning_retrieval.datamodules import Glyphs, PKSampler, RetrievalDataLoad
 def backward(
     embed: nn.Module, loss: nn.Module, memory: CrossBatchMemory, batch: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of one batch, embedded 128 images at a time; the loss and the embeddings."""
-    seen: list[Tensor] = []
+    """Compute the gradients of one batch, 128 images at a time, and return the loss and the embeddings."""
+    batch_embeddings: list[Tensor] = []
 
-    def of_lists(embeddings: Tensor) -> Tensor:
-        seen.append(embeddings.detach())
-        return loss(embeddings, batch["labels"], **memory.references(embeddings, batch["labels"], batch["ids"]))
+    def batch_loss(embeddings: Tensor) -> Tensor:
+        batch_embeddings.append(embeddings.detach())
+        references = memory.references(embeddings, batch["labels"], batch["ids"])
+        return loss(embeddings, batch["labels"], **references)
 
-    value = chunked_backward(embed, batch["images"], of_lists, chunk_size=128)
-    return value, seen[0]
+    value = chunked_backward(embed, batch["images"], batch_loss, chunk_size=128)
+    return value, batch_embeddings[0]
 
 
 def train(steps: int) -> nn.Module:
-    images = Glyphs().train_set  # any data set whose items are dicts with images, labels and ids
+    images = Glyphs().train_set  # or any other data set whose items are dicts with images, labels and ids
     sampler = PKSampler(images.labels, classes_per_batch=96, samples_per_class=4)
     batches = RetrievalDataLoader(images, sampler)
     embed, loss, memory = Embedder("glyph_net", embedding_dim=128), SmoothAPLoss(tau=0.01), CrossBatchMemory(size=1024)
@@ -57,5 +58,8 @@ def evaluate(embed: nn.Module) -> dict[str, Tensor]:
 
 
 if __name__ == "__main__":
-    network = train(int(sys.argv[1]) if len(sys.argv) > 1 else 100)
-    print({name: round(float(value), 4) for name, value in evaluate(network).items()})
+    steps = 100
+    if len(sys.argv) > 1:
+        steps = int(sys.argv[1])
+    results = evaluate(train(steps))
+    print({name: round(float(value), 4) for name, value in results.items()})

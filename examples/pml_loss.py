@@ -1,8 +1,9 @@
-"""A loss of pytorch-metric-learning in a RetrievalModule, alone or beside one of this library.
+"""A loss of pytorch-metric-learning in a RetrievalModule, alone and together with a loss of this library.
 
 pip install pytorch-metric-learning && python examples/pml_loss.py
 
-It ranks the batch and a memory of past batches, is embedded in chunks, and is the same on several GPUs.
+The first module also ranks a memory of past batches, the second embeds its batches in chunks. Both give the same results
+on several GPUs.
 """
 
 import pytorch_lightning as pl

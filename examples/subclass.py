@@ -1,4 +1,4 @@
-"""A RetrievalModule of one's own: another embedding, another optimizer, batches of another form.
+"""A subclass of RetrievalModule: another embedding, another optimizer, batches of another format.
 
 python examples/subclass.py
 """
@@ -15,7 +15,7 @@ from lightning_retrieval.datamodules import Glyphs
 
 
 class FlipModule(RetrievalModule):
-    """Embeds an image as the mean of itself and its mirror image, and trains with SGD."""
+    """Averages the embeddings of an image and of its mirror image, and trains with SGD."""
 
     def __init__(self, embedder: torch.nn.Module, loss: torch.nn.Module, momentum: float = 0.9, **kwargs: Any) -> None:
         super().__init__(embedder, loss, **kwargs)

@@ -116,8 +116,8 @@ def test_own_images_from_a_folder_to_a_search(tmp_path):
 @pytest.mark.parametrize(
     ("classes", "images", "message"),
     [
-        (8, 1, r"need two classes each with two images or more, got 0 and 0 in "),
-        (2, 3, r"need two classes each with two images or more, got 1 and 1 in "),
+        (8, 1, r"need at least two classes each that have two or more images, got 0 and 0 in "),
+        (2, 3, r"need at least two classes each that have two or more images, got 1 and 1 in "),
     ],
 )
 def test_own_images_that_are_too_few(classes, images, message, tmp_path):
