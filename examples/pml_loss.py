@@ -2,8 +2,8 @@
 
 pip install pytorch-metric-learning && python examples/pml_loss.py
 
-The first module also ranks a memory of past batches, the second embeds its batches in chunks. Both give the same results
-on several GPUs.
+The first module also ranks a memory of past batches, the second embeds its batches in chunks. Both give the same
+results on several GPUs.
 """
 
 import pytorch_lightning as pl
