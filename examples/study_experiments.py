@@ -1,4 +1,4 @@
-"""What `study.py` compares: settings, what the papers found about them, and how that is told from what shows here."""
+"""The experiments of `study.py`: settings, the papers' findings, and how a finding is compared with the results."""
 
 import hashlib
 import json
@@ -8,28 +8,28 @@ from typing import Any, Literal
 
 SAME, NOT_SAME = "same direction", "not the same direction"
 NO_DIFFERENCE = "no difference beyond the spread of seeds"
-ROUNDING = 1e-4  # of a metric, below which two runs are equal: a near tie that falls the other way
+ROUNDING = 1e-4  # largest difference of a metric between equal runs, which a near tie can cause
 
 
 @dataclass(frozen=True)
 class Setting:
-    """All that a run follows from but its seed; the defaults are what every experiment starts from."""
+    """Everything that determines a run except its seed. All experiments vary these defaults."""
 
-    loss: str = "SmoothAPLoss"  # with the papers' parameters, which are the library's defaults,
-    loss_args: Mapping[str, Any] = field(default_factory=dict)  # but for these
-    classes: int = 32  # of a batch
-    per_class: int = 4  # images of each
+    loss: str = "SmoothAPLoss"  # with the paper's parameters, which are the library's defaults
+    loss_args: Mapping[str, Any] = field(default_factory=dict)  # parameters that differ from them
+    classes: int = 32  # in a batch
+    per_class: int = 4  # images of each class in a batch
     sampler: Literal["pk", "category", "whole classes"] = "pk"
-    memory: int = 0  # images of past batches that are ranked too
-    memory_start: int = 0  # the step from which they are
+    memory: int = 0  # number of past images that are also ranked
+    memory_start: int = 0  # first step in which they are ranked
     chunk_size: int | None = None
     freeze_batch_norm: bool = False
     precision: Literal["32-true", "64-true"] = "32-true"
-    images: int = 40_000  # seen in training, whatever the batch; 0: the untrained network
+    images: int = 40_000  # number of training images over all batches; 0 for the untrained network
     lr: float = 0.002
-    width: int = 16  # channels of the network's first layer
+    width: int = 16  # channels of the first layer of the network
     dim: int = 128
-    test_batches: int | None = None  # of 512 images; the whole test set where None
+    test_batches: int | None = None  # number of test batches of 512 images; None for the whole test set
 
     def key(self, seed: int) -> str:
         text = json.dumps({**asdict(self), "seed": seed}, sort_keys=True)
@@ -38,9 +38,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a paper found, as a claim about two rows of a table.
+    """A paper's finding, as a claim about two rows of a table.
 
-    One is `"better"` than the other, `"no worse"`, or `"equal"` to it: seed by seed, up to rounding.
+    The first row is `"better"` than the other, `"no worse"`, or `"equal"` to it for each seed, up to rounding.
     """
 
     paper: str
@@ -50,38 +50,78 @@ class Finding:
     metric: str = "mAP"
 
     def verdict(self, one: Sequence[float], other: Sequence[float]) -> str:
-        """Whether the seeds' values say the same. Only ranges that do not overlap are told apart."""
+        """Compare the claim with the values of both rows for each seed; ranges that overlap count as no difference."""
         if self.claim == "equal":
-            return SAME if all(abs(a - b) <= ROUNDING for a, b in zip(one, other)) else NOT_SAME
+            if all(abs(a - b) <= ROUNDING for a, b in zip(one, other)):
+                return SAME
+            return NOT_SAME
         if max(one) < min(other):
             return NOT_SAME
-        return SAME if self.claim == "no worse" or min(one) > max(other) else NO_DIFFERENCE
+        if self.claim == "no worse" or min(one) > max(other):
+            return SAME
+        return NO_DIFFERENCE
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """Settings to compare: the curves of a plot, each with a setting for each x, a number (with `axis`) or a name."""
+    """Settings to compare: the curves of a plot, each with one setting for each x.
+
+    An x is a number if the plot has an `axis`, which is its label, and a name otherwise.
+    """
 
     title: str
     about: str
     curves: Mapping[str, Mapping[Any, Setting]]
     findings: Sequence[Finding]
     axis: str | None = None
-    metric: str = "mAP"  # that is plotted
+    metric: str = "mAP"  # of the plot
 
     @property
     def rows(self) -> dict[str, Setting]:
-        """The settings under the names that the table and the findings give them."""
-        return {
-            f"{curve}, {x}" if curve else str(x): setting
-            for curve, settings in self.curves.items()
-            for x, setting in settings.items()
-        }
+        """The settings by the names that the table and the findings use."""
+        rows = {}
+        for curve, settings in self.curves.items():
+            for x, setting in settings.items():
+                name = str(x)
+                if curve:
+                    name = f"{curve}, {x}"
+                rows[name] = setting
+        return rows
 
 
 def vary(start: Setting, argument: str, values: Sequence[Any], default: Any) -> dict[Any, Setting]:
-    """The setting with each value of an argument of its loss; the default is the setting itself, which runs once."""
-    return {x: start if x == default else replace(start, loss_args={argument: x}) for x in values}
+    """Return the setting with each value of one argument of its loss.
+
+    For the default value it is the setting itself, so that experiments share its runs.
+    """
+    settings = {}
+    for value in values:
+        settings[value] = start
+        if value != default:
+            settings[value] = replace(start, loss_args={argument: value})
+    return settings
+
+
+def vary_batch(start: Setting, classes: Sequence[int], *, same_steps: bool = False) -> dict[int, Setting]:
+    """Return the setting with each number of classes in a batch, by the number of images in the batch.
+
+    The number of training images is the same, or with `same_steps` the number of steps.
+    """
+    settings = {}
+    for number in classes:
+        setting = replace(start, classes=number)
+        if same_steps:
+            setting = replace(setting, images=start.images * number // start.classes)
+        settings[start.per_class * number] = setting
+    return settings
+
+
+def larger_is_better(curve: str, source: str) -> list[Finding]:
+    """Return the claims that a batch of 128 is better than one of 32, and one of 512 better than one of 128."""
+    return [
+        Finding(f"Larger is better: {one} against {other} ({source})", f"{curve}, {one}", f"{curve}, {other}")
+        for one, other in ((128, 32), (512, 128))
+    ]
 
 
 BASE, FAST_AP, AP_Q = Setting(), Setting(loss="FastAPLoss"), Setting(loss="QuantizedAPLoss")
@@ -90,19 +130,19 @@ WHOLE_CLASSES = replace(AP_Q, sampler="whole classes")
 EXACT = Setting(freeze_batch_norm=True, precision="64-true", images=12_800)
 AP_LOSSES = ("SmoothAPLoss", "FastAPLoss", "QuantizedAPLoss", "BlackboxAPLoss", "SupAPLoss", "ROADMAPLoss")
 RECALL_LOSSES = ("BlackboxRecallLoss", "RecallAtKLoss")
-THEIRS = ("ContrastiveLoss", "TripletMarginLoss")  # of pytorch-metric-learning
+THIRD_PARTY = ("ContrastiveLoss", "TripletMarginLoss")  # of pytorch-metric-learning
 TIE_AWARE = ("simplified", "full")
 
-# A finding with a star is given from memory: the paper was not at hand. The others were looked up, in the papers, in
-# what their authors say of them, or in the tables of later papers.
+# Findings with a star are quoted from memory, because the paper was not at hand. The others were looked up: in the
+# papers, in what their authors write about them, or in the tables of later papers.
 EXPERIMENTS = {
     "losses": Experiment(
         "Losses side by side",
-        "Each loss with its paper's parameters, the baselines with pytorch-metric-learning's; the learning rate was "
-        "tuned for none of them.",
+        "Each loss has its paper's parameters, and the baselines have the defaults of pytorch-metric-learning. The "
+        "learning rate was not tuned for any of them.",
         {
             "": {
-                **{name: Setting(loss=name) for name in (*AP_LOSSES, *RECALL_LOSSES, *THEIRS)},
+                **{name: Setting(loss=name) for name in (*AP_LOSSES, *RECALL_LOSSES, *THIRD_PARTY)},
                 "untrained": Setting(images=0),
             }
         },
@@ -137,35 +177,29 @@ EXPERIMENTS = {
     ),
     "batch_size": Experiment(
         "Batch size",
-        "Four images of each class, one learning rate. First the number of images seen is the same, as papers train "
-        "for the same epochs: all runs cost the same, but the largest batch takes 16 times fewer steps than the "
-        "smallest. So `SmoothAPLoss` is also run with the same number of steps, where the largest batch sees 16 times "
-        "more images than the smallest. These runs, and the cut of each claim in two at 128, were added when the "
-        "others were known.",
+        "All runs have four images of each class and the same learning rate. In the first runs the number of training "
+        "images is the same, as papers train for the same number of epochs: all runs cost the same, but the largest "
+        "batch takes 16 times fewer steps than the smallest. So `SmoothAPLoss` is also trained with the same number of "
+        "steps, in which the largest batch sees 16 times more images than the smallest. These runs were added after "
+        "the results of the others were known, and each claim was then divided in two at 128.",
         {
-            "SmoothAPLoss": {4 * P: replace(BASE, classes=P) for P in (8, 16, 32, 64, 128)},
-            "FastAPLoss": {4 * P: replace(FAST_AP, classes=P) for P in (8, 32, 128)},
-            "QuantizedAPLoss": {4 * P: replace(AP_Q, classes=P) for P in (8, 32, 128)},
-            "SmoothAPLoss, same steps": {
-                4 * P: replace(BASE, classes=P, images=BASE.images * P // BASE.classes) for P in (8, 16, 32, 64, 128)
-            },
+            "SmoothAPLoss": vary_batch(BASE, (8, 16, 32, 64, 128)),
+            "FastAPLoss": vary_batch(FAST_AP, (8, 32, 128)),
+            "QuantizedAPLoss": vary_batch(AP_Q, (8, 32, 128)),
+            "SmoothAPLoss, same steps": vary_batch(BASE, (8, 16, 32, 64, 128), same_steps=True),
         },
         [
-            Finding(f"Larger is better: {one} against {other} ({source})", f"{curve}, {one}", f"{curve}, {other}")
-            for curve, source in {
-                "SmoothAPLoss": "Smooth-AP, Table 5",
-                "SmoothAPLoss, same steps": "Smooth-AP, Table 5, same steps",
-                "FastAPLoss": "FastAP, Fig. 4a*",
-                "QuantizedAPLoss": "Revaud et al., Fig. 5*",
-            }.items()
-            for one, other in ((128, 32), (512, 128))
+            *larger_is_better("SmoothAPLoss", "Smooth-AP, Table 5"),
+            *larger_is_better("SmoothAPLoss, same steps", "Smooth-AP, Table 5, same steps"),
+            *larger_is_better("FastAPLoss", "FastAP, Fig. 4a*"),
+            *larger_is_better("QuantizedAPLoss", "Revaud et al., Fig. 5*"),
         ],
         axis="images of a batch",
     ),
     "bins": Experiment(
         "Number of bins",
-        "FastAP counts intervals of the squared distance from 0 to 4, AP-Q (`QuantizedAPLoss`) bin centres of the "
-        "cosine from -1 to 1.",
+        "For FastAP this is the number of intervals of the squared distance from 0 to 4, for AP-Q "
+        "(`QuantizedAPLoss`) the number of bin centres of the cosine similarity from -1 to 1.",
         {
             "FastAPLoss": vary(FAST_AP, "num_bins", (5, 10, 20, 40), 10),
             "QuantizedAPLoss": vary(AP_Q, "num_bins", (5, 10, 20, 40), 20),
@@ -173,13 +207,15 @@ EXPERIMENTS = {
         [
             Finding("10 bins are enough (FastAP, Fig. 4b*)", "FastAPLoss, 10", "FastAPLoss, 40", "no worse"),
             Finding("20 bins are enough (Revaud, Fig. 4*)", "QuantizedAPLoss, 20", "QuantizedAPLoss, 40", "no worse"),
-            Finding("Too few are too coarse (Revaud et al., Fig. 4*)", "QuantizedAPLoss, 20", "QuantizedAPLoss, 5"),
+            Finding(
+                "Too few bins are too coarse (Revaud et al., Fig. 4*)", "QuantizedAPLoss, 20", "QuantizedAPLoss, 5"
+            ),
         ],
         axis="bins",
     ),
     "tau": Experiment(
         "Temperature tau",
-        "Of the sigmoid that stands for a step in Smooth-AP.",
+        "This is the temperature of the sigmoid that replaces the step function in Smooth-AP.",
         {"SmoothAPLoss": vary(BASE, "tau", (0.001, 0.01, 0.1), 0.01)},
         [
             Finding("0.01 is better than 0.1 (Smooth-AP, Table 5*)", "SmoothAPLoss, 0.01", "SmoothAPLoss, 0.1"),
@@ -189,17 +225,17 @@ EXPERIMENTS = {
     ),
     "per_class": Experiment(
         "Images of each class",
-        "K of them, in batches of 128, so that more images of a class mean fewer classes. Half of the training "
-        "classes have 9 images or fewer; a class with fewer than K gives some of them twice.",
+        "A batch has 128 images, K of each class, so more images of each class mean fewer classes. Half of the "
+        "training classes have 9 images or fewer; a class with fewer than K images contributes some of them twice.",
         {"SmoothAPLoss": {K: replace(BASE, classes=128 // K, per_class=K) for K in (2, 4, 8)}},
-        [Finding("4 are better than 8 (Smooth-AP, Table 5*)", "SmoothAPLoss, 4", "SmoothAPLoss, 8")],
+        [Finding("4 images are better than 8 (Smooth-AP, Table 5*)", "SmoothAPLoss, 4", "SmoothAPLoss, 8")],
         axis="images of each class (K)",
     ),
     "category_sampling": Experiment(
         "Category sampling",
-        "Batches of two categories (`CategorySampler`) against batches of any classes (`PKSampler`). Glyphs has no "
-        "categories of a useful size: here one is 32 training characters that are neighbours in Unicode, such as "
-        "accented Latin letters, arrows or Braille.",
+        "Batches of two categories (`CategorySampler`) are compared with batches of any classes (`PKSampler`). Glyphs "
+        "has no categories of a useful size, so here a category is 32 training characters that are neighbours in "
+        "Unicode, such as accented Latin letters, arrows or Braille.",
         {"": {"FastAPLoss, any classes": FAST_AP, "FastAPLoss, two categories": replace(FAST_AP, sampler="category")}},
         [
             Finding(
@@ -211,18 +247,18 @@ EXPERIMENTS = {
     ),
     "class_balancing": Experiment(
         "Class balancing",
-        "`class_balanced=True` lets each class of a batch weigh the same, not each image. Batches are filled with "
-        "whole classes, of 2 to 29 images, so that there is something to balance.",
+        "With `class_balanced=True` each class of a batch has the same weight, instead of each image. The batches are "
+        "filled with whole classes of 2 to 29 images, so that there is something to balance.",
         {"": {"AP-Q": WHOLE_CLASSES, "AP-Q, balanced": replace(WHOLE_CLASSES, loss_args={"class_balanced": True})}},
         [Finding("Balancing helps (Revaud et al., Fig. 7*)", "AP-Q, balanced", "AP-Q")],
     ),
     "tie_aware": Experiment(
         "Tie-aware AP",
-        "What shares a bin is of equal rank; the tie-aware forms take the mean over its orders.",
+        "Images in the same bin have the same rank; the tie-aware forms average over their orders.",
         {"": {"AP-Q": AP_Q, **{f"tie-aware, {x}": replace(AP_Q, loss_args={"tie_aware": x}) for x in TIE_AWARE}}},
         [
             Finding(
-                f"Plain AP-Q will do, against the {x} form (Revaud et al., Fig. 8*)",
+                f"Plain AP-Q is sufficient, against the {x} form (Revaud et al., Fig. 8*)",
                 "AP-Q",
                 f"tie-aware, {x}",
                 "no worse",
@@ -232,10 +268,11 @@ EXPERIMENTS = {
     ),
     "memory_margin": Experiment(
         "Memory and margin",
-        "RaMBO's recall loss with and without its margin of 0.02, and with and without a memory of 512 images. The "
-        "memory is of embeddings (`CrossBatchMemory`); RaMBO's is of scores. A network that starts from nothing, as "
-        "here, may change too fast for it: the last row has the memory begin half-way (`start_step`). It and the "
-        "claim of the margin without memory were added when the others were known.",
+        "RaMBO's recall loss is trained with and without its margin of 0.02, and with and without a memory of 512 "
+        "images. The memory here stores embeddings (`CrossBatchMemory`); RaMBO's stores scores. A network that is "
+        "trained from scratch, as here, may change too fast for a memory, so in the last row the memory starts after "
+        "half of the steps (`start_step`). That row and the claim about the margin without memory were added after "
+        "the other results were known.",
         {
             "": {
                 "memory and margin": replace(RECALL, memory=512),
@@ -253,7 +290,7 @@ EXPERIMENTS = {
                 metric="R@1",
             ),
             Finding(
-                "Memory helps, begun half-way (as above)",
+                "Memory helps if it starts half-way (as above)",
                 "margin, and memory from half-way",
                 "margin alone",
                 metric="R@1",
@@ -264,21 +301,21 @@ EXPERIMENTS = {
                 "memory alone",
                 metric="R@1",
             ),
-            Finding("Margin helps, without the memory (as above)", "margin alone", "neither", metric="R@1"),
+            Finding("Margin helps without the memory (as above)", "margin alone", "neither", metric="R@1"),
         ],
         metric="R@1",
     ),
     "calibration": Experiment(
         "Calibration",
-        "ROADMAP is SupAP and a calibration loss, half of each; without the second it is SupAP.",
+        "ROADMAP is the mean of SupAP and a calibration loss; without the calibration loss it is SupAP.",
         {"": {"with calibration": Setting(loss="ROADMAPLoss"), "without": Setting(loss="SupAPLoss")}},
         [Finding("Both parts matter (ROADMAP, abstract)", "with calibration", "without")],
     ),
     "chunks": Experiment(
         "Chunks",
-        "A batch of 128 embedded at once, and 48 at a time (`chunk_size=48`), with BatchNorm frozen and in float64, so "
-        "that rounding does not grow over the steps; these runs are short, see 12,800 images (6,400 at first, "
-        "with which they had hardly learned) and compare with each other only.",
+        "A batch of 128 images is embedded at once, or 48 images at a time (`chunk_size=48`). BatchNorm is frozen, and "
+        "the runs are in float64, so that rounding errors do not grow over the steps. These runs are short: they see "
+        "12,800 images (at first 6,400, with which they had hardly learned), so they compare only with each other.",
         {"": {"whole batch": EXACT, "chunks of 48": replace(EXACT, chunk_size=48)}},
         [Finding("The gradient is the same (FastAP*, Revaud et al.*)", "chunks of 48", "whole batch", "equal")],
     ),
