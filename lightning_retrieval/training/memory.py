@@ -1,29 +1,54 @@
 """A memory of past batches, which makes ranked lists longer than a batch.
 
-Embeddings drift slowly, so those of past steps still rank much as fresh ones do (Wang et al., "Cross-Batch Memory for
-Embedding Learning" (XBM), CVPR 2020; Rolinek et al., RaMBO, CVPR 2020, section 4.3; Ramzi et al., ROADMAP, NeurIPS
-2021). They carry no gradient: they are ranked, they are not queries.
+Embeddings drift slowly, so those of past steps are still ranked much as new ones would be (Wang et al., "Cross-Batch
+Memory for Embedding Learning" (XBM), CVPR 2020; Rolinek et al., RaMBO, CVPR 2020, section 4.3; Ramzi et al., ROADMAP,
+NeurIPS 2021). They carry no gradient: they are references, never queries.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_embeddings, check_integer, check_integers, check_labels
+from lightning_retrieval.losses.ranked_batch import RankedBatch
+
+
+class _Rows(NamedTuple):
+    """Images as the memory keeps them: embeddings in float32 or better, labels and ids in int64."""
+
+    embeddings: Tensor
+    labels: Tensor
+    ids: Tensor
+
+    def select(self, rows: Tensor | slice) -> "_Rows":
+        return _Rows(self.embeddings[rows], self.labels[rows], self.ids[rows])
+
+    def followed_by(self, other: "_Rows") -> "_Rows":
+        return _Rows(
+            torch.cat([self.embeddings, other.embeddings]),
+            torch.cat([self.labels, other.labels]),
+            torch.cat([self.ids, other.ids]),
+        )
+
+    def like(self, other: "_Rows") -> "_Rows":
+        """The rows on the device and in the dtypes of other rows."""
+        return _Rows(
+            self.embeddings.to(other.embeddings), self.labels.to(other.labels), self.ids.to(other.ids)
+        )
 
 
 class CrossBatchMemory(nn.Module):
     """The embeddings, labels and ids of past batches, the newest first, each image once.
 
     Args:
-        size: rows kept, at least those of a batch.
-        start_step: batches that are let go by at first, while embeddings still change fast, >= 0.
+        size: number of rows, at least that of a batch.
+        start_step: number of warm-up batches that are not stored, while embeddings still change fast, >= 0.
 
     Raises:
-        ValueError: if a number is out of its range; at a call, if shapes do not fit those of the rows remembered, a
-            batch is larger than `size`, or an embedding is not finite.
+        ValueError: if a number is out of its range; at a call, if shapes do not match those of the stored rows, a batch
+            is larger than `size`, or an embedding is not finite.
         TypeError: if a number is not an integer; at a call, if `ids` are missing.
 
     Example:
@@ -32,14 +57,15 @@ class CrossBatchMemory(nn.Module):
         >>> loss, memory = SmoothAPLoss(), CrossBatchMemory(size=100)
         >>> for step in range(3):
         ...     embeddings, ids = torch.randn(8, 4, requires_grad=True), torch.arange(8) + 4 * step
-        ...     value = loss(embeddings, ids // 4, **memory.references(embeddings, ids // 4, ids))
+        ...     batch = memory.references(embeddings, ids // 4, ids)
+        ...     value = loss(**batch.keywords())
         ...     memory.update(embeddings, ids // 4, ids)
         >>> len(memory)  # of 24 rows; eight images came twice
         16
 
     Relations:
-        `RetrievalModule(memory=...)` does this, and gathers the batch over processes first, so that the memory is the
-        same on all. Its state is part of `state_dict()`, but no buffer, so DDP does not send it around at each step.
+        `RetrievalModule(memory=...)` does this, and gathers the batch of all processes first, so that the memory is the
+        same on all. Its state is part of `state_dict()` but not a buffer, so DDP does not broadcast it at each step.
         RaMBO's memory of scores is `BlackboxMAPLoss(batch_memory=...)`.
     """
 
@@ -50,17 +76,19 @@ class CrossBatchMemory(nn.Module):
         self.reset()
 
     def reset(self) -> None:
-        """Forget all rows and begin to count the steps anew."""
+        """Remove all rows and count the steps from 0 again."""
         self.steps = 0
-        self._rows: tuple[Tensor, Tensor, Tensor] | None = None  # embeddings, labels, ids
+        self._rows: _Rows | None = None
 
     def __len__(self) -> int:
-        """How many rows are remembered."""
-        return 0 if self._rows is None else len(self._rows[0])
+        """Number of stored rows."""
+        if self._rows is None:
+            return 0
+        return len(self._rows.ids)
 
     @property
     def started(self) -> bool:
-        """Whether `start_step` batches have gone by."""
+        """Whether the warm-up of `start_step` batches is over."""
         return self.steps >= self.start_step
 
     def references(
@@ -68,20 +96,32 @@ class CrossBatchMemory(nn.Module):
         embeddings: Float[Tensor, "batch dim"],
         labels: Int[Tensor, "batch ..."],
         ids: Int[Tensor, " batch"] | None,
-    ) -> dict[str, Tensor]:
-        """What a loss ranks for this batch: its own rows and, behind them, the images remembered that it has not.
+        *,
+        detach: bool = False,
+    ) -> RankedBatch:
+        """The batch with its references: its own rows, followed by the stored images that are not in the batch.
 
         Args:
-            embeddings: of the batch; detach them for references without any gradient.
+            embeddings: of the batch.
             labels: of the batch, as for the loss.
-            ids: dataset index of each row; None is refused.
+            ids: dataset index of each row; required.
+            detach: True for references without any gradient.
 
         Returns:
-            `ref_emb`, `ref_labels`, `ids` and `ref_ids`, the keywords of a loss's call.
+            What a loss is called with: `loss(**batch.keywords())`.
         """
-        batch = self._checked(embeddings, labels, ids)
-        lists = [torch.cat(pair) for pair in zip(batch, self._others(batch))]
-        return {"ref_emb": lists[0], "ref_labels": lists[1], "ids": batch[2], "ref_ids": lists[2]}
+        batch = self._validated(embeddings, labels, ids)
+        if detach:
+            batch = batch._replace(embeddings=batch.embeddings.detach())
+        references = batch.followed_by(self._stored_besides(batch))
+        return RankedBatch(
+            embeddings,
+            labels,
+            ref_emb=references.embeddings,
+            ref_labels=references.labels,
+            ids=batch.ids,
+            ref_ids=references.ids,
+        )
 
     def update(
         self,
@@ -89,38 +129,49 @@ class CrossBatchMemory(nn.Module):
         labels: Int[Tensor, "batch ..."],
         ids: Int[Tensor, " batch"] | None,
     ) -> None:
-        """Remember a batch, in place of the oldest rows and of older rows of the same images."""
-        batch = self._checked(embeddings.detach(), labels, ids)
+        """Store a batch in place of the oldest rows and of older rows of the same images.
+
+        Args:
+            embeddings: of the batch; stored without a gradient.
+            labels: of the batch.
+            ids: dataset index of each row; required.
+        """
+        batch = self._validated(embeddings.detach(), labels, ids)
         if self.started:
-            others = self._others(batch)
-            once = _first_of_each(batch[2])
-            left = self.size - len(once)  # cut before they are joined: a checkpoint holds all that a part is cut from
-            self._rows = tuple(torch.cat([new[once], old[:left]]) for new, old in zip(batch, others))  # type: ignore[assignment]
+            new = batch.select(_first_of_each(batch.ids))
+            # Cut before they are joined: a checkpoint would store all rows that a slice is a view of.
+            kept = self._stored_besides(batch).select(slice(self.size - len(new.ids)))
+            self._rows = new.followed_by(kept)
         self.steps += 1
 
     def get_extra_state(self) -> Any:
         """The rows and the number of steps, for checkpoints."""
-        return {"rows": self._rows, "steps": self.steps}
+        rows = None
+        if self._rows is not None:
+            rows = tuple(self._rows)
+        return {"rows": rows, "steps": self.steps}
 
     def set_extra_state(self, state: Any) -> None:
-        """Take them back from a checkpoint; of a larger memory, the newest rows."""
-        rows = state["rows"]
-        if rows is not None:
-            self._check_like_rows(rows[0], rows[1])
-        self._rows = None if rows is None else tuple(part[: self.size].clone() for part in rows)
+        """Restore the state of a checkpoint; from a larger memory, its newest rows."""
+        rows = None
+        if state["rows"] is not None:
+            stored = _Rows(*state["rows"])
+            self._check_like_stored(stored.embeddings, stored.labels)
+            rows = _Rows(*(part[: self.size].clone() for part in stored))
+        self._rows = rows
         self.steps = state["steps"]
 
     def extra_repr(self) -> str:
         return f"size={self.size}, start_step={self.start_step}"
 
-    def _checked(self, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The batch in the memory's own precision, float32 or better."""
+    def _validated(self, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> _Rows:
+        """The batch in the dtypes of the memory."""
         check_embeddings("CrossBatchMemory", "embeddings", embeddings)
         check_labels("CrossBatchMemory", "labels", labels, len(embeddings), "embeddings")
         if ids is None:
             raise TypeError(
-                "CrossBatchMemory: `ids` must be given, the dataset index of each row, since an image is remembered "
-                "once and never ranked for itself, got None; let the batches hold (images, labels, ids)."
+                "CrossBatchMemory: `ids` must be given, the dataset index of each row, since an image is stored once "
+                "and never ranked for itself, got None; let the batches hold (images, labels, ids)."
             )
         check_integers("CrossBatchMemory", "ids", ids, len(embeddings), "embeddings")
         if len(ids) > self.size:
@@ -128,35 +179,36 @@ class CrossBatchMemory(nn.Module):
                 f"CrossBatchMemory: `size` must be at least that of a batch, got {self.size} for a batch of {len(ids)} "
                 "rows; enlarge the memory."
             )
-        self._check_like_rows(embeddings, labels)
-        return embeddings.to(torch.promote_types(embeddings.dtype, torch.float32)), labels.long(), ids.long()
+        self._check_like_stored(embeddings, labels)
+        dtype = torch.promote_types(embeddings.dtype, torch.float32)
+        return _Rows(embeddings.to(dtype), labels.long(), ids.long())
 
-    def _check_like_rows(self, embeddings: Tensor, labels: Tensor) -> None:
+    def _check_like_stored(self, embeddings: Tensor, labels: Tensor) -> None:
         if self._rows is None:
             return
-        if embeddings.shape[1] != self._rows[0].shape[1]:
+        dim = self._rows.embeddings.shape[1]
+        if embeddings.shape[1] != dim:
             raise ValueError(
-                f"CrossBatchMemory: `embeddings` must have the dimension of those remembered, "
-                f"{self._rows[0].shape[1]}, got {embeddings.shape[1]}; the memory (perhaps from a checkpoint) is of "
-                "another network, call reset()."
+                f"CrossBatchMemory: `embeddings` must have the dimension of the stored ones, {dim}, got "
+                f"{embeddings.shape[1]}; the memory (perhaps from a checkpoint) belongs to another network, call "
+                "reset()."
             )
-        if labels.shape[1:] != self._rows[1].shape[1:]:
+        if labels.shape[1:] != self._rows.labels.shape[1:]:
             raise ValueError(
-                f"CrossBatchMemory: `labels` must have as many levels as those remembered, shape "
-                f"{tuple(self._rows[1].shape)}, got {tuple(labels.shape)}; call reset() before another data set."
+                f"CrossBatchMemory: `labels` must have as many levels as the stored ones, shape "
+                f"{tuple(self._rows.labels.shape)}, got {tuple(labels.shape)}; call reset() before another data set."
             )
 
-    def _others(self, batch: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
-        """The rows remembered of images that are not in the batch, as tensors of the batch's kind."""
+    def _stored_besides(self, batch: _Rows) -> _Rows:
+        """The stored rows of images that are not in the batch, on its device and in its dtypes."""
         if self._rows is None:
-            return [part[:0].detach() for part in batch]
-        rows = [old.to(new) for old, new in zip(self._rows, batch)]
-        other = ~torch.isin(rows[2], batch[2])
-        return [part[other] for part in rows]
+            return batch.select(slice(0))._replace(embeddings=batch.embeddings[:0].detach())
+        stored = self._rows.like(batch)
+        return stored.select(~torch.isin(stored.ids, batch.ids))
 
 
 def _first_of_each(ids: Tensor) -> Tensor:
-    """Places of the first row of each id, in order."""
+    """Index of the first row of each id, in ascending order."""
     ordered, order = ids.sort(stable=True)
     first = torch.ones_like(ordered, dtype=torch.bool)
     first[1:] = ordered[1:] != ordered[:-1]

@@ -1,0 +1,121 @@
+"""The largest chunk that fits into the memory of a device, found by trial."""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lightning_retrieval.checks import check_integer, check_tensor
+from lightning_retrieval.training.chunked import check_inputs
+from lightning_retrieval.training.module_visits import visit_modules
+from lightning_retrieval.training.random_state import RandomState
+from lightning_retrieval.training.running_statistics import RunningStatistics
+
+
+def largest_chunk_size(embed: Callable[[Tensor], Tensor], inputs: Tensor, *, reserve: int = 0) -> int:
+    """The largest `chunk_size` for `chunked_backward` that fits into the memory of the device.
+
+    Tries the whole batch, then half of it (rounded up), and so on. A trial embeds that many inputs and back-propagates
+    them, twice, since the later chunks of a step find the gradients of the first. It restores gradients, the random
+    state, running statistics of normalisation layers and the autocast cache. Gradients that exist already take up
+    memory besides the trial's: call it after `zero_grad`. Each process decides for itself, so the sizes may differ, and
+    no layer of `embed` may wait for other processes, as SyncBatchNorm does.
+
+    Args:
+        embed: maps inputs (n, ...) to embeddings (n, D).
+        inputs: the whole batch, rows first, on the device whose memory is tested. On a CPU all rows "fit".
+        reserve: bytes of the device to keep free for what comes later, such as the optimizer's state and the loss;
+            >= 0.
+
+    Raises:
+        ValueError: if `inputs` is empty or `reserve` < 0.
+        torch.OutOfMemoryError: if not even one row fits.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.training.chunk_size import largest_chunk_size
+        >>> largest_chunk_size(torch.nn.Linear(3, 2), torch.randn(5, 3))
+        5
+    """
+    check_inputs("largest_chunk_size", inputs)
+    check_integer("largest_chunk_size", "reserve", reserve, least=0)
+    size = len(inputs)
+    while not _fits(embed, inputs[:size], reserve):
+        _free_memory(inputs.device)
+        size = (size + 1) // 2
+    return size
+
+
+def _fits(embed: Callable[[Tensor], Tensor], inputs: Tensor, reserve: int) -> bool:
+    """Whether a chunk of these inputs fits; raises if it is a single one that does not."""
+    try:
+        _try_chunk(embed, inputs, reserve)
+    except torch.OutOfMemoryError as error:
+        if len(inputs) == 1:
+            raise torch.OutOfMemoryError(
+                f"largest_chunk_size: not even one input of shape {tuple(inputs.shape[1:])} fits the memory of "
+                f"{inputs.device} beside the {reserve} bytes in reserve; use smaller inputs, a smaller network or half "
+                "precision."
+            ) from error
+        return False
+    finally:
+        torch.clear_autocast_cache()
+    return True
+
+
+def _free_memory(device: torch.device) -> None:
+    """Return what a failed trial held; its error, whose traceback held its tensors, must be gone."""
+    if device.type != "cpu":
+        gc.collect()
+        torch.get_device_module(device).empty_cache()
+
+
+def _try_chunk(embed: Callable[[Tensor], Tensor], inputs: Tensor, reserve: int) -> None:
+    """Use the memory that a chunk uses in a step, and restore all state."""
+    reserved = torch.empty(reserve, dtype=torch.uint8, device=inputs.device)
+    statistics, random_state = RunningStatistics(embed, len(inputs)), RandomState(inputs.device)
+    with _gradients_restored(embed) as set_aside, statistics.unchanged(), random_state.replayed(), torch.enable_grad():
+        for _ in range(2):
+            embeddings = embed(inputs)
+            check_tensor("largest_chunk_size", "embed's result", embeddings)
+            if embeddings.requires_grad:
+                set_aside(_leaves(embeddings))
+                embeddings.backward(torch.zeros_like(embeddings))
+            del embeddings
+    del reserved
+
+
+@contextmanager
+def _gradients_restored(embed: Callable[[Tensor], Tensor]) -> Iterator[Callable[[Iterable[Tensor]], None]]:
+    """Set aside the gradients of `embed`'s parameters and of all tensors the function is given; restore them later."""
+    kept: dict[Tensor, Tensor | None] = {}
+
+    def set_aside(tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor not in kept:
+                kept[tensor], tensor.grad = tensor.grad, None
+
+    try:
+        # The graph does not show all leaves: a reentrant checkpoint hides those of its layers.
+        with visit_modules(embed, lambda module: set_aside(module.parameters())):
+            yield set_aside
+    finally:
+        for tensor, gradient in kept.items():
+            tensor.grad = gradient
+
+
+def _leaves(output: Tensor) -> list[Tensor]:
+    """The leaves whose gradient a backward pass from `output` adds to."""
+    leaves, visited, waiting = [], set(), [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if hasattr(node, "variable"):  # AccumulateGrad
+            leaves.append(node.variable)
+        for following, _ in node.next_functions:
+            waiting.append(following)
+    return leaves

@@ -1,0 +1,32 @@
+"""The chunk size of a run with `chunk_size="auto"`."""
+
+from pytorch_lightning.utilities import rank_zero_info
+from torch import Tensor, nn
+
+from lightning_retrieval.training.chunk_size import largest_chunk_size
+
+
+class ChunkSizeSearch:
+    """Finds the largest chunk size of a run, again for each batch that is longer than all before."""
+
+    def __init__(self) -> None:
+        self.chunk_size = 0
+        self.rows = 0  # of the batch that the chunk size was found for
+
+    def find(self, module: nn.Module, images: Tensor) -> int:
+        """The largest chunk size for a batch.
+
+        Args:
+            module: embeds images. Memory is reserved for Adam's two moments, which do not exist before the first step,
+                and for the flat copy in which several processes sum gradients.
+            images: of this process.
+        """
+        if len(images) > self.rows:
+            trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+            size = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
+            self.chunk_size = largest_chunk_size(module, images, reserve=3 * size)
+            self.rows = len(images)
+            rank_zero_info(
+                f"{type(module).__name__}: chunks of {self.chunk_size} of {self.rows} images fit into memory."
+            )
+        return self.chunk_size

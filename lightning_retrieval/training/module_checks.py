@@ -1,0 +1,85 @@
+"""Settings of a `RetrievalModule` that are validated at construction."""
+
+import os
+from typing import Any
+
+from torch import nn
+
+from lightning_retrieval.checks import check_finite_number, check_integer, check_positive
+from lightning_retrieval.losses.batch_loss import BatchLoss
+from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
+from lightning_retrieval.losses.third_party import USE_OTHER_LOSS, as_batch_loss
+from lightning_retrieval.training.memory import CrossBatchMemory
+
+
+def check_chunk_size(owner: str, chunk_size: Any) -> Any:
+    """Return `chunk_size`; raise unless it is an integer >= 1, `"auto"` or None.
+
+    Args:
+        owner: prefix of error messages.
+        chunk_size: the setting.
+    """
+    if chunk_size is None or chunk_size == "auto":
+        return chunk_size
+    if isinstance(chunk_size, str):
+        raise TypeError(f"{owner}: `chunk_size` must be an integer >= 1 or 'auto', got {chunk_size!r}.")
+    return check_integer(owner, "chunk_size", chunk_size, least=1)
+
+
+def adapt_loss(owner: str, loss: nn.Module) -> BatchLoss:
+    """The loss with the interface of this library; raise if it does not rank embeddings.
+
+    Args:
+        owner: prefix of error messages.
+        loss: a loss of this or of another library.
+    """
+    if isinstance(loss, BlackboxMAPLoss):
+        raise TypeError(
+            f"{owner}: BlackboxMAPLoss takes scores of images for classes, not embeddings and labels; call it in a "
+            "training loop of your own, or rank images by images with BlackboxAPLoss and a `memory`."
+        )
+    return as_batch_loss(loss)
+
+
+def check_memory(owner: str, loss: BatchLoss, memory: CrossBatchMemory | None, memory_weight: float | None) -> None:
+    """Raise if the loss cannot rank a memory, or a weight is given without a memory.
+
+    Args:
+        owner: prefix of error messages.
+        loss: the loss.
+        memory: past batches, or None.
+        memory_weight: weight of a second term with the memory, or None.
+    """
+    if memory_weight is not None:
+        check_finite_number(owner, "memory_weight", memory_weight)
+        if memory is None:
+            raise ValueError(f"{owner}: `memory_weight` came without `memory`; give both or neither.")
+    if memory is not None and loss.terms_without_references:
+        raise TypeError(
+            f"{owner}: with a `memory` the loss must rank references without the query's own copy, which "
+            f"{', '.join(loss.terms_without_references)} cannot do; {USE_OTHER_LOSS}."
+        )
+
+
+def check_clip_value(owner: str, gradient_clip_val: float | None) -> float | None:
+    """Return `gradient_clip_val`; raise unless it is a finite number > 0 or None.
+
+    Args:
+        owner: prefix of error messages.
+        gradient_clip_val: the setting.
+    """
+    if gradient_clip_val is None:
+        return None
+    return check_positive(owner, "gradient_clip_val", gradient_clip_val)
+
+
+def seed_of_run(owner: str, seed: int | None) -> int:
+    """The seed; if None, that of Lightning's `seed_everything`, else 0.
+
+    Args:
+        owner: prefix of error messages.
+        seed: the setting.
+    """
+    if seed is None:
+        return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    return check_integer(owner, "seed", seed, least=0)

@@ -1,0 +1,45 @@
+"""Parameter groups: the head of a network may learn at another rate than the rest."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+
+def make_optimizer(
+    module: nn.Module, head: Any, make: Callable[[Iterable[Any]], Optimizer], head_lr_factor: float
+) -> Optimizer:
+    """One optimizer over the trainable parameters of a module.
+
+    Args:
+        module: owner of the parameters; its class name is the prefix of error messages.
+        head: the last layers of the network, or None.
+        make: called with the parameter groups.
+        head_lr_factor: learning rate of the head, divided by that of the rest.
+
+    Raises:
+        ValueError: if there is nothing to train, or a factor without a head.
+    """
+    owner = type(module).__name__
+    in_head = []
+    if isinstance(head, nn.Module):
+        in_head = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    identities = {id(parameter) for parameter in in_head}
+    rest = []
+    for parameter in module.parameters():
+        if parameter.requires_grad and id(parameter) not in identities:
+            rest.append(parameter)
+
+    if not in_head and not rest:
+        raise ValueError(f"{owner}: `embedder` and `loss` have no parameter with a gradient.")
+    if head_lr_factor != 1 and not in_head:
+        raise ValueError(
+            f"{owner}: `head_lr_factor` is {head_lr_factor}, but the embedder has no `head` with parameters; name its "
+            "last layers `head`, or leave the factor at 1."
+        )
+    groups = [{"params": group} for group in (rest, in_head) if group]
+    optimizer = make(groups)
+    if in_head:
+        optimizer.param_groups[-1]["lr"] *= head_lr_factor
+    return optimizer

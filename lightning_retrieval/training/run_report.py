@@ -1,0 +1,141 @@
+"""The report of a run's first step: the length of lists, what a step communicates, and facts for the loggers."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lightning_retrieval.distributed import world_size
+from lightning_retrieval.ranking.labels import finest
+from lightning_retrieval.training.logged_settings import logged_settings
+from lightning_retrieval.training.step import TrainingStep
+from lightning_retrieval.training.traffic import step_traffic
+
+
+def report_first_step(module: Any, step: TrainingStep, chunk_size: int) -> None:
+    """Log the length of lists and the traffic of a step, warn if BatchNorm sees chunks, and give facts to the loggers.
+
+    Args:
+        module: a `RetrievalModule` in a run.
+        step: its first step, after the loss.
+        chunk_size: images embedded at a time.
+    """
+    report = _FirstStep(module, step, chunk_size)
+    report.warn_of_batch_norm()
+    rank_zero_info(f"{report.lists()}{report.traffic()}.")
+    log_facts(module.trainer, report.facts())
+
+
+def log_facts(trainer: Any, facts: Mapping[str, Any]) -> None:
+    """Log facts, and the settings of the data module, among the hyperparameters; for TensorBoard as text.
+
+    Args:
+        trainer: a `pytorch_lightning.Trainer`.
+        facts: plain data by name.
+    """
+    facts = dict(facts)
+    data_module = getattr(trainer, "datamodule", None)
+    if data_module is not None:
+        facts["data"] = logged_settings(data_module)
+    if not facts:
+        return
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):  # it shows and stores the first hyperparameters only
+            for name, fact in facts.items():
+                logger.experiment.add_text(name, f"```json\n{json.dumps(fact, indent=2)}\n```")
+        else:
+            logger.log_hyperparams(facts)
+
+
+@dataclass
+class _FirstStep:
+    """What the first step shows of a run."""
+
+    module: Any
+    step: TrainingStep
+    chunk_size: int
+
+    def __post_init__(self) -> None:
+        batch = self.step.batch
+        self.owner = type(self.module).__name__
+        self.rows, self.dim = batch.embeddings.shape
+        self.class_sizes: list[int] = torch.unique(finest(batch.labels), return_counts=True)[1].tolist()
+
+    def warn_of_batch_norm(self) -> None:
+        """Warn if layers that mix the images of a batch see them in chunks."""
+        if self.chunk_size >= self.rows:
+            return
+        for layer in self.module.modules():
+            if isinstance(layer, _BatchNorm) and layer.training and not isinstance(layer, nn.SyncBatchNorm):
+                rank_zero_warn(
+                    f"{self.owner}: BatchNorm sees {self.chunk_size} images at a time, not the batch of {self.rows}, "
+                    "so the gradient is not that of the whole batch; freeze_batch_norm=True of Embedder, or such "
+                    "layers in eval mode, make it exact."
+                )
+                return
+
+    def lists(self) -> str:
+        """Classes, images of each, and the length of lists, as a sentence without its end."""
+        fewest, most = min(self.class_sizes), max(self.class_sizes)
+        of_each = f"{fewest}"
+        if fewest != most:
+            of_each = f"{fewest} to {most}"
+        text = (
+            f"{self.owner}: batches of P = {len(self.class_sizes)} classes with K = {of_each} images, lists of "
+            f"{self.rows - 1} images"
+        )
+        memory = self.step.memory
+        if memory is None:
+            return text
+        text += f" and up to {memory.size} of the memory"
+        if self.step.memory_weight is not None:
+            text += " in a second term"
+        if memory.start_step:
+            text += f", from step {memory.start_step} on"
+        return text
+
+    def traffic(self) -> str:
+        """What each process sends in a step, as the end of that sentence; empty for one process."""
+        if world_size() == 1:
+            return ""
+        traffic = step_traffic(
+            self.rows,
+            self.dim,
+            sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad),
+            world_size(),
+            gather=self.step.gather,
+            own_queries=self.step.batch_loss.splits_by_query,
+            bytes_=self.step.batch.embeddings.element_size(),
+        )
+        parts = ", ".join(f"{name} {size / 1e6:.3g}" for name, size in traffic.items())
+        lists_of = "over"
+        if not self.step.gather:
+            lists_of = "on each of"
+        total = sum(traffic.values()) / 1e6
+        return f", {lists_of} {world_size()} processes; each process sends {total:.3g} MB a step ({parts})"
+
+    def facts(self) -> dict[str, Any]:
+        """The batch and the sampler as plain data."""
+        list_length = self.rows - 1
+        if self.step.memory is not None:
+            list_length += self.step.memory.size
+        facts: dict[str, Any] = {
+            "batch": {
+                "images": self.step.images,
+                "classes": len(self.class_sizes),
+                "list_length": list_length,
+                "chunk_size": self.chunk_size,
+                "processes": world_size(),
+            }
+        }
+        sampler = getattr(self.module.trainer.train_dataloader, "batch_sampler", None)
+        if sampler is not None:
+            # RetrievalDataLoader wraps the sampler of global batches in one of this process's shards.
+            facts["sampler"] = logged_settings(getattr(sampler, "batch_sampler", sampler))
+        return facts

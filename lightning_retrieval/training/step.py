@@ -1,0 +1,165 @@
+"""One training step between the embeddings of a process and the gradients of all processes."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_retrieval.distributed import rank, sum_gradients, sum_over_ranks, world_size
+from lightning_retrieval.losses.batch_loss import BatchLoss
+from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
+from lightning_retrieval.training.global_batch import GlobalBatch, gather_batch
+from lightning_retrieval.training.memory import CrossBatchMemory
+from lightning_retrieval.training.random_state import step_random_state
+
+
+@dataclass(eq=False)
+class TrainingStep:
+    """Gathers the batch of all processes, adds the memory, computes the loss and sums the gradients.
+
+    `loss` is called with the embeddings of this process and returns its part of the loss; the parts of all processes add
+    up to the loss. `finish` sums what the processes have.
+
+    Args:
+        owner: prefix of error messages.
+        batch_loss: the loss.
+        labels: labels of this process's images.
+        ids: their dataset indices, or None.
+        number: the global step.
+        seed: of the run.
+        gather: whether lists are those of the global batch.
+        memory: past batches to rank too, or None.
+        memory_weight: weight of a second term with the memory; None makes the lists of the only term longer.
+    """
+
+    owner: str
+    batch_loss: BatchLoss
+    labels: Tensor
+    ids: Tensor | None
+    number: int
+    seed: int
+    gather: bool = True
+    memory: CrossBatchMemory | None = None
+    memory_weight: float | None = None
+    batch: GlobalBatch = field(init=False)
+    terms: dict[str, Tensor] = field(init=False)  # this process's parts of the terms that are logged
+
+    def loss(self, embeddings: Tensor) -> Tensor:
+        """This process's part of the loss, of its embeddings."""
+        self.batch = self._gather(embeddings)
+        device = embeddings.device
+        # A loss that draws random numbers draws the same on all processes.
+        with step_random_state(self.seed, self.number, 0, device), torch.autocast(device.type, enabled=False):
+            ranked, with_memory = self._ranked_batches()
+            value: Any = self.batch_loss(**ranked.keywords())
+            _check_scalar(self.owner, value)
+            terms = dict(self.batch_loss.terms)
+            if with_memory is not None and self.memory_weight is not None:
+                of_memory: Any = self.batch_loss(**with_memory.keywords())
+                _check_scalar(self.owner, of_memory)
+                terms |= {"batch": value.detach(), "memory": of_memory.detach()}
+                value = value + self.memory_weight * of_memory
+        part = self._part_of_the_value()
+        self.terms = {f"train/loss/{name}": part * term for name, term in terms.items()}
+        return part * value
+
+    def finish(self, part: Tensor, parameters: Iterable[nn.Parameter]) -> dict[str, Tensor]:
+        """Sum gradients over the processes, and with them the loss and its terms, which are returned.
+
+        Args:
+            part: what `loss` returned, without a graph.
+            parameters: whose gradients are summed.
+
+        Raises:
+            ValueError: if the loss is not finite.
+        """
+        terms = {"train/loss": part, **self.terms}
+        parts = torch.stack([term.to(part) for term in terms.values()])
+        totals = sum_gradients(parameters, parts)
+        if not math.isfinite(totals[0]):
+            raise ValueError(f"{self.owner}: the loss is {totals[0].item()} at step {self.number}.")
+        return dict(zip(terms, totals))
+
+    def remember(self) -> None:
+        """Store the batch in the memory."""
+        if self.memory is not None:
+            self.memory.update(self.batch.embeddings, self.batch.labels, self.batch.ids)
+
+    @property
+    def images(self) -> int:
+        """Images of all processes together; processes that do not gather have batches of one size."""
+        if self.gather:
+            return len(self.batch.labels)
+        return len(self.batch.labels) * world_size()
+
+    @property
+    def _divides_queries(self) -> bool:
+        """Whether each process computes the loss of its own queries; else each computes the whole loss."""
+        return self.gather and world_size() > 1 and self.batch_loss.splits_by_query
+
+    def _part_of_the_value(self) -> float:
+        """What this process's value is multiplied by, so that the processes' values add up to the loss."""
+        if self._divides_queries:
+            return 1.0
+        return 1 / world_size()
+
+    def _gather(self, embeddings: Tensor) -> GlobalBatch:
+        if len(self.labels) != len(embeddings):
+            raise ValueError(
+                f"{self.owner}: a batch must have one label for each image, got {len(self.labels)} labels for "
+                f"{len(embeddings)} images."
+            )
+        embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
+        batch = gather_batch(
+            self.owner,
+            embeddings,
+            self.labels,
+            self.ids,
+            gather=self.gather,
+            own_queries=self.batch_loss.splits_by_query,
+        )
+        self._check_finite(batch)
+        return batch
+
+    def _check_finite(self, batch: GlobalBatch) -> None:
+        """Raise if an embedding is not finite: on all processes, so that none waits for another."""
+        finite = torch.isfinite(batch.embeddings).all(1)
+        if bool(finite.all()):
+            return
+        rows = (~finite).nonzero()[:, 0]
+        which = f"rows {rows[:5].tolist()}"
+        if batch.ids is not None:
+            which = f"ids {batch.ids[rows][:5].tolist()}"
+        raise ValueError(
+            f"{self.owner}: embeddings must be finite, got NaN or inf in {len(rows)} of {len(finite)} rows at step "
+            f"{self.number} (seen on rank {rank()}), the first for {which}; a lower learning rate or "
+            "gradient_clip_val often helps."
+        )
+
+    def _ranked_batches(self) -> tuple[RankedBatch, RankedBatch | None]:
+        """What the loss ranks, and what a second term ranks besides, if there is one at this step."""
+        embeddings, labels, ids, counts = self.batch
+        queries = None
+        if self._divides_queries:
+            begin = sum(counts[: rank()])
+            queries = QueryRange(begin, begin + counts[rank()], sum_over_ranks)
+        ranked = RankedBatch(embeddings, labels, ids=ids, queries=queries)
+        if self.memory is None:
+            return ranked, None
+        # Also before the memory has started, so that it raises for a batch before anything has changed.
+        is_second_term = self.memory_weight is not None
+        references = self.memory.references(embeddings, labels, ids, detach=is_second_term)
+        with_memory = replace(references, queries=queries)
+        if not is_second_term:
+            return with_memory, None
+        if not self.memory.started:
+            return ranked, None
+        return ranked, with_memory
+
+
+def _check_scalar(owner: str, value: Any) -> None:
+    if not isinstance(value, Tensor) or value.ndim:
+        raise ValueError(f"{owner}: `loss` must return a scalar, got {value!r}; set its reduction.")

@@ -1,0 +1,40 @@
+"""What a training step needs of Lightning's strategy and precision: DDP's synchronisation, and the loss scale."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from pytorch_lightning.strategies import ParallelStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+
+def without_gradient_sync(trainer: Any) -> AbstractContextManager[None]:
+    """Keep DDP from summing gradients in backward passes: a step sums them once, after its last chunk.
+
+    Args:
+        trainer: a `pytorch_lightning.Trainer`.
+    """
+    if isinstance(trainer.strategy, ParallelStrategy):
+        return trainer.strategy.block_backward_sync()
+    return nullcontext()
+
+
+def broadcast_buffers_at_next_forward(trainer: Any) -> None:
+    """Let DDP copy the buffers of rank 0 to all ranks at the next forward pass.
+
+    Args:
+        trainer: a `pytorch_lightning.Trainer`.
+    """
+    if isinstance(trainer.model, DistributedDataParallel):
+        trainer.model.require_forward_param_sync = True
+
+
+def loss_scale(trainer: Any) -> float:
+    """The scale of the loss in half precision, 0 without one. It falls when an optimizer step is skipped.
+
+    Args:
+        trainer: a `pytorch_lightning.Trainer`.
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is None:
+        return 0.0
+    return float(scaler.get_scale())

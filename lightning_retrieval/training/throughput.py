@@ -1,0 +1,26 @@
+"""Images per second, from the end of a training step to the end of the next."""
+
+import time
+
+
+class Throughput:
+    """Measures the images per second of consecutive steps."""
+
+    def __init__(self) -> None:
+        self._last_end: float | None = None
+
+    def restart(self) -> None:
+        """Exclude the time up to the end of the next step, such as that of a validation."""
+        self._last_end = None
+
+    def step(self, images: int) -> float | None:
+        """Images per second since the end of the previous step; None for the first step after a restart.
+
+        Args:
+            images: images of the step that ends now.
+        """
+        now = time.perf_counter()
+        last_end, self._last_end = self._last_end, now
+        if last_end is None:
+            return None
+        return images / (now - last_end)

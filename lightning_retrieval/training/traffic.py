@@ -1,0 +1,33 @@
+"""What a training step communicates."""
+
+
+def step_traffic(
+    batch: int, dim: int, parameters: int, world: int, *, gather: bool = True, own_queries: bool = True, bytes_: int = 4
+) -> dict[str, float]:
+    """Bytes that each process sends in a training step, with collectives that send nothing twice.
+
+    Args:
+        batch: B, rows of the global batch.
+        dim: D, dimension of the embeddings.
+        parameters: number of elements of the gradient.
+        world: W, number of processes.
+        gather: whether lists are those of the global batch.
+        own_queries: whether each process computes the loss of its own queries, so that gradients of embeddings are
+            exchanged.
+        bytes_: bytes of one element.
+
+    Returns:
+        For the gathering (W - 1) / W x B (D x bytes + 16), label and id having 8 bytes each; for the exchange of
+        gradients (W - 1) / W x B D x bytes; for the all-reduce 2 (W - 1) / W x parameters x bytes.
+
+    Example:
+        >>> from lightning_retrieval.training.traffic import step_traffic
+        >>> step_traffic(batch=384, dim=128, parameters=600_000, world=2)
+        {'gather': 101376.0, 'exchange': 98304.0, 'all-reduce': 2400000.0}
+    """
+    others = (world - 1) / world
+    return {
+        "gather": others * batch * (dim * bytes_ + 16) * gather,
+        "exchange": others * batch * dim * bytes_ * (gather and own_queries),
+        "all-reduce": 2 * others * parameters * bytes_,
+    }

@@ -1,0 +1,76 @@
+"""Trainer flags, and settings of several processes, that a listwise loss cannot work with."""
+
+from typing import Any
+
+from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from torch import nn
+
+from lightning_retrieval.distributed import world_size
+
+
+def check_trainer(owner: str, trainer: Any) -> None:
+    """Raise if a flag of the Trainer would break the ranked lists or the sum of gradients.
+
+    Args:
+        owner: name of the module's class.
+        trainer: a `pytorch_lightning.Trainer`.
+
+    Raises:
+        ValueError: with the flag, and what to use instead.
+    """
+    if trainer.gradient_clip_val:
+        raise ValueError(
+            f"{owner}: Trainer(gradient_clip_val={trainer.gradient_clip_val}) does not work with manual optimization; "
+            f"give it to the module: {owner}(..., gradient_clip_val={trainer.gradient_clip_val})."
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"{owner}: Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) would cut the ranked lists "
+            "apart; use larger batches and embed them in chunks with chunk_size."
+        )
+    overfit_batches = getattr(trainer, "overfit_batches", 0)
+    if overfit_batches:
+        raise ValueError(
+            f"{owner}: Trainer(overfit_batches={overfit_batches}) replaces the sampler, so that batches lose their "
+            "classes; use limit_train_batches instead."
+        )
+    _check_strategy(owner, trainer.strategy)
+
+
+def check_processes(module: Any) -> None:
+    """Raise if several processes cannot train with a module's settings.
+
+    Args:
+        module: a `RetrievalModule`.
+
+    Raises:
+        ValueError: with the setting, and the cure.
+    """
+    if world_size() == 1:
+        return
+    owner = type(module).__name__
+    if module.memory is not None and not module.gather:
+        raise ValueError(
+            f"{owner}: a memory must be the same on all {world_size()} processes, which gather=False does not provide; "
+            "leave gather at True."
+        )
+    has_sync_norm = any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
+    if has_sync_norm and module.chunk_size is not None:
+        raise ValueError(
+            f"{owner}: SyncBatchNorm waits for all processes at each chunk, but they may have unequal numbers of "
+            "chunks; set chunk_size=None, or leave out sync_batchnorm."
+        )
+
+
+def _check_strategy(owner: str, strategy: Any) -> None:
+    if getattr(strategy, "_ddp_kwargs", {}).get("static_graph"):
+        raise ValueError(
+            f"{owner}: DDPStrategy(static_graph=True) expects one backward pass through DDP per step, but here there "
+            "is none; leave it out."
+        )
+    is_supported = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
+    if not is_supported or isinstance(strategy, DeepSpeedStrategy):
+        raise ValueError(
+            f"{owner}: gradients are summed over whole parameters, which {type(strategy).__name__} does not keep; "
+            "use Trainer(strategy='auto') or 'ddp'."
+        )
