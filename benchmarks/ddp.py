@@ -9,7 +9,7 @@ own messages included, "moving" that in the collectives after them, and "%" thei
 the other steps, without barriers. All times are the first process'.
 
 "sent" counts what the collectives were really given, as if each sends nothing twice. DDP's own broadcast of the batch
-norms' buffers (6 kB here) is not among them. "model" is `lightning_retrieval.distributed.step_traffic`,
+norms' buffers (6 kB here) is not among them. "model" is `lightning_retrieval.training.traffic.step_traffic`,
 
     (W - 1) / W x (B (4 D + 16) + 4 B D + 8 x parameters) bytes, for B rows, D dimensions and W processes:
 
@@ -40,7 +40,7 @@ from torch.utils.data import Dataset
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.datamodules import PKSampler
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader
-from lightning_retrieval.distributed import step_traffic
+from lightning_retrieval.training.traffic import step_traffic
 
 PER_CLASS, MB = 4, 1e6
 WARM_UP = 2  # steps

@@ -140,8 +140,8 @@ class APMonitor(pl.Callback):
             )
         if stage == "fit" and find_surrogate(loss) is None:
             rank_zero_warn(
-                f"APMonitor: train/AP_e is not logged, because {type(original_loss(loss)).__name__} does not approximate "
-                "AP in [0, 1]."
+                f"APMonitor: train/AP_e is not logged, because {type(original_loss(loss)).__name__} does not "
+                "approximate AP in [0, 1]."
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

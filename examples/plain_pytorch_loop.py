@@ -21,8 +21,8 @@ def backward(
 
     def batch_loss(embeddings: Tensor) -> Tensor:
         batch_embeddings.append(embeddings.detach())
-        references = memory.references(embeddings, batch["labels"], batch["ids"])
-        return loss(embeddings, batch["labels"], **references)
+        ranked = memory.references(embeddings, batch["labels"], batch["ids"])
+        return loss(**ranked.keywords())
 
     value = chunked_backward(embed, batch["images"], batch_loss, chunk_size=128)
     return value, batch_embeddings[0]

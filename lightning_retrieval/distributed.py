@@ -95,7 +95,8 @@ def _sum_group(parameters: list[torch.nn.Parameter], values: Tensor) -> Tensor:
     on_this_rank = torch.tensor(has_gradient, dtype=values.dtype, device=values.device)
     flat = torch.cat([*gradients, on_this_rank, values])
     dist.all_reduce(flat)
-    *sums, ranks_with_gradient, total = flat.split([*sizes, len(parameters), len(values)])
+    sums: list[Tensor] = list(flat.split([*sizes, len(parameters), len(values)]))
+    total, ranks_with_gradient = sums.pop(), sums.pop()
     for parameter, gradient, ranks in zip(parameters, sums, ranks_with_gradient.tolist()):
         if ranks > 0:
             parameter.grad = gradient.view_as(parameter)

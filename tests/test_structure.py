@@ -23,7 +23,11 @@ LAYERS = (
 LAZY = {"faiss", "matplotlib", "pyarrow", "sklearn", "timm", "wandb"}
 # Only these modules of the core may import Lightning, so that a plain PyTorch loop can use the rest.
 MAY_IMPORT_LIGHTNING = {
-    "lightning_retrieval/training/module.py",
+    "lightning_retrieval/training/chunk_size_search.py",
+    "lightning_retrieval/training/manual_training.py",
+    "lightning_retrieval/training/run_report.py",
+    "lightning_retrieval/training/strategy.py",
+    "lightning_retrieval/training/trainer_checks.py",
     "lightning_retrieval/cli/fit.py",
 }
 MAY_PRINT = {
@@ -34,7 +38,7 @@ MAY_PRINT = {
     "lightning_retrieval/cli/search.py",
 }
 MAY_IMPORT_BY_NAME = {
-    "lightning_retrieval/training/hyperparameters.py",  # rebuilds a class from the path that a checkpoint holds
+    "lightning_retrieval/training/class_paths.py",  # rebuilds a class from the path that a checkpoint holds
     "datamodules/images/image_table.py",  # looks for pyarrow, which is optional
 }
 

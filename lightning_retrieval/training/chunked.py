@@ -134,8 +134,7 @@ def _joined(parts: list[Tensor], last: Tensor, rows: int) -> Tensor:
     embeddings = torch.cat([*parts, last.detach()])
     if embeddings.ndim != 2 or len(embeddings) != rows:
         raise ValueError(
-            f"{_OWNER}: `embed` must return one row for each of the {rows} inputs, got shape "
-            f"{tuple(embeddings.shape)}."
+            f"{_OWNER}: `embed` must return one row for each of the {rows} inputs, got shape {tuple(embeddings.shape)}."
         )
     return embeddings.requires_grad_()
 

@@ -34,9 +34,7 @@ class _Rows(NamedTuple):
 
     def like(self, other: "_Rows") -> "_Rows":
         """The rows on the device and in the dtypes of other rows."""
-        return _Rows(
-            self.embeddings.to(other.embeddings), self.labels.to(other.labels), self.ids.to(other.ids)
-        )
+        return _Rows(self.embeddings.to(other.embeddings), self.labels.to(other.labels), self.ids.to(other.ids))
 
 
 class CrossBatchMemory(nn.Module):

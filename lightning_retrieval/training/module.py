@@ -105,8 +105,8 @@ class RetrievalModule(ManualTraining):
         whitening: PCAWhitening | None = None,
     ) -> None:
         super().__init__()
-        objects = {"embedder": embedder, "loss": loss, "memory": memory, "whitening": whitening}
-        objects |= {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
+        modules = {"embedder": embedder, "loss": loss, "memory": memory, "whitening": whitening}
+        objects = {**modules, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
         self.save_hyperparameters(ignore=list(objects))
         if "_instantiator" in self.hparams:  # LightningCLI: the hyperparameters are the config, which is plain already
             self.save_hyperparameters()
@@ -130,7 +130,7 @@ class RetrievalModule(ManualTraining):
         self.memory_weight = memory_weight
         self.whitening = rebuild_optional(owner, "whitening", whitening, PCAWhitening)
         self.eval_scales = check_scales(owner, "eval_scales", eval_scales)
-        self.chunk_size = check_chunk_size(owner, chunk_size)
+        self.chunk_size: int | Literal["auto"] | None = check_chunk_size(owner, chunk_size)
         self.gather = check_bool(owner, "gather", gather)
         self.gradient_clip_val = check_clip_value(owner, gradient_clip_val)
         self.gradient_clip_algorithm = check_choice(
@@ -219,7 +219,7 @@ class RetrievalModule(ManualTraining):
         """Number of images of a batch that are embedded at a time."""
         if self.chunk_size is None:
             return len(images)
-        if self.chunk_size == "auto":
+        if isinstance(self.chunk_size, str):
             return min(self._chunk_size_search.find(self, images), len(images))
         return min(self.chunk_size, len(images))
 

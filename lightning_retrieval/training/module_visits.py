@@ -12,9 +12,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 def visit_modules(embed: Callable[[Tensor], Tensor], visit: Callable[[nn.Module], Any]) -> Iterator[None]:
     """Call `visit` with each module of `embed`.
 
-    If `embed` is a module or a method of one, all its modules are visited at once. The modules of any other function are
-    unknown until they run, so each is visited right before its forward pass, by a global hook. A module gets no hook,
-    since torch.compile would compile it again each time.
+    If `embed` is a module or a method of one, all its modules are visited at once. The modules of any other function
+    are unknown until they run, so each is visited right before its forward pass, by a global hook. A module gets no
+    hook, since torch.compile would compile it again each time.
 
     Args:
         embed: maps inputs to embeddings.

@@ -26,10 +26,8 @@ def make_optimizer(
     if isinstance(head, nn.Module):
         in_head = [parameter for parameter in head.parameters() if parameter.requires_grad]
     identities = {id(parameter) for parameter in in_head}
-    rest = []
-    for parameter in module.parameters():
-        if parameter.requires_grad and id(parameter) not in identities:
-            rest.append(parameter)
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    rest = [parameter for parameter in trainable if id(parameter) not in identities]
 
     if not in_head and not rest:
         raise ValueError(f"{owner}: `embedder` and `loss` have no parameter with a gradient.")

@@ -1,4 +1,4 @@
-"""Random numbers of a training step: replayed for the second pass over a chunk, and a function of (seed, step, rank)."""
+"""Random numbers of a training step: a function of (seed, step, rank), and replayed in the second pass over a chunk."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

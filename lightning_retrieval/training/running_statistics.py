@@ -29,7 +29,7 @@ class RunningStatistics:
 
     @contextmanager
     def collected(self, rows: int) -> Iterator[None]:
-        """Let the layers run on a chunk of `rows` rows and change copies of their statistics, whose changes are kept."""
+        """Let the layers run on a chunk of `rows` rows and change copies of their statistics; keep the changes."""
         originals: dict[tuple[_NormBase, str], Tensor] = {}
         with self._on_copies(originals):
             try:

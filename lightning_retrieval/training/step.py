@@ -20,8 +20,8 @@ from lightning_retrieval.training.random_state import step_random_state
 class TrainingStep:
     """Gathers the batch of all processes, adds the memory, computes the loss and sums the gradients.
 
-    `loss` is called with the embeddings of this process and returns its part of the loss; the parts of all processes add
-    up to the loss. `finish` sums what the processes have.
+    `loss` is called with the embeddings of this process and returns its part of the loss; the parts of all processes
+    add up to the loss. `finish` sums them, and the gradients.
 
     Args:
         owner: prefix of error messages.
@@ -62,9 +62,10 @@ class TrainingStep:
                 _check_scalar(self.owner, of_memory)
                 terms |= {"batch": value.detach(), "memory": of_memory.detach()}
                 value = value + self.memory_weight * of_memory
-        part = self._part_of_the_value()
-        self.terms = {f"train/loss/{name}": part * term for name, term in terms.items()}
-        return part * value
+        fraction = self._fraction_of_the_value()
+        self.terms = {f"train/loss/{name}": fraction * term for name, term in terms.items()}
+        part: Tensor = fraction * value
+        return part
 
     def finish(self, part: Tensor, parameters: Iterable[nn.Parameter]) -> dict[str, Tensor]:
         """Sum gradients over the processes, and with them the loss and its terms, which are returned.
@@ -100,7 +101,7 @@ class TrainingStep:
         """Whether each process computes the loss of its own queries; else each computes the whole loss."""
         return self.gather and world_size() > 1 and self.batch_loss.splits_by_query
 
-    def _part_of_the_value(self) -> float:
+    def _fraction_of_the_value(self) -> float:
         """What this process's value is multiplied by, so that the processes' values add up to the loss."""
         if self._divides_queries:
             return 1.0

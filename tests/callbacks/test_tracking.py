@@ -86,7 +86,7 @@ def test_an_offline_run_of_weights_and_biases_holds_all_that_is_tracked(tmp_path
     end_offline_run()
     (run,) = offline_runs(tmp_path)
 
-    assert run.config["data"]["class_path"] == "lightning_retrieval.datamodules.glyphs.glyphs.Glyphs"
+    assert run.config["data"]["class_path"] == "lightning_retrieval.datamodules.Glyphs"
     assert run.config["data"]["classes_per_batch"] == 6
     assert run.config["sampler"]["class_path"].endswith(".PKSampler")
     assert run.config["sampler"]["samples_per_class"] == 3
@@ -330,7 +330,7 @@ class Clock(pl.Callback):
 @pytest.mark.parametrize("validated", [1, 0])
 def test_images_a_second_count_steps_with_their_loading_only(validated, tmp_path, glyphs, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("lightning_retrieval.training.module.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr("lightning_retrieval.training.throughput.time", SimpleNamespace(perf_counter=lambda: clock.now))
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=2, logger=CSVLogger(tmp_path, "csv"), callbacks=[clock, RetrievalEvaluation()],
         limit_train_batches=BATCHES, limit_val_batches=validated, num_sanity_val_steps=0, log_every_n_steps=1,

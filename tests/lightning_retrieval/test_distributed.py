@@ -5,10 +5,8 @@ import torch
 from torch import nn
 
 from lightning_retrieval.distributed import (
-    gather_batch,
     gather_rows,
     rank,
-    step_traffic,
     sum_gradients,
     sum_over_ranks,
     world_size,
@@ -16,6 +14,8 @@ from lightning_retrieval.distributed import (
 from lightning_retrieval.losses import SmoothAPLoss
 from lightning_retrieval.losses.ranked_batch import QueryRange
 from lightning_retrieval.metrics import RetrievalMetrics
+from lightning_retrieval.training.global_batch import gather_batch
+from lightning_retrieval.training.traffic import step_traffic
 
 ROWS = 420  # more than one block of queries
 SHARES = {2: [3, 37], 3: [3, 36, 1]}
@@ -293,7 +293,7 @@ def test_batches_that_do_not_fit_together_are_refused_on_every_rank(ranks):
     for result in ranks:
         dimension, ids, rows = result["unlike"]
         assert dimension == (
-            "I: the processes' batches must be alike but for their rows, got (dimension, label levels, has ids) "
+            "I: the processes' batches may differ only in their number of rows, got (dimension, label levels, has ids) "
             f"{[(3, 0, 1), (4, 0, 1), *others]} in rank order."
         )
         assert f"got (dimension, label levels, has ids) {[(3, 0, 0), (3, 0, 1), *others]}" in ids

@@ -14,8 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
 from lightning_retrieval.losses import BlackboxAPLoss, FastAPLoss, ROADMAPLoss, SmoothAPLoss
-from lightning_retrieval.training import chunked as backprop
-from lightning_retrieval.training.chunked import chunked_backward, largest_chunk_size
+from lightning_retrieval.training.chunk_size import largest_chunk_size
+from lightning_retrieval.training.chunked import chunked_backward
+from lightning_retrieval.training.random_state import RandomState
+from lightning_retrieval.training.running_statistics import RunningStatistics
 
 LABELS = torch.arange(11) % 4
 SIZES = [None, 1, 3, 4, 10, 11, 50]
@@ -108,7 +110,7 @@ def test_without_the_replay_dropout_would_differ(monkeypatch):
     torch.manual_seed(5)
     chunk_by_chunk(embed, x, smooth_ap, 4)
     plain = gradients_of(embed)
-    monkeypatch.setattr(backprop._RandomState, "replayed", lambda self: contextlib.nullcontext())
+    monkeypatch.setattr(RandomState, "replayed", lambda self: contextlib.nullcontext())
     torch.manual_seed(5)
     chunked_backward(embed, x, smooth_ap, 4)
     assert not torch.allclose(gradients_of(embed)[0], plain[0])
@@ -264,7 +266,7 @@ def test_bad_input(error, match, x, size):
     ],
 )
 def test_embeddings_that_do_not_fit_the_inputs(embed, shape):
-    match = f"chunked_backward: `embed` must give one row for each of the 4 inputs, got shape {shape}"
+    match = f"chunked_backward: `embed` must return one row for each of the 4 inputs, got shape {shape}"
     with pytest.raises(ValueError, match=match):
         chunked_backward(embed, torch.randn(4, 5), torch.sum, 2)
 
@@ -276,7 +278,7 @@ def test_embeddings_that_do_not_fit_the_inputs(embed, shape):
         ([1.0], nn.Identity(), torch.sum, TypeError, "`inputs` must be a tensor, got list"),
         (torch.ones(3, 2), lambda x: None, torch.sum, TypeError, "`embed's result` must be a tensor, got NoneType"),
         (torch.ones(3, 2), nn.Identity(), lambda y: 1.0, TypeError, "`loss's value` must be a tensor, got float"),
-        (torch.ones(3, 2), nn.Identity(), lambda y: y[0], ValueError, r"`loss` must give a scalar, got shape \(2,\)"),
+        (torch.ones(3, 2), nn.Identity(), lambda y: y[0], ValueError, r"`loss` must return a scalar, got shape \(2,\)"),
     ],
 )
 def test_what_is_no_tensor_or_scalar_is_refused(inputs, embed, loss, error, sentence):
@@ -348,7 +350,7 @@ def test_without_care_running_statistics_would_be_updated_by_each_run(monkeypatc
     embed, x = net_with(batch_norm(0.1)), images()
     plain = copy.deepcopy(embed)
     plain(x)
-    monkeypatch.setattr(backprop._RunningStatistics, "collected", lambda self, rows: contextlib.nullcontext())
+    monkeypatch.setattr(RunningStatistics, "collected", lambda self, rows: contextlib.nullcontext())
     chunked_backward(embed, x, smooth_ap, 4)
     assert embed[2].num_batches_tracked == 5  # three chunks, two of them twice
     assert (embed[2].running_mean - plain[2].running_mean).norm() > plain[2].running_mean.norm()
@@ -580,7 +582,7 @@ def test_largest_chunk_of_a_frozen_embedder():
 def test_not_even_one_row_fits():
     match = (
         r"^largest_chunk_size: not even one input of shape \(5,\) fits the memory of cpu beside the 7 bytes in "
-        "reserve; take smaller inputs, a smaller network or half precision"
+        "reserve; use smaller inputs, a smaller network or half precision"
     )
     with pytest.raises(torch.OutOfMemoryError, match=match):
         largest_chunk_size(out_of_memory_above(0, net(), []), images(), reserve=7)

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss
-from lightning_retrieval.training.hyperparameters import describe, rebuild, rebuild_factory, settings
+from lightning_retrieval.training.hyperparameters import describe, rebuild, rebuild_factory
+from lightning_retrieval.training.logged_settings import logged_settings
 
-PATH = "lightning_retrieval.losses.smooth_ap.SmoothAPLoss"
+PATH = "lightning_retrieval.SmoothAPLoss"
 
 
 class WithoutAttributes(nn.Module):
@@ -104,7 +105,7 @@ def test_a_callable_stands_for_itself():
 def test_what_cannot_be_described_says_so_when_it_is_loaded(value):
     description = describe(value)
     assert description["init_args"] is None
-    match = r"Test: `thing` was a .* give it: load_from_checkpoint\(path, thing=\.\.\.\)\."
+    match = r"Test: `thing` was a .* pass it again: load_from_checkpoint\(path, thing=\.\.\.\)\."
     with pytest.raises(ValueError, match=match):
         rebuild("Test", "thing", description, nn.Module)
     with pytest.raises(ValueError, match=match):
@@ -201,7 +202,7 @@ def test_settings_for_a_log_are_plain_and_short():
     nested = {"a": {"b": {"c": [1]}}, "many": [0] * 5000}
     nested["itself"] = nested
     made = Derived(list(range(1000)), nested=nested, loss=SmoothAPLoss(tau=0.2), root="a/b", size=7)
-    found = settings(made)
+    found = logged_settings(made)
     assert found.pop("class_path").endswith("Derived")
     inner = {"a": "builtins.dict", "many": "builtins.list", "itself": "builtins.dict"}
     assert found == {

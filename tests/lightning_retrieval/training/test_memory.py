@@ -41,7 +41,8 @@ from lightning_retrieval.losses import (
     SupAPLoss,
     WeightedSum,
 )
-from lightning_retrieval.training import module as module_room
+from lightning_retrieval.losses.ranked_batch import RankedBatch
+from lightning_retrieval.training import run_report
 
 QUIET = [
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
@@ -104,7 +105,7 @@ def assert_remembers(memory, model, like):
     assert len(memory) == len(model.rows)
     assert (memory.steps, memory.started) == (model.steps, model.steps >= model.start_step)
     nothing = memory.references(*(part[:0] for part in like))
-    assert as_rows(nothing["ref_emb"], nothing["ref_labels"], nothing["ref_ids"]) == model.rows
+    assert as_rows(nothing.ref_emb, nothing.ref_labels, nothing.ref_ids) == model.rows
 
 
 def step(memory, model, batch):
@@ -114,11 +115,11 @@ def step(memory, model, batch):
     references = memory.references(embeddings, labels, ids)
     own = as_rows(embeddings, labels, ids)
     expected = own + model.others(ids.tolist())
-    assert as_rows(references["ref_emb"], references["ref_labels"], references["ref_ids"]) == expected
-    assert references["ids"] is ids
-    assert references["ref_emb"].dtype == torch.promote_types(embeddings.dtype, torch.float32)
+    assert as_rows(references.ref_emb, references.ref_labels, references.ref_ids) == expected
+    assert references.ids is ids
+    assert references.ref_emb.dtype == torch.promote_types(embeddings.dtype, torch.float32)
     if len(ids):
-        references["ref_emb"].sum().backward()
+        references.ref_emb.sum().backward()
         assert embeddings.grad.tolist() == torch.ones_like(embeddings).tolist()  # each row stands there once
     memory.update(embeddings, labels, ids)
     model.update(own)
@@ -163,9 +164,9 @@ def test_a_smaller_memory_takes_the_newest_rows():
     smaller.load_state_dict(memory.state_dict())
     assert (len(memory), len(smaller)) == (9, 4)
     nothing = torch.zeros(0, 2), *[torch.zeros(0, dtype=torch.int64)] * 2
-    assert smaller.references(*nothing)["ref_ids"].tolist() == [6, 7, 8, 3]
-    kept = memory.references(*nothing)["ref_emb"][:4]
-    assert torch.equal(smaller.references(*nothing)["ref_emb"], kept)
+    assert smaller.references(*nothing).ref_ids.tolist() == [6, 7, 8, 3]
+    kept = memory.references(*nothing).ref_emb[:4]
+    assert torch.equal(smaller.references(*nothing).ref_emb, kept)
 
 
 def test_a_state_is_no_larger_than_its_rows_and_does_not_change_afterwards():
@@ -175,11 +176,11 @@ def test_a_state_is_no_larger_than_its_rows_and_does_not_change_afterwards():
     state, file = memory.state_dict(), io.BytesIO()
     torch.save(state, file)
     assert 100 * 200 * 4 < file.tell() < 100 * 200 * 4 + 8000
-    before = memory.references(torch.zeros(0, 200), *[torch.zeros(0, dtype=torch.int64)] * 2)["ref_emb"].clone()
+    before = memory.references(torch.zeros(0, 200), *[torch.zeros(0, dtype=torch.int64)] * 2).ref_emb.clone()
     memory.update(torch.randn(60, 200), torch.zeros(60, dtype=torch.int64), torch.arange(60) + 60)
     again = CrossBatchMemory(100)
     again.load_state_dict(state)
-    after = again.references(torch.zeros(0, 200), *[torch.zeros(0, dtype=torch.int64)] * 2)["ref_emb"]
+    after = again.references(torch.zeros(0, 200), *[torch.zeros(0, dtype=torch.int64)] * 2).ref_emb
     assert torch.equal(after, before)
 
 
@@ -202,7 +203,7 @@ def test_rows_are_copies():
     for part in (embeddings, labels, ids):
         part.zero_()
     rows = memory.references(torch.zeros(0, 3), *[torch.zeros(0, dtype=torch.int64)] * 2)
-    assert as_rows(rows["ref_emb"], rows["ref_labels"], rows["ref_ids"]) == [(1, 5, [1.0] * 3), (2, 6, [1.0] * 3)]
+    assert as_rows(rows.ref_emb, rows.ref_labels, rows.ref_ids) == [(1, 5, [1.0] * 3), (2, 6, [1.0] * 3)]
 
 
 # --- refusals
@@ -222,9 +223,9 @@ def batch_of(rows=3, dim=DIM, levels=0, first=0):
         (ValueError, r"`size` must be at least that of a batch, got 5 for a batch of 6 rows; enlarge", batch_of(6)),
         (TypeError, r"`ids` must be given, .*, got None; let the batches hold \(images, labels, ids\)\.",
          (*batch_of()[:2], None)),
-        (ValueError, r"`embeddings` must have the dimension of those remembered, 3, got 4; .* call reset\(\)\.",
+        (ValueError, r"`embeddings` must have the dimension of the stored ones, 3, got 4; .* call reset\(\)\.",
          batch_of(dim=4)),
-        (ValueError, r"`labels` must have as many levels as those remembered, shape \(4,\), got \(3, 2\); call reset",
+        (ValueError, r"`labels` must have as many levels as the stored ones, shape \(4,\), got \(3, 2\); call reset",
          batch_of(levels=2)),
         (ValueError, r"`embeddings` must hold finite numbers only, got NaN or inf in 1 of 3 rows \(2\)",
          (torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, math.nan, 8.0]]), *batch_of()[1:])),
@@ -273,13 +274,13 @@ def test_a_checkpoint_of_another_network_is_refused():
     other.update(*batch_of(dim=7))
     full, empty = CrossBatchMemory(5), CrossBatchMemory(5)
     full.update(*batch_of())
-    sentence = r"^CrossBatchMemory: `embeddings` must have the dimension of those remembered, 3, got 7; .*checkpoint"
+    sentence = r"^CrossBatchMemory: `embeddings` must have the dimension of the stored ones, 3, got 7; .*checkpoint"
     with pytest.raises(ValueError, match=sentence):
         full.load_state_dict(other.state_dict())
-    assert len(full.references(*batch_of(2, first=9))["ref_ids"]) == 5
+    assert len(full.references(*batch_of(2, first=9)).ref_ids) == 5
     empty.load_state_dict(other.state_dict())
     for call in (empty.references, empty.update):
-        with pytest.raises(ValueError, match=r"^CrossBatchMemory: .* those remembered, 7, got 3; .* from a checkpoint"):
+        with pytest.raises(ValueError, match=r"^CrossBatchMemory: .* the stored ones, 7, got 3; .* from a checkpoint"):
             call(*batch_of())
     empty.reset()
     empty.update(*batch_of())
@@ -333,7 +334,7 @@ def test_losses_rank_the_whole_list(name, detached):
     embeddings, labels, ids = drawn(7, 10, levels, 9)
 
     leaf = embeddings.clone().requires_grad_()
-    value = loss(leaf, labels, **memory.references(leaf.detach() if detached else leaf, labels, ids))
+    value = loss(**memory.references(leaf, labels, ids, detach=detached).keywords())
     value.backward()
 
     expected_leaf = embeddings.clone().requires_grad_()
@@ -360,8 +361,10 @@ def test_without_a_past_it_is_the_loss_of_the_batch(name):
     results = []
     for references in (False, True):
         leaf = embeddings.clone().requires_grad_()
-        known = CrossBatchMemory(8).references(leaf, labels, ids) if references else {"ids": ids}
-        value = LOSSES[name]()(leaf, labels, **known)
+        ranked = RankedBatch(leaf, labels, ids=ids)
+        if references:
+            ranked = CrossBatchMemory(8).references(leaf, labels, ids)
+        value = LOSSES[name]()(**ranked.keywords())
         value.backward()
         results.append((value.detach(), leaf.grad))
     for of_batch, with_memory in zip(*results, strict=True):
@@ -372,10 +375,8 @@ def test_without_a_past_it_is_the_loss_of_the_batch(name):
 def test_a_query_in_its_own_list_counts_alike_among_references(make):
     embeddings, labels, ids = drawn(8, 0, False, 1)
     loss = make(include_self=True)
-    known = CrossBatchMemory(8).references(embeddings, labels, ids)
-    assert loss(embeddings, labels, **known).item() == pytest.approx(
-        loss(embeddings, labels, ids=ids).item(), abs=1e-12
-    )
+    ranked = CrossBatchMemory(8).references(embeddings, labels, ids)
+    assert loss(**ranked.keywords()).item() == pytest.approx(loss(embeddings, labels, ids=ids).item(), abs=1e-12)
     assert loss(embeddings, labels, ids=ids).item() != pytest.approx(make()(embeddings, labels, ids=ids).item())
 
 
@@ -483,7 +484,7 @@ def test_steps_are_those_of_a_plain_loop(make, weight, start_step, chunk_size):
     """Each value and term logged, and the weights; without the memory they would be others."""
     plain, logged, remembered = plain_run(make(), batches(), 16, weight, start_step)
     memory = CrossBatchMemory(16, start_step)
-    module = Recording(net(), make(), chunk_size, optimizer=SGD, memory=memory, memory_weight=weight)
+    module = Recording(net(), make(), chunk_size=chunk_size, optimizer=SGD, memory=memory, memory_weight=weight)
     fit(module, batches())
     assert_same(module.embedder, plain)
     assert len(module.memory) == remembered == (16 if start_step == 0 else 15)
@@ -491,7 +492,7 @@ def test_steps_are_those_of_a_plain_loop(make, weight, start_step, chunk_size):
         assert values == pytest.approx(expected, rel=0, abs=1e-12)
         assert values.keys() == expected.keys()
         assert ("train/loss/memory" in values) == (weight is not None and step >= start_step)
-    without = Recording(net(), make(), chunk_size, optimizer=SGD)
+    without = Recording(net(), make(), chunk_size=chunk_size, optimizer=SGD)
     fit(without, batches())
     longer = [abs(a["train/loss"] - b["train/loss"]) > 1e-6 for a, b in zip(module.logged, without.logged)]
     assert longer == [step >= start_step + (weight is None) for step in range(4)]
@@ -501,7 +502,7 @@ def test_steps_are_those_of_a_plain_loop(make, weight, start_step, chunk_size):
 @pytest.mark.parametrize("make", [ContrastiveLoss, MultiSimilarityLoss, TripletMarginLoss])
 def test_losses_of_pytorch_metric_learning(make, weight):
     plain, logged, _ = plain_run(make(), batches(), 16, weight, 1)
-    module = Recording(net(), make(), 3, optimizer=SGD, memory=CrossBatchMemory(16, 1), memory_weight=weight)
+    module = Recording(net(), make(), chunk_size=3, optimizer=SGD, memory=CrossBatchMemory(16, 1), memory_weight=weight)
     fit(module, batches())
     assert_same(module.embedder, plain)
     assert [values["train/loss"] for values in module.logged] == pytest.approx(
@@ -534,9 +535,14 @@ def test_a_run_goes_on_from_the_middle(tmp_path, weight):
 
     def run(path=None, **kwargs):
         module = Recording(
-            net(dropout=0.3), SmoothAPLoss(tau=0.1), 4, functools.partial(torch.optim.AdamW, lr=0.02), seed=2,
-            memory=CrossBatchMemory(15, 1), memory_weight=weight,
-        )  # fmt: skip
+            net(dropout=0.3),
+            SmoothAPLoss(tau=0.1),
+            chunk_size=4,
+            optimizer=functools.partial(torch.optim.AdamW, lr=0.02),
+            seed=2,
+            memory=CrossBatchMemory(15, 1),
+            memory_weight=weight,
+        )
         trainer = pl.Trainer(
             max_epochs=2, accelerator="cpu", devices=1, logger=False, limit_val_batches=0,
             enable_progress_bar=False, enable_model_summary=False, **kwargs,
@@ -654,7 +660,7 @@ def test_losses_that_cannot_rank_references_are_refused_by_name(loss, wrapped, w
 )
 def test_a_fit_says_once_what_its_lists_are(settings, said, monkeypatch):
     sentences = []
-    monkeypatch.setattr(module_room, "rank_zero_info", sentences.append)
+    monkeypatch.setattr(run_report, "rank_zero_info", sentences.append)
     module = RetrievalModule(net(), SmoothAPLoss(0.1), optimizer=SGD, **settings)
     expected = f"RetrievalModule: batches of P = 4 classes with K = 2 to 3 images, lists of 9 images{said}."
     for times in (1, 2):

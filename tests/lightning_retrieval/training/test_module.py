@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, ReduceLROnPlatea
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_retrieval import (
-    BlackboxMAPLoss,
     CalibrationLoss,
     Embedder,
     HAPLoss,
@@ -28,6 +27,9 @@ from lightning_retrieval import (
 )
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import RetrievalDataModule
+from lightning_retrieval.losses import BlackboxMAPLoss
+from lightning_retrieval.losses.third_party import original_loss
+from lightning_retrieval.training.trainer_checks import check_processes
 
 QUIET = [
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
@@ -116,7 +118,7 @@ def test_steps_are_those_of_plain_pytorch(chunk_size, dropout):
         values.append(value.item())
 
     adam, log = functools.partial(torch.optim.AdamW, lr=0.01), Log()
-    module = RetrievalModule(net(dropout), SmoothAPLoss(tau=0.1), chunk_size, optimizer=adam, seed=seed)
+    module = RetrievalModule(net(dropout), SmoothAPLoss(tau=0.1), chunk_size=chunk_size, optimizer=adam, seed=seed)
     torch.manual_seed(99)  # the state outside counts for nothing
     run = fit(module, batches(), callbacks=[log])
     assert_same(module.embedder, plain)
@@ -151,7 +153,7 @@ def test_forms_of_a_batch(form, chunk_size):
         after[given is None] = plain = net()
         SmoothAPLoss(tau=0.1)(plain(images), labels, ids=given).backward()
         torch.optim.SGD(plain.parameters(), lr=0.5).step()
-    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), chunk_size, optimizer=SGD)
+    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), chunk_size=chunk_size, optimizer=SGD)
     fit(module, [batch])
     assert_same(module.embedder, after["ids" not in form])
     assert not torch.allclose(after[True][0].weight, after[False][0].weight)
@@ -184,7 +186,12 @@ def test_gradients_are_clipped(algorithm):
             nn.utils.clip_grad_value_(plain.parameters(), 0.01)
         torch.optim.SGD(plain.parameters(), lr=0.5).step()
     module = RetrievalModule(
-        net(), SmoothAPLoss(tau=0.1), 3, optimizer=SGD, gradient_clip_val=0.01, gradient_clip_algorithm=algorithm
+        net(),
+        SmoothAPLoss(tau=0.1),
+        chunk_size=3,
+        optimizer=SGD,
+        gradient_clip_val=0.01,
+        gradient_clip_algorithm=algorithm,
     )
     fit(module, batches())
     assert_same(module.embedder, plain)
@@ -198,9 +205,12 @@ def test_clipping_sees_unscaled_gradients(precision, chunk_size):
     if precision == "16-mixed" and not on_gpu:
         pytest.skip("float16 autocast with a loss scale needs a GPU")
     module = RetrievalModule(
-        net().float(), SmoothAPLoss(tau=0.1), chunk_size, functools.partial(torch.optim.SGD, lr=1.0),
+        net().float(),
+        SmoothAPLoss(tau=0.1),
+        chunk_size=chunk_size,
+        optimizer=functools.partial(torch.optim.SGD, lr=1.0),
         gradient_clip_val=0.01,
-    )  # fmt: skip
+    )
     moved = []
 
     class Moves(pl.Callback):
@@ -375,7 +385,7 @@ def test_head_lr_factor():
         optimizer.zero_grad()
         SmoothAPLoss(tau=0.1)(plain(images), labels).backward()
         optimizer.step()
-    module = RetrievalModule(WithHead(), SmoothAPLoss(tau=0.1), 3, optimizer=SGD, head_lr_factor=10)
+    module = RetrievalModule(WithHead(), SmoothAPLoss(tau=0.1), chunk_size=3, optimizer=SGD, head_lr_factor=10)
     fit(module, batches(), callbacks=[log])
     assert log.rates == [[0.5, 5.0]] * 3
     assert_same(module.embedder, plain)
@@ -390,7 +400,7 @@ def test_head_lr_factor_without_a_head_is_refused():
 
 @pytest.mark.parametrize("chunk_size", CHUNKS)
 def test_frozen_parameters_stay_and_the_others_learn(chunk_size):
-    plain, module = net(), RetrievalModule(net(), SmoothAPLoss(tau=0.1), chunk_size, optimizer=SGD)
+    plain, module = net(), RetrievalModule(net(), SmoothAPLoss(tau=0.1), chunk_size=chunk_size, optimizer=SGD)
     plain[0].requires_grad_(False)
     module.embedder[0].requires_grad_(False)
     optimizer = torch.optim.SGD(plain[3].parameters(), lr=0.5)
@@ -434,19 +444,21 @@ def test_other_losses_and_losses_that_learn(make, chunk_size):
         optimizer.zero_grad()
         loss(plain(images), labels).backward()
         optimizer.step()
-    module = RetrievalModule(net(), make(), chunk_size, functools.partial(torch.optim.SGD, lr=0.01))
+    module = RetrievalModule(
+        net(), make(), chunk_size=chunk_size, optimizer=functools.partial(torch.optim.SGD, lr=0.01)
+    )
     fit(module, batches())
     assert_same(module.embedder, plain)
     if list(loss.parameters()):
-        assert_same(module.loss, loss)
+        assert_same(original_loss(module.loss), loss)
         assert not torch.equal(next(module.loss.parameters()), next(make().parameters()))
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
 def test_a_loss_learns_where_the_embedder_is_frozen(chunk_size):
-    module = RetrievalModule(net().requires_grad_(False), proxies(), chunk_size, optimizer=SGD)
+    module = RetrievalModule(net().requires_grad_(False), proxies(), chunk_size=chunk_size, optimizer=SGD)
     fit(module, batches())
-    assert not torch.equal(module.loss.proxies, proxies().proxies)
+    assert not torch.equal(module.loss.loss.proxies, proxies().proxies)
 
 
 @pytest.mark.refusal
@@ -455,12 +467,12 @@ def test_nan_embeddings_stop_training_before_the_weights_change(ids):
     first, second = batches(2)
     second[0][[2, 5]] = torch.nan
     data = [(*batch, torch.arange(100, 100 + ROWS)) if ids else batch for batch in (first, second)]
-    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), 3, optimizer=SGD)
+    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), chunk_size=3, optimizer=SGD)
     which = r"ids \[102, 105\]" if ids else r"rows \[2, 5\]"
     sentence = rf"^RetrievalModule: .* NaN or inf in 2 of 10 rows at step 1 \(seen on rank 0\), the first for {which};"
     with pytest.raises(ValueError, match=sentence):
         fit(module, data)
-    plain = RetrievalModule(net(), SmoothAPLoss(tau=0.1), 3, optimizer=SGD)
+    plain = RetrievalModule(net(), SmoothAPLoss(tau=0.1), chunk_size=3, optimizer=SGD)
     fit(plain, [first])
     assert_same(module, plain)
 
@@ -503,8 +515,8 @@ def test_labels_of_another_length_are_refused():
 def test_batch_norm_in_chunks_warns_once_and_names_the_cure(chunk_size):
     def said(evaluated=False, size=chunk_size):
         class Own(RetrievalModule):
-            def __init__(self, *args):
-                super().__init__(*args)
+            def __init__(self, *args, **settings):
+                super().__init__(*args, **settings)
                 self.norm = nn.BatchNorm1d(4).double()
                 self.train()
 
@@ -519,7 +531,7 @@ def test_batch_norm_in_chunks_warns_once_and_names_the_cure(chunk_size):
         data = [(images[:9], labels[:9]) for images, labels in batches()]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            fit(Own(net(), SmoothAPLoss(), size), data)
+            fit(Own(net(), SmoothAPLoss(), chunk_size=size), data)
         return [str(w.message) for w in caught if "BatchNorm" in str(w.message)]
 
     expected = "Own: BatchNorm sees 3 images at a time, not the batch of 9, so"
@@ -553,14 +565,14 @@ class PointData(RetrievalDataModule):
 @pytest.mark.parametrize("chunk_size", [None, 3, "auto"])
 def test_chunks_and_sync_batch_norm_do_not_go_together(chunk_size, monkeypatch):
     """The layer works on GPUs only, so the module is asked without a run, as if on two processes."""
-    module = RetrievalModule(nn.Sequential(nn.Linear(6, 4), nn.SyncBatchNorm(4)), SmoothAPLoss(), chunk_size)
-    module._refuse_for_several()
-    monkeypatch.setattr("lightning_retrieval.training.module.world_size", lambda: 2)
+    module = RetrievalModule(nn.Sequential(nn.Linear(6, 4), nn.SyncBatchNorm(4)), SmoothAPLoss(), chunk_size=chunk_size)
+    check_processes(module)
+    monkeypatch.setattr("lightning_retrieval.training.trainer_checks.world_size", lambda: 2)
     if chunk_size is None:
-        module._refuse_for_several()
+        check_processes(module)
     else:
         with pytest.raises(ValueError, match=r"^RetrievalModule: SyncBatchNorm waits for all processes at each chunk"):
-            module._refuse_for_several()
+            check_processes(module)
 
 
 class Random(nn.Module):
@@ -606,10 +618,12 @@ def test_auto_takes_the_largest_chunk_that_fits():
     """Of 10 rows: 10, 5 and 3 are tried; a longer batch makes it look again, a shorter one does not."""
     data = batches(2)
     longer = [torch.cat(pair) for pair in zip(*batches(2))]
-    auto, fixed = (RetrievalModule(Small(4), SmoothAPLoss(tau=0.1), size, SGD, seed=3) for size in ("auto", 3))
+    auto, fixed = (
+        RetrievalModule(Small(4), SmoothAPLoss(tau=0.1), chunk_size=size, optimizer=SGD, seed=3) for size in ("auto", 3)
+    )
     fit(auto, [*data, longer, data[0]])
     fit(fixed, [*data, longer, data[0]])
-    assert auto._chunk_found == (3, 20)
+    assert (auto._chunk_size_search.chunk_size, auto._chunk_size_search.rows) == (3, 20)
     tried = [rows for rows in auto.embedder.asked if rows > 4]
     assert tried == [10, 5, 20, 10, 5]
     assert_same(auto, fixed)
@@ -617,7 +631,7 @@ def test_auto_takes_the_largest_chunk_that_fits():
 
 def test_auto_says_so_where_not_one_image_fits():
     with pytest.raises(torch.OutOfMemoryError, match=r"not even one input of shape \(6,\) fits the memory of cpu"):
-        fit(RetrievalModule(Small(0), SmoothAPLoss(), "auto"), batches())
+        fit(RetrievalModule(Small(0), SmoothAPLoss(), chunk_size="auto"), batches())
 
 
 def test_the_report_at_the_start_says_p_and_k_and_the_length(caplog):
@@ -746,7 +760,7 @@ def test_a_short_subclass_with_an_argument_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("name", "given", "path"),
     [
-        ("embedder", net(), r"torch\.nn\.modules\.container\.Sequential"),
+        ("embedder", net(), r"torch\.nn\.Sequential"),
         ("loss", Gives(shape=()), r".*Gives"),
         ("optimizer", lambda groups: torch.optim.SGD(groups, lr=0.5), r"builtins\.function"),
     ],

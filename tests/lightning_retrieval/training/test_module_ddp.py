@@ -21,10 +21,10 @@ from pytorch_metric_learning.losses import ProxyAnchorLoss
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_retrieval.training.module
 from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery
 from lightning_retrieval.datamodules import PKSampler, RetrievalDataModule
+from lightning_retrieval.training import run_report
 
 QUIET = [
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
@@ -144,14 +144,14 @@ def scenarios(world: int, folder: Path) -> dict:
             "buffers": watch.buffers[0],
         }
 
-    said, real = [], lightning_retrieval.training.module.rank_zero_info
-    lightning_retrieval.training.module.rank_zero_info = said.append
+    said, real = [], run_report.rank_zero_info
+    run_report.rank_zero_info = said.append
     for settings in ({"memory": CrossBatchMemory(50)}, {"gather": False} if world == 1 else {}):
         embedder = module("smooth-ap").embedder
         trainer(world, folder, max_steps=2).fit(
             RetrievalModule(embedder, SmoothAPLoss(), **settings), datamodule=PointData()
         )
-    lightning_retrieval.training.module.rank_zero_info = real
+    run_report.rank_zero_info = real
     seen["said"] = said
 
     evaluation, best = RetrievalEvaluation(ks=(1, 5), before_fit=True), ModelCheckpoint(monitor="val/mAP", mode="max")
@@ -294,7 +294,7 @@ def test_a_fit_says_once_what_its_lists_are_and_what_a_step_sends(one, two):
 def test_what_processes_cannot_do_together_is_refused_on_both(two):
     for rank in two:
         assert rank["refused"] == (
-            "RetrievalModule: a memory must be the same on all 2 processes, which gather=False does not give; leave "
+            "RetrievalModule: a memory must be the same on all 2 processes, which gather=False does not provide; leave "
             "gather at True."
         )
 
