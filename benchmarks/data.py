@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from timing import arguments, interleaved, peak_added_memory, report, setting
+from timing import arguments, environment, interleaved, peak_added_memory, report
 from torch.utils.data import DataLoader
 
 from lightning_retrieval.datamodules import ImageIndex, ImageSet, reference_transform
@@ -85,7 +85,7 @@ def main() -> None:
                     "what": f"reading, {what}",
                     "images": len(paths),
                     "time": timing,
-                    "images a second": len(paths) / timing.median,
+                    "images per second": len(paths) / timing.median,
                 }
             )
     with tempfile.TemporaryDirectory() as name:
@@ -102,12 +102,12 @@ def main() -> None:
                         "what": f"{what}, boxes" if boxes else what,
                         "images": sum(PEOPLE.values()) * (1 if quick else PICTURES),
                         "time": timings[what],
-                        "images a second": sum(PEOPLE.values()) * (1 if quick else PICTURES) / timings[what].median,
+                        "images per second": sum(PEOPLE.values()) * (1 if quick else PICTURES) / timings[what].median,
                         "added MiB": peak_added_memory(indexing, "cpu", root, boxes, cache) / MIB,
                     }
                 )
     title = "Reading and indexing images; median (lowest to highest)"
-    report(title, setting("cpu", "torchvision", "pillow", "numpy"), rows, options.json)
+    report(title, environment("cpu", "torchvision", "pillow", "numpy"), rows, options.json)
 
 
 if __name__ == "__main__":

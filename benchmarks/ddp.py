@@ -1,21 +1,23 @@
-"""Training steps on 1 and 2 processes of one machine: time, what of it is communication, and the bytes sent.
+"""Training steps in 1 and 2 processes on one machine: time, the part of it that is communication, and the bytes sent.
 
     python benchmarks/ddp.py
 
-Each process gets an equal part of the cores. `RetrievalModule` trains GlyphNet with `SmoothAPLoss` under a real Trainer
-(`strategy="ddp"`, gloo) on noise; the loader's time is left out. Inside a collective a process also waits for the
-others. So in every second step a barrier stands before each collective: "waiting" is the time in the barriers, their
-own messages included, "moving" that in the collectives after them, and "%" their shares of these steps. "step" is of
-the other steps, without barriers. All times are the first process'.
+Each process has an equal fraction of the cores. `RetrievalModule` trains GlyphNet with `SmoothAPLoss` under a real
+Trainer (`strategy="ddp"`, gloo) on noise; the time of the data loader does not count. Inside a collective operation a
+process also waits for the others. Therefore, in every second step there is a barrier before each collective: "waiting"
+is the time in the barriers, including their own messages; "transfer" is the time in the collectives after them; and "%"
+are the percentages of these steps. "step" is the time of the other steps, without barriers. All times are those of the
+first process.
 
-"sent" counts what the collectives were really given, as if each sends nothing twice. DDP's own broadcast of the batch
-norms' buffers (6 kB here) is not among them. "model" is `lightning_retrieval.training.traffic.step_traffic`,
+"sent" counts the bytes that were passed to the collectives, as if none of them sent anything twice. It does not include
+DDP's broadcast of the buffers of batch norms (6 kB here). "model" is `lightning_retrieval.training.traffic.step_traffic`,
 
     (W - 1) / W x (B (4 D + 16) + 4 B D + 8 x parameters) bytes, for B rows, D dimensions and W processes:
 
-rows gathered with label and id, their gradients handed back, gradients of parameters summed. "predicted" is that over
-the bandwidth of an all-reduce of 64 MiB, measured in the same processes: a floor, as
-each of the five collectives also costs some time whatever its bytes. Two minutes on two cores.
+the gathered rows with label and id, the gradients of the rows, and the sums of the gradients of the parameters.
+"predicted" divides it by the bandwidth of an all-reduce of 64 MiB, measured in the same processes. It is a lower bound,
+since each of the five collectives also takes some time that does not depend on its size. The benchmark takes two
+minutes on two cores.
 """
 
 import logging
@@ -33,7 +35,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from timing import Timing, arguments, report, setting
+from timing import Timing, arguments, environment, report
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -47,7 +49,7 @@ WARM_UP = 2  # steps
 
 
 class Noise(Dataset[dict[str, Tensor]]):
-    """Noise in classes of four, as many items as `steps` batches have; the images repeat from batch to batch."""
+    """Noise in classes of four, with as many items as `steps` batches need; all batches have the same images."""
 
     def __init__(self, batch: int, steps: int) -> None:
         self.images = torch.rand(batch, 1, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -65,7 +67,7 @@ class Noise(Dataset[dict[str, Tensor]]):
 
 
 class Clock(pl.Callback):
-    """Seconds of steps, plain and with barriers in turn; seconds and bytes of the collectives of the latter."""
+    """Measures the seconds of steps, alternately without and with barriers, and the collectives of the latter."""
 
     def __init__(self) -> None:
         self.steps: list[float] = []
@@ -73,7 +75,7 @@ class Clock(pl.Callback):
         self.real: dict[str, Callable[..., Any]] = {}
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
-        self.seen = {"waiting": 0.0, "moving": 0.0, "sent": 0.0}
+        self.seen = {"waiting": 0.0, "transfer": 0.0, "sent": 0.0}
         if index % 2:
             self.real = {name: getattr(dist, name) for name in SENT}
             for name in SENT:
@@ -87,7 +89,7 @@ class Clock(pl.Callback):
         dist.barrier()
         together = time.perf_counter()
         self.real[name](*args, **keywords)
-        self.seen["moving"] += time.perf_counter() - together
+        self.seen["transfer"] += time.perf_counter() - together
         self.seen["waiting"] += together - start
         self.seen["sent"] += SENT[name](*args)
 
@@ -112,7 +114,7 @@ def _sent_to_others(out: Tensor, tensor: Tensor, out_rows: list[int], rows: list
     return _size(tensor) * (1 - rows[dist.get_rank()] / sum(rows))
 
 
-# Bytes that a process sends in a collective which sends nothing twice, from the collective's arguments.
+# Bytes that a process sends in a collective that sends nothing twice, given the arguments of the collective.
 SENT: dict[str, Callable[..., float]] = {
     "all_gather": lambda parts, tensor: _size(tensor) * (dist.get_world_size() - 1),
     "all_to_all_single": _sent_to_others,
@@ -121,7 +123,7 @@ SENT: dict[str, Callable[..., float]] = {
 
 
 def train(world: int, batch: int, dim: int, runs: int) -> tuple[Clock, int]:
-    """Steps of both kinds, `runs` of each; and the number of parameters."""
+    """Run `runs` steps of each kind; returns the clock and the number of parameters."""
     torch.manual_seed(0)
     module = RetrievalModule(Embedder("glyph_net", dim, freeze_batch_norm=True), SmoothAPLoss())
     data = Noise(batch, WARM_UP + 2 * runs)
@@ -143,7 +145,7 @@ def train(world: int, batch: int, dim: int, runs: int) -> tuple[Clock, int]:
 
 
 def bandwidth(size: int) -> float:
-    """Bytes a second that each process sends in a large all-reduce."""
+    """Bytes per second that each process sends in a large all-reduce."""
     tensor, seconds = torch.zeros(size // 4), []
     for _ in range(6):
         dist.barrier()
@@ -154,29 +156,21 @@ def bandwidth(size: int) -> float:
 
 
 def one_process(rank: int, world: int, threads: int, cases: list[tuple[int, int]], quick: bool, folder: str) -> None:
-    """Goes through all cases; the first process writes down what it saw."""
+    """Measure all cases; the first process saves its rows of the table."""
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     torch.set_num_threads(threads)
     rows: list[dict[str, Any]] = []
     if world > 1:
-        os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")  # as a launcher does
+        os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")  # as a launcher sets them
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     for batch, dim in cases:
         clock, parameters = train(world, batch, dim, 1 if quick else 5)
         row: dict[str, Any] = {"processes": world, "batch": batch, "dim": dim, "step": _timing(clock.steps)}
         if world > 1:
-            columns = {name: [step[name] for step in clock.with_barriers] for name in clock.with_barriers[0]}
-            of_step = {name: 100 * sum(columns[name]) / sum(columns["step"]) for name in ("waiting", "moving")}
-            model = sum(step_traffic(batch, dim, parameters, world).values())
+            predicted_bytes = sum(step_traffic(batch, dim, parameters, world).values())
             rate = bandwidth(1 << (16 if quick else 26))
-            row |= {
-                "waiting %": of_step["waiting"],
-                "moving %": of_step["moving"],
-                "moving": _timing(columns["moving"]),
-            }
-            row |= {"predicted ms": 1000 * model / rate, "sent MB": columns["sent"][0] / MB, "model MB": model / MB}
-            row |= {"bandwidth MB/s": rate / MB}
+            row |= communication(clock, predicted_bytes, rate)
         rows.append(row)
     if rank == 0:
         torch.save(rows, Path(folder) / f"rows{world}.pt")
@@ -184,15 +178,33 @@ def one_process(rank: int, world: int, threads: int, cases: list[tuple[int, int]
         dist.destroy_process_group()
 
 
+def communication(clock: Clock, predicted_bytes: float, rate: float) -> dict[str, Any]:
+    """The columns of a row of several processes."""
+    names = clock.with_barriers[0]
+    columns = {name: [step[name] for step in clock.with_barriers] for name in names}
+    step_seconds = sum(columns["step"])
+    return {
+        "waiting %": 100 * sum(columns["waiting"]) / step_seconds,
+        "transfer %": 100 * sum(columns["transfer"]) / step_seconds,
+        "transfer": _timing(columns["transfer"]),
+        "predicted ms": 1000 * predicted_bytes / rate,
+        "sent MB": columns["sent"][0] / MB,
+        "model MB": predicted_bytes / MB,
+        "bandwidth MB/s": rate / MB,
+    }
+
+
 def _timing(seconds: list[float]) -> Timing:
     return Timing(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
 
 
 def main() -> None:
-    options = arguments("Training steps on 1 and 2 processes: time, communication, bytes sent.")
+    options = arguments("Training steps in 1 and 2 processes: time, communication, bytes sent.")
     if options.device != "cpu":
-        sys.exit("--device cuda: the processes of this benchmark share the cores of one CPU.")
-    cases = [(16, 8)] if options.quick else [(batch, dim) for batch in (256, 1024) for dim in (128, 512)]
+        sys.exit("--device cuda: this benchmark runs on the CPU only, whose cores its processes share.")
+    cases = [(256, 128), (256, 512), (1024, 128), (1024, 512)]  # batch and dimension
+    if options.quick:
+        cases = [(16, 8)]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for world in (1, 2):
@@ -200,7 +212,7 @@ def main() -> None:
             torch.multiprocessing.spawn(one_process, (world, threads, cases, options.quick, folder), nprocs=world)
             rows += torch.load(Path(folder) / f"rows{world}.pt", weights_only=False)
     title = f"Steps of GlyphNet with SmoothAPLoss, K = {PER_CLASS}, float32; median (lowest to highest)"
-    report(title, setting("cpu", "pytorch-lightning"), rows, options.json)
+    report(title, environment("cpu", "pytorch-lightning"), rows, options.json)
 
 
 if __name__ == "__main__":

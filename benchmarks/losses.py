@@ -1,19 +1,20 @@
-"""Every loss, forward and backward: time and peak memory at several batch sizes, each beside a peer.
+"""Forward and backward pass of every loss: time and peak memory at several batch sizes, compared with a peer.
 
     python benchmarks/losses.py
 
-Peers are the losses of pytorch-metric-learning where there is one, else the formula written plainly, with a tensor of
-(B, B, B) or (B, bins, B); for the black-box losses one argsort of the (B, B) score matrix. A loss and its peer are
-timed in turn in one process, on the same embeddings (classes of 4 side by side, as pytorch-metric-learning's Smooth-AP
-needs them). Values differ where conventions do: that library's count the query in its own list or cut their groups in
-another way. Memory is what a step adds at its peak, in a process of its own. About five minutes on two cores.
+The peer is the loss of the same name in pytorch-metric-learning if there is one, else a direct implementation of the
+formula with a tensor of shape (B, B, B) or (B, bins, B); for the black-box losses it is one argsort of the (B, B) score
+matrix. A loss and its peer are timed alternately in one process, on the same embeddings. Classes of 4 images are
+contiguous, since the Smooth-AP of pytorch-metric-learning needs that. Its losses have other values, because they count
+the query in its own list or form groups differently. Memory is the peak that a step adds, measured in a separate
+process. The benchmark takes about five minutes on two cores.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from timing import arguments, interleaved, peak_added_memory, report, setting
+from timing import arguments, environment, interleaved, peak_added_memory, report
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -49,7 +50,7 @@ def their_fast_ap() -> nn.Module:
 
 
 class PlainAPQ(nn.Module):
-    """AP_Q with a tensor of (B, bins, B)."""
+    """AP_Q with a tensor of shape (B, bins, B)."""
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         x = normalize(embeddings)
@@ -63,7 +64,7 @@ class PlainAPQ(nn.Module):
 
 
 class PlainSoftRanks(nn.Module):
-    """Recall@k or the like of soft ranks with a tensor of (B, B, B); `value` makes a loss of ranks and positives."""
+    """A loss of soft ranks with a tensor of shape (B, B, B); `value` computes it from ranks and positives."""
 
     def __init__(self, value: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -71,7 +72,8 @@ class PlainSoftRanks(nn.Module):
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         x = normalize(embeddings)
-        labels = labels if labels.ndim == 1 else labels[:, 0]
+        if labels.ndim > 1:
+            labels = labels[:, 0]
         s = x @ x.T
         others = ~torch.eye(len(x), dtype=torch.bool, device=x.device)
         above = torch.sigmoid((s[:, None] - s[:, :, None]) / 0.01) * others[:, None]  # (query, i, j)
@@ -89,7 +91,7 @@ def precision_of_ranks(rank: Tensor, positive: Tensor) -> Tensor:
 
 
 class Argsort(nn.Module):
-    """One argsort of the score matrix, without gradient: the floor of a loss of ranks."""
+    """One argsort of the score matrix, without gradient: a lower bound for a loss that ranks."""
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         x = normalize(embeddings.detach())
@@ -99,7 +101,7 @@ class Argsort(nn.Module):
         return embeddings[0, 0] * 0
 
 
-# The peer of each loss, and the batch at which the two are compared.
+# The peer of each loss, and the batch size at which the two are compared.
 PEERS: dict[str, tuple[str, Callable[[], nn.Module], int]] = {
     "SmoothAPLoss": ("pytorch-metric-learning SmoothAPLoss", their_smooth_ap, 384),
     "FastAPLoss": ("pytorch-metric-learning FastAPLoss", their_fast_ap, 2048),
@@ -114,11 +116,11 @@ PEERS: dict[str, tuple[str, Callable[[], nn.Module], int]] = {
 
 
 def step(loss: nn.Module, batch: int, device: str, levels: bool = False) -> Callable[[], Any]:
-    """A function that takes the loss of a batch and its gradient."""
+    """A function that computes the loss of a batch and its gradient."""
     generator = torch.Generator().manual_seed(0)
     embeddings = torch.randn(batch, DIM, generator=generator).to(device).requires_grad_()
     labels = torch.arange(batch, device=device) // PER_CLASS
-    if levels:  # every four classes are one coarse class
+    if levels:  # four classes form one coarse class
         labels = torch.stack([labels, labels // 4], 1)
 
     def run() -> None:
@@ -129,33 +131,52 @@ def step(loss: nn.Module, batch: int, device: str, levels: bool = False) -> Call
 
 
 def measured(name: str, batch: int, device: str) -> Callable[[], Any]:
-    """For the memory: a small step first, which loads what the first use loads."""
+    """To measure memory: runs a small step first, which loads what the first use loads."""
     step(LOSSES[name](), 2 * PER_CLASS, device, name == "HAPLoss")()
     return step(LOSSES[name](), batch, device, name == "HAPLoss")
 
 
+def batch_sizes(name: str, device: str, quick: bool) -> tuple[int, ...]:
+    if quick:
+        return (32,)
+    if device != "cpu" or name == "SmoothAPLoss":
+        return (384, 2048, 4096, 16384)
+    return (384, 2048, 4096)
+
+
+def number_of_runs(batch: int, quick: bool) -> int:
+    if quick or batch > 4096:
+        return 1
+    return 9 if batch == 384 else 5
+
+
+def measure(name: str, batch: int, device: str, quick: bool) -> dict[str, Any]:
+    """One row of the table, without memory."""
+    peer, make_peer, compared_at = PEERS.get(name, ("", None, 0))
+    functions = {"ours": step(LOSSES[name](), batch, device, name == "HAPLoss")}
+    if make_peer is not None and (quick or batch == compared_at):
+        functions["peer"] = step(make_peer(), batch, device)
+    times = interleaved(functions, number_of_runs(batch, quick), device)
+    row: dict[str, Any] = {"loss": name, "batch": batch, "time": times["ours"]}
+    if "peer" in times:
+        ratio = times["peer"].median / times["ours"].median
+        row |= {"peer": peer, "peer's time": times["peer"], "times faster": ratio}
+    return row
+
+
 def main() -> None:
-    options = arguments("Every loss, forward and backward, beside a peer.")
+    options = arguments("Forward and backward pass of every loss, compared with a peer.")
     device, quick = options.device, options.quick
-    sizes: tuple[int, ...] = (32,) if quick else (384, 2048, 4096) if device == "cpu" else (384, 2048, 4096, 16384)
     rows: list[dict[str, Any]] = []
-    for name, make in LOSSES.items():
-        peer, make_peer, compared = PEERS.get(name, ("", None, 0))
-        for batch in (*sizes, 16384) if name == "SmoothAPLoss" and not quick else sizes:
-            runs = 1 if quick or batch > 4096 else 9 if batch == 384 else 5
-            functions = {"ours": step(make(), batch, device, name == "HAPLoss")}
-            if make_peer is not None and (quick or batch == compared):
-                functions["peer"] = step(make_peer(), batch, device)
-            times = interleaved(functions, runs, device)
-            row: dict[str, Any] = {"loss": name, "batch": batch, "time": times["ours"]}
-            if "peer" in times:
-                ratio = times["peer"].median / times["ours"].median
-                row |= {"peer": peer, "peer's time": times["peer"], "times faster": ratio}
-            if (batch == sizes[-1] or batch > 4096) and not (quick and rows):
+    for name in LOSSES:
+        for batch in batch_sizes(name, device, quick):
+            row = measure(name, batch, device, quick)
+            measure_memory = not rows if quick else batch >= 4096
+            if measure_memory:
                 row["added MiB"] = peak_added_memory(measured, device, name, batch, device) / MIB
             rows.append(row)
     title = f"Losses, forward and backward, K = {PER_CLASS}, D = {DIM}; median (lowest to highest)"
-    report(title, setting(device, "pytorch-metric-learning"), rows, options.json)
+    report(title, environment(device, "pytorch-metric-learning"), rows, options.json)
 
 
 if __name__ == "__main__":

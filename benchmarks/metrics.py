@@ -18,7 +18,7 @@ import torch
 from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN
-from timing import arguments, interleaved, peak_added_memory, report, setting
+from timing import arguments, environment, interleaved, peak_added_memory, report
 from torch import Tensor
 from torchmetrics.retrieval import RetrievalMAP
 
@@ -159,7 +159,7 @@ def main() -> None:
     pixels = evaluation(normalize(images.flatten(1)).to(device), labels.to(device))()
     rows.append({"set": GLYPHS, "images": len(labels), "embeddings": "raw pixels", "mAP": pixels["mAP"].item()})
     packages = ("torchmetrics", "pytorch-metric-learning")
-    report("RetrievalMetrics; median (lowest to highest)", setting(device, *packages), rows, options.json)
+    report("RetrievalMetrics; median (lowest to highest)", environment(device, *packages), rows, options.json)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from timing import Timing, arguments, interleaved, peak_added_memory, report, setting
+from timing import Timing, arguments, environment, interleaved, peak_added_memory, report
 
 from lightning_retrieval.datamodules import AllClassesSampler, CategorySampler, GlobalBatchSampler, PKSampler
 
@@ -81,7 +81,7 @@ def main() -> None:
             }
         )
     title = "Batch samplers: construction and first batch, later batches, and memory; median (lowest to highest)"
-    report(title, setting("cpu", "numpy"), rows, options.json)
+    report(title, environment("cpu", "numpy"), rows, options.json)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import arguments, interleaved, peak_added_memory, report, setting
+from timing import arguments, environment, interleaved, peak_added_memory, report
 from torch import Tensor
 
 from lightning_retrieval import RetrievalIndex
@@ -100,7 +100,7 @@ def main() -> None:
             }
         )
     title = f"{count} rows, {QUERIES} queries, D = {DIM}, k = {K}; median (lowest to highest)"
-    report(title, setting("cpu", "faiss-cpu"), table, options.json)
+    report(title, environment("cpu", "faiss-cpu"), table, options.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timings, peak memory, and the setting that every table states."""
+"""Shared by the benchmarks: interleaved timings, peak memory, and the environment that every table states."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ import torch
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one thing's runs."""
+    """Seconds that the runs of one function took."""
 
     median: float
     lowest: float
@@ -35,7 +35,7 @@ class Timing:
 def interleaved(
     functions: Mapping[str, Callable[[], Any]], runs: int, device: str, warm_up: int = 1
 ) -> dict[str, Timing]:
-    """Time each function `runs` times, in turn, so that a slow moment of the machine falls on all of them."""
+    """Time each function `runs` times, in turn, so that a slow moment of the machine affects all of them."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for run in range(-warm_up, runs):
         for name, function in functions.items():
@@ -49,10 +49,10 @@ def interleaved(
 
 
 def peak_added_memory(setup: Callable[..., Callable[[], Any]], device: str, *args: Any) -> int:
-    """Bytes that `setup(*args)()` takes at its peak over what `setup` left, measured in a process of its own.
+    """Peak memory of `setup(*args)()` in bytes, beyond what `setup` has left, measured in a separate process.
 
-    `setup` is a function of a module; it makes the inputs, and may run the thing small once, so that what is loaded at
-    the first use is not counted.
+    `setup` is a function at the top of a module. It creates the inputs, and may run the measured function once on small
+    inputs, so that what is loaded at its first use does not count.
     """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_added, setup, device, torch.get_num_threads(), *args).result()
@@ -68,15 +68,18 @@ def _added(setup: Callable[..., Callable[[], Any]], device: str, threads: int, *
         function()
         _wait(device)
         return torch.cuda.max_memory_allocated() - before
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak starts again from what is held now
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: reset the peak to the memory in use
     before = _status("VmRSS")
     function()
     return _status("VmHWM") - before
 
 
 def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+    """A size that Linux reports of this process, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return 1024 * int(line.split()[1])
+    raise ValueError(f"/proc/self/status has no field {field}.")
 
 
 def _wait(device: str) -> None:
@@ -84,53 +87,58 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def setting(device: str, *packages: str) -> dict[str, str]:
+def environment(device: str, *packages: str) -> dict[str, str]:
     """Commit, versions, device and threads."""
-    found = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    name = torch.cuda.get_device_name() if device != "cpu" else _processor()
+    git = ["git", "describe", "--always", "--dirty"]
+    described = subprocess.run(git, capture_output=True, text=True, cwd=Path(__file__).parent)
+    versions = [f"{package} {version(package)}" for package in ("lightning-retrieval", "torch", *packages)]
+    processor = _processor() if device == "cpu" else torch.cuda.get_device_name()
     return {
-        "commit": found.stdout.strip() or "unknown",
-        "versions": ", ".join(f"{p} {version(p)}" for p in ("lightning-retrieval", "torch", *packages)),
+        "commit": described.stdout.strip() or "unknown",
+        "versions": ", ".join(versions),
         "python": platform.python_version(),
-        "device": f"{device}: {name}",
+        "device": f"{device}: {processor}",
         "threads": f"{torch.get_num_threads()} of {os.cpu_count()} cores",
     }
 
 
 def _processor() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
+    return platform.machine()
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """The options that every benchmark has."""
+    """The options of every benchmark."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, too")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, one run: only to see that it works")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes and one run: only to test that it works")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("--device cuda: there is no GPU here that torch can use.")
+        sys.exit("--device cuda: torch finds no GPU on this machine.")
     return options
 
 
-def report(title: str, where: Mapping[str, str], rows: list[dict[str, Any]], file: Path | None) -> None:
-    """Print the setting and one table; write both as JSON where a file is asked for."""
+def report(title: str, environment: Mapping[str, str], rows: list[dict[str, Any]], file: Path | None) -> None:
+    """Print the environment and one table; if a file is given, also write both to it as JSON."""
     print(title)
-    for name, value in where.items():
+    for name, value in environment.items():
         print(f"  {name:<9}{value}")
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    lines = [columns]
+    for row in rows:
+        lines.append([_cell(row.get(column)) for column in columns])
+    widths = [max(map(len, cells)) for cells in zip(*lines)]
     print()
-    for row in cells:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip())
     if file is not None:
-        results = [{k: asdict(v) if isinstance(v, Timing) else v for k, v in row.items()} for row in rows]
-        file.write_text(json.dumps({"title": title, "setting": dict(where), "results": results}, indent=2) + "\n")
+        written = {"title": title, "environment": dict(environment), "results": rows}
+        file.write_text(json.dumps(written, indent=2, default=asdict) + "\n")  # asdict: of the timings
 
 
 def _cell(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Each benchmark runs, prints its table and writes the same as JSON; what the numbers are is not tested."""
+"""Each benchmark runs, prints its table and writes it as JSON. The numbers themselves are not tested."""
 
 import json
 import subprocess
@@ -9,10 +9,10 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 COLUMNS = {
-    "data": {"what", "images", "time", "images a second", "added MiB"},
+    "data": {"what", "images", "time", "images per second", "added MiB"},
     "large_batch": {
-        *("batch", "in chunks", "plain batch", "plain", "time an image"),
-        *("added MiB", "times the first", "plain added MiB"),
+        *("batch", "in chunks", "plain batch", "plain", "time ratio per image"),
+        *("added MiB", "ratio to the first", "plain added MiB"),
     },
     "losses": {"loss", "batch", "time", "peer", "peer's time", "times faster", "added MiB"},
     "metrics": {
@@ -27,15 +27,15 @@ COLUMNS = {
 }
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak memory from the /proc of Linux")
 @pytest.mark.parametrize("name", sorted(COLUMNS))
-def test_benchmark_runs(name, tmp_path):
+def test_a_benchmark_prints_and_writes_its_table(name, tmp_path):
     file = tmp_path / "results.json"
     command = [sys.executable, BENCHMARKS / f"{name}.py", "--quick", "--json", file]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     written = json.loads(file.read_text())
-    assert set(written["setting"]) == {"commit", "versions", "python", "device", "threads"}
+    assert set(written["environment"]) == {"commit", "versions", "python", "device", "threads"}
     results = written["results"]
     assert {column for row in results for column in row} == COLUMNS[name]
     for column in COLUMNS[name]:
@@ -47,17 +47,17 @@ def test_benchmark_runs(name, tmp_path):
     assert all(0 < t["lowest"] <= t["median"] <= t["highest"] for t in timings)
 
 
-def test_ddp_benchmark_runs_and_counts_the_bytes_of_the_model(tmp_path):
+def test_the_ddp_benchmark_counts_the_bytes_that_the_model_predicts(tmp_path):
     file = tmp_path / "results.json"
     command = [sys.executable, BENCHMARKS / "ddp.py", "--quick", "--json", file]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     one, two = json.loads(file.read_text())["results"]
     assert set(one) == {"processes", "batch", "dim", "step"}
-    new = {"waiting %", "moving %", "moving", "predicted ms", "sent MB", "model MB", "bandwidth MB/s"}
+    new = {"waiting %", "transfer %", "transfer", "predicted ms", "sent MB", "model MB", "bandwidth MB/s"}
     assert set(two) == set(one) | new
     assert all(column in done.stdout for column in two)
     assert (one["processes"], two["processes"]) == (1, 2)
-    # Beside the model's: the sizes of the shares, which parameters have a gradient, and the loss.
+    # The model does not count the sizes of the shards, which parameters have a gradient, and the loss.
     assert two["model MB"] < two["sent MB"] < two["model MB"] + 0.0005
-    assert 0 < two["waiting %"] + two["moving %"] < 100
+    assert 0 < two["waiting %"] + two["transfer %"] < 100
