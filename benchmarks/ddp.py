@@ -10,7 +10,8 @@ are the percentages of these steps. "step" is the time of the other steps, witho
 first process.
 
 "sent" counts the bytes that were passed to the collectives, as if none of them sent anything twice. It does not include
-DDP's broadcast of the buffers of batch norms (6 kB here). "model" is `lightning_retrieval.training.traffic.step_traffic`,
+DDP's broadcast of the buffers of batch norms (6 kB here). "model" is the result of
+`lightning_retrieval.training.traffic.step_traffic`,
 
     (W - 1) / W x (B (4 D + 16) + 4 B D + 8 x parameters) bytes, for B rows, D dimensions and W processes:
 
