@@ -46,7 +46,7 @@ def precision_of_the_last(ranks: PositiveRanks) -> Float[Tensor, " query"]:
     return ranks.count / ranks.rank.amax(1).double()
 '''
 
-NEW_ENTRY = '    QueryMetric(definitions.precision_of_the_last, "P@last", "mP@last"),\n'
+NEW_ENTRY = '        QueryMetric(definitions.precision_of_the_last, "P@last", "mP@last"),\n'
 
 USE_OF_THE_METRIC = """
 import torch
@@ -66,7 +66,7 @@ def test_metric_in_one_function_and_one_table_entry(tmp_path):
     with (package / "metrics" / "definitions.py").open("a", encoding="utf-8") as file:
         file.write(NEW_METRIC)
     table = package / "metrics" / "table.py"
-    first_entry = '    QueryMetric(definitions.average_precision, "AP", "mAP"),\n'
+    first_entry = '        QueryMetric(definitions.average_precision, "AP", "mAP"),\n'
     replace_once(table, first_entry, first_entry + NEW_ENTRY)
     # The query's list is: relevant, irrelevant, relevant, irrelevant. The last positive has rank 3.
     assert run_in_the_copy(package, USE_OF_THE_METRIC) == f"{2 / 3} [{2 / 3}]\n"

@@ -17,7 +17,7 @@ Ties count against the model, as in scikit-learn. The query itself is not in its
 value: `RetrievalMetrics` sets it to NaN, skips it in every mean and reports the number of skipped queries.
 
 Each function takes the ranks of a block of queries and returns one float64 value per query. To add a metric, write such
-a function and add one entry to the table of `lightning_retrieval.metrics.table`.
+a function and add one entry to `lightning_retrieval.metrics.table.metrics_table`.
 """
 
 import torch

@@ -1,6 +1,7 @@
 """The rows of an evaluation set, gathered over all processes and merged so that each image occurs once."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -161,11 +162,7 @@ def _common_format(owner: str, formats: Sequence[RowFormat | None]) -> RowFormat
     if not found:
         raise ValueError(nothing_to_compute(owner))
     if len(found) > 1:
-        listed = [tuple(row_format) for row_format in sorted(found)]
-        raise ValueError(
-            f"{owner}: rows must have the same format on all processes, got (dimension, dtype, shape of a label, has "
-            f"ids, has instances) {listed}."
-        )
+        raise ValueError(f"{owner}: rows must have the same format on all processes, got {sorted(found)}.")
     row_format = found.pop()
     if not row_format.has_ids:
         raise ValueError(
@@ -200,7 +197,7 @@ def _gather_column(
         gathered = gather_rows(column[begin : begin + _CHUNK].to(device), sizes, group)
         for chunks, chunk in zip(chunks_of_rank, gathered.cpu().split(sizes)):
             chunks.append(chunk)
-    return torch.cat([torch.cat(chunks) for chunks in chunks_of_rank])
+    return torch.cat(list(chain.from_iterable(chunks_of_rank)))
 
 
 def _first_of_each(

@@ -14,7 +14,7 @@ from lightning_retrieval.checks import check_integer, check_positive
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.gathering import UNSHARDED, Rows, Shard
 from lightning_retrieval.metrics.query_gallery import QueryGallery
-from lightning_retrieval.metrics.table import QueryMetric, metrics_for
+from lightning_retrieval.metrics.table import QueryMetric, metrics_table
 from lightning_retrieval.ranking.ranks import positive_ranks
 
 
@@ -33,26 +33,25 @@ def query_values(
     Returns:
         `"ids"` and `"labels"` (query,) int64, and the values (query,) of each metric under its name, float64.
     """
-    values: dict[str, Tensor] = {}
-    for metric in metrics:
-        values[metric.per_query] = torch.zeros(len(lists.query_ids), dtype=torch.float64, device=lists.query_ids.device)
+    shape = (len(lists.queries), len(metrics))
+    table = torch.zeros(shape, dtype=torch.float64, device=lists.query_ids.device)
+    columns = {"ids": lists.query_ids, "labels": lists.query_labels[:, 0]}
+    for index, metric in enumerate(metrics):
+        columns[metric.per_query] = table[:, index]
     if len(lists.queries) == 0 or len(lists.gallery) == 0:
-        for column in values.values():
-            column.fill_(torch.nan)
+        table.fill_(torch.nan)
     else:
-        _rank_shard(lists, metrics, shard, values)
+        _rank_shard(lists, metrics, shard, columns)
         if shard.count > 1:
-            for column in values.values():
-                dist.all_reduce(column, group=group)  # other processes have a zero for each query: the sum is exact
+            dist.all_reduce(table, group=group)  # other processes have zeros for each query: the sum is exact
     by_id = lists.query_ids.argsort()
-    columns = {"ids": lists.query_ids, "labels": lists.query_labels[:, 0], **values}
     return {name: column[by_id] for name, column in columns.items()}
 
 
 def _rank_shard(
-    lists: QueryGallery, metrics: Sequence[QueryMetric], shard: Shard, values: dict[str, Float[Tensor, " query"]]
+    lists: QueryGallery, metrics: Sequence[QueryMetric], shard: Shard, columns: dict[str, Float[Tensor, " query"]]
 ) -> None:
-    """Rank the queries of one shard and write the values of each metric."""
+    """Rank the queries of one shard and write the values of each metric to the column of its name."""
     blocks = positive_ranks(
         lists.queries,
         lists.query_labels,
@@ -73,7 +72,7 @@ def _rank_shard(
     with progress:
         for ranks in blocks:
             for metric in metrics:
-                values[metric.per_query][ranks.queries] = metric.values(ranks)
+                columns[metric.per_query][ranks.queries] = metric.values(ranks)
             progress.update(len(ranks.queries))
 
 
@@ -139,7 +138,7 @@ class RetrievalMetrics(EmbeddingMetric):
         rows, shard = self.gather()
         self._cached_values = self._query_values(rows, shard)
         results = {}
-        for metric in metrics_for(self._settings(), rows.labels.shape[1]):
+        for metric in self._table(rows):
             if metric.mean is not None:
                 values = self._cached_values[metric.per_query]
                 results[metric.mean] = values[~values.isnan()].mean()
@@ -166,9 +165,8 @@ class RetrievalMetrics(EmbeddingMetric):
     def extra_repr(self) -> str:
         return f"ks={self.ks}, map_ks={self.map_ks}, alpha={self.alpha}"
 
-    def _settings(self) -> dict[str, Any]:
-        """The settings that the table of metrics refers to."""
-        return {"ks": self.ks, "map_ks": self.map_ks, "alpha": self.alpha}
+    def _table(self, rows: Rows) -> list[QueryMetric]:
+        return metrics_table(self.ks, self.map_ks, self.alpha, levels=rows.labels.shape[1])
 
     def _query_values(self, rows: Rows, shard: Shard) -> dict[str, Tensor]:
         """The results of `per_query` for these rows."""
@@ -176,8 +174,7 @@ class RetrievalMetrics(EmbeddingMetric):
         if len(lists.queries) > 0 and len(lists.gallery) > 0:
             every_query_in_gallery = bool((lists.self_index >= 0).all())
             self.ranked_images = len(lists.gallery) - int(every_query_in_gallery)
-        metrics = metrics_for(self._settings(), rows.labels.shape[1])
-        return query_values(lists, metrics, shard, self.process_group)
+        return query_values(lists, self._table(rows), shard, self.process_group)
 
     def _warn_of_no_positive(self, queries: int) -> None:
         cure = "the gallery is empty"

@@ -201,7 +201,7 @@ class RevisitedMetrics(EmbeddingMetric):
         scores, counts = self._scores_and_counts(ranked, listed, shard)
         values = {}
         for setup, kinds in SETUPS.items():
-            is_positive = torch.isin(listed.kind, torch.tensor([int(kind) for kind in kinds], device=scores.device))
+            is_positive = torch.isin(listed.kind, torch.tensor(kinds, device=scores.device))
             is_removed = ~is_positive & (listed.kind != Kind.NOT_LISTED)
             rank = counts - _count_chosen(scores, is_removed)
             total = [self._lists.positives(query, kinds) for query in query_ids]

@@ -1,13 +1,12 @@
 """The table of all metrics that `RetrievalMetrics` computes.
 
-To add a metric, write a function in `lightning_retrieval.metrics.definitions` and add one entry to `METRICS`. The
+To add a metric, write a function in `lightning_retrieval.metrics.definitions` and add one entry to `metrics_table`. The
 metric is then computed, logged, and returned for each query; nothing else has to change.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -17,26 +16,19 @@ from lightning_retrieval.metrics import definitions, hierarchical
 from lightning_retrieval.ranking.ranks import PositiveRanks
 
 
-@dataclass(frozen=True)
-class QueryMetric:
+class QueryMetric(NamedTuple):
     """A metric with one value per query.
 
     Args:
-        function: from the ranks of a block of queries, and maybe further arguments, to one value per query.
+        function: from the ranks of a block of queries to one value per query.
         per_query: name of the values in the results of `per_query`.
         mean: name of their mean in the results of `compute`; None if no mean is reported.
-        arguments: names of further arguments of the function, which are settings of `RetrievalMetrics`.
-        for_each_k: name of the setting of `RetrievalMetrics` that holds several k. The function is called for each of
-            them with the argument `k`, which replaces `{k}` in both names. None if there is no k.
-        hierarchical: the metric is computed only for labels of several levels, and positives share any level with the
-            query. Otherwise positives share the finest label.
+        hierarchical: whether positives share any label level with the query; otherwise they share the finest one.
     """
 
-    function: Callable[..., Float[Tensor, " query"]]
+    function: Callable[[PositiveRanks], Float[Tensor, " query"]]
     per_query: str
     mean: str | None
-    arguments: tuple[str, ...] = ()
-    for_each_k: str | None = None
     hierarchical: bool = False
 
     def values(self, ranks: PositiveRanks) -> Float[Tensor, " query"]:
@@ -45,47 +37,32 @@ class QueryMetric:
             ranks = ranks.finest
         return self.function(ranks).masked_fill(ranks.count == 0, torch.nan)
 
-    def with_settings(self, settings: Mapping[str, Any]) -> list["QueryMetric"]:
-        """The metric with all further arguments filled in, once for each k."""
-        arguments = {name: settings[name] for name in self.arguments}
-        if self.for_each_k is None:
-            return [self._with_arguments(arguments)]
-        return [self._with_arguments({**arguments, "k": k}) for k in settings[self.for_each_k]]
 
-    def _with_arguments(self, arguments: dict[str, Any]) -> "QueryMetric":
-        per_query, mean = self.per_query, self.mean
-        if "k" in arguments:
-            per_query = per_query.format(k=arguments["k"])
-            mean = mean and mean.format(k=arguments["k"])
-        function = partial(self.function, **arguments)
-        return QueryMetric(function, per_query, mean, hierarchical=self.hierarchical)
-
-
-# The function, the name of its values in `per_query`, and the name of their mean in `compute`.
-METRICS = (
-    QueryMetric(definitions.average_precision, "AP", "mAP"),
-    QueryMetric(definitions.average_precision_at_r, "AP@R", "mAP@R"),
-    QueryMetric(definitions.r_precision, "R-Precision", "R-Precision"),
-    QueryMetric(definitions.reciprocal_rank, "RR", "MRR"),
-    QueryMetric(definitions.ndcg, "NDCG", "NDCG"),
-    QueryMetric(definitions.average_precision_at_k, "AP@{k}", "mAP@{k}", for_each_k="map_ks"),
-    QueryMetric(definitions.first_hit, "first_hit", None),
-    QueryMetric(hierarchical.h_ap, "H-AP", "H-AP", arguments=("alpha",), hierarchical=True),
-    QueryMetric(hierarchical.average_set_intersection, "ASI", "ASI", hierarchical=True),
-    QueryMetric(hierarchical.graded_ndcg, "NDCG-levels", "NDCG-levels", hierarchical=True),
-    QueryMetric(definitions.recall_at_k, "R@{k}", "R@{k}", for_each_k="ks"),
-)
-
-
-def metrics_for(settings: Mapping[str, Any], levels: int) -> list[QueryMetric]:
-    """All metrics for labels of this number of levels.
+def metrics_table(ks: Sequence[int], map_ks: Sequence[int], alpha: float, levels: int) -> list[QueryMetric]:
+    """All metrics, in the order in which they are reported.
 
     Args:
-        settings: those of `RetrievalMetrics`, by name.
+        ks: the k of R@k.
+        map_ks: the k of mAP@k.
+        alpha: how much more a finer level counts in H-AP.
         levels: number of label levels; hierarchical metrics need at least 2.
     """
-    found: list[QueryMetric] = []
-    for metric in METRICS:
-        if levels > 1 or not metric.hierarchical:
-            found += metric.with_settings(settings)
-    return found
+    table = [
+        QueryMetric(definitions.average_precision, "AP", "mAP"),
+        QueryMetric(definitions.average_precision_at_r, "AP@R", "mAP@R"),
+        QueryMetric(definitions.r_precision, "R-Precision", "R-Precision"),
+        QueryMetric(definitions.reciprocal_rank, "RR", "MRR"),
+        QueryMetric(definitions.ndcg, "NDCG", "NDCG"),
+        QueryMetric(definitions.first_hit, "first_hit", None),
+    ]
+    for k in map_ks:
+        table.append(QueryMetric(partial(definitions.average_precision_at_k, k=k), f"AP@{k}", f"mAP@{k}"))
+    if levels > 1:
+        table += [
+            QueryMetric(partial(hierarchical.h_ap, alpha=alpha), "H-AP", "H-AP", hierarchical=True),
+            QueryMetric(hierarchical.average_set_intersection, "ASI", "ASI", hierarchical=True),
+            QueryMetric(hierarchical.graded_ndcg, "NDCG-levels", "NDCG-levels", hierarchical=True),
+        ]
+    for k in ks:
+        table.append(QueryMetric(partial(definitions.recall_at_k, k=k), f"R@{k}", f"R@{k}"))
+    return table

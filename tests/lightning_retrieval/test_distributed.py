@@ -228,11 +228,11 @@ def test_metrics_refuse_alike_on_every_rank(ranks):
     world = len(ranks)
     expected = {
         "without ids": f"RetrievalMetrics: `ids` must be given if there are several processes, got none on {world}",
-        "dimension": "RetrievalMetrics: rows must have the same format on all processes, got (dimension, dtype, shape "
-        "of a label, has ids, has instances) [(5, 'torch.float32', (), True, False), (8, 'torch.float32', (), True, "
-        "False)]",
-        "dtype": "RetrievalMetrics: rows must have the same format on all processes, got (dimension, dtype, shape of a "
-        "label, has ids, has instances) [(8, 'torch.float32', (), True, False), (8, 'torch.float64', (), True, False)]",
+        "dimension": "RetrievalMetrics: rows must have the same format on all processes, got [RowFormat(dim=5, "
+        "dtype='torch.float32', label_shape=(), has_ids=True, has_instances=False), RowFormat(dim=8, ",
+        "dtype": "RetrievalMetrics: rows must have the same format on all processes, got [RowFormat(dim=8, "
+        "dtype='torch.float32', label_shape=(), has_ids=True, has_instances=False), RowFormat(dim=8, "
+        "dtype='torch.float64', label_shape=(), has_ids=True, has_instances=False)]",
         "one rank's": "RetrievalMetrics: `embeddings` must hold finite numbers only, got NaN or inf in 1 of 4 rows "
         "(ids 2), on rank 1.",
         "two labels": "RetrievalMetrics: `ids` must have one label each, got id 0 with two different labels",
