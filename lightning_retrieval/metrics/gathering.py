@@ -1,6 +1,7 @@
 """The rows of an evaluation set, gathered over all processes and merged so that each image occurs once."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -46,7 +47,8 @@ class RowFormat(NamedTuple):
     has_instances: bool
 
 
-class Shard(NamedTuple):
+@dataclass(frozen=True)
+class Shard:
     """The fraction of the queries that this process ranks: `index` of `count`. Every process has all rows."""
 
     index: int = 0
