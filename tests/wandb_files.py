@@ -1,18 +1,20 @@
-"""What an offline run of Weights & Biases has kept: its file, a log in LevelDB's format, read without its own code."""
+"""Reads the file of an offline run of Weights & Biases, a log in LevelDB's format."""
 
 import json
 import struct
 from pathlib import Path
 from typing import Any
 
-BLOCK, HEADER = 32_768, struct.Struct("<IHB")  # checksum, length, and 1 for whole, 2, 3, 4 for first, middle, last part
+BLOCK, HEADER = 32_768, struct.Struct("<IHB")  # checksum, length, kind: 1 whole record, 2 first, 3 middle, 4 last part
 START = 7  # bytes before the first record
 
 
 def records(file: Path) -> list[Any]:
+    """The records of the file, each of which may consist of several parts."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, parts, found = file.read_bytes(), START, b"", []
+    data = file.read_bytes()
+    at, parts, found = START, b"", []
     while at + HEADER.size <= len(data):
         if BLOCK - at % BLOCK < HEADER.size:
             at += BLOCK - at % BLOCK
@@ -28,7 +30,7 @@ def records(file: Path) -> list[Any]:
 
 
 class OfflineRun:
-    """Its id, configuration, last summary, history of each metric and artifacts."""
+    """The id, config, last summary, history of metrics and artifacts of a run."""
 
     def __init__(self, folder: Path) -> None:
         (file,) = folder.glob("*.wandb")
@@ -54,6 +56,7 @@ class OfflineRun:
                 )
 
     def column(self, name: str) -> list[Any]:
+        """All logged values of a metric."""
         return [row[name] for row in self.history if name in row]
 
 

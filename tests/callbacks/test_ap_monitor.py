@@ -1,4 +1,4 @@
-"""APMonitor: AP and AP_e of the training batches against loops, the gap of the evaluation set."""
+"""APMonitor: AP and AP_e of the training batches compared with loops, and the gap of the evaluation set."""
 
 import functools
 import math
@@ -29,13 +29,6 @@ from lightning_retrieval.losses import (
 from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
 from lightning_retrieval.metrics.decomposability import decomposability_gap
 
-QUIET = [
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    "ignore:The '(train|val|test)_dataloader' does not have many workers:UserWarning",
-    "ignore:GPU available but not used:UserWarning",
-]
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
-
 TAU = 0.1
 
 
@@ -48,7 +41,7 @@ def data(seed: int, size: int = 24) -> TensorDataset:
 
 
 class Record(pl.Callback):
-    """The embeddings that each step's loss sees, and what is logged after it."""
+    """Records the embeddings that the loss of each step gets, and what is logged after the step."""
 
     def __init__(self):
         self.steps, self.losses = [], []
@@ -90,7 +83,7 @@ def logged(folder) -> dict[int, dict[str, float]]:
 
 
 def lists(rows, labels):
-    """Of each query with a positive, the scores and the relevance of the others."""
+    """For each query with a positive, the scores and the relevance of the other rows."""
     unit = nn.functional.normalize(rows.double(), dim=1)
     for query in range(len(labels)):
         others = [other for other in range(len(labels)) if other != query]
@@ -102,7 +95,7 @@ def lists(rows, labels):
 def smooth_ap(scores, relevant) -> float:
     """Equations 5 to 7 of Smooth-AP, for one list."""
     total = 0.0
-    for i in [place for place, positive in enumerate(relevant) if positive]:
+    for i in [index for index, positive in enumerate(relevant) if positive]:
         above = [1 / (1 + math.exp((scores[i] - score) / TAU)) for score in scores]
         above[i] = 1.0
         total += sum(a for a, positive in zip(above, relevant) if positive) / sum(above)
@@ -142,14 +135,14 @@ def test_ap_and_its_error_are_those_of_the_batches(tmp_path, settings):
     ],
     ids=["ROADMAP", "WeightedSum", "FastAP", "SupAP", "Blackbox"],
 )
-def test_of_a_sum_the_surrogate_of_ap_counts(tmp_path, loss, term):
+def test_the_term_that_approximates_ap_is_used(tmp_path, loss, term):
     fit(tmp_path, loss, APMonitor(), epochs=1)
     row = logged(tmp_path)[1]
     assert row["train/AP_e"] == pytest.approx(abs(1 - row[f"train/loss{term}"] - row["train/AP"]), abs=1e-6)
 
 
 @pytest.mark.parametrize("weight", [None, 1.0])
-def test_a_memory_is_in_the_lists_where_it_is_in_the_loss(tmp_path, weight):
+def test_memory_is_in_the_lists_if_it_is_in_those_of_the_loss(tmp_path, weight):
     record = Record()
     fit(
         tmp_path,
@@ -168,8 +161,8 @@ def test_a_memory_is_in_the_lists_where_it_is_in_the_loss(tmp_path, weight):
     assert (abs(row["train/AP"] - of_batch) < 1e-6) == (weight is not None)
 
 
-def test_with_another_librarys_loss_the_lists_are_the_batchs(tmp_path):
-    """Its third argument names pairs, and its references come after."""
+def test_lists_of_a_third_party_loss_are_those_of_the_batch(tmp_path):
+    """The memory is not part of them."""
     record = Record()
     with pytest.warns(UserWarning, match="APMonitor: train/AP_e is not logged, because ContrastiveLoss does"):
         fit(tmp_path, ContrastiveLoss(), record, APMonitor(), epochs=1, memory=CrossBatchMemory(12))
@@ -178,14 +171,14 @@ def test_with_another_librarys_loss_the_lists_are_the_batchs(tmp_path):
 
 
 class PairDistance(nn.Module):
-    """As another library's: no ids, no references."""
+    """A third-party loss without ids and references."""
 
     def forward(self, embeddings, labels, indices_tuple=None, ref_emb=None, ref_labels=None):
         return torch.cdist(embeddings, embeddings)[labels[:, None] == labels].mean()
 
 
-@pytest.mark.parametrize("loss", [CalibrationLoss(), PairDistance()], ids=["ours", "another library's"])
-def test_other_losses_have_ap_but_no_error(tmp_path, loss):
+@pytest.mark.parametrize("loss", [CalibrationLoss(), PairDistance()], ids=["ours", "third-party"])
+def test_losses_that_do_not_approximate_ap_have_no_error(tmp_path, loss):
     record = Record()
     with pytest.warns(UserWarning, match=rf"^APMonitor: train/AP_e is not logged, because {type(loss).__name__} does"):
         fit(tmp_path, loss, record, APMonitor())
@@ -195,7 +188,7 @@ def test_other_losses_have_ap_but_no_error(tmp_path, loss):
     assert not any("AP_e" in name for step in logged(tmp_path).values() for name in step)
 
 
-def test_a_batch_without_any_positive_has_no_ap(tmp_path):
+def test_batch_without_a_positive_has_no_ap(tmp_path):
     module = RetrievalModule(nn.Linear(6, 3), SmoothAPLoss())
     run = pl.Trainer(
         max_epochs=1, accelerator="cpu", devices=1, logger=CSVLogger(tmp_path, version=0), log_every_n_steps=1,
@@ -203,14 +196,14 @@ def test_a_batch_without_any_positive_has_no_ap(tmp_path):
         enable_model_summary=False,
     )  # fmt: skip
     nothing = DataLoader(TensorDataset(torch.randn(4, 6), torch.arange(4)), batch_size=4)
-    with pytest.warns(UserWarning, match="SmoothAPLoss: no row of the batch has a positive") as said:
+    with pytest.warns(UserWarning, match="SmoothAPLoss: no row of the batch has a positive") as caught:
         run.fit(module, nothing, DataLoader(data(2), batch_size=8))
-    assert len([w for w in said if "no row" in str(w.message)]) == 1
+    assert len([w for w in caught if "no row" in str(w.message)]) == 1
     assert "train/loss" in logged(tmp_path)[0]
     assert "train/AP" not in logged(tmp_path)[0]
 
 
-def test_the_gap_is_that_of_batches_like_the_training_batches(tmp_path):
+def test_gap_is_that_of_batches_like_the_training_batches(tmp_path):
     """Training batches have 8 images of 3 or 4 classes."""
     monitor, gaps = APMonitor(), []
 
@@ -238,7 +231,7 @@ def test_the_gap_is_that_of_batches_like_the_training_batches(tmp_path):
     assert "val/decomposability_gap" not in validated
 
 
-def test_it_changes_nothing_of_the_run(tmp_path):
+def test_monitor_does_not_change_the_run(tmp_path):
     with_it, without = Record(), Record()
     run = fit(tmp_path / "with", SmoothAPLoss(TAU), with_it, APMonitor(), every=1)
     fit(tmp_path / "without", SmoothAPLoss(TAU), without, every=1)
@@ -246,7 +239,7 @@ def test_it_changes_nothing_of_the_run(tmp_path):
     assert len(run.lightning_module.loss._forward_hooks) == 0
 
 
-def test_the_hook_goes_where_a_step_fails(tmp_path):
+def test_hook_is_removed_if_a_step_fails(tmp_path):
     class Failing(SmoothAPLoss):
         def query_losses(self, *lists):
             raise RuntimeError("no")
@@ -257,23 +250,24 @@ def test_the_hook_goes_where_a_step_fails(tmp_path):
     assert len(loss._forward_hooks) == 0
 
 
-def _shared_out(rank, world):
+def _sums_of_the_batch(rank, world):
     rows, labels, ids = data(4)[:]
-    share = QueryRange(0, 15, sum_over_ranks) if rank == 0 else QueryRange(15, 24, sum_over_ranks)
-    return sum_over_ranks(sums_of_ap(SmoothAPLoss(TAU), RankedBatch(rows, labels, ids=ids, queries=share)))
+    begin, end = [(0, 15), (15, 24)][rank]
+    queries = QueryRange(begin, end, sum_over_ranks)
+    return sum_over_ranks(sums_of_ap(SmoothAPLoss(TAU), RankedBatch(rows, labels, ids=ids, queries=queries)))
 
 
-def test_two_processes_find_the_same(run_processes):
+def test_two_processes_compute_the_same(run_processes):
     rows, labels, _ = data(4)[:]
     expected = sums_of_ap(SmoothAPLoss(TAU), RankedBatch(rows.clone().requires_grad_(), labels))
     assert not expected.requires_grad
     assert expected[2] == sum(1 for _ in lists(rows, labels)) < 24
-    for found in run_processes(_shared_out, 2):
+    for found in run_processes(_sums_of_the_batch, 2):
         assert torch.allclose(found, expected, rtol=1e-6)
 
 
 @pytest.mark.refusal
-def test_what_it_needs_is_named():
+def test_evaluation_and_loss_are_required():
     settings = {"accelerator": "cpu", "logger": False, "max_epochs": 1, "enable_checkpointing": False}
     run = pl.Trainer(**settings, callbacks=[APMonitor()])
     module = RetrievalModule(nn.Linear(6, 3), SmoothAPLoss())

@@ -1,4 +1,4 @@
-"""TrainingCurve: a picture after each validation, whose points survive a resume."""
+"""TrainingCurve: a figure after each validation, whose points are in the checkpoint."""
 
 import functools
 
@@ -12,13 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation, TrainingCurve
-
-QUIET = [
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    "ignore:The '(train|val)_dataloader' does not have many workers:UserWarning",
-    "ignore:GPU available but not used:UserWarning",
-]
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 
 
 def fit(folder, curve, epochs=2, ckpt_path=None, logger=True) -> pl.Trainer:
@@ -39,12 +32,12 @@ def fit(folder, curve, epochs=2, ckpt_path=None, logger=True) -> pl.Trainer:
         enable_model_summary=False,
     )
     run.fit(module, DataLoader(data, batch_size=8), DataLoader(data, batch_size=8), ckpt_path=ckpt_path)
-    run.validate(module, DataLoader(data, batch_size=8), verbose=False)  # draws nothing
+    run.validate(module, DataLoader(data, batch_size=8), verbose=False)  # writes no figure
     return run
 
 
 @pytest.mark.parametrize("logger", [True, False])
-def test_the_picture_lies_in_the_log_folder(tmp_path, logger):
+def test_figure_is_in_the_log_folder(tmp_path, logger):
     curve = TrainingCurve()
     run = fit(tmp_path, curve, logger=logger)
     folder = tmp_path / "lightning_logs/version_0" if logger else tmp_path
@@ -58,7 +51,7 @@ def test_the_picture_lies_in_the_log_folder(tmp_path, logger):
     assert [step for step, _ in curve.losses] == [1, 2, 3, 4]
 
 
-def test_points_survive_a_resume(tmp_path):
+def test_resumed_run_continues_the_curve(tmp_path):
     whole, first, second = TrainingCurve(), TrainingCurve(), TrainingCurve()
     fit(tmp_path / "whole", whole, epochs=4)
     half = fit(tmp_path / "half", first)
@@ -74,7 +67,7 @@ def test_points_survive_a_resume(tmp_path):
 
 
 @pytest.mark.refusal
-def test_a_metric_that_is_not_logged_is_refused(tmp_path):
+def test_metric_must_be_logged(tmp_path):
     with pytest.raises(
         ValueError, match=r"`metric` must be logged in validation, got 'val/R@7'; logged metrics are .*'val/mA"
     ):

@@ -1,4 +1,4 @@
-"""RetrievalGallery: the right images in the right tiles, at every logger that takes images."""
+"""RetrievalGallery draws the right images in the right tiles, and sends them to every logger that accepts images."""
 
 import functools
 
@@ -18,19 +18,12 @@ from lightning_retrieval.callbacks.gallery import ap_caption, nearest_images, qu
 from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 
-QUIET = [
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    "ignore:The '(train|val|test)_dataloader' does not have many workers:UserWarning",
-    "ignore:GPU available but not used:UserWarning",
-]
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
-
 GREEN, RED, GREY, WHITE = (34, 160, 70), (208, 48, 48), (120, 120, 120), (255, 255, 255)
 LABELS = torch.tensor([0, 1, 2, 3] * 5 + [4, 4])
 
 
 class Tiles(torch.utils.data.Dataset):
-    """Grey or coloured images of 4 x 6 pixels that can be told apart in a picture."""
+    """Grey or coloured images of 4 x 6 pixels that differ visibly."""
 
     def __init__(self, size=22, channels=1, shift=0):
         self.images = torch.rand(size, channels, 4, 6, generator=torch.Generator().manual_seed(2))
@@ -69,7 +62,7 @@ def loader(**kwargs) -> DataLoader:
 
 
 def tile(picture: np.ndarray, row: int, column: int) -> np.ndarray:
-    """A tile with its border: 80 pixels, 6 between two, 12 more after the query, 18 above it for AP, 18 of title."""
+    """A tile with its border: 80 pixels, 6 between two tiles, 12 more after the query, 18 for AP, 18 for the title."""
     left, top = 6 + 86 * column + (12 if column else 0), 36 + 98 * row
     return picture[top : top + 80, left : left + 80]
 
@@ -81,7 +74,7 @@ def border(square: np.ndarray) -> tuple[int, int, int]:
 
 
 def inside(image: torch.Tensor) -> np.ndarray:
-    """The image stretched to all grey values and to 72 x 72 pixels, by nearest neighbours."""
+    """The image with its values stretched to the full range, enlarged to 72 x 72 pixels."""
     grey = (image - image.min()) / (image.max() - image.min())
     levels = (grey * 255).byte().expand(3, -1, -1).permute(1, 2, 0).numpy()
     return levels.repeat(18, axis=0).repeat(12, axis=1)
@@ -89,7 +82,7 @@ def inside(image: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("stage", ["validate", "test"])
-def test_each_tile_is_the_image_that_brute_force_finds(tmp_path, stage, channels):
+def test_tiles_are_the_nearest_images(tmp_path, stage, channels):
     model, data = module(channels), Tiles(channels=channels)
     run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=4, k=5))
     getattr(run, stage)(model, loader(channels=channels), verbose=False)
@@ -114,7 +107,7 @@ def test_each_tile_is_the_image_that_brute_force_finds(tmp_path, stage, channels
 
 
 def aps(model: RetrievalModule) -> np.ndarray:
-    """AP of each image as a query for the others, by scikit-learn."""
+    """AP of each image as a query against the others, by scikit-learn."""
     with torch.no_grad():
         rows = nn.functional.normalize(model(Tiles().images).double(), dim=1)
     others = ~np.eye(22, dtype=bool)
@@ -143,8 +136,8 @@ def test_queries_are_chosen_by_their_ap(tmp_path, order, monkeypatch):
     assert (ap_caption(0.25), ap_caption(float("nan"))) == ("AP = 0.250", "no AP")
 
 
-def test_queries_without_ap_are_drawn_by_spread_alone(tmp_path):
-    """Five images of four classes: only the classes of the first and the last have two."""
+def test_only_spread_draws_queries_without_ap(tmp_path):
+    """Of five images of four classes, only the first and the last have the same class."""
     for order, rows in {"spread": 5, "hardest": 2, "quantiles": 2}.items():
         run = trainer(tmp_path / order, RetrievalEvaluation((1,)), RetrievalGallery(k=2, order=order))
         run.test(module(), loader(size=5), verbose=False)
@@ -152,7 +145,7 @@ def test_queries_without_ap_are_drawn_by_spread_alone(tmp_path):
             assert picture.height == 98 * rows + 24
 
 
-def test_it_is_written_beside_the_logs_when_it_is_due(tmp_path):
+def test_gallery_is_in_the_log_folder_every_n_epochs(tmp_path):
     every_other = RetrievalGallery(queries=2, k=3, every_n_epochs=2)
     run = trainer(tmp_path, every_other, RetrievalEvaluation((1,)), logger=CSVLogger(tmp_path, version=0), max_epochs=4)
     run.fit(module(), loader(), loader())
@@ -162,7 +155,7 @@ def test_it_is_written_beside_the_logs_when_it_is_due(tmp_path):
     ]
 
 
-def test_several_sets_have_a_picture_each(tmp_path):
+def test_each_set_has_a_gallery(tmp_path):
     run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=2, k=3))
     run.validate(module(), [loader(), loader(size=9)], verbose=False)
     run.test(module(), {"a": loader(), "b": loader(size=9)}, verbose=False)
@@ -174,7 +167,7 @@ def test_several_sets_have_a_picture_each(tmp_path):
     ]
 
 
-def test_a_set_smaller_than_k_leaves_the_other_tiles_empty(tmp_path):
+def test_set_smaller_than_k_leaves_tiles_empty(tmp_path):
     run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=8, k=6))
     run.test(module(), loader(size=5), verbose=False)
     with Image.open(tmp_path / "retrieval/test.png") as picture:
@@ -185,8 +178,7 @@ def test_a_set_smaller_than_k_leaves_the_other_tiles_empty(tmp_path):
         assert border(tile(pixels, row, 4)) in (GREEN, RED)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:tensorboard")
-def test_it_arrives_in_tensorboard(tmp_path):
+def test_tensorboard_gets_the_gallery(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = trainer(
@@ -207,7 +199,7 @@ def test_it_arrives_in_tensorboard(tmp_path):
         assert np.array_equal(np.asarray(sent), np.asarray(written))
 
 
-def test_it_arrives_in_weights_and_biases_offline(tmp_path, end_offline_run):
+def test_weights_and_biases_gets_the_gallery(tmp_path, end_offline_run):
     run = trainer(
         tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=2, k=3), logger=WandbLogger("run", tmp_path)
     )
@@ -219,7 +211,7 @@ def test_it_arrives_in_weights_and_biases_offline(tmp_path, end_offline_run):
 
 
 @pytest.mark.refusal
-def test_without_evaluation_it_is_refused(tmp_path):
+def test_gallery_needs_the_evaluation(tmp_path):
     with pytest.raises(
         ValueError, match=r"^RetrievalGallery: .* must have the callback RetrievalEvaluation, .* it has none; pass both"
     ):
@@ -227,7 +219,7 @@ def test_without_evaluation_it_is_refused(tmp_path):
 
 
 @pytest.mark.refusal
-def test_ids_that_do_not_index_the_dataset_draw_nothing(tmp_path):
+def test_ids_that_do_not_index_the_data_set_give_a_warning(tmp_path):
     run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=1))
     with pytest.warns(UserWarning, match=r"ids must index the evaluated data set, got 40 for one of 22 items \(Ind"):
         run.test(module(), loader(shift=40), verbose=False)
@@ -240,7 +232,7 @@ def test_ids_that_do_not_index_the_dataset_draw_nothing(tmp_path):
 
 @pytest.mark.refusal
 @pytest.mark.parametrize("name", ["queries", "k", "every_n_epochs"])
-def test_settings_are_checked(name):
+def test_numbers_are_validated(name):
     with pytest.raises(ValueError, match=rf"^RetrievalGallery: `{name}` must be an integer >= 1, got 0\."):
         RetrievalGallery(**{name: 0})
     with pytest.raises(TypeError, match=rf"^RetrievalGallery: `{name}` must be an integer >= 1, got 1\.5"):
@@ -248,15 +240,14 @@ def test_settings_are_checked(name):
 
 
 @pytest.mark.refusal
-def test_the_order_is_checked():
+def test_order_is_validated():
     with pytest.raises(
         ValueError, match=r"^RetrievalGallery: `order` must be one of 'spread', 'hardest', 'quantiles', g"
     ):
         RetrievalGallery(order="easiest")
 
 
-@pytest.mark.filterwarnings("ignore:Your `val_dataloader`'s sampler has shuffling enabled")
-def test_images_that_cannot_be_found_again_are_not_drawn(tmp_path):
+def test_shuffled_set_without_ids_is_not_drawn(tmp_path):
     images, labels = torch.rand(8, 1, 4, 6), torch.arange(8) // 2
     shuffled = DataLoader(torch.utils.data.TensorDataset(images, labels), batch_size=4, shuffle=True)
     run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery())
@@ -267,26 +258,26 @@ def test_images_that_cannot_be_found_again_are_not_drawn(tmp_path):
     assert list(tmp_path.rglob("*.png")) == []
 
 
-def shown_for(metrics, chosen, k):
+def lists_of(metrics, chosen, k):
     rows, _ = metrics.gather()
     return nearest_images(metrics, metrics.query_gallery(rows), chosen, k)
 
 
-def _nearest_of_my_rows(rank, world):
-    """Rank 0 has no image at all."""
+def _nearest_images_on_rank(rank, world):
+    """Rank 0 has no images."""
     metrics = RetrievalMetrics()
     if rank > 0:
         metrics.update(torch.eye(3), torch.tensor([1, 1, 2]), torch.tensor([4, 5, 6]))
-    return shown_for(metrics, torch.tensor([4, 6]), k=2)
+    return lists_of(metrics, torch.tensor([4, 6]), k=2)
 
 
-def test_a_rank_without_images_takes_part(run_processes):
+def test_rank_without_images_takes_part(run_processes):
     expected = [(4, [(5, True), (6, False)]), (6, [(4, False), (5, False)])]
-    for found in run_processes(_nearest_of_my_rows, 2):
+    for found in run_processes(_nearest_images_on_rank, 2):
         assert [(query, sorted(hits)) for query, hits in found] == expected
 
 
-def test_what_is_no_image_is_not_drawn(tmp_path):
+def test_vectors_are_not_drawn(tmp_path):
     vectors = DataLoader(torch.utils.data.TensorDataset(torch.rand(8, 24), torch.arange(8) // 2), batch_size=4)
     run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery())
     with pytest.warns(
@@ -296,8 +287,8 @@ def test_what_is_no_image_is_not_drawn(tmp_path):
     assert list(tmp_path.rglob("*.*")) == []
 
 
-def test_queries_are_shown_with_what_is_ranked_for_them():
-    """Six queries, and a gallery without them; against a loop."""
+def test_queries_have_lists_of_gallery_images_only():
+    """Six queries and a gallery without them, compared with a loop."""
     embeddings = torch.randn(14, 3, generator=torch.Generator().manual_seed(3))
     labels, ids = torch.arange(14) % 3, torch.arange(14) + 50
     metrics = RetrievalMetrics()
@@ -307,12 +298,12 @@ def test_queries_are_shown_with_what_is_ranked_for_them():
     for query in range(6):
         nearest = sorted(range(6, 14), key=lambda other, q=query: -float(unit[q] @ unit[other]))[:4]
         expected.append((query + 50, [(other + 50, bool(labels[other] == labels[query])) for other in nearest]))
-    assert shown_for(metrics, torch.arange(6) + 50, 4) == expected
+    assert lists_of(metrics, torch.arange(6) + 50, 4) == expected
 
 
 @pytest.mark.parametrize("kind", ["plain", "expanded", "instances"])
-def test_what_is_shown_has_the_ap_that_is_written_above_it(kind):
-    """The lists are those of the metrics: after post-processing, and one entry for an instance."""
+def test_lists_have_the_ap_of_their_caption(kind):
+    """The lists are those of the metrics: after post-processing, and with one entry for each instance."""
     embeddings, labels = torch.randn(60, 4), torch.arange(60) % 5
     settings, given = {}, {}
     if kind == "expanded":
@@ -322,7 +313,7 @@ def test_what_is_shown_has_the_ap_that_is_written_above_it(kind):
     metrics = RetrievalMetrics(**settings)
     metrics.update(embeddings, labels, torch.arange(60), **given)
     table = metrics.per_query()
-    shown = dict(shown_for(metrics, table["ids"], k=60))
+    shown = dict(lists_of(metrics, table["ids"], k=60))
     assert len(shown) == (30 if kind == "instances" else 60)
     for query, ap in zip(table["ids"].tolist(), table["AP"].tolist()):
         right = [is_right for _, is_right in shown[query]]
@@ -330,15 +321,15 @@ def test_what_is_shown_has_the_ap_that_is_written_above_it(kind):
         assert sum(precisions) / len(precisions) == pytest.approx(ap, abs=1e-9)
 
 
-def test_junk_is_not_shown():
+def test_junk_is_not_in_the_lists():
     metrics = RevisitedMetrics(easy={4: [0]}, hard={4: [2]}, junk={4: [1]})
     is_query = torch.arange(5) == 4
     x = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.6, 0.4], [0.7, 0.3], [1.0, 0.0]])
     metrics.update(x, torch.zeros(5).long(), torch.arange(5), is_query, ~is_query)
-    assert shown_for(metrics, torch.tensor([4]), k=4) == [(4, [(0, True), (3, False), (2, True)])]
+    assert lists_of(metrics, torch.tensor([4]), k=4) == [(4, [(0, True), (3, False), (2, True)])]
 
 
-def test_random_galleries_have_no_ap_of_the_list_that_is_shown():
+def test_random_galleries_have_no_ap_of_the_whole_list():
     metrics = RandomGalleryMetrics(ks=(1,))
     metrics.update(torch.randn(6, 3), torch.arange(6) % 2, torch.arange(6))
     ids, ap = query_ap(metrics, torch.tensor([3, 1, 2]))

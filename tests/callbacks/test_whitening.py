@@ -1,4 +1,4 @@
-"""LearnWhitening: each checkpoint holds the whitening of its own weights, learned by hand from the same files."""
+"""LearnWhitening: each checkpoint has the whitening that its own weights give on the files of the training set."""
 
 import functools
 import os
@@ -20,19 +20,7 @@ from lightning_retrieval.callbacks import LearnWhitening, RetrievalEvaluation
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import Glyphs, ImageFolder
 
-QUIET = [
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    "ignore:The '(train|val|test|predict)_dataloader' does not have many workers:UserWarning",
-    "ignore:GPU available but not used:UserWarning",
-    "ignore:You defined a `validation_step` but have no `val_dataloader`:UserWarning",
-    "ignore:Checkpoint directory .* exists and is not empty:UserWarning",
-    r"ignore:The number of training batches \([12]\) is smaller than the logging interval:UserWarning",
-    "ignore:RetrievalEvaluation. val metrics cover 2 of:UserWarning",
-    "ignore:LightningCLI's args parameter is intended to run from within Python:UserWarning",
-    r"ignore:\s*By default only one JsonargparseDeprecationWarning per type is shown:DeprecationWarning",
-    r"ignore:\s*.* was deprecated in v4.49.0 and will be removed in v5.0.0:DeprecationWarning",
-]
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+pytestmark = pytest.mark.filterwarnings("ignore:RetrievalEvaluation. val metrics cover 2 of:UserWarning")
 
 PIXELS = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
 NOISY = v2.Compose([PIXELS, v2.GaussianNoise(sigma=0.5)])
@@ -112,7 +100,7 @@ def assert_same(learned, expected) -> None:
         torch.testing.assert_close(part, other, rtol=1e-4, atol=1e-5)
 
 
-def test_each_checkpoint_holds_the_whitening_of_its_weights(tmp_path, root):
+def test_each_checkpoint_contains_the_whitening_of_its_weights(tmp_path, root):
     saving = ModelCheckpoint(tmp_path, filename="{epoch}", monitor="val/mAP", save_top_k=-1)
     callbacks = [RetrievalEvaluation(ks=(1,)), LearnWhitening(), saving]
     run, model = trainer(tmp_path, *callbacks, max_epochs=3, enable_checkpointing=True), module()
@@ -133,7 +121,7 @@ def test_each_checkpoint_holds_the_whitening_of_its_weights(tmp_path, root):
     assert run.callback_metrics["val/mAP"].item() == pytest.approx(metrics.compute()["mAP"].item())
 
 
-def test_the_sanity_check_is_not_whitened(tmp_path, root):
+def test_sanity_check_is_not_whitened(tmp_path, root):
     class Watch(pl.Callback):
         def on_sanity_check_end(self, trainer, pl_module):
             self.learned = pl_module.whitening.learned
@@ -144,7 +132,7 @@ def test_the_sanity_check_is_not_whitened(tmp_path, root):
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_other_stages_learn_only_what_is_not_there(tmp_path, root, stage):
+def test_other_stages_learn_only_if_the_checkpoint_has_no_whitening(tmp_path, root, stage):
     model, data = module(), folder_data(root)
     getattr(trainer(tmp_path, LearnWhitening()), stage)(model, datamodule=data)
     learned = model.whitening.learned
@@ -155,11 +143,11 @@ def test_other_stages_learn_only_what_is_not_there(tmp_path, root, stage):
     assert model.whitening.learned is learned
 
 
-def test_images_are_spread_evenly_and_scales_are_those_of_evaluation(tmp_path, root):
+def test_images_are_spread_evenly_and_embedded_at_the_scales_of_evaluation(tmp_path, root):
     model = module(eval_scales=(1.0, 1.0))
     trainer(tmp_path, LearnWhitening(images=7)).validate(model, datamodule=folder_data(root), verbose=False)
     rows = by_hand(model, root, "train", whiten=False)[[0, 3, 7, 11, 15, 19, 23]]  # of 27
-    torch.testing.assert_close(rows.norm(dim=1), torch.ones(7))  # several scales end on the sphere
+    torch.testing.assert_close(rows.norm(dim=1), torch.ones(7))  # embeddings of several scales are normalised
     assert_same(model.whitening.learned, PCAWhitening(dim=3).fit(rows).learned)
 
 
@@ -185,7 +173,7 @@ def test_loaders_without_a_data_module(tmp_path, root):
     assert_same(model.whitening.learned, PCAWhitening(dim=3).fit(by_hand(model, root, "test", whiten=False)).learned)
 
 
-def test_learning_changes_nothing_in_training(tmp_path, root):
+def test_learning_does_not_change_the_training(tmp_path, root):
     weights = []
     for callbacks in ([], [LearnWhitening()]):
         model = module()
@@ -195,7 +183,7 @@ def test_learning_changes_nothing_in_training(tmp_path, root):
 
 
 @pytest.mark.refusal
-def test_what_cannot_be_learned_is_refused_at_the_start(tmp_path, root):
+def test_missing_requirements_are_reported_at_the_start(tmp_path, root):
     data = folder_data(root)
     with pytest.raises(
         ValueError, match="LearnWhitening: RetrievalModule has no whitening to learn; create it with one"
@@ -209,7 +197,7 @@ def test_what_cannot_be_learned_is_refused_at_the_start(tmp_path, root):
         LearnWhitening(images=1)
 
 
-def test_a_fit_without_validation_is_warned_of(tmp_path, root):
+def test_fit_without_validation_gives_a_warning(tmp_path, root):
     run = trainer(tmp_path, LearnWhitening(), limit_val_batches=0)
     with pytest.warns(
         UserWarning, match="LearnWhitening: no whitening was learned, because the fit ended without a valid"
@@ -218,7 +206,7 @@ def test_a_fit_without_validation_is_warned_of(tmp_path, root):
 
 
 def fit_on_rank(rank, world_size, root, folder):
-    """One process of the fit below: what it has learned."""
+    """One process of the fit below; returns the whitening that it has learned."""
     warnings.simplefilter("ignore")
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
     run, model = trainer(folder, LearnWhitening(images=26), devices=world_size), module()
@@ -228,7 +216,7 @@ def fit_on_rank(rank, world_size, root, folder):
 
 
 def test_two_processes_learn_the_same(tmp_path, root, run_processes):
-    """Their batch norms differ after training; evaluation, and so the whitening, is that of rank 0's."""
+    """Their batch norms differ after training; the evaluation, and so the whitening, uses those of rank 0."""
     learned = run_processes(fit_on_rank, 2, root, tmp_path)
     assert learned[0] == learned[1]
     loaded = RetrievalModule.load_from_checkpoint(tmp_path / "model.ckpt", embedder=Dots(), weights_only=True)
@@ -236,7 +224,7 @@ def test_two_processes_learn_the_same(tmp_path, root, run_processes):
     assert_same(loaded.whitening.learned, PCAWhitening(dim=3).fit(rows).learned)
 
 
-def test_it_is_configured_in_yaml(tmp_path, capsys):
+def test_whitening_in_a_config(tmp_path, capsys):
     callbacks = [
         {"class_path": "lightning_retrieval.callbacks.LearnWhitening", "init_args": {"images": 200}},
         {
@@ -260,7 +248,7 @@ def test_it_is_configured_in_yaml(tmp_path, capsys):
         "trainer": {
             "accelerator": "cpu",
             "max_epochs": 1,
-            "limit_train_batches": 2,  # 1 would be read as the share 1.0
+            "limit_train_batches": 2,  # 1 would be read as the fraction 1.0
             "limit_val_batches": 2,
             "num_sanity_val_steps": 0,
             "enable_progress_bar": False,

@@ -1,0 +1,95 @@
+"""What a run logs, read back from the files of TensorBoard and CSV, and what its progress bar shows."""
+
+import csv
+import json
+from types import SimpleNamespace
+
+import pytest
+import pytorch_lightning as pl
+import yaml
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+
+from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks import RetrievalEvaluation
+from tests.callbacks.glyph_runs import BATCHES, SMALL_LISTS, fit_glyphs, small_glyphs
+
+pytestmark = [pytest.mark.filterwarnings(message) for message in SMALL_LISTS]
+
+
+@pytest.fixture(scope="module")
+def glyphs():
+    return small_glyphs()
+
+
+def test_evaluation_without_training_logs_the_data_module(tmp_path, glyphs):
+    for stage in ("test", "validate"):
+        logger = CSVLogger(tmp_path, stage)
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            logger=logger,
+            limit_val_batches=1,
+            limit_test_batches=1,
+            callbacks=[RetrievalEvaluation()],
+        )
+        getattr(trainer, stage)(RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss()), glyphs, verbose=False)
+        logger.save()
+        hyperparameters = yaml.safe_load((tmp_path / stage / "version_0/hparams.yaml").read_text())
+        assert hyperparameters["data"]["classes_per_batch"] == 6
+
+
+def test_tensorboard_and_csv_contain_the_same(tmp_path, glyphs):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    loggers = CSVLogger(tmp_path, "csv"), TensorBoardLogger(tmp_path, "board")
+    trainer = fit_glyphs(loggers, glyphs, tmp_path)
+    loggers[1].experiment.close()
+    events = EventAccumulator(str(tmp_path / "board/version_0"))
+    events.Reload()
+    logged = [event.value for event in events.Scalars("val/mAP")]
+    facts = yaml.safe_load((tmp_path / "csv/version_0/hparams.yaml").read_text())
+    assert facts["data"]["class_path"].endswith(".Glyphs")
+    assert facts["sampler"]["classes_per_batch"] == 6
+    assert facts["batch"]["images"] == 18
+    for name in ("data", "sampler", "batch"):
+        (text,) = events.Tensors(f"{name}/text_summary")
+        assert json.loads(text.tensor_proto.string_val[0].decode().strip("`").removeprefix("json")) == facts[name]
+    assert yaml.safe_load((tmp_path / "board/version_0/hparams.yaml").read_text())["loss"] == facts["loss"]
+    assert facts["best"]["val/mAP"] == pytest.approx(max(logged), rel=1e-6)
+    assert events.Scalars("best/val/mAP")[-1].value == max(logged)
+    assert events.Scalars("hp_metric")[-1].value == pytest.approx(float(trainer.checkpoint_callback.best_model_score))
+
+
+def test_progress_bar_shows_loss_ap_and_throughput(tmp_path, glyphs):
+    trainer = fit_glyphs(False, glyphs, tmp_path, epochs=1)
+    shown = trainer.progress_bar_callback.get_metrics(trainer, trainer.lightning_module)
+    assert {"train/loss", "train/AP", "train/images_per_second"} <= shown.keys()
+
+
+class Clock(pl.Callback):
+    """A clock that advances by a fixed time in each step and between epochs."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def on_train_batch_start(self, *arguments):
+        self.now += 0.2
+
+    def on_train_epoch_start(self, *arguments):
+        self.now += 100
+
+    on_validation_start = on_train_epoch_start
+
+
+@pytest.mark.parametrize("validated", [1, 0])
+def test_throughput_excludes_the_time_between_epochs(validated, tmp_path, glyphs, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("lightning_retrieval.training.throughput.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=2, logger=CSVLogger(tmp_path, "csv"), callbacks=[clock, RetrievalEvaluation()],
+        limit_train_batches=BATCHES, limit_val_batches=validated, num_sanity_val_steps=0, log_every_n_steps=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss()), glyphs)
+    with (tmp_path / "csv/version_0/metrics.csv").open() as file:
+        speeds = [float(row["train/images_per_second"] or 0) for row in csv.DictReader(file)]
+    assert [speed for speed in speeds if speed] == pytest.approx([18 / 0.2] * 2 * (BATCHES - 1))
