@@ -4,6 +4,7 @@ from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor, nn
 
 from lightning_retrieval.training.chunk_size import largest_chunk_size
+from lightning_retrieval.training.optimizers import trainable_parameters
 
 
 class ChunkSizeSearch:
@@ -22,8 +23,7 @@ class ChunkSizeSearch:
             images: of this process.
         """
         if len(images) > self.rows:
-            trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            size = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
+            size = sum(parameter.numel() * parameter.element_size() for parameter in trainable_parameters(module))
             self.chunk_size = largest_chunk_size(module, images, reserve=3 * size)
             self.rows = len(images)
             rank_zero_info(

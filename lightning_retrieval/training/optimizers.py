@@ -7,6 +7,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 
+def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module that require a gradient."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
 def make_optimizer(
     module: nn.Module, head: Any, make: Callable[[Iterable[Any]], Optimizer], head_lr_factor: float
 ) -> Optimizer:
@@ -22,12 +27,11 @@ def make_optimizer(
         ValueError: if there is nothing to train, or a factor without a head.
     """
     owner = type(module).__name__
-    in_head = []
+    in_head: list[nn.Parameter] = []
     if isinstance(head, nn.Module):
-        in_head = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    identities = {id(parameter) for parameter in in_head}
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    rest = [parameter for parameter in trainable if id(parameter) not in identities]
+        in_head = trainable_parameters(head)
+    identities = set(map(id, in_head))
+    rest = [parameter for parameter in trainable_parameters(module) if id(parameter) not in identities]
 
     if not in_head and not rest:
         raise ValueError(f"{owner}: `embedder` and `loss` have no parameter with a gradient.")
@@ -36,7 +40,11 @@ def make_optimizer(
             f"{owner}: `head_lr_factor` is {head_lr_factor}, but the embedder has no `head` with parameters; name its "
             "last layers `head`, or leave the factor at 1."
         )
-    groups = [{"params": group} for group in (rest, in_head) if group]
+    groups = []
+    if rest:
+        groups.append({"params": rest})
+    if in_head:
+        groups.append({"params": in_head})
     optimizer = make(groups)
     if in_head:
         optimizer.param_groups[-1]["lr"] *= head_lr_factor

@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.training.logged_settings import logged_settings
+from lightning_retrieval.training.optimizers import trainable_parameters
 from lightning_retrieval.training.step import TrainingStep
 from lightning_retrieval.training.traffic import step_traffic
 
@@ -107,7 +108,7 @@ class _FirstStep:
         traffic = step_traffic(
             self.rows,
             self.dim,
-            sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad),
+            sum(parameter.numel() for parameter in trainable_parameters(self.module)),
             world_size(),
             gather=self.step.gather,
             own_queries=self.step.batch_loss.splits_by_query,
