@@ -59,14 +59,13 @@ def hap(
     s_i = at(scores, query, i)  # (pos,)
     rel_i = rel[query, i][:, None]  # (pos, 1)
 
-    # All tensors below are (pos, gallery) if nothing else is said. `candidate[query]` and `rel[query]` are gathered
-    # again where they are needed, since keeping them would take more memory.
+    # Tensors below are (pos, gallery) unless a comment says otherwise. To save memory, no intermediate result of that
+    # size is kept longer than needed; `candidate[query]` and `rel[query]` are gathered again instead.
     t = scores.index_select(0, query) - s_i[:, None]  # s_j - s_i
     step = (t.detach() >= 0) & candidate[query]  # i itself is one of the j
 
     lower = candidate[query] & (rel[query] < rel_i)
-    h_minus = upper_step(t, tau=tau, rho=rho, delta=delta, offset=offset, start=start)
-    lower_above = (h_minus * lower).sum(1)  # (pos,)
+    lower_above = (upper_step(t, tau=tau, rho=rho, delta=delta, offset=offset, start=start) * lower).sum(1)  # (pos,)
     others_above = (step & ~lower).sum(1)  # (pos,)
     rank = lower_above + others_above  # (pos,)
 
