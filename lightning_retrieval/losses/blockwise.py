@@ -121,6 +121,7 @@ class WeightedMean(torch.autograd.Function):
             if gradients.needed:
                 gradients.add(rows, scores, values)
             total += values.detach().sum()
+            del scores, relevant, candidate, values  # freed before the next block is computed
         ctx.save_for_backward(*gradients.all)
         return total
 
@@ -161,6 +162,7 @@ class QueryValues(torch.autograd.Function):
                 with torch.enable_grad():
                     values = plan.weights[rows] * plan.formula(scores, relevant, candidate)
                 gradients.add(rows, scores, values, upstream[rows])
+                del scores, relevant, candidate, values  # freed before the next block is computed
         return None, *gradients.all
 
 

@@ -51,6 +51,6 @@ class RankedLists(ABC):
         rows_of_a_block = COUNTED_ELEMENTS // max(1, self.gallery)
         counts = []
         for block in rows.split(max(1, rows_of_a_block)):
-            relevant, _ = self.masks(block)
+            relevant = self.masks(block)[0]  # the candidates are freed at once
             counts.append((relevant > 0).sum(1))
         return torch.cat(counts)
