@@ -14,7 +14,10 @@ MIRRORED = {
     "tests/datamodules": "datamodules",
 }
 # Tests that belong to no single source file: {file: what they test}.
-OF_NO_SINGLE_FILE = {}
+OF_NO_SINGLE_FILE = {
+    "tests/lightning_retrieval/losses/test_every_loss.py": "what all losses have in common",
+    "tests/lightning_retrieval/losses/test_golden.py": "all losses, against the numbers of the official code",
+}
 COMPARISONS = {"allclose", "array_equal", "equal", "isclose"}
 
 
