@@ -11,6 +11,7 @@ own list. The official code ranks it, though not as a positive, so that the best
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -125,10 +126,11 @@ def _check_ks(owner: str, ks: Sequence[int]) -> tuple[int, ...]:
     return tuple(check_integer(owner, "ks", k, least=1) for k in ks)
 
 
-def _check_tau_k(owner: str, tau_k: float | Sequence[float], number: int) -> float | tuple[float, ...]:
+def _check_tau_k(owner: str, tau_k: Any, number: int) -> float | tuple[float, ...]:
     """Return one temperature as it is, several as a tuple; raise unless there is one or `number` of them."""
-    if isinstance(tau_k, str) or not isinstance(tau_k, Sequence):
-        return check_positive(owner, "tau_k", tau_k)  # type: ignore[arg-type]  # a string is invalid
+    are_several = isinstance(tau_k, Sequence) and not isinstance(tau_k, str)
+    if not are_several:
+        return check_positive(owner, "tau_k", tau_k)
     temperatures = tuple(check_positive(owner, "tau_k", tau) for tau in tau_k)
     if len(temperatures) != number:
         raise ValueError(
