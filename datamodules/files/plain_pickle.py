@@ -1,7 +1,8 @@
-"""Pickles of plain values from elsewhere, read without running anything that they ask for.
+"""Load pickles from other sources without running any code in them.
 
-A pickle is a program: it may call any function that it names. Here it may name bytes, set, frozenset and what NumPy's
-arrays and numbers are made of; all else is refused by its name. What it names it may call, but not change.
+A pickle is a program that may call any function it names. Here it may name only `bytes`, `bytearray`, `set`,
+`frozenset` and what NumPy pickles arrays and numbers with; any other name raises an error. It gets stand-ins that it
+can call but whose state it cannot set.
 """
 
 import pickle
@@ -12,46 +13,51 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_scalar: Any = np.float64(0).__reduce__()[0]  # numpy.core.multiarray.scalar, wherever this NumPy has it
-_frombuffer: Any = np.zeros(1).__reduce_ex__(5)[0]
+PLAIN_KINDS = "biufcSU"  # of dtypes: bool, integers, floats, complex numbers, bytes and text
+
+# NumPy's own functions, wherever the installed version has them.
+_numpy_scalar: Any = np.float64(0).__reduce__()[0]  # numpy.core.multiarray.scalar
+_numpy_frombuffer: Any = np.zeros(1).__reduce_ex__(5)[0]  # numpy.core.numeric._frombuffer
 
 
-def load_plain_pickle(who: str, path: Path) -> Any:
-    """The value in a pickle of lists, tuples, dicts, sets, text, bytes, numbers, bools, None and arrays of these.
+def load_plain_pickle(owner: str, path: Path) -> Any:
+    """Load a pickle of lists, tuples, dicts, sets, text, bytes, numbers, bools, None and arrays of these.
 
     Args:
-        who: begins every message.
-        path: of the file.
+        owner: prefix of error messages.
+        path: the file.
 
     Raises:
-        ValueError: if it asks for anything else, naming that, or cannot be unpickled.
+        ValueError: if the pickle asks for anything else, which the message names, or cannot be unpickled.
     """
     with path.open("rb") as file:
         try:
             return _PlainUnpickler(file).load()
-        except _Refused as refused:
+        except _ForbiddenError as forbidden:
             raise ValueError(
-                f"{who}: {path} must hold plain values and NumPy arrays of numbers and text only, got {refused}, which "
-                "could run code and is refused; take the file from its official source."
+                f"{owner}: {path} must contain only plain values and NumPy arrays of numbers and text, got {forbidden}, "
+                "which could run code and is not loaded; download the file from its official source."
             ) from None
-        except Exception as error:  # pickle promises no kind of its errors
-            raise ValueError(f"{who}: {path} must be a pickle, which this one cannot be read as ({error}).") from None
+        except Exception as error:  # pickle does not document which errors it raises
+            raise ValueError(f"{owner}: {path} must be a pickle, got a file that cannot be read as one ({error}).") from None
 
 
-class _Refused(Exception):  # noqa: N818
-    """What was asked for."""
+class _ForbiddenError(Exception):
+    """The message is what the pickle asked for."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        short = module.replace("numpy._core", "numpy.core").replace("__builtin__", "builtins")
-        if (short, name) not in _KNOWN:
-            raise _Refused(f"{module}.{name}")
-        return _KNOWN[short, name]
+        """The stand-in for what the pickle names, instead of an import."""
+        # Newer versions of NumPy and Python 2 use other names for the same modules.
+        module_name = module.replace("numpy._core", "numpy.core").replace("__builtin__", "builtins")
+        if (module_name, name) not in _STAND_INS:
+            raise _ForbiddenError(f"{module}.{name}")
+        return _STAND_INS[module_name, name]
 
 
 class _Function:
-    """What a pickle may call. Setting the state of a plain function would change it for the whole process."""
+    """A function that a pickle may call. The state of a plain function, if set, would change for the whole process."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -60,62 +66,79 @@ class _Function:
         return self._function(*args)
 
     def __setstate__(self, state: Any) -> None:
-        raise _Refused("the state of a function")
+        raise _ForbiddenError("the state of a function")
 
 
-class _Kind:
-    """What a pickle has in place of a dtype, whose state could ask for anything; `dtype` is the real one."""
+class _PlainDtype:
+    """Stands in for a dtype, whose state could ask for anything; `dtype` is the real one."""
 
     def __init__(self, name: Any, *_: Any) -> None:
         self.dtype: np.dtype[Any] = np.dtype(name)
-        if self.dtype.kind not in "biufcSU":
-            raise _Refused(f"an array of {self.dtype}")
+        if self.dtype.kind not in PLAIN_KINDS:
+            raise _ForbiddenError(f"an array of {self.dtype}")
 
     def __setstate__(self, state: Any) -> None:
-        version, order, *rest = state
-        plain: Any = self.dtype.__reduce__()[2]
-        if (version, rest) != (plain[0], list(plain[2:])) or order not in ("<", ">", "|"):
-            raise _Refused(f"a type of numbers of the state {state}")
-        self.dtype = self.dtype.newbyteorder(order)
+        """Accept the state that a dtype of this name has, except for the byte order."""
+        version, byte_order, *others = state
+        expected_version, _, *expected_others = self.dtype.__reduce__()[2]  # type: ignore[misc]
+        is_expected = version == expected_version and others == expected_others
+        if not is_expected or byte_order not in ("<", ">", "|"):
+            raise _ForbiddenError(f"a dtype with the state {state}")
+        self.dtype = self.dtype.newbyteorder(byte_order)
 
 
-class _Array(np.ndarray[Any, Any]):
-    """An array whose state names a `_Kind`."""
+class _PlainArray(np.ndarray[Any, Any]):
+    """An array whose pickled state has a `_PlainDtype`."""
 
     def __setstate__(self, state: Any) -> None:
-        version, shape, kind, in_columns, data = state
-        super().__setstate__((version, shape, _dtype(kind), in_columns, data))
+        version, shape, plain_dtype, is_fortran, data = state
+        super().__setstate__((version, shape, _real_dtype(plain_dtype), is_fortran, data))
 
 
-def _empty_array(*_: Any) -> NDArray[Any]:
-    """What NumPy's `_reconstruct` gives before the array's state is set."""
-    return np.empty(0, np.int8).view(_Array)
+def _real_dtype(plain_dtype: Any) -> np.dtype[Any]:
+    if not isinstance(plain_dtype, _PlainDtype):
+        raise _ForbiddenError(f"an array of {plain_dtype!r:.40}")
+    return plain_dtype.dtype
 
 
-def _dtype(kind: Any) -> np.dtype[Any]:
-    if not isinstance(kind, _Kind):
-        raise _Refused(f"an array of {kind!r:.40}")
-    return kind.dtype
+def _make_bytes(source: Any = b"", *_: Any) -> bytes:
+    """As `bytes`, but not from a number, which would allocate that much memory."""
+    if isinstance(source, str):
+        return source.encode("latin1")
+    return bytes(memoryview(source))
 
 
-def _bytes_of(made: Callable[..., Any]) -> _Function:
-    """How bytes and bytearrays are pickled; not by a number, which would ask for that much memory."""
-
-    def make(source: Any = b"", *_: Any) -> Any:
-        return made(source.encode("latin1") if isinstance(source, str) else bytes(memoryview(source)))
-
-    return _Function(make)
+def _make_bytearray(source: Any = b"", *_: Any) -> bytearray:
+    return bytearray(_make_bytes(source))
 
 
-_KNOWN: dict[tuple[str, str], Any] = {
-    ("builtins", "bytes"): _bytes_of(bytes),  # in old protocols, and the state of an empty array
-    ("builtins", "bytearray"): _bytes_of(bytearray),
+def _encode(text: str, *_: Any) -> bytes:
+    """As `codecs.encode`, with which protocols up to 2 pickle bytes."""
+    return text.encode("latin1")
+
+
+def _reconstruct(*_: Any) -> NDArray[Any]:
+    """As NumPy's `_reconstruct`: an empty array, whose state is set next."""
+    return np.empty(0, np.int8).view(_PlainArray)
+
+
+def _scalar(plain_dtype: Any, *data: Any) -> Any:
+    return _numpy_scalar(_real_dtype(plain_dtype), *data)
+
+
+def _frombuffer(data: Any, plain_dtype: Any, *more: Any) -> Any:
+    return _numpy_frombuffer(data, _real_dtype(plain_dtype), *more)
+
+
+_STAND_INS: dict[tuple[str, str], Any] = {
+    ("builtins", "bytes"): _Function(_make_bytes),  # in old protocols, and for the state of an empty array
+    ("builtins", "bytearray"): _Function(_make_bytearray),
     ("builtins", "set"): _Function(set),
     ("builtins", "frozenset"): _Function(frozenset),
-    ("_codecs", "encode"): _Function(lambda text, *_: text.encode("latin1")),  # bytes, as Python 2 can read them
-    ("numpy", "ndarray"): np.ndarray.__name__,  # which is only handed to `_reconstruct`
-    ("numpy", "dtype"): _Function(_Kind),
-    ("numpy.core.multiarray", "_reconstruct"): _Function(_empty_array),
-    ("numpy.core.multiarray", "scalar"): _Function(lambda kind, *data: _scalar(_dtype(kind), *data)),
-    ("numpy.core.numeric", "_frombuffer"): _Function(lambda data, kind, *more: _frombuffer(data, _dtype(kind), *more)),
+    ("_codecs", "encode"): _Function(_encode),
+    ("numpy", "ndarray"): "ndarray",  # only passed on to `_reconstruct`, which ignores it
+    ("numpy", "dtype"): _Function(_PlainDtype),
+    ("numpy.core.multiarray", "_reconstruct"): _Function(_reconstruct),
+    ("numpy.core.multiarray", "scalar"): _Function(_scalar),
+    ("numpy.core.numeric", "_frombuffer"): _Function(_frombuffer),
 }

@@ -1,1 +1,1 @@
-"""Glyphs, a data set drawn from fonts."""
+"""Glyphs, the built-in data set: images of characters, drawn from the fonts that matplotlib ships."""

@@ -1,4 +1,4 @@
-"""Glyphs: the embedded data set, characters drawn from the fonts that matplotlib ships."""
+"""Glyphs: the built-in data set, characters drawn from the fonts that matplotlib ships."""
 
 from functools import cached_property
 from pathlib import Path
@@ -13,16 +13,12 @@ from torch.utils.data import Dataset
 from lightning_retrieval.checks import check_choice
 from lightning_retrieval.datamodules.base import RetrievalDataModule
 from lightning_retrieval.datamodules.files.data_report import DataReport
-from lightning_retrieval.datamodules.glyphs.glyph_images import (
-    GlyphImages,
-    load_glyph_images,
-    table_counts,
-    table_differences,
-)
+from lightning_retrieval.datamodules.glyphs.class_table import table_counts, table_differences
+from lightning_retrieval.datamodules.glyphs.glyph_images import GlyphImages, load_glyph_images
 from lightning_retrieval.datamodules.item_seeds import item_generator
 
-# Largest change of an augmented glyph: turn and slant in radians, stretch and shift as shares of the image.
-_TURN, _SLANT, _STRETCH, _SHIFT = 0.12, 0.15, 0.12, 0.05
+# Largest changes by augmentation: rotation and shear in radians, scaling and shift as fractions of the image.
+MAX_ROTATION, MAX_SHEAR, MAX_SCALING, MAX_SHIFT = 0.12, 0.15, 0.12, 0.05
 
 
 class GlyphDataset(Dataset[dict[str, Any]]):
@@ -31,11 +27,11 @@ class GlyphDataset(Dataset[dict[str, Any]]):
     Args:
         glyphs: all images.
         split: `"train"`, `"val"` or `"test"`.
-        augment: turn, slant, stretch and shift each image a little, as its index's seed says.
+        augment: whether each image is rotated, sheared, scaled and shifted a little, by the seed of its index.
         channels: 1, or 3 equal ones for networks that expect colour.
 
     Raises:
-        ValueError: if `split` or `channels` is another.
+        ValueError: if `split` or `channels` has another value.
 
     Example:
         >>> from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
@@ -45,7 +41,7 @@ class GlyphDataset(Dataset[dict[str, Any]]):
         (torch.Size([1, 32, 32]), '$', 'DOLLAR')
 
     Relations:
-        The id of an item is its index in this dataset. `characters[label]` and `categories[label]` name a class.
+        The id of an item is its index in this dataset. `characters[label]` and `categories[label]` describe a class.
     """
 
     def __init__(
@@ -72,7 +68,7 @@ class GlyphDataset(Dataset[dict[str, Any]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        """A whole batch at once, which the loader asks for: the images are transformed together."""
+        """The items of a whole batch, as the loader requests them, whose images are transformed together."""
         ids = torch.tensor(indices)
         images = self.images[ids, None].float() / 255
         if self.augment:
@@ -82,20 +78,20 @@ class GlyphDataset(Dataset[dict[str, Any]]):
 
 
 class Glyphs(RetrievalDataModule):
-    """Characters in the fonts of matplotlib: about 33,000 images of about 3,400 classes, nothing to download.
+    """Characters in the fonts of matplotlib: about 33,000 images of about 3,400 classes, without a download.
 
-    Training, validation and test have different characters. Every test image is a query, ranked against all others.
-    The images are drawn once (some seconds) and kept in the user's cache folder.
+    Training, validation and test set have different characters. In the test each image is a query, and all other test
+    images are its gallery. The images are drawn once (some seconds) and kept in the user's cache folder.
 
     Args:
-        classes_per_batch: P, the classes of a global batch.
-        samples_per_class: K, the images of each, >= 2.
-        eval_batch_size: images embedded at a time in evaluation, >= 1.
-        num_workers: processes that load images, >= 0.
-        seed: what the batches and the augmentation follow from; that of `seed_everything` where None.
-        augment: turn, slant, stretch and shift the training images a little.
+        classes_per_batch: P, number of classes in a global batch.
+        samples_per_class: K, number of images of each of these classes, >= 2.
+        eval_batch_size: number of images that are embedded at a time in evaluation, >= 1.
+        num_workers: number of processes that load images, >= 0.
+        seed: seed of the batches and the augmentation; if None, the seed of `seed_everything`, else 0.
+        augment: whether the training images are rotated, sheared, scaled and shifted a little.
         channels: 1, or 3 equal ones for networks that expect colour.
-        cache_dir: where the drawn images are kept; the user's cache folder where None.
+        cache_dir: folder in which the drawn images are kept; if None, the user's cache folder.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -111,6 +107,7 @@ class Glyphs(RetrievalDataModule):
 
     def __init__(
         self,
+        *,
         classes_per_batch: int = 96,
         samples_per_class: int = 4,
         eval_batch_size: int = 512,
@@ -132,7 +129,7 @@ class Glyphs(RetrievalDataModule):
         self.cache_dir = cache_dir
 
     def prepare_data(self) -> None:
-        """Draw the images where the cache does not hold them."""
+        """Draw the images if they are not in the cache."""
         load_glyph_images(self.cache_dir)
 
     @cached_property
@@ -148,14 +145,19 @@ class Glyphs(RetrievalDataModule):
         return GlyphDataset(self._glyphs, "test", channels=self.channels)
 
     def check(self) -> DataReport:
-        """Draw the images where the cache does not hold them; counts beside those that the classes' table has.
+        """Compare the counts of images and classes with those of the table of classes, and look for missing fonts.
 
-        Other versions of fonts and renderer draw other images, which the counts show; a font may be missing.
+        The images are drawn if they are not in the cache. Other versions of fonts and renderer give other counts.
         """
-        counted = super().check().splits
-        report = DataReport({name: (found, [table_counts()[name]]) for name, (found, _) in counted.items()})
-        missing, versions = table_differences(self._glyphs.font_names)
-        return report if report.ok and not missing else DataReport(report.splits, missing, [versions])
+        report = DataReport()
+        counts_of_table = table_counts()
+        for split, (counts, _) in super().check().splits.items():
+            report.splits[split] = (counts, [counts_of_table[split]])
+        missing_fonts, versions = table_differences(self._glyphs.font_names)
+        if missing_fonts or not report.ok:
+            report.missing_files = missing_fonts
+            report.problems = [versions]
+        return report
 
     @cached_property
     def _glyphs(self) -> GlyphImages:
@@ -165,11 +167,12 @@ class Glyphs(RetrievalDataModule):
 def _augment(
     images: Float[Tensor, "batch 1 height width"], random: Float[Tensor, "batch 6"]
 ) -> Float[Tensor, "batch 1 height width"]:
-    """An affine map of each image, from six numbers in [0, 1) for each."""
-    turn, slant, stretch_x, stretch_y, shift_x, shift_y = (2 * random - 1).unbind(1)
-    cos, sin = (_TURN * turn).cos(), (_TURN * turn).sin()
-    # The map goes from the new image's coordinates, in [-1, 1], to the old one's.
-    x = torch.stack([cos * (1 + _STRETCH * stretch_x), _SLANT * slant - sin, 2 * _SHIFT * shift_x], 1)
-    y = torch.stack([sin, cos * (1 + _STRETCH * stretch_y), 2 * _SHIFT * shift_y], 1)
-    grid = affine_grid(torch.stack([x, y], 1), list(images.shape), align_corners=False)
+    """Transform each image by an affine map, made from six random numbers in [0, 1)."""
+    rotation, shear, scaling_x, scaling_y, shift_x, shift_y = (2 * random - 1).unbind(1)
+    cos, sin = (MAX_ROTATION * rotation).cos(), (MAX_ROTATION * rotation).sin()
+    # The map is from coordinates of the new image, in [-1, 1], to those of the old one.
+    row_x = torch.stack([cos * (1 + MAX_SCALING * scaling_x), MAX_SHEAR * shear - sin, 2 * MAX_SHIFT * shift_x], 1)
+    row_y = torch.stack([sin, cos * (1 + MAX_SCALING * scaling_y), 2 * MAX_SHIFT * shift_y], 1)
+    maps = torch.stack([row_x, row_y], 1)  # (batch, 2, 3)
+    grid = affine_grid(maps, list(images.shape), align_corners=False)
     return grid_sample(images, grid, align_corners=False)

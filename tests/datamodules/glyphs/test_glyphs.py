@@ -14,7 +14,7 @@ from torch import nn
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import GlyphDataset, Glyphs
-from lightning_retrieval.datamodules.glyphs import glyph_images
+from lightning_retrieval.datamodules.glyphs import class_table
 from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
 
@@ -54,7 +54,7 @@ def small_net() -> nn.Module:
     return nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(64, 16))
 
 
-def test_two_workers_give_the_parameters_of_none():
+def test_two_workers_give_the_same_parameters_as_none():
     """Two epochs of two batches, each followed by validation."""
     results = []
     for num_workers in (0, 2):
@@ -91,21 +91,21 @@ def test_augmentation_is_a_function_of_seed_epoch_batch_and_position():
     assert not torch.equal(drawn[0], drawn[1])
 
 
-def test_augmentation_moves_each_image_a_little_and_by_itself(glyphs):
-    plain, moved = GlyphDataset(glyphs, "train"), GlyphDataset(glyphs, "train", augment=True)
+def test_augmentation_changes_each_image_a_little_and_independently(glyphs):
+    plain, augmented = GlyphDataset(glyphs, "train"), GlyphDataset(glyphs, "train", augment=True)
     indices = [SeededIndex(i, seed=100 + i) for i in range(0, 400, 10)]
-    together = torch.stack([item["images"] for item in moved.__getitems__(indices)])
-    alone = torch.stack([moved[index]["images"] for index in indices])
+    together = torch.stack([item["images"] for item in augmented.__getitems__(indices)])
+    alone = torch.stack([augmented[index]["images"] for index in indices])
     still = torch.stack([plain[index]["images"] for index in indices])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
     assert (together.min(), together.max()) >= (0, 0.5)
     assert together.max() <= 1
     assert ((together - still).abs().amax((1, 2, 3)) > 0.05).all()
     ink = together.sum((1, 2, 3)) / still.sum((1, 2, 3))
-    assert 0.7 < ink.min() < ink.max() < 1.4  # nothing leaves the image
+    assert 0.7 < ink.min() < ink.max() < 1.4  # the character stays inside the image
 
 
-def test_evaluation_sets_are_the_images_as_drawn_in_order(glyphs):
+def test_evaluation_sets_have_the_images_as_drawn_in_order(glyphs):
     data = Glyphs(eval_batch_size=300)
     for name, loader in {"val": data.val_dataloader(), "test": data.test_dataloader()}.items():
         chosen = glyphs.splits == name
@@ -114,12 +114,12 @@ def test_evaluation_sets_are_the_images_as_drawn_in_order(glyphs):
         assert batch["labels"].tolist() == glyphs.labels[chosen][:300].tolist()
         assert batch["ids"].tolist() == list(range(300))
         assert len(loader.dataset) == chosen.sum()
-        again = loader.dataset[SeededIndex(5, seed=9)]["images"]  # a seed changes nothing here
+        again = loader.dataset[SeededIndex(5, seed=9)]["images"]  # a seed has no effect here
         assert torch.equal(again, batch["images"][5])
     assert data.predict_dataloader().dataset is data.test_set
 
 
-def test_splits_share_no_class(glyphs):
+def test_splits_have_no_class_in_common(glyphs):
     data = Glyphs()
     classes = [set(part.labels.tolist()) for part in (data.train_set, data.val_set, data.test_set)]
     assert sum(map(len, classes)) == len(set.union(*classes)) == len(set(glyphs.labels.tolist()))
@@ -127,7 +127,7 @@ def test_splits_share_no_class(glyphs):
     assert data.train_set.characters[int(data.train_set.labels[0])]
 
 
-def test_three_channels_with_a_network_for_colour():
+def test_three_channels_fit_a_network_for_colour():
     data = Glyphs(classes_per_batch=3, samples_per_class=2, channels=3)
     batch = next(iter(data.train_dataloader()))
     assert batch["images"].shape == (6, 3, 32, 32)
@@ -140,24 +140,24 @@ def test_three_channels_with_a_network_for_colour():
     assert not torch.equal(embedder.head.linear.weight, before)
 
 
-def test_augmentation_can_be_left_out(glyphs):
+def test_augmentation_can_be_turned_off(glyphs):
     dataset = Glyphs(augment=False).train_set
     image = torch.from_numpy(glyphs.images[glyphs.splits == "train"][3]).float() / 255
     assert torch.equal(dataset[SeededIndex(3, seed=1)]["images"][0], image)
 
 
-def test_the_seed_is_that_of_seed_everything(monkeypatch):
+def test_the_default_seed_is_that_of_seed_everything(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "17")
     assert (Glyphs().seed, Glyphs(seed=5).seed) == (17, 5)
     assert Glyphs(classes_per_batch=4).train_dataloader().batch_sampler.batch_sampler.seed == 17
 
 
 @pytest.mark.refusal
-def test_a_cache_folder_that_cannot_be_written_is_refused(tmp_path):
-    """It cannot be made: a file stands where the folder should be. (Permissions would not stop root.)"""
+def test_a_cache_folder_that_cannot_be_written_raises(tmp_path):
+    """A file has the name of the folder. (Missing permissions would not stop root.)"""
     (tmp_path / "file").write_text("")
     data = Glyphs(cache_dir=tmp_path / "file" / "cache")
-    with pytest.raises(NotADirectoryError, match=r"`cache_dir` must be a folder that can be made .*file/cache"):
+    with pytest.raises(NotADirectoryError, match=r"`cache_dir` must be a folder that can be created .*file/cache"):
         data.prepare_data()
 
 
@@ -173,30 +173,30 @@ def test_a_cache_folder_that_cannot_be_written_is_refused(tmp_path):
         ({"num_workers": 1.0}, TypeError, r"`num_workers` must be an integer >= 0, got 1\.0"),
     ],
 )
-def test_settings_are_checked(settings, error, sentence):
+def test_invalid_settings_raise(settings, error, sentence):
     with pytest.raises(error, match=rf"^Glyphs: {sentence}"):
         Glyphs(**settings)
 
 
 @pytest.mark.refusal
-def test_another_split_is_refused(glyphs):
+def test_an_unknown_split_raises(glyphs):
     with pytest.raises(ValueError, match=r"`split` must be one of 'train', 'val', 'test', got 'dev'\."):
         GlyphDataset(glyphs, "dev")
 
 
 @pytest.mark.refusal
-def test_more_classes_than_there_are_is_refused():
+def test_more_classes_than_exist_raise():
     with pytest.raises(ValueError, match=r"`classes_per_batch` must be at most .*, got 9000 for \d+ such classes"):
         Glyphs(classes_per_batch=9000).train_dataloader()
 
 
-def test_a_check_has_the_tables_counts_beside_those_drawn(glyphs):
-    """With the versions that the table was made with, else the versions stand below."""
+def test_a_check_compares_the_counts_with_the_tables(glyphs):
+    """With other versions than the table was made with, counts may differ; then the report has the versions."""
     report = Glyphs().check()
     for split, (found, (published,)) in report.splits.items():
         labels = glyphs.labels[glyphs.splits == split]
         assert found == (len(labels), len(set(labels.tolist())))
-        with glyph_images.TABLE.open(encoding="ascii") as table:
+        with class_table.TABLE.open(encoding="ascii") as table:
             rows = [row for row in csv.DictReader(list(table)[1:]) if row["split"] == split]
         assert published == (sum(int(row["images"]) for row in rows), len(rows))
     assert list(report.splits) == ["train", "val", "test"]
@@ -207,8 +207,8 @@ def test_a_check_has_the_tables_counts_beside_those_drawn(glyphs):
     ] * counts_differ
 
 
-def test_a_check_names_the_fonts_that_are_missing(tmp_path, monkeypatch):
-    """Some of matplotlib's fonts in a folder of their own, as where a distribution takes them apart."""
+def test_a_check_names_missing_fonts(tmp_path, monkeypatch):
+    """Only some of matplotlib's fonts are installed, as in distributions that package them separately."""
     few = "DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif", "STIXGeneral"
     (tmp_path / "fonts/ttf").mkdir(parents=True)
     for name in few:
@@ -216,7 +216,7 @@ def test_a_check_names_the_fonts_that_are_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(matplotlib, "get_data_path", lambda: str(tmp_path))
     with pytest.warns(UserWarning, match="classes have no images"):
         report = Glyphs(cache_dir=tmp_path).check()
-    assert set(report.missing_files) == {f"{name}.ttf" for name in glyph_images.TABLE_FONTS.split() if name not in few}
+    assert set(report.missing_files) == {f"{name}.ttf" for name in class_table.TABLE_FONTS.split() if name not in few}
     assert "DejaVuSansMono.ttf" in report.missing_files
     assert not report.ok
     assert "problem: drawn with matplotlib " in str(report)

@@ -1,4 +1,4 @@
-"""CUB-200-2011: read as written, refused where odd, trained on."""
+"""CUB-200-2011: read as written, trained on; invalid lists raise."""
 
 import re
 
@@ -34,8 +34,8 @@ def test_images_are_read_as_they_were_written(tmp_path, boxes):
 def test_images_come_as_rgb_cropped_to_their_box(tmp_path):
     write_cub(tmp_path)
     whole, birds = CUB200(tmp_path).train_set, CUB200(tmp_path, boxes=True).train_set
-    assert {(whole.read(place).mode, whole.read(place).size) for place in range(12)} == {("RGB", (60, 50))}
-    assert {(birds.read(place).mode, birds.read(place).size) for place in range(12)} == {("RGB", (21, 30))}
+    assert {(whole.read(position).mode, whole.read(position).size) for position in range(12)} == {("RGB", (60, 50))}
+    assert {(birds.read(position).mode, birds.read(position).size) for position in range(12)} == {("RGB", (21, 30))}
 
 
 def test_the_report_has_the_papers_counts(tmp_path):
@@ -54,13 +54,13 @@ def test_fit_and_validate(tmp_path, num_workers, boxes):
     assert 0 < metrics["val/mAP"] <= 1
 
 
-def test_a_truncated_image_is_refused_or_skipped(tmp_path):
+def test_a_truncated_image_raises_or_is_skipped(tmp_path):
     written = write_cub(tmp_path)
     refuse_then_skip_truncated(CUB200, tmp_path, f"images/{written[-2][1]}")
 
 
 PATHS, CLASSES, BOXES = "images.txt", "image_class_labels.txt", "bounding_boxes.txt"
-REFUSALS = {
+INVALID = {
     "missing path": (
         PATHS,
         f"2 {ALBATROSS}_1_1.jpg",
@@ -77,15 +77,15 @@ REFUSALS = {
     "id twice": (PATHS, "2 001", "1 001", "`image_id` must be different in each line of .*images.txt, got 1 twice"),
     "class's id twice": (CLASSES, "20 200", "21 200", "must be different .*image_class_labels.txt, got 21 twice"),
     "box's id twice": (BOXES, "20 4.5", "21 4.5", "must be different .*bounding_boxes.txt, got 21 twice"),
-    "id that is no number": (PATHS, "2 001", "b 001", "`image_id` must be integers in .*images.txt, got 'b'"),
+    "id that is not a number": (PATHS, "2 001", "b 001", "`image_id` must be integers in .*images.txt, got 'b'"),
     "image without class": (CLASSES, "20 200\n", "", "got 1 in .*images.txt that are not in .*labels.txt, such as 20"),
     "class without image": (CLASSES, "20 200", "99 1\n20 200", "got 1 in .*labels.txt that are not in .*such as 99"),
     "image without box": (BOXES, "20 4.5 2.0 20.25 30.0\n", "", "got 1 in .*images.txt that are not in .*such as 20"),
     "box without image": (BOXES, "20 4.5", "99 1 1 1 1\n20 4.5", "got 1 in .*boxes.txt that are not .* such as 99"),
     "class beyond": (CLASSES, "20 200", "20 201", "from 1 to 200, got '201' for image 20 in line 3 of .*labels.txt"),
     "class zero": (CLASSES, "20 200", "20 0", "from 1 to 200, got '0' for image 20"),
-    "class that is no number": (CLASSES, "20 200", "20 -2", "from 1 to 200, got '-2' for image 20"),
-    "box that is no number": (
+    "class that is not a number": (CLASSES, "20 200", "20 -2", "from 1 to 200, got '-2' for image 20"),
+    "box that is not a number": (
         BOXES,
         "20 4.5",
         "20 left",
@@ -105,9 +105,9 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSALS)
-def test_what_is_odd_is_refused(tmp_path, case):
-    name, old, new, message = REFUSALS[case]
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_lists_raise(tmp_path, case):
+    name, old, new, message = INVALID[case]
     write_cub(tmp_path)
     replace(tmp_path / name, old, new)
     data = CUB200(tmp_path, boxes=name == BOXES)
@@ -115,10 +115,10 @@ def test_what_is_odd_is_refused(tmp_path, case):
         data.prepare_data()
 
 
-@pytest.mark.parametrize(("split", "odd"), [("train", range(12)), ("test", range(12, 21))])
-def test_an_empty_split_is_refused(tmp_path, split, odd):
+@pytest.mark.parametrize(("split", "removed"), [("train", range(12)), ("test", range(12, 21))])
+def test_an_empty_split_raises(tmp_path, split, removed):
     written = write_cub(tmp_path)
-    rows = [row for place, row in enumerate(written) if place not in odd]
+    rows = [row for position, row in enumerate(written) if position not in removed]
     (tmp_path / PATHS).write_text("".join(f"{image} {name}\n" for image, name, _, _ in rows))
     (tmp_path / CLASSES).write_text("".join(f"{image} {number}\n" for image, _, number, _ in rows))
     with pytest.raises(ValueError, match=f"the split '{split}' must have at least one image, got none in .*labels.txt"):
@@ -126,7 +126,7 @@ def test_an_empty_split_is_refused(tmp_path, split, odd):
 
 
 @pytest.mark.parametrize("given", [".", "CUB_200_2011/images", "CUB_200_2011/attributes"])
-def test_a_root_one_folder_off_is_told_the_right_one(tmp_path, given):
+def test_the_error_for_another_folder_suggests_the_root(tmp_path, given):
     write_cub(tmp_path / "CUB_200_2011")
     (tmp_path / given).mkdir(exist_ok=True)
     with pytest.raises(FileNotFoundError, match=re.escape(f"pass root={tmp_path / 'CUB_200_2011'}.")):
@@ -134,7 +134,7 @@ def test_a_root_one_folder_off_is_told_the_right_one(tmp_path, given):
 
 
 @pytest.mark.parametrize("name", ["images", "bounding_boxes.txt", "image_class_labels.txt"])
-def test_what_is_missing_is_named(tmp_path, name):
+def test_missing_files_raise(tmp_path, name):
     write_cub(tmp_path / "birds")
     (tmp_path / "birds" / name).rename(tmp_path / "birds/away")
     with pytest.raises(

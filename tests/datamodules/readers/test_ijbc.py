@@ -1,4 +1,4 @@
-"""IJB-C: both layouts read as written, videos as one instance, refused where odd, evaluated against a plain loop."""
+"""IJB-C: both directory structures read as written, videos as one instance, evaluation compared with a plain loop."""
 
 import logging
 import math
@@ -16,18 +16,18 @@ from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import IJBC
 from tests.datamodules.short_run import QUIET, SETTINGS, refuse_then_skip_truncated, replace
+from tests.datamodules.small_ijbc import write_ijbc, write_ijbc_repack
 from tests.datamodules.trees import write_image
-from tests.datamodules.trees_ijbc import write_ijbc, write_ijbc_repack
 
 pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 refusal = pytest.mark.refusal
 G1, G2, MIXED = (f"ijbc_1N_{name}.csv" for name in ("gallery_G1", "gallery_G2", "probe_mixed"))
-LAYOUTS = {"release": (write_ijbc, "protocols"), "re-pack": (write_ijbc_repack, "meta")}
+STRUCTURES = {"release": (write_ijbc, "protocols"), "re-pack": (write_ijbc_repack, "meta")}
 
 
 def groups(keys):
     """Which places have one key, as sets that do not depend on the keys' names."""
-    return {frozenset(place for place, other in enumerate(keys) if other == key) for key in keys}
+    return {frozenset(position for position, other in enumerate(keys) if other == key) for key in keys}
 
 
 @pytest.mark.parametrize("folder", ["protocols", "protocols/archive"])
@@ -47,8 +47,8 @@ def test_the_release_is_read_with_each_face_once(tmp_path, folder):
     assert groups(index.instances.tolist()) == groups([face.sighting for face in faces])
     assert sorted(set(index.instances.tolist())) == list(range(len({face.sighting for face in faces})))
     whole = Image.open(tmp_path / "images/frames/21.png")
-    place = [face.file for face in faces].index("frames/21.png")
-    assert np.array_equal(np.asarray(data.test_set.read(place)), np.asarray(whole.crop((0, 0, 26, 28))))
+    position = [face.file for face in faces].index("frames/21.png")
+    assert np.array_equal(np.asarray(data.test_set.read(position)), np.asarray(whole.crop((0, 0, 26, 28))))
 
 
 def test_the_repack_is_read_with_all_crops(tmp_path):
@@ -62,10 +62,10 @@ def test_the_repack_is_read_with_all_crops(tmp_path):
     assert data.test_set.read(0).size == (30, 30)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize(("settings", "names"), [({}, ["5", "12"]), ({"least_instances": 6}, ["12"])])
-def test_people_with_few_instances_are_left_out_and_counted(tmp_path, caplog, layout, settings, names):
-    LAYOUTS[layout][0](tmp_path)
+def test_people_with_few_instances_are_skipped_and_counted(tmp_path, caplog, structure, settings, names):
+    STRUCTURES[structure][0](tmp_path)
     with caplog.at_level(logging.INFO, logger="pytorch_lightning"):
         index = IJBC(tmp_path, **settings).splits["test"]
     assert list(index.names) == names
@@ -77,7 +77,7 @@ def test_people_with_few_instances_are_left_out_and_counted(tmp_path, caplog, la
 def test_the_release_and_the_repack_have_the_same_instances(tmp_path):
     write_ijbc(tmp_path / "release")
     write_ijbc_repack(tmp_path / "re-pack")
-    one, other = (IJBC(tmp_path / layout).splits["test"] for layout in LAYOUTS)
+    one, other = (IJBC(tmp_path / structure).splits["test"] for structure in STRUCTURES)
     assert len(one) < len(other)
     assert [dict(zip(index.instances.tolist(), index.labels.tolist())) for index in (one, other)] == [
         dict(enumerate([0, 0, 1, 1, 0, 1, 1, 1, 1, 0, 0]))
@@ -98,7 +98,7 @@ def test_faces_without_subject_or_box_are_counted_in_one_warning(tmp_path, value
         assert paths == [f"images/{face.file}" for face in faces if face.file not in left_out]
 
 
-def test_crops_without_subject_are_counted_in_one_warning(tmp_path):
+def test_crops_without_a_subject_are_counted_in_one_warning(tmp_path):
     crops = write_ijbc_repack(tmp_path)
     for subject in ("9,100,img/15.jpg", "9,100,frames/30.png"):
         replace(tmp_path / "meta" / G2, subject, subject.replace("100", "nan"))
@@ -107,9 +107,9 @@ def test_crops_without_subject_are_counted_in_one_warning(tmp_path):
     assert paths == [path for path, row in crops if row.template != 9]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_images_come_as_rgb_with_their_instance(tmp_path, layout):
-    LAYOUTS[layout][0](tmp_path)  # the first images are grey and CMYK
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_images_come_as_rgb_with_their_instance(tmp_path, structure):
+    STRUCTURES[structure][0](tmp_path)  # the first images are grey and CMYK
     data = IJBC(tmp_path, **SETTINGS)
     batches = list(data.test_dataloader())
     assert {tuple(batch["images"].shape[1:]) for batch in batches} == {(3, 16, 16)}
@@ -117,9 +117,9 @@ def test_images_come_as_rgb_with_their_instance(tmp_path, layout):
     assert "roles" not in batches[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_report_counts_images_and_names_the_missing(tmp_path, layout):
-    LAYOUTS[layout][0](tmp_path)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_report_counts_images_and_names_the_missing(tmp_path, structure):
+    STRUCTURES[structure][0](tmp_path)
     data = IJBC(tmp_path)
     report = data.check()
     index = data.splits["test"]
@@ -129,9 +129,9 @@ def test_the_report_counts_images_and_names_the_missing(tmp_path, layout):
     assert IJBC(tmp_path).check().missing_files == [index.paths[3]]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_cache_gives_what_was_read(tmp_path, layout):
-    LAYOUTS[layout][0](tmp_path / "data")
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_the_cache_gives_what_was_read(tmp_path, structure):
+    STRUCTURES[structure][0](tmp_path / "data")
     first, second = (IJBC(tmp_path / "data", cache_dir=tmp_path / "cache").splits["test"] for _ in range(2))
     assert first.arrays().keys() == second.arrays().keys()
     assert all(np.array_equal(part, second.arrays()[name]) for name, part in first.arrays().items())
@@ -161,8 +161,8 @@ def by_plain_loop(embeddings, labels, instances):
         rows.setdefault(instance, (label, []))[1].append(embedding / np.linalg.norm(embedding))
     means = [(label, np.mean(of_one, axis=0)) for label, of_one in rows.values()]
     precisions, hits = [], []
-    for place, (label, query) in enumerate(means):
-        others = [other for i, other in enumerate(means) if i != place]
+    for position, (label, query) in enumerate(means):
+        others = [other for i, other in enumerate(means) if i != position]
         others.sort(key=lambda other: -np.dot(query, other[1]) / np.linalg.norm(other[1]))
         right = [other == label for other, _ in others]
         at_hits = [sum(right[: rank + 1]) / (rank + 1) for rank, hit in enumerate(right) if hit]
@@ -172,14 +172,14 @@ def by_plain_loop(embeddings, labels, instances):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_evaluation_averages_the_images_of_an_instance(tmp_path, layout, num_workers):
-    LAYOUTS[layout][0](tmp_path)
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_evaluation_averages_the_images_of_an_instance(tmp_path, structure, num_workers):
+    STRUCTURES[structure][0](tmp_path)
     data = IJBC(tmp_path, num_workers=num_workers, **SETTINGS)
     trainer, module = trainer_and_module()
     (validated,) = trainer.validate(module, datamodule=data, verbose=False)
     (tested,) = trainer.test(module, datamodule=data, verbose=False)
-    items = [data.test_set[place] for place in range(len(data.test_set))]
+    items = [data.test_set[position] for position in range(len(data.test_set))]
     with torch.no_grad():
         embeddings = module.eval()(torch.stack([item["images"] for item in items])).double().numpy()
     labels, instances = ([int(item[name]) for item in items] for name in ("labels", "instances"))
@@ -193,7 +193,7 @@ def test_evaluation_averages_the_images_of_an_instance(tmp_path, layout, num_wor
 
 
 @refusal
-def test_training_is_refused_before_anything_is_evaluated(tmp_path):
+def test_training_raises_before_anything_is_evaluated(tmp_path):
     write_ijbc(tmp_path)
     trainer, module = trainer_and_module()
     embedded = []
@@ -206,14 +206,14 @@ def test_training_is_refused_before_anything_is_evaluated(tmp_path):
         _ = IJBC(tmp_path, val_fraction=0.5).val_set
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_truncated_image_is_refused_or_skipped(tmp_path, layout):
-    LAYOUTS[layout][0](tmp_path)
-    path = {"release": "images/img/16.jpg", "re-pack": "loose_crop/9.jpg"}[layout]
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_a_truncated_image_raises_or_is_skipped(tmp_path, structure):
+    STRUCTURES[structure][0](tmp_path)
+    path = {"release": "images/img/16.jpg", "re-pack": "loose_crop/9.jpg"}[structure]
     refuse_then_skip_truncated(IJBC, tmp_path, path)
 
 
-REFUSALS = {
+INVALID = {
     "another header": (
         "release",
         G1,
@@ -242,7 +242,7 @@ REFUSALS = {
         "1\n1,5,img",
         r"must have 2 fields, got 1 with a different number of fields \(line 2\)",
     ),
-    "subject that is no number": (
+    "subject that is not a number": (
         "release",
         G1,
         "1,5,",
@@ -251,7 +251,13 @@ REFUSALS = {
     ),
     "no file": ("release", MIXED, "img/14.jpg", "", r"`FILENAME` must not be empty in line 12 of .*probe_mixed.csv"),
     "no sighting": ("release", MIXED, ",106,", ",,", r"`SIGHTING_ID` must not be empty in line 12 of .*probe_mixed"),
-    "box that is no number": ("release", G1, "2.5,3.0", "2.5,x", r"must be numbers.* got '2.5,x,20.25,25.0' in line 2"),
+    "box that is not a number": (
+        "release",
+        G1,
+        "2.5,3.0",
+        "2.5,x",
+        r"must be numbers.* got '2.5,x,20.25,25.0' in line 2",
+    ),
     "infinite box": ("release", G1, "2.5,3.0", "2.5,inf", r"got '2.5,inf,20.25,25.0' in line 2 of .*G1.csv"),
     "box beyond any image": ("release", G1, "2.5,3.0", "2.5,3e12", r"got '2.5,3e12,20.25,25.0' in line 2 of .*G1.csv"),
     "box without pixels": ("release", G1, "20.25,25.0", "20.25,-1", r"the latter two above 0.*20.25,-1' in line 2 of"),
@@ -277,10 +283,10 @@ REFUSALS = {
 
 
 @refusal
-@pytest.mark.parametrize("case", REFUSALS)
-def test_what_is_odd_is_refused(tmp_path, case):
-    layout, name, old, new, message = REFUSALS[case]
-    write, folder = LAYOUTS[layout]
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_lists_raise(tmp_path, case):
+    structure, name, old, new, message = INVALID[case]
+    write, folder = STRUCTURES[structure]
     write(tmp_path)
     replace(tmp_path / folder / name, old, new)
     with pytest.raises(ValueError, match=message):
@@ -288,7 +294,7 @@ def test_what_is_odd_is_refused(tmp_path, case):
 
 
 @refusal
-def test_a_list_in_another_encoding_is_refused(tmp_path):
+def test_a_list_in_another_encoding_raises(tmp_path):
     write_ijbc(tmp_path)
     path = tmp_path / "protocols" / G2
     path.write_bytes(path.read_bytes().decode().encode("latin-1"))
@@ -297,9 +303,9 @@ def test_a_list_in_another_encoding_is_refused(tmp_path):
 
 
 @refusal
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_empty_split_is_refused(tmp_path, layout):
-    write, folder = LAYOUTS[layout]
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_an_empty_split_raises(tmp_path, structure):
+    write, folder = STRUCTURES[structure]
     write(tmp_path)
     with pytest.raises(
         ValueError, match=r"^IJBC: `least_instances` must leave .* got 7, but no subject has more than 6 instances\."
@@ -315,7 +321,7 @@ def test_an_empty_split_is_refused(tmp_path, layout):
 
 
 @refusal
-def test_settings_out_of_range_are_refused(tmp_path):
+def test_invalid_settings_raise(tmp_path):
     with pytest.raises(ValueError, match=r"^IJBC: `least_instances` must be an integer >= 1, got 0"):
         IJBC(tmp_path, least_instances=0)
     with pytest.raises(TypeError, match=r"^IJBC: `least_instances` must be an integer >= 1, got 2\.5"):
@@ -324,7 +330,7 @@ def test_settings_out_of_range_are_refused(tmp_path):
 
 @refusal
 @pytest.mark.parametrize(
-    ("layout", "given"),
+    ("structure", "given"),
     [
         ("release", ""),
         ("release", "data/protocols"),
@@ -333,23 +339,23 @@ def test_settings_out_of_range_are_refused(tmp_path):
         ("re-pack", "data/meta"),
     ],
 )
-def test_a_root_one_folder_off_is_told_the_right_one(tmp_path, layout, given):
-    LAYOUTS[layout][0](tmp_path / "data")
+def test_the_error_for_another_folder_suggests_the_root(tmp_path, structure, given):
+    STRUCTURES[structure][0](tmp_path / "data")
     with pytest.raises(FileNotFoundError, match=re.escape(f"pass root={tmp_path / 'data'}.")):
         IJBC(tmp_path / given).prepare_data()
 
 
 @refusal
 @pytest.mark.parametrize(
-    ("layout", "name"),
+    ("structure", "name"),
     [
-        *((layout, name) for layout in LAYOUTS for name in (G1, G2, MIXED)),
+        *((structure, name) for structure in STRUCTURES for name in (G1, G2, MIXED)),
         ("release", "images"),
         ("re-pack", "loose_crop"),
     ],
 )
-def test_what_is_missing_is_named(tmp_path, layout, name):
-    write, folder = LAYOUTS[layout]
+def test_missing_files_raise(tmp_path, structure, name):
+    write, folder = STRUCTURES[structure]
     write(tmp_path / "faces")
     path = tmp_path / "faces" / (f"{folder}/{name}" if name.endswith("csv") else name)
     path.rename(tmp_path / "faces/away")
@@ -365,7 +371,7 @@ def test_a_face_with_a_box_in_one_list_only_is_kept(tmp_path):
         assert len(IJBC(tmp_path, least_instances=1).splits["test"]) == len(faces)
 
 
-def test_a_face_with_two_boxes_is_warned_of(tmp_path):
+def test_a_face_with_two_boxes_warns(tmp_path):
     write_ijbc(tmp_path)
     path = tmp_path / "protocols" / G1
     header, first, *more = path.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""In-Shop Clothes Retrieval: read as written, refused where odd, trained on with queries and gallery."""
+"""In-Shop Clothes Retrieval: read as written, trained on, evaluated with queries and gallery; invalid lists raise."""
 
 import re
 
@@ -10,15 +10,15 @@ from tests.datamodules.short_run import QUIET, SETTINGS, fit_and_validate, refus
 from tests.datamodules.trees import write_in_shop
 
 pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
-LAYOUTS = {"as unpacked": ("Eval/", "Img/"), "flat": ("", ""), "Anno": ("Anno/", "Img/"), "Eval": ("Eval/", "")}
+STRUCTURES = {"as unpacked": ("Eval/", "Img/"), "flat": ("", ""), "Anno": ("Anno/", "Img/"), "Eval": ("Eval/", "")}
 PARTITION, BOXES = "Eval/list_eval_partition.txt", "Eval/list_bbox_inshop.txt"
 FIRST = "img/MEN/Denim/id_00000001/01_1_front.jpg"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("extra", [{}, {"boxes": True}, {"high_res": True}], ids=str)
-def test_images_are_read_as_they_were_written(tmp_path, layout, extra):
-    lists, images = LAYOUTS[layout]
+def test_images_are_read_as_they_were_written(tmp_path, structure, extra):
+    lists, images = STRUCTURES[structure]
     written = write_in_shop(tmp_path, lists, images)
     splits = InShop(tmp_path, **extra).splits
     assert list(splits) == ["train", "test"]
@@ -42,7 +42,7 @@ def test_images_are_those_of_the_folder_and_cropped_to_their_box(tmp_path):
     assert InShop(tmp_path).train_set.read(0).size == (32, 32)
     assert InShop(tmp_path, high_res=True).train_set.read(0).size == (64, 80)
     assert InShop(tmp_path, boxes=True).train_set.read(0).size == (right - left, bottom - top)
-    assert {InShop(tmp_path).test_set.read(place).mode for place in range(9)} == {"RGB"}
+    assert {InShop(tmp_path).test_set.read(position).mode for position in range(9)} == {"RGB"}
 
 
 def test_the_report_has_the_papers_counts(tmp_path):
@@ -66,7 +66,7 @@ def test_fit_and_validate(tmp_path, num_workers, extra):
     assert 0 < metrics["val/mAP"] <= 1
 
 
-def test_only_queries_are_ranked_for_and_only_against_the_gallery(tmp_path):
+def test_only_queries_have_a_gallery_and_only_the_gallery_is_ranked(tmp_path):
     """An item all of whose images are queries has nothing right in the gallery."""
     write_in_shop(tmp_path)
     loader = InShop(tmp_path, **SETTINGS).test_dataloader()
@@ -78,12 +78,12 @@ def test_only_queries_are_ranked_for_and_only_against_the_gallery(tmp_path):
     assert fit_and_validate(InShop(tmp_path, **SETTINGS))["val/skipped_queries"] == 3
 
 
-def test_a_truncated_image_is_refused_or_skipped(tmp_path):
+def test_a_truncated_image_raises_or_is_skipped(tmp_path):
     write_in_shop(tmp_path)
     refuse_then_skip_truncated(InShop, tmp_path, FIRST)
 
 
-def test_the_cache_tells_boxes_and_resolutions_apart(tmp_path):
+def test_the_cache_distinguishes_boxes_and_resolutions(tmp_path):
     write_in_shop(tmp_path / "data")
     settings = [{}, {"boxes": True}, {"high_res": True}] * 2
     splits = [InShop(tmp_path / "data", cache_dir=tmp_path / "cache", **extra).splits["test"] for extra in settings]
@@ -93,7 +93,7 @@ def test_the_cache_tells_boxes_and_resolutions_apart(tmp_path):
     assert splits[4].roles.tolist() == splits[1].roles.tolist()
 
 
-REFUSALS = {
+INVALID = {
     "another count": (PARTITION, "21\n", "22\n", "must have as many images as its first line says, 22, got 21"),
     "no count": (PARTITION, "21\n", "", "`the number of images in line 1` must be integers .*, got 'image_name item"),
     "other header": (PARTITION, "item_id", "item", "line 2 of .* must be the header 'image_name item_id evaluation_"),
@@ -123,7 +123,7 @@ REFUSALS = {
         r"`y_2` must be integers in .*, got '4294967296' in line 3",
     ),
     "missing corner": (BOXES, " 030\n", "\n", r"7 fields, got 1 with a different number of fields \(line 3\)"),
-    "corner that is no number": (BOXES, " 030\n", " 3x\n", "`y_2` must be integers .*, got '3x'"),
+    "corner that is not a number": (BOXES, " 030\n", " 3x\n", "`y_2` must be integers .*, got '3x'"),
     "empty box": (BOXES, " 030\n", " 002\n", r"`boxes` must hold pixels, got \[3, 2, 30, 2\] for img/"),
     "no box": (
         BOXES,
@@ -135,9 +135,9 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSALS)
-def test_what_is_odd_is_refused(tmp_path, case):
-    name, old, new, message = REFUSALS[case]
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_lists_raise(tmp_path, case):
+    name, old, new, message = INVALID[case]
     write_in_shop(tmp_path)
     replace(tmp_path / name, old, new)
     data = InShop(tmp_path, boxes=name == BOXES)
@@ -149,7 +149,7 @@ def test_what_is_odd_is_refused(tmp_path, case):
     ("split", "statuses"),
     [("train", ["train"]), ("query", ["query", "gallery"]), ("query", ["query"]), ("gallery", ["gallery"])],
 )
-def test_an_empty_split_is_refused(tmp_path, split, statuses):
+def test_an_empty_split_raises(tmp_path, split, statuses):
     write_in_shop(tmp_path)
     lines = (tmp_path / PARTITION).read_text().splitlines()
     kept = [line for line in lines[2:] if line and line.split()[2] not in statuses]
@@ -161,7 +161,7 @@ def test_an_empty_split_is_refused(tmp_path, split, statuses):
         InShop(tmp_path).prepare_data()
 
 
-def test_boxes_of_other_pixels_are_refused(tmp_path):
+def test_boxes_and_high_res_together_raise(tmp_path):
     with pytest.raises(
         ValueError,
         match="`boxes` and `high_res` must not both be True, since the boxes are in pixels of the images of 256 x 256",
@@ -169,17 +169,17 @@ def test_boxes_of_other_pixels_are_refused(tmp_path):
         InShop(tmp_path, boxes=True, high_res=True)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("given", [".", "In-shop/Img", "In-shop/other"])
-def test_a_root_one_folder_off_is_told_the_right_one(tmp_path, layout, given):
-    lists, images = LAYOUTS[layout]
+def test_the_error_for_another_folder_suggests_the_root(tmp_path, structure, given):
+    lists, images = STRUCTURES[structure]
     write_in_shop(tmp_path / "In-shop", lists, images)
     (tmp_path / given).mkdir(exist_ok=True)
     with pytest.raises(FileNotFoundError, match=re.escape(f"pass root={tmp_path / 'In-shop'}.")):
         InShop(tmp_path / given).prepare_data()
 
 
-def test_missing_images_are_looked_for_near_by(tmp_path):
+def test_the_error_for_missing_images_suggests_a_folder_near_by(tmp_path):
     write_in_shop(tmp_path, "Eval/", "Img/")
     with pytest.raises(
         FileNotFoundError, match=re.escape(f"img/MEN, got {tmp_path / 'Eval'}, which does not; pass root=")

@@ -1,4 +1,4 @@
-"""INaturalist: Smooth-AP's lists, the taxonomy as levels, refusals, through to training."""
+"""INaturalist: Smooth-AP's lists, the taxonomy as levels, trained on; invalid lists raise."""
 
 import json
 
@@ -84,28 +84,28 @@ def test_the_cache_sees_another_taxonomy(tmp_path):
 
 @refusal
 @pytest.mark.parametrize("levels", [["genus"], ["genus", "species"], ["species", "tribe"], [], ["species", "species"]])
-def test_other_levels_are_refused(tmp_path, levels):
+def test_invalid_levels_raise(tmp_path, levels):
     with pytest.raises(ValueError, match=r"`levels` must be species and any of genus, .*in this order, got \["):
         INaturalist(tmp_path, levels=levels)
 
 
 @refusal
-def test_a_missing_taxonomy_is_refused(tmp_path):
+def test_a_missing_taxonomy_raises(tmp_path):
     write_inaturalist(tmp_path, images=False)
     taxonomy = json.loads((tmp_path / "train2018.json").read_text())
     path = tmp_path / "train2018.json"
 
-    def refused(content, message, error=ValueError):
+    def check_raises(content, message, error=ValueError):
         write_text(path, json.dumps(content))
         with pytest.raises(error, match=message):
             INaturalist(tmp_path, levels=LEVELS).prepare_data()
 
     few = [category for category in taxonomy["categories"] if category["id"] not in (9, 100)]
-    refused({"categories": few}, r"`levels` need the taxonomy of each category, got none for 2 of 3, such as 9\.")
+    check_raises({"categories": few}, r"`levels` need the taxonomy of each category, got none for 2 of 3, such as 9\.")
     hidden = [{name: value for name, value in category.items() if name != "genus"} for category in few]
-    refused({"categories": hidden}, r"`levels` need categories with genus, .*, got .*train2018.json without genus")
-    refused({"images": []}, r"train2018.json must be JSON with a list of categories, .*KeyError\('categories'\)")
-    refused({"categories": []}, r"train2018.json without any category")
+    check_raises({"categories": hidden}, r"`levels` need categories with genus, .*, got .*train2018.json without genus")
+    check_raises({"images": []}, r"train2018.json must be JSON with a list of categories, .*KeyError\('categories'\)")
+    check_raises({"categories": []}, r"train2018.json without any category")
     path.unlink()
     with pytest.raises(
         FileNotFoundError, match=r"INaturalist: `root` must contain train2018.json or val2018.json or categ"
@@ -114,7 +114,7 @@ def test_a_missing_taxonomy_is_refused(tmp_path):
 
 
 @refusal
-def test_lists_that_are_missing_or_odd(tmp_path):
+def test_missing_or_invalid_lists_raise(tmp_path):
     write_inaturalist(tmp_path / "inat", images=False)
     with pytest.raises(
         FileNotFoundError, match=r"must contain Inat_dataset_splits/Inat.*train_set1.txt.*pass root=.*/inat\."

@@ -1,4 +1,4 @@
-"""LandmarksClean: lists of URLs and of paths, missing files and shared file names, through to training."""
+"""LandmarksClean: lists of URLs and of paths, missing files and shared file names, trained on."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_a_rewritten_list_holds_paths(tmp_path):
     assert len(LandmarksClean(tmp_path, **settings).splits["train"]) == 4
 
 
-def test_missing_files_are_left_out_with_one_warning(tmp_path):
+def test_missing_files_are_skipped_with_one_warning(tmp_path):
     written = write_landmarks(tmp_path)
     for path in (written["train"][1][0], written["train"][5][0], written["val"][2][0]):
         (tmp_path / path).unlink()
@@ -61,7 +61,7 @@ def test_missing_files_are_left_out_with_one_warning(tmp_path):
     assert described(splits["test"]) == [row for i, row in enumerate(written["val"]) if i != 2]
 
 
-def test_names_of_several_urls_are_warned_of(tmp_path):
+def test_file_names_of_several_urls_are_warned_of(tmp_path):
     lines = ["a/same.jpg 1", "b/same.jpg 1", "c/unclear.jpg 1", "d/unclear.jpg 2", "e/fine.jpg 2", "f/gone.jpg 2"]
     write_text(tmp_path / "annotation_clean_train.txt", "".join(f"http://x.org/{line}\n" for line in lines))
     write_text(tmp_path / "annotation_clean_val.txt", "http://x.org/g/same.jpg 1\nhttp://x.org/h/val.jpg 2\n")
@@ -77,7 +77,7 @@ def test_names_of_several_urls_are_warned_of(tmp_path):
 
 
 @refusal
-def test_what_is_refused(tmp_path):
+def test_invalid_lists_raise(tmp_path):
     with pytest.raises(
         FileNotFoundError, match=r"must contain annotations/annotation_clean_train.txt or annotation_clean_tr"
     ):

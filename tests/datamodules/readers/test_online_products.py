@@ -1,4 +1,4 @@
-"""Stanford Online Products: read as written, refused where odd, trained on."""
+"""Stanford Online Products: read as written, trained on; invalid lists raise."""
 
 import re
 
@@ -10,13 +10,13 @@ from tests.datamodules.short_run import QUIET, SETTINGS, fit_and_validate, refus
 from tests.datamodules.trees import write_online_products
 
 pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
-LAYOUTS = {"as unpacked": ("", ""), "online_products": ("Info_Files/", "images/"), "mixed": ("Info_Files/", "")}
+STRUCTURES = {"as unpacked": ("", ""), "online_products": ("Info_Files/", "images/"), "mixed": ("Info_Files/", "")}
 HEADER = "image_id class_id super_class_id path"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_images_are_read_as_they_were_written(tmp_path, layout):
-    lists, images = LAYOUTS[layout]
+@pytest.mark.parametrize("structure", STRUCTURES)
+def test_images_are_read_as_they_were_written(tmp_path, structure):
+    lists, images = STRUCTURES[structure]
     written = write_online_products(tmp_path, lists, images)
     splits = StanfordOnlineProducts(tmp_path).splits
     assert list(splits) == ["train", "test"]
@@ -34,11 +34,11 @@ def test_grey_print_and_other_images_come_as_rgb_in_their_size(tmp_path):
     written = write_online_products(tmp_path)
     images = StanfordOnlineProducts(tmp_path, **SETTINGS).train_set
     modes = []
-    for place, (path, _, _, size) in enumerate(written["train"]):
+    for position, (path, _, _, size) in enumerate(written["train"]):
         with Image.open(tmp_path / path) as file:
             modes.append(file.mode)
-        assert (images.read(place).mode, images.read(place).size) == ("RGB", size)
-        assert images[place]["images"].shape == (3, 16, 16)
+        assert (images.read(position).mode, images.read(position).size) == ("RGB", size)
+        assert images[position]["images"].shape == (3, 16, 16)
     assert modes[:3] == ["L", "CMYK", "RGB"]
 
 
@@ -68,12 +68,12 @@ def test_the_cache_gives_what_was_read(tmp_path):
         assert second[split].categories.tolist() == index.categories.tolist()
 
 
-def test_a_truncated_image_is_refused_or_skipped(tmp_path):
+def test_a_truncated_image_raises_or_is_skipped(tmp_path):
     written = write_online_products(tmp_path)
     refuse_then_skip_truncated(StanfordOnlineProducts, tmp_path, written["test"][2][0])
 
 
-REFUSALS = {
+INVALID = {
     "other header": ("train", HEADER, "image_id class_id path", "line 1 of .*Ebay_train.txt must be the header"),
     "no header": ("test", f"{HEADER}\n", "", "line 1 of .*Ebay_test.txt must be the header .* got '13 11319 2 "),
     "missing fields": (
@@ -84,9 +84,14 @@ REFUSALS = {
     ),
     "id twice": ("train", "\n2 8", "\n1 8", r"`image_id` must be different .*Ebay_\{train,test\}.txt, got 1 twice"),
     "id in both lists": ("test", "\n13 ", "\n1 ", r"`image_id` must be different .*Ebay_\{train,test\}.txt, got 1 "),
-    "id that is no number": ("train", "\n2 8", "\nb 8", "`image_id` must be integers .*, got 'b'"),
-    "class that is no number": ("test", "13 11319", "13 c11319", "`class_id` must be integers .*, got 'c11319'"),
-    "category that is no number": ("test", "11319 2", "11319 mug", "`super_class_id` must be integers .*, got 'mug'"),
+    "id that is not a number": ("train", "\n2 8", "\nb 8", "`image_id` must be integers .*, got 'b'"),
+    "class that is not a number": ("test", "13 11319", "13 c11319", "`class_id` must be integers .*, got 'c11319'"),
+    "category that is not a number": (
+        "test",
+        "11319 2",
+        "11319 mug",
+        "`super_class_id` must be integers .*, got 'mug'",
+    ),
     "class in both splits": ("test", "13 11319", "13 9", "not in both, got 1 in train and test, such as '9'"),
     "path out of the root": ("test", "2 cabinet", "2 ../cabinet", r"must lie inside the root, got '\.\./cabinet_final"),
     "first path out of the root": ("train", "12 toaster", "12 ../toaster", "must lie inside the root, got"),
@@ -94,9 +99,9 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSALS)
-def test_what_is_odd_is_refused(tmp_path, case):
-    split, old, new, message = REFUSALS[case]
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_lists_raise(tmp_path, case):
+    split, old, new, message = INVALID[case]
     write_online_products(tmp_path)
     replace(tmp_path / f"Ebay_{split}.txt", old, new)
     data = StanfordOnlineProducts(tmp_path)
@@ -105,24 +110,24 @@ def test_what_is_odd_is_refused(tmp_path, case):
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_an_empty_split_is_refused(tmp_path, split):
+def test_an_empty_split_raises(tmp_path, split):
     write_online_products(tmp_path)
     (tmp_path / f"Ebay_{split}.txt").write_text(f"{HEADER}\n\n")
     with pytest.raises(ValueError, match=f"the split '{split}' must have at least one image, got none in .*{split}"):
         StanfordOnlineProducts(tmp_path).prepare_data()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("given", [".", "products/toaster_final", "products/other"])
-def test_a_root_one_folder_off_is_told_the_right_one(tmp_path, layout, given):
-    lists, images = LAYOUTS[layout]
+def test_the_error_for_another_folder_suggests_the_root(tmp_path, structure, given):
+    lists, images = STRUCTURES[structure]
     write_online_products(tmp_path / "products", lists, images)
     (tmp_path / given).mkdir(exist_ok=True)
     with pytest.raises(FileNotFoundError, match=re.escape(f"pass root={tmp_path / 'products'}.")):
         StanfordOnlineProducts(tmp_path / given).prepare_data()
 
 
-def test_missing_folders_and_files_are_named(tmp_path):
+def test_missing_folders_and_files_raise(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"got .*nowhere, which does not exist"):
         StanfordOnlineProducts(tmp_path / "nowhere").prepare_data()
     written = write_online_products(tmp_path)
@@ -136,7 +141,7 @@ def test_missing_folders_and_files_are_named(tmp_path):
 
 
 @pytest.mark.refusal
-def test_an_image_of_training_in_the_test_list_is_refused(tmp_path):
+def test_a_training_image_in_the_test_list_raises(tmp_path):
     """Under another class."""
     written = write_online_products(tmp_path)
     path = tmp_path / "Ebay_test.txt"
@@ -149,7 +154,7 @@ def test_an_image_of_training_in_the_test_list_is_refused(tmp_path):
 
 @pytest.mark.refusal
 @pytest.mark.parametrize("number", ["²", "--5", "9" * 45_000, "9" * 30])
-def test_what_is_no_integer_is_refused_with_its_line(tmp_path, number):
+def test_a_value_that_is_not_an_integer_raises_with_its_line(tmp_path, number):
     write_online_products(tmp_path)
     path = tmp_path / "Ebay_train.txt"
     lines = path.read_text().splitlines()

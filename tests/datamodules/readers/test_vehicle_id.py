@@ -1,4 +1,4 @@
-"""PKU VehicleID: read as written, both protocols, refused where odd, trained on."""
+"""PKU VehicleID: read as written, both protocols, trained on; invalid lists raise."""
 
 import re
 
@@ -37,7 +37,7 @@ def test_images_are_read_as_they_were_written(tmp_path, images):
 def test_images_come_as_rgb(tmp_path):
     write_vehicle_id(tmp_path)
     images = VehicleID(tmp_path).train_set
-    assert {(images.read(place).mode, images.read(place).size) for place in range(12)} == {("RGB", (40, 40))}
+    assert {(images.read(position).mode, images.read(position).size) for position in range(12)} == {("RGB", (40, 40))}
 
 
 def test_models_are_optional(tmp_path):
@@ -59,7 +59,7 @@ def test_only_the_lists_of_the_sizes_are_read(tmp_path, sizes, expected):
     assert list(VehicleID(tmp_path, sizes=sizes).splits) == ["train", *expected]
 
 
-def test_vehicles_of_the_lists_bring_all_their_images(tmp_path):
+def test_select_by_vid_takes_all_images_of_the_listed_vehicles(tmp_path):
     written = write_vehicle_id(tmp_path)
     listed, every = (VehicleID(tmp_path, select_by_vid=select).splits for select in (False, True))
     vehicles = dict(line.split() for line in (tmp_path / ALL).read_text().splitlines())
@@ -111,7 +111,7 @@ def test_the_report_has_the_papers_counts(tmp_path):
 
 
 @pytest.mark.parametrize("published", [0, 1])
-def test_either_of_the_published_counts_is_right(published):
+def test_either_of_the_published_counts_is_ok(published):
     """The papers' and those of fast-reid; but not one of each."""
     counts = {name: alternatives[published] for name, alternatives in VehicleID.published_counts.items()}
     assert DataReport({name: (found, VehicleID.published_counts[name]) for name, found in counts.items()}).ok
@@ -145,12 +145,12 @@ def test_fit_with_batches_of_two_models(tmp_path):
     assert 0 < metrics["val/small/mAP"] <= 1
 
 
-def test_a_truncated_image_is_refused_or_skipped(tmp_path):
+def test_a_truncated_image_raises_or_is_skipped(tmp_path):
     written = write_vehicle_id(tmp_path)
     refuse_then_skip_truncated(VehicleID, tmp_path, f"image/{written['small'][3][0]}.jpg")
 
 
-REFUSALS = {
+INVALID = {
     "missing fields": (
         TRAIN,
         "0000008 10",
@@ -164,7 +164,7 @@ REFUSALS = {
         r"test_list_800.txt must have 2 fields, .*got 1 with a different .* \(line 1\)",
     ),
     "image twice": (TRAIN, "0000008 10", "0000001 10", "`image` must be different .*train_list.txt, got '0000001' tw"),
-    "vehicle that is no number": (TRAIN, "0000008 10", "0000008 x", "`vehicle id` must be integers .*, got 'x'"),
+    "vehicle that is not a number": (TRAIN, "0000008 10", "0000008 x", "`vehicle id` must be integers .*, got 'x'"),
     "vehicle in both splits": (
         TRAIN,
         "0000008 10",
@@ -191,14 +191,14 @@ REFUSALS = {
         "9",
         r"model_attr.txt must have 2 fields, got 1 with a different number of fields \(line 1\)",
     ),
-    "model that is no number": (ATTRIBUTE, "9 101", "9 Audi", "`model id` must be integers .*, got 'Audi'"),
+    "model that is not a number": (ATTRIBUTE, "9 101", "9 Audi", "`model id` must be integers .*, got 'Audi'"),
     "two models": (ATTRIBUTE, "20 7", "9 7", "`vehicle id` must be different .*model_attr.txt, got 9 twice"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSALS)
-def test_what_is_odd_is_refused(tmp_path, case):
-    name, old, new, message = REFUSALS[case]
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_lists_raise(tmp_path, case):
+    name, old, new, message = INVALID[case]
     write_vehicle_id(tmp_path)
     replace(tmp_path / name, old, new)
     data = VehicleID(tmp_path, select_by_vid=name == ALL or case == "vehicle without images")
@@ -207,7 +207,7 @@ def test_what_is_odd_is_refused(tmp_path, case):
 
 
 @pytest.mark.parametrize(("split", "name"), [("train", TRAIN), ("small", SMALL_LIST)])
-def test_an_empty_split_is_refused(tmp_path, split, name):
+def test_an_empty_split_raises(tmp_path, split, name):
     write_vehicle_id(tmp_path)
     (tmp_path / name).write_text("\n")
     with pytest.raises(ValueError, match=f"the split '{split}' must have at least one image, got none in .*{name}"):
@@ -222,20 +222,20 @@ def test_an_empty_split_is_refused(tmp_path, split, name):
         ({"protocol": "re-id"}, "`protocol` must be one of 'retrieval', 'reid', got 're-id'"),
     ],
 )
-def test_settings_out_of_range_are_refused(tmp_path, settings, message):
+def test_invalid_settings_raise(tmp_path, settings, message):
     with pytest.raises(ValueError, match=f"VehicleID: {message}"):
         VehicleID(tmp_path, **settings)
 
 
 @pytest.mark.parametrize("given", [".", "VehicleID_V1.0/train_test_split", "VehicleID_V1.0/attribute"])
-def test_a_root_one_folder_off_is_told_the_right_one(tmp_path, given):
+def test_the_error_for_another_folder_suggests_the_root(tmp_path, given):
     write_vehicle_id(tmp_path / "VehicleID_V1.0")
     with pytest.raises(FileNotFoundError, match=re.escape(f"pass root={tmp_path / 'VehicleID_V1.0'}.")):
         VehicleID(tmp_path / given).prepare_data()
 
 
 @pytest.mark.parametrize("name", ["image", "attribute/img2vid.txt", "train_test_split/test_list_1600.txt"])
-def test_what_is_missing_is_named(tmp_path, name):
+def test_missing_files_raise(tmp_path, name):
     write_vehicle_id(tmp_path / "cars")
     (tmp_path / "cars" / name).rename(tmp_path / "cars/away")
     with pytest.raises(
@@ -245,7 +245,7 @@ def test_what_is_missing_is_named(tmp_path, name):
 
 
 @pytest.mark.refusal
-def test_an_image_of_two_vehicles_in_two_lists_is_refused(tmp_path):
+def test_an_image_with_two_vehicles_in_two_lists_raises(tmp_path):
     written = write_vehicle_id(tmp_path)
     image, vehicle = written["small"][0]
     path = tmp_path / "train_test_split" / "test_list_1600.txt"
@@ -257,7 +257,7 @@ def test_an_image_of_two_vehicles_in_two_lists_is_refused(tmp_path):
 
 
 @pytest.mark.refusal
-def test_an_image_in_training_and_in_a_test_set_is_refused(tmp_path):
+def test_an_image_in_training_and_in_a_test_set_raises(tmp_path):
     """Not by its vehicle, which the test list gives another number."""
     written = write_vehicle_id(tmp_path)
     image, vehicle = written["train"][0]
@@ -278,7 +278,7 @@ def test_reid_needs_two_images_of_a_vehicle(tmp_path):
         VehicleID(tmp_path, protocol="reid").prepare_data()
 
 
-def test_random_galleries_leave_out_what_cannot_be_read(tmp_path):
+def test_random_galleries_skip_what_cannot_be_read(tmp_path):
     """Also where a whole batch cannot be: the values are those of the other images."""
     written = write_vehicle_id(tmp_path)
     lost = [name for name, _ in written["small"]][:2]

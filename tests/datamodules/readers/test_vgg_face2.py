@@ -1,4 +1,4 @@
-"""VGGFace2: lists with and without the split, folders without lists, boxes, refusals, through to training."""
+"""VGGFace2: lists with and without the split, folders without lists, boxes, trained on; invalid lists raise."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_lists_are_read_with_people_in_order(tmp_path, prefixed, folder):
     assert splits["train"].boxes is None
 
 
-def test_folders_are_walked_where_there_are_no_lists(tmp_path):
+def test_folders_are_read_if_there_are_no_lists(tmp_path):
     paths = write_vgg_face2(tmp_path)
     for split in paths:
         (tmp_path / "meta" / f"{split}_list.txt").unlink()
@@ -57,7 +57,7 @@ def test_boxes_are_joined_by_name_and_cut_to_the_image(tmp_path, order):
     assert np.array_equal(np.asarray(data.train_set.read(4)), np.asarray(whole.crop((0, 4, 17, 34))))
 
 
-def test_boxes_of_other_images_are_passed_over(tmp_path):
+def test_boxes_of_other_images_are_ignored(tmp_path):
     paths = write_vgg_face2(tmp_path)
     write_text(tmp_path / "meta" / "train_list.txt", f"{paths['train'][7]}\n{paths['train'][1]}\n")
     data = VGGFace2(tmp_path, boxes=True)
@@ -77,7 +77,7 @@ def test_boxes_of_other_images_are_passed_over(tmp_path):
         ),
     ],
 )
-def test_lines_that_are_refused(tmp_path, line, message):
+def test_invalid_lines_raise(tmp_path, line, message):
     write_vgg_face2(tmp_path)
     write_text(tmp_path / "meta" / "train_list.txt", f"n000002/0001_01.jpg\n{line}\n")
     with pytest.raises(ValueError, match=message):
@@ -85,7 +85,7 @@ def test_lines_that_are_refused(tmp_path, line, message):
 
 
 @refusal
-def test_files_that_are_missing_or_empty(tmp_path):
+def test_missing_or_empty_files_raise(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"VGGFace2: `root` must contain meta/train_list.txt or train_list.txt"):
         VGGFace2(tmp_path).prepare_data()
     write_vgg_face2(tmp_path / "vgg")
@@ -121,7 +121,7 @@ def test_files_that_are_missing_or_empty(tmp_path):
         ),
     ],
 )
-def test_boxes_that_are_refused(tmp_path, text, message):
+def test_invalid_boxes_raise(tmp_path, text, message):
     write_vgg_face2(tmp_path)
     write_text(tmp_path / "bb_landmark" / "loose_bb_train.csv", text)
     with pytest.raises(ValueError, match=message):
@@ -130,7 +130,7 @@ def test_boxes_that_are_refused(tmp_path, text, message):
 
 
 @refusal
-def test_boxes_that_are_not_there(tmp_path):
+def test_missing_boxes_raise(tmp_path):
     write_vgg_face2(tmp_path)
     (tmp_path / "bb_landmark" / "loose_bb_test.csv").unlink()
     with pytest.raises(FileNotFoundError, match=r"must contain bb_landmark/loose_bb_test.csv"):
@@ -162,7 +162,7 @@ def test_a_truncated_image_is_named(tmp_path):
 
 
 @refusal
-def test_the_list_of_another_data_set_is_not_proposed(tmp_path):
+def test_the_list_of_another_data_set_is_not_suggested(tmp_path):
     write_text(tmp_path / "VehicleID_V1.0" / "train_test_split" / "train_list.txt", "0000001 7\n")
     (tmp_path / "faces").mkdir()
     with pytest.raises(

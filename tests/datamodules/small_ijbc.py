@@ -1,4 +1,4 @@
-"""Writes small trees of IJB-C in its two layouts."""
+"""Writes small copies of IJB-C in its two directory structures."""
 
 import csv
 from pathlib import Path

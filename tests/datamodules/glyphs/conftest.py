@@ -1,0 +1,37 @@
+"""Fixtures of the glyph images: drawn once, and a table of a few classes, whose images are drawn at once."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_retrieval.datamodules.glyphs import class_table
+from lightning_retrieval.datamodules.glyphs.glyph_images import GlyphImages, load_glyph_images
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache") / "created" / "by load_glyph_images"
+
+
+@pytest.fixture(scope="session")
+def drawn_glyphs(cache_dir: Path) -> GlyphImages:
+    """All images, which were drawn because the cache was empty."""
+    return load_glyph_images(cache_dir)
+
+
+@pytest.fixture
+def few_classes(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A table of 40 classes, so that drawing takes no time."""
+    table = tmp_path_factory.mktemp("table") / "glyph_classes.csv"
+    lines = class_table.TABLE.read_text(encoding="ascii").splitlines(keepends=True)
+    table.write_text("".join(lines[:42]))
+    monkeypatch.setattr(class_table, "TABLE", table)
+    return table
+
+
+@pytest.fixture
+def small_cache(few_classes: Path, tmp_path: Path) -> Path:
+    """A complete cache file of few classes, with its checksum next to it."""
+    load_glyph_images(tmp_path)
+    (path,) = tmp_path.glob("*.npz")
+    return path
