@@ -1,56 +1,37 @@
-"""Data modules, samplers and the loader that carries them into training."""
+"""Data modules and data sets, the samplers of global batches, and the loader of training batches.
 
-from lightning_retrieval.datamodules.base import RetrievalDataModule
-from lightning_retrieval.datamodules.files.data_report import DataReport
-from lightning_retrieval.datamodules.glyphs.glyphs import GlyphDataset, Glyphs
-from lightning_retrieval.datamodules.images.image_folder import ImageFolder
-from lightning_retrieval.datamodules.images.image_index import ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule
-from lightning_retrieval.datamodules.images.image_set import ImageSet
-from lightning_retrieval.datamodules.images.image_table import ImageTable
-from lightning_retrieval.datamodules.images.transforms import reference_transform
-from lightning_retrieval.datamodules.item_seeds import item_generator
-from lightning_retrieval.datamodules.loader import RetrievalDataLoader, resume_position
-from lightning_retrieval.datamodules.readers.cub import CUB200
-from lightning_retrieval.datamodules.readers.ijbc import IJBC
-from lightning_retrieval.datamodules.readers.in_shop import InShop
-from lightning_retrieval.datamodules.readers.inaturalist import INaturalist
-from lightning_retrieval.datamodules.readers.landmarks import LandmarksClean
-from lightning_retrieval.datamodules.readers.online_products import StanfordOnlineProducts
-from lightning_retrieval.datamodules.readers.revisited import RevisitedOxford, RevisitedParis
-from lightning_retrieval.datamodules.readers.vehicle_id import VehicleID
-from lightning_retrieval.datamodules.readers.vgg_face2 import VGGFace2
-from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler
-from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
-from lightning_retrieval.datamodules.samplers.category import CategorySampler
-from lightning_retrieval.datamodules.samplers.pk import PKSampler
+To add a data set, write its reader in `readers/` and add one import line below; `import X as X` makes X public.
+"""
 
-__all__ = [
-    "CUB200",
-    "IJBC",
-    "AllClassesSampler",
-    "CategorySampler",
-    "DataReport",
-    "GlobalBatchSampler",
-    "GlyphDataset",
-    "Glyphs",
-    "INaturalist",
-    "ImageDataModule",
-    "ImageFolder",
-    "ImageIndex",
-    "ImageSet",
-    "ImageTable",
-    "InShop",
-    "LandmarksClean",
-    "PKSampler",
-    "RetrievalDataLoader",
-    "RetrievalDataModule",
-    "RevisitedOxford",
-    "RevisitedParis",
-    "StanfordOnlineProducts",
-    "VGGFace2",
-    "VehicleID",
-    "item_generator",
-    "reference_transform",
-    "resume_position",
-]
+from typing import TYPE_CHECKING
+
+from lightning_retrieval.datamodules.base import RetrievalDataModule as RetrievalDataModule
+from lightning_retrieval.datamodules.files.data_report import DataReport as DataReport
+from lightning_retrieval.datamodules.glyphs.glyphs import GlyphDataset as GlyphDataset
+from lightning_retrieval.datamodules.glyphs.glyphs import Glyphs as Glyphs
+from lightning_retrieval.datamodules.images.image_folder import ImageFolder as ImageFolder
+from lightning_retrieval.datamodules.images.image_index import ImageIndex as ImageIndex
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule as ImageDataModule
+from lightning_retrieval.datamodules.images.image_set import ImageSet as ImageSet
+from lightning_retrieval.datamodules.images.image_table import ImageTable as ImageTable
+from lightning_retrieval.datamodules.images.transforms import reference_transform as reference_transform
+from lightning_retrieval.datamodules.item_seeds import item_generator as item_generator
+from lightning_retrieval.datamodules.loader import RetrievalDataLoader as RetrievalDataLoader
+from lightning_retrieval.datamodules.loader import resume_position as resume_position
+from lightning_retrieval.datamodules.readers.cub import CUB200 as CUB200
+from lightning_retrieval.datamodules.readers.ijbc import IJBC as IJBC
+from lightning_retrieval.datamodules.readers.in_shop import InShop as InShop
+from lightning_retrieval.datamodules.readers.inaturalist import INaturalist as INaturalist
+from lightning_retrieval.datamodules.readers.landmarks import LandmarksClean as LandmarksClean
+from lightning_retrieval.datamodules.readers.online_products import StanfordOnlineProducts as StanfordOnlineProducts
+from lightning_retrieval.datamodules.readers.revisited import RevisitedOxford as RevisitedOxford
+from lightning_retrieval.datamodules.readers.revisited import RevisitedParis as RevisitedParis
+from lightning_retrieval.datamodules.readers.vehicle_id import VehicleID as VehicleID
+from lightning_retrieval.datamodules.readers.vgg_face2 import VGGFace2 as VGGFace2
+from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler as AllClassesSampler
+from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler as GlobalBatchSampler
+from lightning_retrieval.datamodules.samplers.category import CategorySampler as CategorySampler
+from lightning_retrieval.datamodules.samplers.pk import PKSampler as PKSampler
+
+if not TYPE_CHECKING:  # type checkers export what is imported `as` itself; a computed list would hide it from them
+    __all__ = sorted(name for name, value in globals().items() if getattr(value, "__module__", "").startswith(__name__))

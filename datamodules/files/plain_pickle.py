@@ -39,7 +39,9 @@ def load_plain_pickle(owner: str, path: Path) -> Any:
                 "which could run code and is not loaded; download the file from its official source."
             ) from None
         except Exception as error:  # pickle does not document which errors it raises
-            raise ValueError(f"{owner}: {path} must be a pickle, got a file that cannot be read as one ({error}).") from None
+            raise ValueError(
+                f"{owner}: {path} must be a pickle, got a file that cannot be read as one ({error})."
+            ) from None
 
 
 class _ForbiddenError(Exception):
@@ -80,7 +82,8 @@ class _PlainDtype:
     def __setstate__(self, state: Any) -> None:
         """Accept the state that a dtype of this name has, except for the byte order."""
         version, byte_order, *others = state
-        expected_version, _, *expected_others = self.dtype.__reduce__()[2]  # type: ignore[misc]
+        expected: Any = self.dtype.__reduce__()[2]
+        expected_version, _, *expected_others = expected
         is_expected = version == expected_version and others == expected_others
         if not is_expected or byte_order not in ("<", ">", "|"):
             raise _ForbiddenError(f"a dtype with the state {state}")

@@ -1,6 +1,5 @@
 """Lists in UTF-8 or in another encoding, and lists with duplicates."""
 
-
 import pytest
 
 from lightning_retrieval.datamodules import (
