@@ -20,9 +20,9 @@ from torchvision.transforms import v2
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import reference_transform
 from lightning_retrieval.datamodules.images import image_module
-from tests.datamodules.readers.test_revisited import write_revisited
-from tests.datamodules.trees import write_cub, write_in_shop, write_online_products, write_vehicle_id
 from tests.datamodules.small_ijbc import write_ijbc
+from tests.datamodules.small_revisited import write_revisited
+from tests.datamodules.trees import write_cub, write_in_shop, write_online_products, write_vehicle_id
 from tests.datamodules.trees_more import write_inaturalist, write_landmarks, write_vgg_face2
 
 QUIET = [
