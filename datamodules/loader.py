@@ -30,10 +30,10 @@ def resume_position(trainer: pl.Trainer) -> dict[str, int]:
     """
     epochs = trainer.fit_loop.epoch_progress.current
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    within_epoch = epochs.ready > epochs.completed
-    # Between epochs the progress still counts the batches of the previous epoch.
-    start = batches.processed if within_epoch else 0
-    return {"epoch": trainer.current_epoch, "start": start}
+    between_epochs = epochs.ready <= epochs.completed
+    if between_epochs:  # the progress still counts the batches of the previous epoch
+        return {"epoch": trainer.current_epoch, "start": 0}
+    return {"epoch": trainer.current_epoch, "start": batches.processed}
 
 
 class RetrievalDataLoader(DataLoader[Any]):
@@ -132,7 +132,9 @@ def _check_size(dataset: Any, batch_sampler: GlobalBatchSampler) -> None:
     has_length = hasattr(dataset, "__len__")
     if has_length and len(dataset) == batch_sampler.dataset_size:
         return
-    found = len(dataset) if has_length else repr(dataset)
+    found = repr(dataset)
+    if has_length:
+        found = str(len(dataset))
     raise ValueError(
         f"RetrievalDataLoader: `dataset` must have one item for each of the {batch_sampler.dataset_size} labels that "
         f"the batch sampler was made with, got {found}."

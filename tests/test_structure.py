@@ -39,7 +39,6 @@ MAY_PRINT = {
 }
 MAY_IMPORT_BY_NAME = {
     "lightning_retrieval/training/class_paths.py",  # rebuilds a class from the path that a checkpoint holds
-    "datamodules/images/image_table.py",  # looks for pyarrow, which is optional
 }
 
 LIBRARY = syntax_trees(*PACKAGES)

@@ -1,1 +1,1 @@
-"""Image files: indexes, data sets, data modules for one's own images."""
+"""Image files: indexes, datasets and data modules for the user's own images."""

@@ -1,40 +1,64 @@
-"""The user's own images in folders: a folder for each class."""
+"""The user's own images in folders: one folder for each class."""
 
-import os
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
-from lightning_retrieval.checks import check_finite_number, check_integer
-from lightning_retrieval.datamodules.images.image_index import ImageIndex, split_by_class
+from lightning_retrieval.checks import check_integer
+from lightning_retrieval.datamodules.images.class_folders import SPLITS, ClassFolders, is_split, list_folder
+from lightning_retrieval.datamodules.images.classes import check_test_fraction, split_by_class
+from lightning_retrieval.datamodules.images.image_index import ImageIndex
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
-SPLITS = ("train", "test")
+
+def index_of_classes(classes: Mapping[str, Sequence[str]], categories: Sequence[str] | None) -> ImageIndex:
+    """The index of the images of these classes.
+
+    Args:
+        classes: the paths of the images of each class.
+        categories: the names of all categories in order, if the names of the classes begin with them.
+    """
+    names = sorted(classes)
+    paths: list[str] = []
+    counts: list[int] = []
+    for name in names:
+        paths += classes[name]
+        counts.append(len(classes[name]))
+    labels = np.repeat(np.arange(len(names)), counts)
+    if categories is None:
+        return ImageIndex(paths, labels, names=names)
+    category_of_class = [categories.index(category_of(name)) for name in names]
+    return ImageIndex(paths, labels, categories=np.repeat(category_of_class, counts), names=names)
+
+
+def category_of(class_name: str) -> str:
+    """The category of a class `<category>/<class>`."""
+    return class_name.split("/")[0]
 
 
 class ImageFolder(ImageDataModule):
     """Images in folders: `<class>/<image>`, or `<category>/<class>/<image>`.
 
-    The classes are split between training and test, so that test classes were never seen. Where `train` and `test`
-    folders lie in the root, they are the split, and a `val` folder beside them is what checkpoints are chosen by.
-    Images are files of any suffix that Pillow opens, upper or lower case; hidden files are passed over, and all others
-    warned of.
+    The classes are split between training and test, so no test class is used for training. If the root contains the
+    folders `train` and `test`, these are the split; a folder `val` beside them is the set on which checkpoints are
+    chosen. Images are files with any suffix that Pillow can open, in upper or lower case. Hidden files are skipped
+    silently, all other files with a warning.
 
     Args:
-        root: the folder of folders.
+        root: the folder that contains the class folders.
         test_fraction: fraction of the classes, between 0 and 1, that form the test set; ignored if there are `train`
             and `test` folders.
-        categories: whether each class lies in the folder of its category; categories are for `sampler="category"`.
-        split_seed: another one draws other test classes.
-        settings: those of `ImageDataModule`, such as `transform` and `cache_dir`, and of `RetrievalDataModule`.
+        categories: whether each class folder is in the folder of its category. `sampler="category"` uses categories.
+        split_seed: determines which classes form the test set.
+        settings: arguments of `ImageDataModule`: `transform`, `train_transform`, `eval_transform`, `on_error`,
+            `val_fraction`, `cache_dir`; and of `RetrievalDataModule`: `classes_per_batch`, `samples_per_class`,
+            `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`.
 
     Raises:
-        FileNotFoundError: if `root` is not there.
-        ValueError: if there are no class folders with images, or `test_fraction` leaves no class on one of the sides.
+        FileNotFoundError: if `root` does not exist.
+        ValueError: if there are no class folders with images, or `test_fraction` leaves no class in one of the sets.
 
     Example:
         >>> from pathlib import Path
@@ -48,12 +72,13 @@ class ImageFolder(ImageDataModule):
         (6, 6, ['cat', 'owl'])
 
     Relations:
-        `ImageTable` takes a table of images, which need not lie in folders.
+        `ImageTable` reads a table of images, which need not be arranged in folders.
     """
 
     def __init__(
         self,
         root: str | Path,
+        *,
         test_fraction: float = 0.5,
         categories: bool = False,
         split_seed: int = 0,
@@ -65,140 +90,60 @@ class ImageFolder(ImageDataModule):
         self.split_seed = check_integer("ImageFolder", "split_seed", split_seed, least=0)
 
     def sources(self) -> list[Path]:
-        """The folders: their times change when a file comes or goes."""
-        level = found = [self.root] if self.root.is_dir() else []
-        for _ in range(1 + self._is_split() + self.categories):
-            level = [folder for above in level for folder in _listed(above)[0]]
-            found = [*found, *level]
+        """The folders, whose modification times change if a file is added or removed."""
+        if not self.root.is_dir():
+            return []
+        found = [self.root]
+        level = [self.root]
+        for _ in range(1 + is_split(self.root) + self.categories):
+            below: list[Path] = []
+            for folder in level:
+                folders, _ = list_folder(folder)
+                below += folders
+            found += below
+            level = below
         return found
 
     def read(self) -> Mapping[str, ImageIndex]:
-        """The images of each class folder, of which each is of one split."""
-        who = "ImageFolder"
+        """Read the images of all class folders and split the classes."""
         if not self.root.is_dir():
-            what = "a file" if self.root.is_file() else "not there"
-            raise FileNotFoundError(f"{who}: `root` must be a folder of class folders, got {self.root}: {what}.")
-        litter: list[str] = []
-        empty: list[str] = []
-        if self._is_split():
-            parts = [*SPLITS, *(["val"] if (self.root / "val").is_dir() else [])]
-            folders, files = _listed(self.root)
-            litter += [file.name for file in files] + [
-                f"{folder.name}/" for folder in folders if folder.name not in parts
-            ]
-            found = {part: self._classes(self.root / part, litter, empty) for part in parts}
+            what = "which is a file" if self.root.is_file() else "which does not exist"
+            raise FileNotFoundError(f"ImageFolder: `root` must be a folder of class folders, got {self.root}, {what}.")
+        folders = ClassFolders(self.root, categories=self.categories)
+        if is_split(self.root):
+            splits = self._find_splits(folders)
         else:
-            classes = self._classes(self.root, litter, empty)
-            test = split_by_class(who, "test_fraction", list(classes), self.test_fraction, self.split_seed)
-            found = {
-                "train": {name: paths for name, paths in classes.items() if name not in test},
-                "test": {name: paths for name, paths in classes.items() if name in test},
-            }
-        if litter:
-            warnings.warn(
-                f"{who}: left out {len(litter)} files or folders in {self.root} that are no images of a class, such as "
-                f"{litter[0]}.",
-                stacklevel=2,
-            )
-        if empty:
-            warnings.warn(
-                f"{who}: left out {len(empty)} folders in {self.root} that hold no image, such as {empty[0]}.",
-                stacklevel=2,
-            )
-        groups = sorted({_category(name) for classes in found.values() for name in classes}) if self.categories else []
-        return {part: _index(classes, groups) for part, classes in found.items()}
+            splits = self._split_classes(folders.find(self.root))
+        folders.warn()
+        categories = self._category_names(splits.values())
+        return {name: index_of_classes(classes, categories) for name, classes in splits.items()}
 
-    def _is_split(self) -> bool:
-        return all((self.root / part).is_dir() for part in SPLITS)
+    def _find_splits(self, folders: ClassFolders) -> dict[str, dict[str, list[str]]]:
+        """The images of each class in the folders `train`, `test` and, if it exists, `val`."""
+        names = list(SPLITS)
+        if (self.root / "val").is_dir():
+            names.append("val")
+        other_folders, other_files = list_folder(self.root)
+        for file in other_files:
+            folders.ignored.append(file.name)
+        for folder in other_folders:
+            if folder.name not in names:
+                folders.ignored.append(f"{folder.name}/")
+        return {name: folders.find(self.root / name) for name in names}
 
-    def _classes(self, top: Path, litter: list[str], empty: list[str]) -> dict[str, list[str]]:
-        """Paths, relative to the root, of the images of each class; in the order of the names."""
-        suffixes = image_suffixes()
-        folders, files = _listed(top)
-        images = sum(file.suffix.lower() in suffixes for file in files)
-        above = [*files]
-        if self.categories:
-            inner = [_listed(folder) for folder in folders]
-            above += [file for _, of_category in inner for file in of_category]
-            folders = [folder for of_category, _ in inner for folder in of_category]
-        classes: dict[str, list[str]] = {}
-        deeper: list[Path] = []
-        split: list[Path] = []
-        for folder in folders:
-            within, of_class = _listed(folder)
-            paths = [file for file in of_class if file.suffix.lower() in suffixes]
-            litter += [_relative(file, self.root) for file in of_class if file.suffix.lower() not in suffixes]
-            if paths:
-                classes[_relative(folder, top)] = [_relative(path, self.root) for path in paths]
-                litter += [f"{_relative(inside, self.root)}/" for inside in within]
-            else:
-                empty.append(_relative(folder, self.root))
-                if any(file.suffix.lower() in suffixes for inside in within for file in _listed(inside)[1]):
-                    deeper.append(folder)
-                elif all((folder / part).is_dir() for part in SPLITS):
-                    split.append(folder)
-        litter += [_relative(file, self.root) for file in above]
-        if not classes:
-            self._refuse(top, images, len(above) - images, deeper, split)
-        return classes
+    def _split_classes(self, classes: Mapping[str, list[str]]) -> dict[str, dict[str, list[str]]]:
+        """Split the classes between training and test."""
+        test = split_by_class("ImageFolder", "test_fraction", list(classes), self.test_fraction, self.split_seed)
+        splits: dict[str, dict[str, list[str]]] = {"train": {}, "test": {}}
+        for name, paths in classes.items():
+            split = "test" if name in test else "train"
+            splits[split][name] = paths
+        return splits
 
-    def _refuse(
-        self, top: Path, images: int, in_categories: int, deeper: Sequence[Path], split: Sequence[Path]
-    ) -> None:
-        wanted = "<category>/<class>/<image>" if self.categories else "<class>/<image>"
-        if split and not self._is_split():
-            cure = f"give root={split[0]}"
-        elif deeper and not self.categories:
-            cure = "images lie one folder deeper: set categories=True if those above are categories"
-            cure += "" if self._is_split() else f", or give root={deeper[0]}"
-        elif self.categories and in_categories:
-            cure = "images lie one folder higher: set categories=False"
-        elif images:
-            cure = f"its {images} images lie in no folder: move those of each class into a folder, or use ImageTable"
-        else:
-            cure = "no image lies there"
-        raise ValueError(f"ImageFolder: `root` must hold images as {wanted}, which {top} does not; {cure}.")
-
-
-def image_suffixes() -> frozenset[str]:
-    """Suffixes, in lower case, of the files that Pillow opens."""
-    return frozenset(suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN)
-
-
-def check_test_fraction(who: str, test_fraction: float) -> float:
-    """Return `test_fraction` as it came, refused unless it is between 0 and 1."""
-    if not 0 < check_finite_number(who, "test_fraction", test_fraction) < 1:
-        raise ValueError(f"{who}: `test_fraction` must be between 0 and 1, got {test_fraction}.")
-    return test_fraction
-
-
-def _listed(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Folders and files, sorted by name, without hidden ones."""
-    folders: list[Path] = []
-    files: list[Path] = []
-    if folder.is_dir():
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if not entry.name.startswith("."):
-                    (folders if entry.is_dir() else files).append(Path(entry.path))
-    return sorted(folders), sorted(files)
-
-
-def _relative(path: Path, root: Path) -> str:
-    return path.relative_to(root).as_posix()
-
-
-def _category(name: str) -> str:
-    return name.split("/")[0]
-
-
-def _index(classes: Mapping[str, Sequence[str]], groups: Sequence[str]) -> ImageIndex:
-    names = sorted(classes)
-    counts = [len(classes[name]) for name in names]
-    numbers = [groups.index(_category(name)) for name in names] if groups else []
-    return ImageIndex(
-        [path for name in names for path in classes[name]],
-        np.repeat(np.arange(len(names)), counts),
-        categories=np.repeat(numbers, counts) if groups else None,
-        names=names,
-    )
+    def _category_names(self, splits: Iterable[Mapping[str, Sequence[str]]]) -> list[str] | None:
+        if not self.categories:
+            return None
+        categories: set[str] = set()
+        for classes in splits:
+            categories.update(map(category_of, classes))
+        return sorted(categories)

@@ -1,13 +1,14 @@
-"""The base of data modules that read images from files: splits, transforms, the layout's check."""
+"""The base class of the data modules that read image files: splits, transforms, and the check of a data set's files."""
 
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 
@@ -15,213 +16,199 @@ from lightning_retrieval.checks import check_choice, check_finite_number
 from lightning_retrieval.datamodules.base import RetrievalDataModule
 from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.files.record_warnings import record_warnings
-from lightning_retrieval.datamodules.images.image_index import (
-    DISTRACTOR,
-    ImageIndex,
-    cached,
-    image_keys,
-    split_by_class,
-)
-from lightning_retrieval.datamodules.images.image_set import ImageSet
+from lightning_retrieval.datamodules.images.classes import split_by_class
+from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ImageIndex
+from lightning_retrieval.datamodules.images.image_set import ImageSet, OnError
+from lightning_retrieval.datamodules.images.index_cache import read_cached
+from lightning_retrieval.datamodules.images.split_overlap import check_no_shared_classes, check_no_shared_images
 from lightning_retrieval.datamodules.images.transforms import ReferenceName, reference_transform
 
 Transform = Callable[[Any], Tensor]
 
 
 class ImageDataModule(RetrievalDataModule):
-    """Base of the data modules of images in files.
+    """Base class of the data modules that read image files.
 
-    A subclass says in `read` which images each split has: `"train"`, `"test"` or several of other names for evaluation,
-    and perhaps `"val"`, what checkpoints are chosen by.
+    A subclass returns in `read` the images of each split: `"train"`, then `"test"` or several evaluation sets of other
+    names, and optionally `"val"`, on which checkpoints are chosen.
 
     Args:
-        root: the data set's folder, as it was unpacked; `~` is the user's own.
-        transform: the paper whose transforms are taken, see `reference_transform`.
-        train_transform: from a PIL image to a tensor, in place of that for training.
+        root: the data set's folder as it was unpacked; `~` is the home folder.
+        transform: name of the paper whose transforms are used, see `reference_transform`.
+        train_transform: a function from a PIL image to a tensor, used for training instead of the paper's.
         eval_transform: the same for evaluation.
-        on_error: what happens at an image that cannot be decoded: `"raise"`, or `"skip"`, with a warning and counted.
+        on_error: what happens if an image cannot be decoded: `"raise"` an error, or `"skip"` it, with a warning and
+            counted.
         val_fraction: fraction of the training classes, at least 0 and below 1, that is held out to choose checkpoints;
             with 0 the test set is used for that, as in the papers. A split `"val"` takes precedence.
-        cache_dir: where the index of images is kept, so that it is read only once; nowhere where None.
-        settings: those of `RetrievalDataModule`: `classes_per_batch`, `samples_per_class`, `num_workers` and so on.
+        cache_dir: the folder where the index of the images is stored, so that it is read only once; not stored if None.
+        settings: arguments of `RetrievalDataModule`: `classes_per_batch`, `samples_per_class`, `eval_batch_size`,
+            `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`.
 
     Raises:
-        FileNotFoundError: if `root` does not hold the files, saying where they may be.
-        ValueError: if a file is not as it should be, a class or an image is in training and in evaluation, a split is
-            empty, or a setting is unknown.
+        FileNotFoundError: if `root` does not contain the files; the message says where they may be.
+        ValueError: if a file is not as expected, a class or an image is used for training and for evaluation, a split
+            is empty, or an argument is invalid.
     """
 
-    shared_classes: ClassVar[bool] = False  # whether classes may be in training and in evaluation
+    shared_classes: ClassVar[bool] = False  # whether a class may be used for training and for evaluation
 
     def __init__(
         self,
         root: str | Path,
+        *,
         transform: ReferenceName = "plain",
         train_transform: Transform | None = None,
         eval_transform: Transform | None = None,
-        on_error: Literal["raise", "skip"] = "raise",
+        on_error: OnError = "raise",
         val_fraction: float = 0.0,
         cache_dir: str | Path | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
-        who = type(self).__name__
+        owner = type(self).__name__
         self.root = Path(root).expanduser()
         self.transform: ReferenceName = transform
-        self.train_transform = (
-            reference_transform(transform, train=True) if train_transform is None else train_transform
-        )
-        self.eval_transform = reference_transform(transform, train=False) if eval_transform is None else eval_transform
-        self._of_reference = self.eval_transform if eval_transform is None else None
-        self.on_error: Literal["raise", "skip"] = check_choice(who, "on_error", on_error, ("raise", "skip"))
-        if not 0 <= check_finite_number(who, "val_fraction", val_fraction) < 1:
-            raise ValueError(f"{who}: `val_fraction` must be at least 0 and below 1, got {val_fraction}.")
+        if train_transform is None:
+            train_transform = reference_transform(transform, train=True)
+        self.train_transform = train_transform
+        self._paper_transform: Transform | None = None
+        if eval_transform is None:
+            eval_transform = self._paper_transform = reference_transform(transform, train=False)
+        self.eval_transform = eval_transform
+        self.on_error: OnError = check_choice(owner, "on_error", on_error, ("raise", "skip"))
+        if not 0 <= check_finite_number(owner, "val_fraction", val_fraction) < 1:
+            raise ValueError(f"{owner}: `val_fraction` must be at least 0 and below 1, got {val_fraction}.")
         self.val_fraction = val_fraction
-        self.cache_dir = None if cache_dir is None else Path(cache_dir).expanduser()
-        self._not_of_read = frozenset(vars(self))  # what a subclass sets besides decides what it reads
+        self.cache_dir: Path | None = None
+        if cache_dir is not None:
+            self.cache_dir = Path(cache_dir).expanduser()
+        self._base_attributes = frozenset(vars(self))  # others, set by a subclass, determine what it reads
 
     @abstractmethod
     def read(self) -> Mapping[str, ImageIndex]:
-        """The images of each split: `"train"`, and `"test"` or several by their own names."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """How evaluation prepares images, for checkpoints: `transform`, or `"own"` where `eval_transform` was given."""
-        return {"transform": self.transform if self.eval_transform is self._of_reference else "own"}
+        """Read the images of each split: `"train"`, and `"test"` or several evaluation sets by their names."""
 
     def sources(self) -> list[Path]:
-        """The files that `read` reads, whose change makes it read again; none where nothing is to be cached."""
+        """The files that `read` reads; the cache is invalid if one changes. If there are none, nothing is cached."""
         return []
 
+    def state_dict(self) -> dict[str, Any]:
+        """The evaluation transform, for checkpoints: `transform`, or `"own"` if `eval_transform` was given."""
+        if self.eval_transform is self._paper_transform:
+            return {"transform": self.transform}
+        return {"transform": "own"}
+
     def prepare_data(self) -> None:
-        """Read the splits, so that a mistake in the layout shows before anything else."""
+        """Read the splits, so that a mistake in the data set's files is found before anything else happens."""
         self.splits  # noqa: B018
 
     def setup(self, stage: str) -> None:
-        """Have the training images before the model sees any other, so that a set without them is refused first."""
+        """Create the training set first, so that a data set without one fails before the model sees any image."""
         if stage == "fit":
             self.train_set  # noqa: B018
 
     @cached_property
     def splits(self) -> dict[str, ImageIndex]:
         """The images of each split."""
-        return self._read[0]
+        return self._splits_and_warnings[0]
 
     @cached_property
-    def _read(self) -> tuple[dict[str, ImageIndex], list[str]]:
-        """The images of each split, and what reading them warned of."""
-        return record_warnings(self._read_or_cached)
+    def _splits_and_warnings(self) -> tuple[dict[str, ImageIndex], list[str]]:
+        return record_warnings(self._read_or_load)
 
-    def _read_or_cached(self) -> dict[str, ImageIndex]:
+    def _read_or_load(self) -> dict[str, ImageIndex]:
         sources = self.sources()
         if self.cache_dir is None or not sources:
-            return self._read_checked()
-        kinds = (str, int, float, tuple, list, Path)
-        own = {k: v for k, v in vars(self).items() if k not in self._not_of_read and isinstance(v, kinds)}
-        return cached(self._read_checked, sources, [type(self).__name__, self.root, own], self.cache_dir)
+            return self._read_and_check()
+        settings: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if name not in self._base_attributes and isinstance(value, (str, int, float, tuple, list, Path)):
+                settings[name] = value
+        return read_cached(self._read_and_check, sources, [type(self).__name__, self.root, settings], self.cache_dir)
 
-    def _read_checked(self) -> dict[str, ImageIndex]:
+    def _read_and_check(self) -> dict[str, ImageIndex]:
         splits = dict(self.read())
-        self._refuse_shared_classes(splits)
-        self._refuse_shared_images(splits)
+        owner = type(self).__name__
+        if not self.shared_classes:
+            check_no_shared_classes(owner, splits)
+        check_no_shared_images(owner, splits)
         return splits
-
-    def _refuse_shared_classes(self, splits: Mapping[str, ImageIndex]) -> None:
-        train = set(splits["train"].names or ()) if "train" in splits else set()
-        for name, index in splits.items():
-            shared = [] if name == "train" or self.shared_classes else sorted(train & set(index.names or ()))
-            if shared:
-                raise ValueError(
-                    f"{type(self).__name__}: classes must be in training or in evaluation, not in both, got "
-                    f"{len(shared)} in train and {name}, such as {shared[0]!r}."
-                )
-
-    def _refuse_shared_images(self, splits: Mapping[str, ImageIndex]) -> None:
-        """Refuse an image, or one box of it, that is trained on and evaluated."""
-        others = [name for name in splits if name != "train"]
-        if "train" not in splits or not others:
-            return
-        train = splits["train"]
-        keys = np.sort(image_keys(train))
-        for name in others:
-            index = splits[name]
-            own = image_keys(index)
-            places = np.searchsorted(keys, own).clip(max=len(keys) - 1)
-            alike = [index.image(place) for place in np.flatnonzero(keys[places] == own).tolist()]
-            if not alike:
-                continue
-            shared = sorted(set(alike).intersection(train.image(place) for place in range(len(train))))
-            if shared:  # and not of one hash alone
-                raise ValueError(
-                    f"{type(self).__name__}: images must be in training or in evaluation, not in both, got "
-                    f"{len(shared)} in train and {name}, such as {shared[0][0]}."
-                )
 
     @cached_property
     def train_set(self) -> ImageSet:
-        """The training images, augmented, without the classes held out."""
-        return ImageSet(self._training[0], self.root, self.train_transform, self.on_error)
+        """The training images, with augmentation and without the classes that are held out."""
+        train = self._split("train")
+        if self.val_fraction:
+            train = train[~self._held_out]
+        return ImageSet(train, self.root, self.train_transform, on_error=self.on_error)
 
     @cached_property
     def val_set(self) -> ImageSet | dict[str, ImageSet]:
-        """The split `"val"` where there is one, else the images of the classes held out, else the test set."""
+        """The split `"val"` if there is one, else the images of the classes held out, else the test set."""
         if "val" in self.splits:
             return self.evaluation_set("val", self.splits["val"])
-        held_out = self._training[1] if self.val_fraction else None
-        return self.test_set if held_out is None else self.evaluation_set("val", held_out)
+        if not self.val_fraction:
+            return self.test_set
+        return self.evaluation_set("val", self._split("train")[self._held_out])
 
     @cached_property
     def test_set(self) -> ImageSet | dict[str, ImageSet]:
-        """The split `"test"`, or all other splits by name; the split `"val"` where there is none."""
-        names = [name for name in self.splits if name not in ("train", "val")] or ["val"]
-        sets = {name: self.evaluation_set(name, self._split(name)) for name in names}
-        if names == ["val"]:
-            return sets["val"]
-        return sets["test"] if list(sets) == ["test"] else sets
+        """The split `"test"`, or a dict of all evaluation splits by name; the split `"val"` if there is no other."""
+        names = [name for name in self.splits if name not in ("train", "val")]
+        if not names:
+            return self.evaluation_set("val", self._split("val"))
+        if names == ["test"]:
+            return self.evaluation_set("test", self._split("test"))
+        return {name: self.evaluation_set(name, self._split(name)) for name in names}
 
     def evaluation_set(self, name: str, index: ImageIndex) -> ImageSet:
-        """The images of an evaluation split, by its name. For one with a protocol of its own, override this method.
+        """Create the dataset of an evaluation split. Override this method for a split with its own protocol.
 
-        The `ImageSet` that it then makes says in `metrics(ks, **settings)` by which metrics it is evaluated.
+        The method `metrics(ks, **settings)` of the `ImageSet` that it returns creates the metrics of this protocol.
         """
-        return ImageSet(index, self.root, self.eval_transform, self.on_error)
+        return ImageSet(index, self.root, self.eval_transform, on_error=self.on_error)
 
     def val_dataloader(self) -> Any:
-        """The validation set, in order; nothing where training images are all there is."""
-        alone = set(self.splits) == {"train"} and not self.val_fraction
-        return [] if alone else super().val_dataloader()
+        """A loader of the validation set in order; none if there are training images only."""
+        if set(self.splits) == {"train"} and not self.val_fraction:
+            return []
+        return super().val_dataloader()
 
     def _split(self, name: str) -> ImageIndex:
-        if name not in self.splits:
-            cure = "; train on another data module, and evaluate on this one" if name == "train" else ""
-            raise ValueError(
-                f"{type(self).__name__}: has no split {name!r}, only {', '.join(map(repr, self.splits))}{cure}."
-            )
-        return self.splits[name]
+        if name in self.splits:
+            return self.splits[name]
+        cure = "."
+        if name == "train":
+            cure = "; train on another data module, and evaluate on this one."
+        found = ", ".join(map(repr, self.splits))
+        raise ValueError(f"{type(self).__name__}: has no split {name!r}, only {found}{cure}")
 
     @cached_property
-    def _training(self) -> tuple[ImageIndex, ImageIndex | None]:
-        """The training images, and those of the classes held out."""
-        train = self._split("train")
-        if not self.val_fraction:
-            return train, None
-        classes = np.unique(train.labels).tolist()
-        held = split_by_class(type(self).__name__, "val_fraction", classes, self.val_fraction, self.seed)
-        mask = np.isin(train.labels, sorted(held))
-        return train[~mask], train[mask]
+    def _held_out(self) -> NDArray[np.bool_]:
+        """Mask of the images in the split `"train"` whose classes are held out for validation."""
+        labels = self._split("train").labels
+        classes = np.unique(labels).tolist()
+        held_out = split_by_class(type(self).__name__, "val_fraction", classes, self.val_fraction, self.seed)
+        return np.isin(labels, sorted(held_out))
 
     def check(self) -> DataReport:
-        """Look at the layout before training: counts beside the published ones, and files that are missing."""
+        """Check the data set's files before training: compare the published counts, and look for missing files."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what reading warns of stands in the report
-            splits, warned = self._read
-        report = DataReport(problems=list(warned))
+            warnings.simplefilter("ignore")  # the warnings of reading are in the report
+            splits, messages = self._splits_and_warnings
+        report = DataReport(problems=list(messages))
         for name, index in splits.items():
             classes = np.unique(index.labels)
             found = (len(index), int((classes != DISTRACTOR).sum()))
             report.splits[name] = (found, self.published_counts.get(name, ()))
             paths = Tqdm(index.paths, desc=f"Looking for the images of {name}", delay=2, leave=False)
-            report.missing_files += [path for path in paths if not (self.root / path).is_file()]
-            twice = len(index) - len(set(index.paths)) if index.boxes is None else 0
-            if twice:
-                report.problems.append(f"{twice} paths are listed twice in {name}")
+            for path in paths:
+                if not (self.root / path).is_file():
+                    report.missing_files.append(path)
+            if index.boxes is not None:
+                continue
+            duplicates = len(index) - len(set(index.paths))
+            if duplicates:
+                report.problems.append(f"{duplicates} paths are listed twice in {name}")
         return report

@@ -1,40 +1,41 @@
-"""Images of an `ImageIndex`, decoded, cropped and transformed one by one."""
+"""A dataset of the images of an `ImageIndex`, which are decoded, cropped and transformed one by one."""
 
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from lightning_retrieval.checks import check_choice
+from lightning_retrieval.datamodules.images.image_file import read_image
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
 
-BLACK = (224, 224)  # pixels of the image in place of a batch that cannot be read
+OnError = Literal["raise", "skip"]
+PLACEHOLDER_SIZE = (224, 224)  # pixels of the black image that replaces an evaluation batch without a readable image
 
 
 class ImageSet(Dataset[dict[str, Any]]):
-    """A map-style dataset of dicts with `images`, `labels`, `ids` and, where there are any, `roles` and `instances`.
+    """A map-style dataset of dicts with `images`, `labels`, `ids` and, if the index has them, `roles` and `instances`.
 
-    Images are decoded to RGB, from 16 bits too, and turned as their EXIF orientation says, then cropped to their box.
-    An image that cannot be decoded is refused with its path, or skipped, warned of and counted.
+    Images are decoded to RGB (also from 16 bits), rotated as their EXIF orientation requires, and cropped to their box.
+    If an image cannot be decoded, an error with its path is raised, or it is skipped with a warning and counted.
 
     Args:
-        index: paths, labels and so on.
+        index: paths, labels and other annotations of the images.
         root: the folder that the paths are relative to.
-        transform: from a PIL image to a tensor; its random numbers, if it draws torch's, follow from the item's
-            `SeededIndex`.
-        on_error: `"raise"` or `"skip"`; a skipped image is missing in its batch. In place of an evaluation batch of
-            which no image can be read stands a black one with the role 0: neither query nor gallery.
+        transform: a function from a PIL image to a tensor. The random numbers that it draws from torch are determined
+            by the seed that `RetrievalDataLoader` gives each index.
+        on_error: `"raise"` or `"skip"`. A skipped image is missing in its batch. An evaluation batch without any
+            readable image is replaced by a black image with the role 0, which is neither query nor gallery.
 
     Raises:
-        ValueError: if `on_error` is unknown; at an item, if the image cannot be decoded and is not to be skipped.
-        FileNotFoundError: at an item, if the file is not there and is not to be skipped.
+        ValueError: if `on_error` is unknown; for an item, if the image cannot be decoded and `on_error` is `"raise"`.
+        FileNotFoundError: for an item, if the file does not exist and `on_error` is `"raise"`.
 
     Example:
         >>> from PIL import Image
@@ -45,7 +46,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         (torch.Size([3, 224, 224]), tensor(7), tensor(0))
 
     Relations:
-        `collate` makes batches, without the skipped images.
+        Use `collate` as the `collate_fn` of a loader; it leaves skipped images out of the batch.
     """
 
     def __init__(
@@ -53,46 +54,47 @@ class ImageSet(Dataset[dict[str, Any]]):
         index: ImageIndex,
         root: str | Path,
         transform: Callable[[Any], Tensor],
-        on_error: Literal["raise", "skip"] = "raise",
+        *,
+        on_error: OnError = "raise",
     ) -> None:
         self.index = index
         self.root = Path(root)
         self.transform = transform
         self.on_error = check_choice("ImageSet", "on_error", on_error, ("raise", "skip"))
         self.labels = torch.from_numpy(index.labels)
-        self.categories = None if index.categories is None else torch.from_numpy(index.categories)
-        self._targets = self.labels if index.levels is None else torch.from_numpy(index.levels)
-        of_index = {"roles": index.roles, "instances": index.instances}
-        self._for_metrics = {name: torch.from_numpy(part) for name, part in of_index.items() if part is not None}
-        self._skipped = torch.zeros(len(index), dtype=torch.bool).share_memory_()  # also what workers have skipped
+        self.categories: Tensor | None = None
+        if index.categories is not None:
+            self.categories = torch.from_numpy(index.categories)
+        self._targets = self.labels
+        if index.levels is not None:
+            self._targets = torch.from_numpy(index.levels)
+        self._for_metrics: dict[str, Tensor] = {}
+        if index.roles is not None:
+            self._for_metrics["roles"] = torch.from_numpy(index.roles)
+        if index.instances is not None:
+            self._for_metrics["instances"] = torch.from_numpy(index.instances)
+        self._skipped = torch.zeros(len(index), dtype=torch.bool).share_memory_()  # shared with the workers
 
     @property
     def skipped(self) -> list[str]:
         """Paths of the images that could not be decoded so far, in all workers."""
-        return [self.index.paths[i] for i in self._skipped.nonzero()[:, 0].tolist()]
+        return [self.index.paths[position] for position in self._skipped.nonzero()[:, 0].tolist()]
 
     @staticmethod
     def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
-        """A batch of the items that could be read; in evaluation, where none could, of one that does not count.
+        """Make a batch of the items that could be read; in evaluation, of a black image if there are none.
 
         Raises:
-            ValueError: if none could in training, or the images differ in size.
+            ValueError: if no item of a training batch could be read, or the images differ in size.
         """
         found = [item for item in items if "skipped" not in item]
         if not found:
-            stand_ins = [item for item in items if "images" in item]
-            if not stand_ins:
-                paths = ", ".join(item["skipped"] for item in items[:3]) + (", ..." if len(items) > 3 else "")
-                raise ValueError(
-                    f"ImageSet: none of the {len(items)} images of a batch could be read ({paths}); mend or remove "
-                    "them first."
-                )
-            found = [{name: part for name, part in stand_ins[0].items() if name != "skipped"}]
+            found = [_placeholder_of_batch(items)]
         sizes = {tuple(item["images"].shape) for item in found}
         if len(sizes) > 1:
             raise ValueError(
-                f"ImageSet: images of a batch must have one size, got {sorted(sizes)[:3]}; take a transform that "
-                "crops, or eval_batch_size=1."
+                f"ImageSet: images of a batch must have one size, got {sorted(sizes)[:3]}; use a transform that crops, "
+                "or eval_batch_size=1."
             )
         batch: dict[str, Any] = default_collate(found)
         return batch
@@ -101,67 +103,71 @@ class ImageSet(Dataset[dict[str, Any]]):
         return len(self.index)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """An image with what is known of it; one that was skipped has its path under `skipped`, see `collate`."""
-        place = range(len(self))[index]
+        """An image with its annotations; if it was skipped, its path under `skipped`, see `collate`."""
+        position = range(len(self))[index]
         try:
-            image = self.read(place)
-        except Exception as error:  # decoders promise no kind of their errors
-            self._failed(place, error)
-            skipped = {"skipped": str(self.root / self.index.paths[place])}
-            return skipped if isinstance(index, SeededIndex) else {**self._stand_in(place), **skipped}
+            image = self.read(position)
+        except Exception as error:  # the decoders do not document the types of their errors
+            self._raise_or_count(position, error)
+            return self._skipped_item(position, in_training=isinstance(index, SeededIndex))
         with torch.random.fork_rng(devices=[], enabled=isinstance(index, SeededIndex)):
             if isinstance(index, SeededIndex):
                 torch.manual_seed(index.seed)
-            item = {"images": self.transform(image), "labels": self._targets[place], "ids": torch.tensor(place)}
-        return {**item, **{name: part[place] for name, part in self._for_metrics.items()}}
+            images = self.transform(image)
+        item = {"images": images, "labels": self._targets[position], "ids": torch.tensor(position)}
+        for name, values in self._for_metrics.items():
+            item[name] = values[position]
+        return item
 
-    def read(self, place: int) -> Image.Image:
-        """The image as it is, in RGB and upright, cropped to its box."""
-        with Image.open(self.root / self.index.paths[place]) as file:
-            image = _to_rgb(ImageOps.exif_transpose(file))
+    def read(self, position: int) -> Image.Image:
+        """The image before the transform: in RGB, upright, and cropped to its box."""
+        path = self.root / self.index.paths[position]
         if self.index.boxes is None:
-            return image
-        left, top, right, bottom = self.index.boxes[place].tolist()
-        box = (max(0, left), max(0, top), min(image.width, right), min(image.height, bottom))
-        if box[0] >= box[2] or box[1] >= box[3]:
-            raise ValueError(f"its box {[left, top, right, bottom]} lies outside of its {image.width} x {image.height}")
-        return image.crop(box)
+            return read_image(path)
+        return read_image(path, self.index.boxes[position])
 
-    def _stand_in(self, place: int) -> dict[str, Any]:
-        """A black image that counts nowhere: without a role, and an instance of its own."""
-        item = {"images": self.transform(Image.new("RGB", BLACK)), "labels": self._targets[place]}
-        item |= {"ids": torch.tensor(place), "roles": torch.tensor(0, dtype=torch.uint8)}
+    def _skipped_item(self, position: int, *, in_training: bool) -> dict[str, Any]:
+        """In evaluation a black image that does not count: it has no role, and is an instance of its own."""
+        path = str(self.root / self.index.paths[position])
+        if in_training:
+            return {"skipped": path}
+        item = {
+            "images": self.transform(Image.new("RGB", PLACEHOLDER_SIZE)),
+            "labels": self._targets[position],
+            "ids": torch.tensor(position),
+            "roles": torch.tensor(0, dtype=torch.uint8),
+            "skipped": path,
+        }
         instances = self._for_metrics.get("instances")
-        return item if instances is None else {**item, "instances": instances.max() + 1 + place}
+        if instances is not None:
+            item["instances"] = instances.max() + 1 + position
+        return item
 
-    def _failed(self, place: int, error: Exception) -> None:
-        path = self.root / self.index.paths[place]
+    def _raise_or_count(self, position: int, error: Exception) -> None:
+        path = self.root / self.index.paths[position]
         if self.on_error == "raise":
             kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
             raise kind(
-                f"ImageSet: cannot read the image {path} ({error}); mend or remove it, or set on_error='skip'."
+                f"ImageSet: cannot read the image {path} ({error}); repair or remove it, or set on_error='skip'."
             ) from error
-        if not self._skipped[place]:
-            self._skipped[place] = True
+        if not self._skipped[position]:
+            self._skipped[position] = True
             count = int(self._skipped.sum())
             warnings.warn(
                 f"ImageSet: skipped {path}, which cannot be read ({error}); skipped so far: {count}.", stacklevel=3
             )
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """In RGB. Pillow cuts off what is above 255 in images of more than 8 bits; here 16 bits are scaled to 8."""
-    if image.mode == "F":
-        raise ValueError("it holds floating-point numbers, of which it is not known what is white; save it in 8 bits")
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        values = np.asarray(image).astype(np.int64)
-        low, high = int(values.min()), int(values.max())
-        if image.mode == "I" and not (low >= 0 and 255 < high < 2**16):
-            raise ValueError(
-                f"it holds 32-bit integers from {low} to {high}, of which it is not known what is white; save it in 8 "
-                "bits"
-            )
-        return Image.fromarray(((values + 128) // 257).astype(np.uint8)).convert("RGB")
-    if image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
-        image = image.convert("RGBA")  # the same colours, of which Pillow warns otherwise
-    return image.convert("RGB")
+def _placeholder_of_batch(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first black image of a batch in which no image could be read."""
+    for item in items:
+        if "images" in item:
+            placeholder = dict(item)
+            del placeholder["skipped"]
+            return placeholder
+    paths = ", ".join(item["skipped"] for item in items[:3])
+    if len(items) > 3:
+        paths += ", ..."
+    raise ValueError(
+        f"ImageSet: none of the {len(items)} images of a batch could be read ({paths}); repair or remove them first."
+    )

@@ -1,4 +1,4 @@
-"""The papers' image transforms, by name: what happens to an image before the network sees it.
+"""The image transforms of the papers, by name.
 
 | name | training | evaluation |
 | --- | --- | --- |
@@ -8,8 +8,9 @@
 | `"ap_gem"` | random resized crop 800 (area 0.5 to 1), colour jitter, tilt, flip | the image as it is |
 
 `"smooth_ap"` (Brown et al., ECCV 2020) and `"roadmap"` (Ramzi et al., NeurIPS 2021) are those of the official code.
-`"ap_gem"` (Revaud et al., ICCV 2019, section 4.2) has the paper's kinds and sizes; their strengths, on which paper and
-code are silent, are ours. All end in a tensor normalised by ImageNet's mean and standard deviation.
+`"ap_gem"` (Revaud et al., ICCV 2019, section 4.2) has the kinds of transforms and the sizes of the paper; neither the
+paper nor its code states the strengths, so these are our choice. All transforms return a tensor that is normalised with
+ImageNet's mean and standard deviation.
 """
 
 from collections.abc import Callable
@@ -23,19 +24,19 @@ from lightning_retrieval.checks import check_choice
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 ReferenceName = Literal["plain", "smooth_ap", "roadmap", "ap_gem"]
-NAMES = ("plain", "smooth_ap", "roadmap", "ap_gem")
-_SMOOTH = InterpolationMode.BILINEAR
+REFERENCE_NAMES = ("plain", "smooth_ap", "roadmap", "ap_gem")
+_BILINEAR = InterpolationMode.BILINEAR
 
 
 def reference_transform(name: ReferenceName, *, train: bool) -> Callable[[Any], torch.Tensor]:
-    """The transform of a paper, from a PIL image to a normalised tensor (3, height, width).
+    """The image transform of a paper: a function from a PIL image to a normalised tensor (3, height, width).
 
     Args:
         name: `"plain"`, `"smooth_ap"`, `"roadmap"` or `"ap_gem"`.
-        train: the random one of training, or that of evaluation.
+        train: True for the random transform of training, False for that of evaluation.
 
     Raises:
-        ValueError: if there is no such name.
+        ValueError: if the name is unknown.
 
     Example:
         >>> from PIL import Image
@@ -44,20 +45,20 @@ def reference_transform(name: ReferenceName, *, train: bool) -> Callable[[Any], 
         torch.Size([3, 224, 224])
 
     Relations:
-        Random numbers are torch's, which `ImageSet` seeds for each image.
+        Random numbers are drawn from torch's generator, which `ImageSet` seeds for each training image.
     """
-    check_choice("reference_transform", "name", name, NAMES)
-    steps: list[nn.Module] = _TRAIN[name]() if train else _EVAL[name]()
-    done = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
-    transform: Callable[[Any], torch.Tensor] = v2.Compose([*steps, *done])
+    check_choice("reference_transform", "name", name, REFERENCE_NAMES)
+    make_steps = _TRAIN[name] if train else _EVAL[name]
+    to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    transform: Callable[[Any], torch.Tensor] = v2.Compose([*make_steps(), *to_tensor])
     return transform
 
 
 _TRAIN: dict[str, Callable[[], list[nn.Module]]] = {
-    "plain": lambda: [v2.Resize(256, _SMOOTH), v2.RandomCrop(224), v2.RandomHorizontalFlip()],
+    "plain": lambda: [v2.Resize(256, _BILINEAR), v2.RandomCrop(224), v2.RandomHorizontalFlip()],
     "smooth_ap": lambda: [v2.RandomResizedCrop(224), v2.RandomHorizontalFlip()],
     "roadmap": lambda: [
-        v2.Resize(256, _SMOOTH),
+        v2.Resize(256, _BILINEAR),
         v2.RandomResizedCrop(224, scale=(0.16, 1.0), ratio=(0.75, 1.33)),
         v2.RandomHorizontalFlip(),
     ],
@@ -69,8 +70,8 @@ _TRAIN: dict[str, Callable[[], list[nn.Module]]] = {
     ],
 }
 _EVAL: dict[str, Callable[[], list[nn.Module]]] = {
-    "plain": lambda: [v2.Resize(256, _SMOOTH), v2.CenterCrop(224)],
-    "smooth_ap": lambda: [v2.Resize(256, _SMOOTH), v2.CenterCrop(224)],
-    "roadmap": lambda: [v2.Resize((256, 256), _SMOOTH), v2.CenterCrop(224)],
+    "plain": lambda: [v2.Resize(256, _BILINEAR), v2.CenterCrop(224)],
+    "smooth_ap": lambda: [v2.Resize(256, _BILINEAR), v2.CenterCrop(224)],
+    "roadmap": lambda: [v2.Resize((256, 256), _BILINEAR), v2.CenterCrop(224)],
     "ap_gem": list,
 }

@@ -16,7 +16,8 @@ from lightning_retrieval.datamodules.files.lists import (
     parse_integers,
     read_columns,
 )
-from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
+from lightning_retrieval.datamodules.images.classes import class_numbers
+from lightning_retrieval.datamodules.images.image_index import ImageIndex
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
 PATHS, CLASSES, BOXES = "images.txt", "image_class_labels.txt", "bounding_boxes.txt"

@@ -19,7 +19,8 @@ from lightning_retrieval.datamodules.files.lists import (
     read_columns,
     read_lines,
 )
-from lightning_retrieval.datamodules.images.image_index import ROLES, ImageIndex, class_numbers
+from lightning_retrieval.datamodules.images.classes import class_numbers
+from lightning_retrieval.datamodules.images.image_index import ROLES, ImageIndex
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
 PARTITION, BOXES = "list_eval_partition.txt", "list_bbox_inshop.txt"

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import check_unique, find_missing, read_lines
-from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
+from lightning_retrieval.datamodules.images.classes import class_numbers
+from lightning_retrieval.datamodules.images.image_index import ImageIndex
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
 LEVELS = ("species", "genus", "family", "order", "class", "phylum", "kingdom")

@@ -11,7 +11,8 @@ from urllib.parse import unquote
 
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import normalized_path, parse_integers, read_rows
-from lightning_retrieval.datamodules.images.image_index import LEAVES, ImageIndex, class_numbers
+from lightning_retrieval.datamodules.images.classes import class_numbers
+from lightning_retrieval.datamodules.images.image_index import ImageIndex, leaves_root
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
 LISTS = {"train": "annotation_clean_train.txt", "test": "annotation_clean_val.txt"}
@@ -136,7 +137,7 @@ class LandmarksClean(ImageDataModule):
         if not _is_url(source):
             path = normalized_path(source)
             # A path that leaves the root is kept, for `ImageIndex` to raise an error.
-            return path if LEAVES.search(path) or (self.root / path).is_file() else ""
+            return path if leaves_root(path) or (self.root / path).is_file() else ""
         last_part = source.rsplit("/", 1)[-1]
         for name in (last_part, unquote(last_part)):
             if name in downloaded:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import check_unique, read_csv_header, read_csv_rows, read_lines
-from lightning_retrieval.datamodules.images.image_folder import image_suffixes
-from lightning_retrieval.datamodules.images.image_index import ImageIndex, class_numbers
+from lightning_retrieval.datamodules.images.classes import class_numbers
+from lightning_retrieval.datamodules.images.image_file import image_suffixes
+from lightning_retrieval.datamodules.images.image_index import ImageIndex
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
 SPLITS = ("train", "test")

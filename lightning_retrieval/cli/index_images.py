@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lightning_retrieval.cli.embedding import EmbeddedImages, ImageEmbedder, UnreadableImage
-from lightning_retrieval.datamodules.images.image_folder import image_suffixes
+from lightning_retrieval.datamodules.images.image_file import image_suffixes
 from lightning_retrieval.search.index import RetrievalIndex
 from lightning_retrieval.search.storage import check_folder
 

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torchvision.transforms.v2 import functional
 
 from lightning_retrieval.datamodules import reference_transform
-from lightning_retrieval.datamodules.images.transforms import NAMES, ReferenceName
+from lightning_retrieval.datamodules.images.transforms import REFERENCE_NAMES, ReferenceName
 
 GLYPHS = "glyphs"
-TRANSFORMS = (*NAMES, GLYPHS)
+TRANSFORMS = (*REFERENCE_NAMES, GLYPHS)
 
 
 def choose_transform(

@@ -5,8 +5,8 @@ import warnings
 import numpy as np
 import pytest
 
+from lightning_retrieval.datamodules.images.classes import split_by_class
 from lightning_retrieval.datamodules.images.image_folder import ImageFolder
-from lightning_retrieval.datamodules.images.image_index import split_by_class
 from tests.datamodules.trees import truncate, write_image, write_text
 from tests.datamodules.trees_more import QUICK, QUIET, fit_and_validate, write_folders
 
@@ -98,7 +98,7 @@ def test_other_files_are_counted_in_one_warning(tmp_path):
     write_image(tmp_path / "alone.jpg")
     write_image(tmp_path / "b" / "deep" / "1.jpg")
     data = ImageFolder(tmp_path)
-    with pytest.warns(UserWarning, match=r"left out 4 files or folders .* of a class, such as a/notes.csv") as caught:
+    with pytest.warns(UserWarning, match=r"ignored 4 files or folders .* of a class, such as a/notes.csv") as caught:
         data.prepare_data()
     assert len(caught) == 1
     with warnings.catch_warnings():
@@ -110,7 +110,7 @@ def test_empty_folders_are_left_out_with_one_warning(tmp_path):
     write_folders(tmp_path, ["a", "b"])
     (tmp_path / "c").mkdir()
     (tmp_path / "d").mkdir()
-    with pytest.warns(UserWarning, match=r"left out 2 folders in .* that hold no image, such as c\.") as caught:
+    with pytest.warns(UserWarning, match=r"ignored 2 folders in .* that contain no image, such as c\.") as caught:
         splits = ImageFolder(tmp_path).splits
     assert len(caught) == 1
     assert sorted([*splits["train"].names, *splits["test"].names]) == ["a", "b"]
@@ -119,21 +119,21 @@ def test_empty_folders_are_left_out_with_one_warning(tmp_path):
 @pytest.mark.parametrize(
     ("names", "categories", "cure"),
     [
-        ([""], False, r"its 3 images lie in no folder: move those of each class into a folder, or use ImageTable"),
+        ([""], False, r"its 3 images are in no class folder: move those of each class into one, or use ImageTable"),
         (["pets/a", "birds/b"], False, r"one folder deeper: set categories=True"),
         (["a", "b"], True, r"one folder higher: set categories=False"),
-        ([], False, r"no image lies there"),
+        ([], False, r"there is no image"),
     ],
 )
 def test_a_root_without_classes_is_refused_with_the_cure(tmp_path, names, categories, cure):
     for name in names:
         write_folders(tmp_path / name if name else tmp_path, ["."])
-    with pytest.raises(ValueError, match=rf"ImageFolder: `root` must hold images as <.*which .* does not; .*{cure}"):
+    with pytest.raises(ValueError, match=rf"ImageFolder: `root` must contain images as <.*which .* does not; .*{cure}"):
         ImageFolder(tmp_path, categories=categories).prepare_data()
 
 
 def test_what_is_refused_at_once(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"`root` must be a folder of class folders, got .*nowhere: not there"):
+    with pytest.raises(FileNotFoundError, match=r"`root` must be a folder of .*, got .*nowhere, which does not exist"):
         ImageFolder(tmp_path / "nowhere", cache_dir=tmp_path / "cache").prepare_data()
     for fraction in (0, 1, -0.5):
         with pytest.raises(ValueError, match=rf"ImageFolder: `test_fraction` must be between 0 and 1, got {fraction}"):
@@ -180,11 +180,11 @@ def test_a_truncated_image_is_named_or_skipped(tmp_path):
 @pytest.mark.refusal
 def test_a_folder_above_the_root_and_a_file_are_told_so(tmp_path):
     write_folders(tmp_path / "pets", ["cat", "dog"])
-    with pytest.raises(ValueError, match=rf"categories=True if .*, or give root={tmp_path}/pets\.$"):
+    with pytest.raises(ValueError, match=rf"categories=True if .*, or pass root={tmp_path}/pets\.$"):
         ImageFolder(tmp_path).prepare_data()
     write_folders(tmp_path / "split" / "pets", ["train/cat", "test/dog"])
-    with pytest.raises(ValueError, match=rf"; give root={tmp_path}/split/pets\.$"):
+    with pytest.raises(ValueError, match=rf"; pass root={tmp_path}/split/pets\.$"):
         ImageFolder(tmp_path / "split").prepare_data()
     write_text(tmp_path / "file", "x")
-    with pytest.raises(FileNotFoundError, match=r"must be a folder of class folders, got .*/file: a file\.$"):
+    with pytest.raises(FileNotFoundError, match=r"must be a folder of class folders, got .*/file, which is a file\.$"):
         ImageFolder(tmp_path / "file").prepare_data()

@@ -25,7 +25,9 @@ from lightning_retrieval.datamodules import (
 )
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import check_unique, parse_integers, read_rows
-from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ROLES, cached, class_numbers
+from lightning_retrieval.datamodules.images.classes import class_numbers
+from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ROLES
+from lightning_retrieval.datamodules.images.index_cache import read_cached
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
 
 QUIET = [
@@ -61,11 +63,11 @@ def test_an_index_takes_arrays_and_rows():
     assert (part.labels.tolist(), part.categories.tolist(), part.roles.tolist()) == ([2, 4], [0, 1], [3, 1])
     assert part.instances.tolist() == [-7, 9]
     assert list(part.names) == ["x", "y"]
-    again = ImageIndex.of_arrays(index.arrays())
+    again = ImageIndex.from_arrays(index.arrays())
     assert list(again.paths) == ["a", "b", "c"]
     assert all(np.array_equal(value, index.arrays()[name]) for name, value in again.arrays().items())
     assert again.levels is None
-    with pytest.raises(ValueError, match=r"^ImageIndex: `rows` must take at least one image, got none of 3\."):
+    with pytest.raises(ValueError, match=r"^ImageIndex: `rows` must select at least one image, got none of 3\."):
         index[index.labels == 5]
 
 
@@ -91,7 +93,8 @@ def test_bad_indexes_are_refused(arguments, sentence):
 
 def test_boxes_without_pixels_are_refused():
     with pytest.raises(
-        ValueError, match=r"^ImageIndex: `boxes` must hold pixels, got \[3, 0, 3, 5\] for b \(1 such boxes"
+        ValueError,
+        match=r"^ImageIndex: `boxes` must contain at least one pixel, got \[3, 0, 3, 5\] for b \(1 such boxes",
     ):
         ImageIndex(["a", "b"], [0, 0], boxes=[[0, 0, 1, 1], [3, 0, 3, 5]])
 
@@ -122,17 +125,17 @@ def test_a_cached_index_is_read_once_and_again_when_its_source_changes(tmp_path)
         return {"train": ImageIndex(STRINGS, range(5), names=["é"] * 5), "test/odd": ODD}
 
     for _ in range(2):
-        splits = cached(read, [source], {"a": 1}, tmp_path / "cache")
+        splits = read_cached(read, [source], {"a": 1}, tmp_path / "cache")
         assert list(splits) == ["train", "test/odd"]
         assert list(splits["train"].paths) == STRINGS
         assert list(splits["train"].names) == ["é"] * 5
         assert (splits["test/odd"].roles.tolist(), splits["test/odd"].instances.tolist()) == ([1], [5])
         assert splits["train"].instances is None
     assert len(calls) == 1
-    cached(read, [source], {"a": 2}, tmp_path / "cache")
+    read_cached(read, [source], {"a": 2}, tmp_path / "cache")
     assert len(calls) == 2
     source.write_text("two, longer")
-    cached(read, [source], {"a": 1}, tmp_path / "cache")
+    read_cached(read, [source], {"a": 1}, tmp_path / "cache")
     assert len(calls) == 3
     assert not [file for file in (tmp_path / "cache").iterdir() if not file.name.startswith("index-")]
 
@@ -145,17 +148,18 @@ def test_a_damaged_cache_is_read_again_and_overwritten(tmp_path, damage):
     def read():
         return {"train": ImageIndex(["a.png"], [7])}
 
-    cached(read, [source], {}, folder)
+    read_cached(read, [source], {}, folder)
     (file,) = folder.iterdir()
     if damage is None:
         np.savez(file, labels=np.zeros(3))  # of something else
     else:
         file.write_bytes(damage(file.read_bytes()))
-    with pytest.warns(UserWarning, match=rf"^ImageDataModule: read the lists again, since {file} is damaged \("):
-        assert list(cached(read, [source], {}, folder)["train"].paths) == ["a.png"]
+    sentence = rf"^ImageDataModule: the lists are read again because the cache file {file} is damaged \("
+    with pytest.warns(UserWarning, match=sentence):
+        assert list(read_cached(read, [source], {}, folder)["train"].paths) == ["a.png"]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert list(cached(read, [source], {}, folder)["train"].paths) == ["a.png"]
+        assert list(read_cached(read, [source], {}, folder)["train"].paths) == ["a.png"]
 
 
 @pytest.mark.refusal
@@ -163,7 +167,7 @@ def test_a_cache_folder_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "cache").write_text("")
     for folder in (tmp_path / "cache", tmp_path / "cache" / "deeper"):
         with pytest.raises(ValueError, match=rf"^ImageDataModule: `cache_dir` must be a folder .*, got {folder} \("):
-            cached(lambda: {"test": ODD}, [tmp_path / "cache"], {}, folder)
+            read_cached(lambda: {"test": ODD}, [tmp_path / "cache"], {}, folder)
 
 
 @pytest.mark.refusal
@@ -286,8 +290,8 @@ def test_sixteen_bits_are_scaled_to_eight(tmp_path):
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        (np.full((4, 4), 0.5, np.float32), "it holds floating-point numbers, of which"),
-        (np.full((4, 4), 65536, np.int32), "it holds 32-bit integers from 65536 to 65536, of which"),
+        (np.full((4, 4), 0.5, np.float32), "it holds floating-point numbers, for which"),
+        (np.full((4, 4), 65536, np.int32), "it holds 32-bit integers from 65536 to 65536, for which"),
         (np.full((4, 4), -1, np.int32), "it holds 32-bit integers from -1 to -1"),
         (np.full((4, 4), 200, np.int32), "it holds 32-bit integers from 200 to 200"),
     ],

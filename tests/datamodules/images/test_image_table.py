@@ -196,7 +196,7 @@ PLAIN = ("image", "label", "split")
         ([("image;label",)], r"separated by commas; image, label missing in 'image;label'"),
         ([("image", "label", "left", "top")], r"; right, bottom missing in"),
         ([("image", "label", "image")], r"must name each column once, got image twice"),
-        ([PLAIN], r"images.csv must have rows, got the header alone"),
+        ([PLAIN], r"images.csv must have rows, got only the header"),
         ([PLAIN, TRAIN, (), ("c.jpg", "3")], r"must have the header's 3 fields, got 2, at line 4 of .*images.csv"),
         ([PLAIN, TRAIN, ("", "1", "train")], r"`image` must not be empty in any row, at line 3 of"),
         ([PLAIN, TRAIN, ("c.jpg", " ", "test")], r"`label` must not be empty in any row, at line 3 of"),
@@ -209,7 +209,7 @@ PLAIN = ("image", "label", "split")
         ([PLAIN, ("a.jpg", "1", "Train"), TEST], r"must have rows of train and of .*got 'Train', 'test' in"),
         (
             [PLAIN, TRAIN, TEST, TEST, TEST],
-            r"`image` must be another .*got 'b.jpg' as in line 3, at line 4 of .*\(2 such",
+            r"`image` must be different .*got 'b.jpg' as in line 3, at line 4 of .*\(2 such",
         ),
         ([(*PLAIN, "role"), (*TRAIN, ""), (*TEST, "Query")], r"`role` must be one of query, .*got 'Query', at line 3"),
         (
@@ -230,15 +230,15 @@ PLAIN = ("image", "label", "split")
         ([PLAIN, TRAIN, ("a//./x/b.jpg", "2", "test"), ("./a/x/b.jpg", "2", "test")], r"got 'a/x/b\.jpg' as in line 3"),
         (
             [(*PLAIN, "box"), (*TRAIN, ""), (*TEST, "0 0 5 5"), (*TEST, ""), (*TEST, "")],
-            r"`image` must be another in each row, or have another box, got '.*' as in line 4, at line 5",
+            r"`image` must be different in each row, or have another box, got '.*' as in line 4, at line 5",
         ),
         (
             [(*PLAIN, "role"), (*TRAIN, ""), (*TEST, "distractor")],
-            r"`role` must be query or both in one row of 'test' or more, got none in .*images\.csv",
+            r"`role` must be query or both in at least one row of 'test', got none in .*images\.csv",
         ),
         (
             [(*PLAIN, "role"), (*TRAIN, ""), (*TEST, "query"), ("d.jpg", "", "test", "distractor")],
-            r"`role` must be gallery or both in one row of 'test' or more, got none",
+            r"`role` must be gallery or both in at least one row of 'test', got none",
         ),
         ([PLAIN, TRAIN, ("b.jpg", "1", "test")], r"in training or in evaluation, not in both, got 1 .*'1'"),
         (

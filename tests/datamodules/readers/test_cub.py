@@ -100,7 +100,12 @@ INVALID = {
         "20 4.5 2.0 1e300",
         r"four finite numbers, got '4.5 2.0 1e300 30.0' in line",
     ),
-    "empty box": (BOXES, "20 4.5 2.0 20.25", "20 4.0 2.0 0.0", r"`boxes` must hold pixels, got \[4, 2, 4, 32\] for im"),
+    "empty box": (
+        BOXES,
+        "20 4.5 2.0 20.25",
+        "20 4.0 2.0 0.0",
+        r"`boxes` must contain at least one pixel, got \[4, 2, 4, 32\] for im",
+    ),
     "path out of the root": (PATHS, "2 001", "2 ../../001", "must lie inside the root, got 'images/../../001.Black"),
 }
 

@@ -71,7 +71,10 @@ INVALID = {
     "infinite": (entry(1, bbx=[1, 2, 3, float("inf")]), r"`bbx` must be 4 finite numbers .*, got \[1, 2, 3, inf\]"),
     "far away": (entry(1, bbx=[1, 2, 3, 1e300]), r"`bbx` must be 4 finite numbers .*, got \[1, 2, 3, 1e\+300\]"),
     "corners in words": (entry(1, bbx="1234"), "`bbx` must be 4 finite numbers .*, got 1234"),
-    "empty box": (entry(1, bbx=[9, 2, 9, 30]), r"`boxes` must hold pixels, got \[9, 2, 9, 30\] for jpg/radcliffe"),
+    "empty box": (
+        entry(1, bbx=[9, 2, 9, 30]),
+        r"`boxes` must contain at least one pixel, got \[9, 2, 9, 30\] for jpg/radcliffe",
+    ),
     "index too large": (entry(1, hard=[8]), f"`hard` of {OF} must be positions in imlist, from 0 to 7, got 8"),
     "index below 0": (entry(1, junk=[-1]), f"`junk` of {OF} must be positions in imlist, from 0 to 7, got -1"),
     "fraction": (entry(1, easy=[1.5]), rf"`easy` of {OF} must be a list of integers, got \[1.5\]"),

@@ -1,0 +1,63 @@
+"""Image files: which suffixes they have, and how one is decoded."""
+
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+
+def image_suffixes() -> frozenset[str]:
+    """The suffixes, in lower case, of the files that Pillow can open."""
+    return frozenset(suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN)
+
+
+def read_image(path: Path, box: NDArray[np.int32] | None = None) -> Image.Image:
+    """Decode an image to RGB, rotate it as its EXIF orientation requires, and crop it to its box.
+
+    Args:
+        path: the file.
+        box: left, top, right and bottom in pixels of the image; parts outside of the image are cut off. None for the
+            whole image.
+
+    Raises:
+        ValueError: if the box lies outside of the image, or it is not known which pixel values are white.
+        Exception: any error of Pillow, if the file cannot be decoded.
+    """
+    with Image.open(path) as file:
+        image = to_rgb(ImageOps.exif_transpose(file))
+    if box is None:
+        return image
+    left, top, right, bottom = box.tolist()
+    inside = (max(0, left), max(0, top), min(image.width, right), min(image.height, bottom))
+    if inside[0] >= inside[2] or inside[1] >= inside[3]:
+        raise ValueError(f"its box {[left, top, right, bottom]} lies outside of its {image.width} x {image.height}")
+    return image.crop(inside)
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Convert an image to RGB with 8 bits; 16 bits are scaled to 8.
+
+    Pillow's own conversion would clip all values above 255.
+
+    Raises:
+        ValueError: if the pixels are floating-point numbers, or 32-bit integers that are not obviously 16-bit values.
+    """
+    if image.mode == "F":
+        raise ValueError("it holds floating-point numbers, for which it is not known what is white; save it in 8 bits")
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        return _16_bits_to_rgb(image)
+    if image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
+        image = image.convert("RGBA")  # gives the same colours, without a warning of Pillow
+    return image.convert("RGB")
+
+
+def _16_bits_to_rgb(image: Image.Image) -> Image.Image:
+    values = np.asarray(image).astype(np.int64)
+    low, high = int(values.min()), int(values.max())
+    if image.mode == "I" and not (low >= 0 and 255 < high < 2**16):
+        raise ValueError(
+            f"it holds 32-bit integers from {low} to {high}, for which it is not known what is white; save it in 8 bits"
+        )
+    scaled = (values + 128) // 257
+    return Image.fromarray(scaled.astype(np.uint8)).convert("RGB")

@@ -1,0 +1,61 @@
+"""Checks that no class and no image is used for training and for evaluation."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_retrieval.datamodules.images.image_index import ImageIndex
+
+
+def check_no_shared_classes(owner: str, splits: Mapping[str, ImageIndex]) -> None:
+    """Raise a ValueError if a class is in the split `"train"` and in another split."""
+    if "train" not in splits:
+        return
+    train_classes = set(splits["train"].names or ())
+    for name, index in splits.items():
+        if name == "train":
+            continue
+        shared = sorted(train_classes & set(index.names or ()))
+        if shared:
+            raise ValueError(
+                f"{owner}: classes must be in training or in evaluation, not in both, got {len(shared)} in train and "
+                f"{name}, such as {shared[0]!r}."
+            )
+
+
+def check_no_shared_images(owner: str, splits: Mapping[str, ImageIndex]) -> None:
+    """Raise a ValueError if an image, or one box of it, is in the split `"train"` and in another split."""
+    if "train" not in splits or len(splits) == 1:
+        return
+    train = splits["train"]
+    train_hashes = np.sort(_hashes(train))
+    for name, index in splits.items():
+        if name == "train":
+            continue
+        candidates = set(map(index.key, _positions_with_hash_in(index, train_hashes)))
+        if not candidates:
+            continue
+        # Different images may have the same hash, so the images themselves are compared.
+        shared = sorted(candidates.intersection(map(train.key, range(len(train)))))
+        if shared:
+            raise ValueError(
+                f"{owner}: images must be in training or in evaluation, not in both, got {len(shared)} in train and "
+                f"{name}, such as {shared[0][0]}."
+            )
+
+
+def _positions_with_hash_in(index: ImageIndex, sorted_hashes: NDArray[np.int64]) -> list[int]:
+    hashes = _hashes(index)
+    nearest = np.searchsorted(sorted_hashes, hashes).clip(max=len(sorted_hashes) - 1)
+    positions: list[int] = np.flatnonzero(sorted_hashes[nearest] == hashes).tolist()
+    return positions
+
+
+def _hashes(index: ImageIndex) -> NDArray[np.int64]:
+    """A hash of each image and its box; a set of millions of paths would take much memory."""
+    hashes = np.fromiter(map(hash, index.paths), np.int64, len(index))
+    if index.boxes is not None:
+        for side in index.boxes.T:
+            hashes = hashes * np.int64(1_000_003) + side  # wraps around
+    return hashes
