@@ -1,4 +1,4 @@
-"""A run on 1, 2 and 4 processes is the same run: real Trainers, real loaders, batches that they cannot share evenly.
+"""A run on 1, 2 and 4 processes is the same run: real Trainers, real loaders, batches that cannot be divided evenly.
 
 Run as a program, this file is one of the two processes of which one dies.
 """
@@ -93,7 +93,7 @@ SCENARIOS = {
         "gradient_clip_val": 0.1,
     },
     "proxies": lambda: {"loss": ProxyAnchorLoss(CLASSES, 16), "chunk_size": 7},
-    "foreign memory": lambda: {"loss": MultiSimilarityLoss(), "chunk_size": 11, "memory": CrossBatchMemory(150)},
+    "third-party memory": lambda: {"loss": MultiSimilarityLoss(), "chunk_size": 11, "memory": CrossBatchMemory(150)},
     "mixed": lambda: {"loss": mixed()},
 }
 TERMS = {"roadmap": {"sup_ap", "calibration", "batch", "memory"}, "mixed": {"ap", "pairs"}}
@@ -196,12 +196,13 @@ class IdsOnFirst(RetrievalModule):
         return images, labels, ids if dist.get_rank() == 0 else None
 
 
-def refusal(world, module, data):
+def message_of(world, module, data):
+    """The message of the ValueError that a run raises."""
     try:
         fit(world, module, data)
     except ValueError as error:
         return str(error)
-    return "not refused"
+    return "no error"
 
 
 def plain_loop():
@@ -226,7 +227,7 @@ def plain_loop():
 
 
 def runs(rank, world, folder):
-    """All that is compared, as one of `world` processes sees it."""
+    """Everything that is compared, as one of `world` processes sees it."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")  # as a launcher does; the group is there already
     warnings.filterwarnings("ignore")
     seen = {name: fit(world, retrieval_module(loss=name), FewGlyphs()) for name in SCENARIOS}
@@ -242,15 +243,15 @@ def runs(rank, world, folder):
     if world == 2:
         seen["local"] = fit(world, local(loss=SmoothAPLoss(), chunk_size=7), FewGlyphs(classes_per_batch=8))
     if world > 1:
-        seen["unequal"] = refusal(world, local(loss=SmoothAPLoss()), FewGlyphs())
-        seen["local memory"] = refusal(world, local(loss=SmoothAPLoss(), memory=CrossBatchMemory(99)), FewGlyphs())
-        seen["ids"] = refusal(world, retrieval_module(IdsOnFirst, loss=SmoothAPLoss()), FewGlyphs())
+        seen["unequal"] = message_of(world, local(loss=SmoothAPLoss()), FewGlyphs())
+        seen["local memory"] = message_of(world, local(loss=SmoothAPLoss(), memory=CrossBatchMemory(99)), FewGlyphs())
+        seen["ids"] = message_of(world, retrieval_module(IdsOnFirst, loss=SmoothAPLoss()), FewGlyphs())
     return seen
 
 
 @pytest.fixture(scope="module")
 def seen(run_processes, tmp_path_factory):
-    """Results of all processes, by world size; the three starts go on at the same time."""
+    """Results of all processes, by world size; the three groups run at the same time."""
     all_glyphs()  # into the cache, before seven processes look there
     tmp_path_factory.getbasetemp()  # made at its first use, which threads must not have at the same time
     with ThreadPoolExecutor(len(WORLDS)) as pool:
@@ -298,20 +299,20 @@ def test_the_first_gradient_is_that_of_one_process_in_float32(seen, name, world)
 @pytest.mark.parametrize("world", MANY)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_gradients_are_summed_in_one_collective_a_step_whatever_its_chunks(seen, name, world):
-    """Beside three that gather and, for losses of ours, one that hands gradients back."""
+    """Besides three that gather and, for losses of this library, one that returns gradients of embeddings."""
     parameters = sum(p.numel() for p in retrieval_module(loss=name).parameters())
-    foreign = name in ("proxies", "foreign memory", "mixed")
+    third_party = name in ("proxies", "third-party memory", "mixed")
     for process in seen[world]:
         assert len(process[name]["collectives"]) == STEPS
         for number, step in enumerate(process[name]["collectives"]):
             names = [collective for collective, _ in step]
-            # ROADMAP's calibration adds up its two counts of pairs, for the batch and for the memory.
+            # ROADMAP's calibration sums its two counts of pairs, for the batch and for the memory.
             counts = 0 if name != "roadmap" else 2
             sums = [size for collective, size in step if collective == "all_reduce"]
             assert sums[:-1] == [2] * counts, number
             assert sums[-1] > parameters
             assert sorted(names) == sorted(
-                ["all_gather"] * 3 + ["all_to_all_single"] * (not foreign) + ["all_reduce"] * (1 + counts)
+                ["all_gather"] * 3 + ["all_to_all_single"] * (not third_party) + ["all_reduce"] * (1 + counts)
             )
     assert all(not step for step in seen[1][0][name]["collectives"])
 
@@ -337,12 +338,12 @@ def test_without_gathering_the_loss_is_the_mean_of_the_processes_losses(seen):
 
 
 @pytest.mark.parametrize("world", MANY)
-def test_what_several_processes_cannot_do_ends_all_of_them_with_the_sentence(seen, world):
-    shares = [23, 22] if world == 2 else [12, 11, 11, 11]
+def test_what_several_processes_cannot_do_raises_the_same_error_on_all(seen, world):
+    shards = [23, 22] if world == 2 else [12, 11, 11, 11]
     kinds = [(16, 0, 1)] + [(16, 0, 0)] * (world - 1)
     for process in seen[world]:
         assert process["unequal"].startswith("RetrievalModule: with gather=False the loss is the mean of the processes")
-        assert f"got {shares} rows in rank order" in process["unequal"]
+        assert f"got {shards} rows in rank order" in process["unequal"]
         assert (
             f"must be the same on all {world} processes, which gather=False does not provide" in process["local memory"]
         )

@@ -1,13 +1,7 @@
-"""RetrievalModule on two processes with unequal shares (5 and 4 rows of 9) does what one does with the whole batch.
+"""RetrievalModule on two processes with unequal shards (5 and 4 rows of 9) gives the results of one process."""
 
-Run as a program, this file is one rank: it goes through all scenarios and writes what it saw to a file.
-"""
-
+import contextlib
 import functools
-import os
-import socket
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -26,17 +20,9 @@ from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery
 from lightning_retrieval.datamodules import PKSampler, RetrievalDataModule
 from lightning_retrieval.training import run_report
 
-QUIET = [
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    "ignore:The '(train|val|test)_dataloader' does not have many workers:UserWarning",
-    "ignore:GPU available but not used:UserWarning",
-    "ignore:You defined a `validation_step` but have no `val_dataloader`:UserWarning",
-]
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
-
 STEPS = 3
 TRAINED = ["smooth-ap", "smooth-ap in chunks", "proxies", "proxies in chunks", "learned tau", "learned tau in chunks"]
-# Of equal batch norms the ranks' shares differ, so that only the agreement of the ranks can be asked for.
+# Batch norms see different shards on each rank, so only the agreement of the ranks can be tested.
 ALL = [*TRAINED, "batch norm", "batch norm in chunks"]
 
 
@@ -68,31 +54,32 @@ class LearnedTau(SmoothAPLoss):
         self.tau = nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
 
 
-class Watch(pl.Callback):
-    """Losses and collectives of each step, and the buffers that validation ran with."""
+class Recorder(pl.Callback):
+    """Records the loss and the number of all-reduces of each step, and the buffers in validation."""
 
     def __init__(self):
-        self.losses, self.calls, self.buffers, self.counts = [], 0, [], []
+        self.losses, self.all_reduces, self.buffers = [], [], []
+        self.count = 0
 
     def on_fit_start(self, trainer, module):
         if isinstance(trainer.model, nn.parallel.DistributedDataParallel):
-            trainer.model.register_comm_hook(None, self.reduced_by_ddp)
+            trainer.model.register_comm_hook(None, self.all_reduce_of_ddp)
 
-    def reduced_by_ddp(self, _, bucket):
-        self.calls += 1
+    def all_reduce_of_ddp(self, _, bucket):
+        self.count += 1
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda future: future.value()[0])
 
     def on_train_batch_start(self, *_):
-        self.real, self.calls = dist.all_reduce, 0
-        dist.all_reduce = self.counted
+        self.original, self.count = dist.all_reduce, 0
+        dist.all_reduce = self.counted_all_reduce
 
-    def counted(self, *args, **kwargs):
-        self.calls += 1
-        return self.real(*args, **kwargs)
+    def counted_all_reduce(self, *args, **kwargs):
+        self.count += 1
+        return self.original(*args, **kwargs)
 
     def on_train_batch_end(self, trainer, *_):
-        dist.all_reduce = self.real
-        self.counts.append(self.calls)
+        dist.all_reduce = self.original
+        self.all_reduces.append(self.count)
         self.losses.append(float(trainer.callback_metrics["train/loss"]))
 
     def on_validation_batch_end(self, trainer, module, *_):
@@ -104,18 +91,27 @@ def flat(tensors) -> torch.Tensor:
     return torch.cat([torch.zeros(0, dtype=torch.float64), *(t.detach().double().flatten() for t in tensors)])
 
 
-def module(name: str) -> RetrievalModule:
+def make_loss(name: str) -> nn.Module:
+    if name.startswith("proxies"):
+        return ProxyAnchorLoss(7, 4).double()
+    if name.startswith("learned tau"):
+        return LearnedTau()
+    return SmoothAPLoss(tau=0.1)
+
+
+def make_module(name: str) -> RetrievalModule:
     torch.manual_seed(4)
     norm = [nn.BatchNorm2d(1)] if "batch norm" in name else []
     embedder = nn.Sequential(*norm, nn.Flatten(), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    loss = {"proxies": lambda: ProxyAnchorLoss(7, 4).double(), "learned tau": LearnedTau}.get(
-        name.removesuffix(" in chunks"), functools.partial(SmoothAPLoss, tau=0.1)
-    )()
-    adam = functools.partial(torch.optim.AdamW, lr=0.05)
-    return RetrievalModule(embedder, loss, chunk_size=2 if "chunks" in name else None, optimizer=adam)
+    return RetrievalModule(
+        embedder,
+        make_loss(name),
+        chunk_size=2 if "chunks" in name else None,
+        optimizer=functools.partial(torch.optim.AdamW, lr=0.05),
+    )
 
 
-def trainer(world: int, folder: Path, *callbacks, **kwargs) -> pl.Trainer:
+def make_trainer(world: int, folder: Path, *callbacks, **settings) -> pl.Trainer:
     return pl.Trainer(
         accelerator="cpu",
         devices=world,
@@ -126,36 +122,58 @@ def trainer(world: int, folder: Path, *callbacks, **kwargs) -> pl.Trainer:
         log_every_n_steps=1,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"logger": False, "enable_checkpointing": False, **kwargs},
+        **{"logger": False, "enable_checkpointing": False, **settings},
     )
 
 
-def scenarios(world: int, folder: Path) -> dict:
-    """All that is compared, as one rank of `world` sees it."""
-    seen = {}
-    warnings.filterwarnings("ignore", "RetrievalModule: BatchNorm sees")
-    for name in ALL:
-        model, watch = module(name), Watch()
-        trainer(world, folder, watch, RetrievalEvaluation(ks=(1, 5))).fit(model, datamodule=PointData())
-        seen[name] = {
-            "parameters": flat(model.parameters()),
-            "losses": watch.losses,
-            "calls": watch.counts,
-            "buffers": watch.buffers[0],
-        }
+def message_of(function, *args, **kwargs) -> str:
+    """The message of the ValueError that a call raises."""
+    try:
+        function(*args, **kwargs)
+    except ValueError as error:
+        return str(error)
+    return "no error"
 
-    said, real = [], run_report.rank_zero_info
-    run_report.rank_zero_info = said.append
-    for settings in ({"memory": CrossBatchMemory(50)}, {"gather": False} if world == 1 else {}):
-        embedder = module("smooth-ap").embedder
-        trainer(world, folder, max_steps=2).fit(
-            RetrievalModule(embedder, SmoothAPLoss(), **settings), datamodule=PointData()
-        )
-    run_report.rank_zero_info = real
-    seen["said"] = said
 
-    evaluation, best = RetrievalEvaluation(ks=(1, 5), before_fit=True), ModelCheckpoint(monitor="val/mAP", mode="max")
-    run = trainer(
+# What each process runs, and returns.
+
+
+def train(name: str, world: int, folder: Path) -> dict:
+    module, recorder = make_module(name), Recorder()
+    make_trainer(world, folder, recorder, RetrievalEvaluation(ks=(1, 5))).fit(module, datamodule=PointData())
+    return {
+        "parameters": flat(module.parameters()),
+        "losses": recorder.losses,
+        "all-reduces": recorder.all_reduces,
+        "buffers": recorder.buffers[0],
+    }
+
+
+@contextlib.contextmanager
+def recorded_reports():
+    """The sentences that are reported on the first step of a run."""
+    sentences, original = [], run_report.rank_zero_info
+    run_report.rank_zero_info = sentences.append
+    try:
+        yield sentences
+    finally:
+        run_report.rank_zero_info = original
+
+
+def reports_of_runs(world: int, folder: Path) -> list[str]:
+    """One with a memory, one without; alone, the latter without gathering."""
+    with recorded_reports() as sentences:
+        for settings in ({"memory": CrossBatchMemory(50)}, {"gather": world > 1}):
+            module = RetrievalModule(make_module("smooth-ap").embedder, SmoothAPLoss(), **settings)
+            make_trainer(world, folder, max_steps=2).fit(module, datamodule=PointData())
+    return sentences
+
+
+def evaluate(world: int, folder: Path) -> dict:
+    """The tables and the best checkpoint of a run with a gallery."""
+    evaluation = RetrievalEvaluation(ks=(1, 5), before_fit=True)
+    best = ModelCheckpoint(monitor="val/mAP", mode="max")
+    trainer = make_trainer(
         world,
         folder,
         evaluation,
@@ -164,114 +182,104 @@ def scenarios(world: int, folder: Path) -> dict:
         enable_checkpointing=True,
         logger=CSVLogger(folder, "logs", version=0),
     )
-    run.fit(module("smooth-ap"), datamodule=PointData())
-    seen["tables"] = evaluation.results
-    seen["best"] = float(best.best_model_score)
-    validated, points = module("smooth-ap"), PointData.val_set
+    trainer.fit(make_module("smooth-ap"), datamodule=PointData())
+    return {"tables": evaluation.results, "best": float(best.best_model_score)}
+
+
+def validate(world: int, folder: Path) -> dict:
+    """The metrics of a set whose batches have ids, and of the same set without."""
+    points = PointData.val_set
+    found = {}
     for form, dataset in {"ids": points, "pairs": TensorDataset(points.images, points.labels)}.items():
-        seen[form] = trainer(world, folder, RetrievalEvaluation(ks=(1, 5))).validate(
-            validated, DataLoader(dataset, batch_size=5), verbose=False
-        )
-    if world > 1:
-        settings = {"memory": CrossBatchMemory(50), "gather": False}
-        try:
-            alone = RetrievalModule(module("smooth-ap").embedder, SmoothAPLoss(), **settings)
-            trainer(world, folder, max_steps=1).fit(alone, datamodule=PointData())
-        except ValueError as error:
-            seen["refused"] = str(error)
+        trainer = make_trainer(world, folder, RetrievalEvaluation(ks=(1, 5)))
+        loader = DataLoader(dataset, batch_size=5)
+        found[form] = trainer.validate(make_module("smooth-ap"), loader, verbose=False)
+    return found
+
+
+def message_of_a_memory_without_gathering(world: int, folder: Path) -> str | None:
+    """The error of two processes; one process may do so."""
+    if world == 1:
+        return None
+    settings = {"memory": CrossBatchMemory(50), "gather": False}
+    module = RetrievalModule(make_module("smooth-ap").embedder, SmoothAPLoss(), **settings)
+    return message_of(make_trainer(world, folder, max_steps=1).fit, module, datamodule=PointData())
+
+
+def train_with_nan(world: int, folder: Path) -> dict:
+    """The error of a run with an image of NaN in the first batch, in the shard of rank 1, and the parameters then."""
     loader = PointData().train_dataloader()
-    batch = next(iter(PKSampler(loader.dataset.labels, classes_per_batch=3, samples_per_class=3, seed=1)))
-    broken = loader.dataset.images[batch[-1]]  # of rank 1
-    healthy = broken.clone()
-    broken.fill_(torch.nan)
-    model = module("smooth-ap")
-    try:
-        trainer(world, folder).fit(model, loader)
-    except ValueError as error:
-        seen["nan"] = str(error)
-    finally:
-        broken.copy_(healthy)
-    seen["after nan"] = flat(model.parameters())
-    return seen
+    sampler = PKSampler(loader.dataset.labels, classes_per_batch=3, samples_per_class=3, seed=1)
+    last_of_first_batch = next(iter(sampler))[-1]
+    loader.dataset.images[last_of_first_batch] = torch.nan
+    module = make_module("smooth-ap")
+    message = message_of(make_trainer(world, folder).fit, module, loader)
+    return {"message": message, "parameters": flat(module.parameters())}
 
 
-def one_rank(folder: Path) -> None:
-    for message in QUIET:
-        action, text, _ = message.split(":")
-        warnings.filterwarnings(action, text)
-    seen = scenarios(2, folder)
-    torch.save(seen, folder / f"rank{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+def in_each_process(rank: int, world: int, folder: Path) -> dict:
+    warnings.filterwarnings("ignore", "RetrievalModule: BatchNorm sees")
+    return {
+        "trained": {name: train(name, world, folder) for name in ALL},
+        "reports": reports_of_runs(world, folder),
+        "evaluated": evaluate(world, folder),
+        "validated": validate(world, folder),
+        "memory without gathering": message_of_a_memory_without_gathering(world, folder),
+        "nan": train_with_nan(world, folder),  # last, since it changes the images
+        "folder": folder,
+    }
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("one")
-    return {**scenarios(1, folder), "folder": folder}
+def one(run_processes, tmp_path_factory):
+    """The results of one process."""
+    return run_processes(in_each_process, 1, tmp_path_factory.mktemp("one"), backend=None, timeout=200)[0]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """Both ranks' results."""
-    folder = tmp_path_factory.mktemp("two")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder)],
-            env={**os.environ, **common, "LOCAL_RANK": str(rank), "NODE_RANK": "0"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        said = [rank.communicate(timeout=150)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
-    return [{**torch.load(folder / f"rank{rank}.pt"), "folder": folder} for rank in (0, 1)]
+def two(run_processes, tmp_path_factory):
+    """The results of both of two processes."""
+    return run_processes(in_each_process, 2, tmp_path_factory.mktemp("two"), backend=None, timeout=200)
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_parameters_and_losses_are_those_of_one_process(one, two, name):
-    start = flat(module(name).parameters())
-    assert (one[name]["parameters"] - start).abs().min() > 1e-6  # all of them have learned
+    at_start = flat(make_module(name).parameters())
+    expected = one["trained"][name]
+    assert (expected["parameters"] - at_start).abs().min() > 1e-6  # all of them have learned
     for rank in two:
-        torch.testing.assert_close(rank[name]["parameters"], one[name]["parameters"], rtol=0, atol=1e-10)
-        assert rank[name]["losses"] == pytest.approx(one[name]["losses"], abs=1e-6)
-        assert len(rank[name]["losses"]) == STEPS
+        found = rank["trained"][name]
+        torch.testing.assert_close(found["parameters"], expected["parameters"], rtol=0, atol=1e-10)
+        assert found["losses"] == pytest.approx(expected["losses"], abs=1e-6)
+        assert len(found["losses"]) == STEPS
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_ranks_agree_and_gradients_are_summed_once_a_step(two, name):
-    first, second = two
-    assert torch.equal(first[name]["parameters"], second[name]["parameters"])
-    assert first[name]["losses"] == second[name]["losses"]
-    assert first[name]["calls"] == second[name]["calls"] == [1] * STEPS
+    first, second = (rank["trained"][name] for rank in two)
+    assert torch.equal(first["parameters"], second["parameters"])
+    assert first["losses"] == second["losses"]
+    assert first["all-reduces"] == second["all-reduces"] == [1] * STEPS
 
 
 @pytest.mark.parametrize("name", ["batch norm", "batch norm in chunks"])
 def test_validation_runs_with_the_same_buffers_on_both_ranks(two, name):
-    first, second = (rank[name]["buffers"] for rank in two)
+    first, second = (rank["trained"][name]["buffers"] for rank in two)
     assert len(first) == 3  # running mean, running variance, batches seen
     assert first.abs().min() > 0
     assert torch.equal(first, second)
 
 
 def test_metrics_are_those_of_one_process(one, two):
-    """To the last bit, of 27 and 29 images: the sampler shows one of them twice."""
-    assert {"val", "untrained"} <= set(one["tables"])
-    assert 0 < one["ids"][0]["val/mAP"] < 1
+    """To the last bit, of 27 and 29 images: the sampler repeats one of them."""
+    expected, expected_tables = one["validated"], one["evaluated"]["tables"]
+    assert {"val", "untrained"} <= set(expected_tables)
+    assert 0 < expected["ids"][0]["val/mAP"] < 1
+    assert expected["ids"] == expected["pairs"]
+    assert one["evaluated"]["best"] == pytest.approx(expected_tables["val"]["val/mAP"])
     for rank in two:
-        assert rank["ids"] == rank["pairs"] == one["ids"] == one["pairs"]
-        assert rank["tables"] == one["tables"]
-        assert rank["best"] == one["best"] == pytest.approx(one["tables"]["val"]["val/mAP"])
+        assert rank["validated"] == expected
+        assert rank["evaluated"] == one["evaluated"]
 
 
 def test_the_gallery_is_that_of_one_process(one, two):
@@ -280,33 +288,29 @@ def test_the_gallery_is_that_of_one_process(one, two):
     assert found.read_bytes() == expected.read_bytes()
 
 
-def test_a_fit_says_once_what_its_lists_are_and_what_a_step_sends(one, two):
+def test_a_fit_reports_once_what_its_lists_are_and_what_a_step_sends(one, two):
     """Nine rows of four doubles with label and id, and 92 parameters, of which a process sends half."""
     lists = "RetrievalModule: batches of P = 3 classes with K = 3 images, lists of 8 images"
-    assert one["said"] == [f"{lists} and up to 50 of the memory.", f"{lists}."]
-    sent = 9 * (4 * 8 + 16) / 2, 9 * 4 * 8 / 2, 92 * 8
-    what = ", ".join(f"{name} {size / 1e6:.3g}" for name, size in zip(("gather", "exchange", "all-reduce"), sent))
-    sends = f", over 2 processes; each process sends {sum(sent) / 1e6:.3g} MB a step ({what})."
+    assert one["reports"] == [f"{lists} and up to 50 of the memory.", f"{lists}."]
+    sent = {"gather": 9 * (4 * 8 + 16) / 2, "exchange": 9 * 4 * 8 / 2, "all-reduce": 92 * 8}
+    parts = ", ".join(f"{name} {size / 1e6:.3g}" for name, size in sent.items())
+    sends = f", over 2 processes; each process sends {sum(sent.values()) / 1e6:.3g} MB a step ({parts})."
     for rank in two:
-        assert rank["said"] == [f"{lists} and up to 50 of the memory{sends}", f"{lists}{sends}"]
+        assert rank["reports"] == [f"{lists} and up to 50 of the memory{sends}", f"{lists}{sends}"]
 
 
-def test_what_processes_cannot_do_together_is_refused_on_both(two):
+def test_a_memory_without_gathering_raises_on_both_ranks(two):
     for rank in two:
-        assert rank["refused"] == (
+        assert rank["memory without gathering"] == (
             "RetrievalModule: a memory must be the same on all 2 processes, which gather=False does not provide; leave "
             "gather at True."
         )
 
 
 def test_nan_on_one_rank_stops_both(one, two):
-    first, second = (rank["nan"] for rank in two)
+    first, second = (rank["nan"]["message"] for rank in two)
     assert "NaN or inf in 1 of 9 rows at step 0 (seen on rank 0), the first for ids [" in first
-    assert first == one["nan"]
+    assert first == one["nan"]["message"]
     assert second == first.replace("seen on rank 0", "seen on rank 1")
     for rank in two:
-        assert torch.equal(rank["after nan"], flat(module("smooth-ap").parameters()))
-
-
-if __name__ == "__main__":
-    one_rank(Path(sys.argv[1]))
+        assert torch.equal(rank["nan"]["parameters"], flat(make_module("smooth-ap").parameters()))
