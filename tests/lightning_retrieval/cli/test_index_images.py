@@ -1,6 +1,7 @@
 """The embeddings in an index are those of the model, with images prepared as the checkpoint records."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torchvision.transforms import v2
 
 from lightning_retrieval import Embedder, PCAWhitening, RetrievalIndex, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli.embedding import ImageEmbedder
+from lightning_retrieval.cli.index_images import index_images
 from lightning_retrieval.datamodules import ImageFolder, reference_transform
 from tests.datamodules.trees_more import QUIET, write_folders
 from tests.lightning_retrieval.cli.glyph_commands import (
@@ -140,3 +142,27 @@ def test_invalid_index_settings_raise_after_the_first_batch(bad, indexed, tmp_pa
         "RetrievalIndex: `--"
     )
     assert seen == [7]
+
+
+@pytest.mark.refusal
+def test_messages_name_arguments_of_the_function(indexed, tmp_path):
+    checkpoint, images = indexed / "model.ckpt", indexed / "images"
+    with pytest.raises(FileNotFoundError, match=r"^index_images: `images` must be a folder.*, got gone, which is"):
+        index_images(checkpoint, Path("gone"), tmp_path / "index")
+    with pytest.raises(FileNotFoundError, match=r"^index_images: `checkpoint` must be a file.*, got gone\.$"):
+        index_images(Path("gone"), images, tmp_path / "index")
+    with pytest.raises(ValueError, match=r"^index_images: `transform` must be one of 'plain', .*, got 'none'\.$"):
+        index_images(checkpoint, images, tmp_path / "index", transform="none")
+    with pytest.raises(ValueError, match=r"^index_images: `device` must be a device.*, got 'meat'"):
+        index_images(checkpoint, images, tmp_path / "index", device="meat")
+    with pytest.raises(ValueError, match=r"^index_images: `num_workers` must be an integer >= 0, got -1\.$"):
+        index_images(checkpoint, images, tmp_path / "index", num_workers=-1)
+
+
+def test_the_index_records_where_the_transform_came_from(indexed, tmp_path):
+    for transform, source in ((None, "default"), ("glyphs", "argument")):
+        index, unreadable = index_images(
+            indexed / "model.ckpt", indexed / "images" / "1", tmp_path / source, transform=transform
+        )
+        assert unreadable == []
+        assert (index.about["transform"], index.about["transform_from"]) == ("glyphs", source)

@@ -129,7 +129,7 @@ dialog.querySelector("button").click();
 
 
 def test_keys_move_between_results(browser):
-    document = browser(KEYS, "--dump-dom", "--virtual-time-budget=2000")
+    document = browser(KEYS, "--dump-dom", "--virtual-time-budget=10000")
     html = re.search(r"<html[^>]*>", document)[0]
     assert 'data-ready="14"' in html
     trace = re.search(r'data-trace="([^"]*)"', html)[1].split("|")
@@ -153,7 +153,7 @@ def test_cards_are_aligned_with_a_long_path_and_a_tall_picture(browser):
       document.documentElement.dataset.overflow = over > 1;
     });
     document.documentElement.dataset.lines = lines[1].toFixed(1);"""
-    html = re.search(r"<html[^>]*>", browser(script, "--dump-dom", "--virtual-time-budget=2000"))[0]
+    html = re.search(r"<html[^>]*>", browser(script, "--dump-dom", "--virtual-time-budget=10000"))[0]
     assert 'data-tops="1"' in html
     assert 'data-lines="4.0"' in html
     assert 'data-overflow="false"' in html  # a tall picture is shown whole
@@ -162,7 +162,7 @@ def test_cards_are_aligned_with_a_long_path_and_a_tall_picture(browser):
 def test_page_shows_its_pictures(browser, tmp_path):
     script = """document.documentElement.dataset.shown =
       [...document.images].filter((image) => image.complete && image.naturalWidth > 0).length;"""
-    document = browser(f"addEventListener('load', () => {{ {script} }});", "--dump-dom", "--virtual-time-budget=2000")
+    document = browser(f"addEventListener('load', () => {{ {script} }});", "--dump-dom", "--virtual-time-budget=10000")
     assert 'data-shown="16"' in document
     browser("", f"--screenshot={tmp_path / 'page.png'}")
     with Image.open(tmp_path / "page.png") as picture:
