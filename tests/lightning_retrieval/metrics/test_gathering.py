@@ -1,12 +1,17 @@
-"""Metrics of several real processes: to the last bit those of one process, and the same errors on every rank."""
+"""Rows of one image are merged; several real processes have bit-equal metrics and the same errors on every rank."""
 
 import pytest
 import torch
+from torch.nn.functional import normalize
 
 from lightning_retrieval.metrics import RetrievalMetrics
+from tests.lightning_retrieval.metrics.helpers import compute
 
 ROWS = 420  # more than one block of queries
 FEW = torch.arange(4)
+KS = (1, 2, 4, 8)
+X, Y = torch.randn(4, 3), torch.tensor([0, 0, 1, 1])
+B = Y.bool()
 
 
 def whole_set():
@@ -189,3 +194,63 @@ def test_metrics_of_four_processes_are_bit_equal_to_one(run_processes):
     expected = {**metrics.compute(), **metrics.per_query()}
     for found in run_processes(table_of_a_padded_set, 4):
         assert_bit_equal(found, expected)
+
+
+def test_repeated_image_is_counted_once():
+    x, labels = torch.randn(20, 4), torch.randint(0, 3, (20,))
+    expected = compute(x, labels, ids=torch.arange(20))
+    again = torch.cat([torch.arange(20), torch.tensor([3, 3, 19, 0])])
+    assert compute(x[again], labels[again], ids=again) == expected
+    assert compute(x[again], labels[again]) != expected  # without ids they are different images
+
+
+def test_roles_of_one_image_in_different_rows_are_merged():
+    x, labels, ids = torch.randn(20, 4), torch.randint(0, 3, (20,)), torch.arange(20)
+    both, none = torch.ones(20, dtype=torch.bool), torch.zeros(20, dtype=torch.bool)
+    metrics = RetrievalMetrics(ks=KS)
+    metrics.update(x, labels, ids, is_query=both, is_gallery=none)
+    metrics.update(x, labels, ids, is_query=none, is_gallery=both)
+    merged = {name: value.item() for name, value in metrics.compute().items()}
+    assert merged == compute(x, labels, ids=ids)  # no query meets its own copy
+
+
+def test_images_of_an_instance_are_averaged():
+    x, labels = torch.randn(50, 5), torch.arange(50) % 7
+    instances = torch.where(torch.arange(50) < 21, labels, 100 + torch.arange(50))  # three images of each, then one
+    ids = torch.randperm(50)
+    metrics = RetrievalMetrics(ks=(1, 3))
+    for part in torch.arange(50).split(13):
+        metrics.update(x[part], labels[part], ids[part], instances=instances[part])
+    unit = normalize(x)
+    means = torch.stack([unit[instances == i].mean(0) for i in instances.unique()])
+    of_mean = [int(labels[instances == i][0]) for i in instances.unique()]
+    expected = compute(means, torch.tensor(of_mean), ks=(1, 3))
+    assert {name: value.item() for name, value in metrics.compute().items()} == pytest.approx(expected, abs=1e-12)
+    least = [int(ids[instances == i].min()) for i in instances.unique()]
+    assert metrics.per_query()["ids"].tolist() == sorted(least)
+
+
+@pytest.mark.refusal
+def test_one_instance_with_two_labels():
+    metrics = RetrievalMetrics()
+    metrics.update(X, Y, torch.arange(4), instances=torch.tensor([1, 2, 2, 3]))
+    with pytest.raises(ValueError, match="`instances` must have one label each, got instance 2 with two different"):
+        metrics.compute()
+
+
+@pytest.mark.refusal
+def test_one_id_with_two_labels():
+    metrics = RetrievalMetrics()
+    metrics.update(X, Y, torch.tensor([5, 6, 7, 6]))
+    with pytest.raises(
+        ValueError, match="RetrievalMetrics: `ids` must have one label each, got id 6 with two different"
+    ):
+        metrics.compute()
+
+
+@pytest.mark.refusal
+def test_levels_that_do_not_nest():
+    metrics = RetrievalMetrics()
+    metrics.update(torch.randn(3, 2), torch.tensor([[0, 0], [0, 1], [1, 1]]))
+    with pytest.raises(ValueError, match=r"label levels must nest, .* got label 0 within \[0, 1\]"):
+        metrics.compute()

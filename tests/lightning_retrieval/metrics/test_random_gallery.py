@@ -48,7 +48,7 @@ def test_draws_follow_from_seed_and_ids():
     assert found[0] == found[1] != found[2]
 
 
-def test_rows_without_a_role_stay_out():
+def test_rows_without_a_role_are_skipped():
     x, labels = torch.randn(30, 5), torch.arange(30) % 5
     kept = torch.arange(30) % 7 != 3
     whole, part = RandomGalleryMetrics(ks=(1,)), RandomGalleryMetrics(ks=(1,))
@@ -58,7 +58,7 @@ def test_rows_without_a_role_stay_out():
     assert whole.compute()["mAP"] == part.compute()["mAP"]
 
 
-def test_nothing_but_single_images():
+def test_labels_with_a_single_image_only():
     metrics = RandomGalleryMetrics(ks=(1,))
     metrics.update(torch.randn(4, 3), torch.arange(4))
     with pytest.warns(UserWarning, match="none of the 0 queries has a relevant candidate"):
@@ -69,6 +69,6 @@ def test_nothing_but_single_images():
 @pytest.mark.refusal
 @pytest.mark.parametrize(("settings", "match"), [({"draws": 0}, "`draws` must be an integer >= 1, got 0"),
                                                  ({"seed": -1}, "`seed` must be an integer >= 0, got -1")])  # fmt: skip
-def test_bad_settings(settings, match):
+def test_invalid_settings(settings, match):
     with pytest.raises(ValueError, match=f"RandomGalleryMetrics: {match}"):
         RandomGalleryMetrics(**settings)

@@ -1,0 +1,45 @@
+"""An evaluation set on which the curves and the decomposability gap are tested."""
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_retrieval.metrics import RetrievalMetrics
+from lightning_retrieval.ranking.roles import Role, has_role
+
+SIZE = 301  # two blocks of queries, the last one smaller
+IDS = torch.randperm(4 * SIZE, generator=torch.Generator().manual_seed(7))[:SIZE]
+
+
+def points(size: int = SIZE) -> tuple[torch.Tensor, torch.Tensor]:
+    """Classes of one to many images, some of which are one and the same, so that scores tie."""
+    generator = torch.Generator().manual_seed(2)
+    labels = torch.randint(0, 12, (size,), generator=generator) ** 2 // 4 * 3 - 20
+    labels[6] = 999
+    centres = torch.randn(150, 4, dtype=torch.float64, generator=generator)
+    rows = centres[labels % 150] + torch.randn(size, 4, dtype=torch.float64, generator=generator)
+    rows[::7] = rows[0]
+    return rows, labels
+
+
+def roles_of(kind: str, size: int = SIZE) -> torch.Tensor:
+    both = torch.full((size,), int(Role.BOTH))
+    return both if kind == "all" else torch.where(torch.arange(size) % 3 == 0, int(Role.QUERY), int(Role.GALLERY))
+
+
+def filled(kind: str, part: slice = slice(None), **settings) -> RetrievalMetrics:
+    rows, labels = points()
+    metrics, roles = RetrievalMetrics((1,), **settings), roles_of(kind)
+    is_query, is_gallery = has_role(roles, Role.QUERY), has_role(roles, Role.GALLERY)
+    metrics.update(rows[part], labels[part], IDS[part], is_query[part], is_gallery[part])
+    return metrics
+
+
+def lists(kind: str, chosen=None):
+    """Scores and relevance of each query's candidates, one query at a time."""
+    rows, labels = points()
+    unit, roles = nn.functional.normalize(rows, dim=1).numpy(), roles_of(kind).numpy()
+    labels, chosen = labels.numpy(), np.arange(SIZE) if chosen is None else np.asarray(chosen)
+    for query in chosen[roles[chosen] & Role.QUERY > 0]:
+        others = chosen[(roles[chosen] & Role.GALLERY > 0) & (chosen != query)]
+        yield (unit[others] @ unit[query]).round(12), labels[others] == labels[query]

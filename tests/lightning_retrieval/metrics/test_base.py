@@ -1,0 +1,149 @@
+"""What all metrics of embeddings share: updates, `forward`, copies, and invalid input."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+
+from lightning_retrieval.metrics import RetrievalMetrics
+from tests.lightning_retrieval.metrics.helpers import compute
+
+KS = (1, 2, 4, 8)
+X, Y = torch.randn(4, 3), torch.tensor([0, 0, 1, 1])
+B = Y.bool()
+
+
+def test_reset_update_and_compute_again():
+    x, labels = torch.randn(30, 4), torch.randint(0, 4, (30,))
+    metrics = RetrievalMetrics(ks=KS)
+    metrics.update(x[:10], labels[:10], ids=torch.arange(10))
+    first = metrics.compute()
+    metrics.update(x[10:], labels[10:], ids=torch.arange(10, 30))
+    second = metrics.compute()
+    assert first != second
+    metrics.reset()
+    metrics.update(x[:10], labels[:10])  # without ids this time
+    assert {k: v.item() for k, v in metrics.compute().items()} == {k: v.item() for k, v in first.items()}
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda metrics: pickle.loads(pickle.dumps(metrics))])
+def test_copies_are_independent(clone):
+    x, labels = torch.randn(30, 4), torch.randint(0, 4, (30,))
+    metrics = RetrievalMetrics(ks=KS)
+    metrics.update(x[:10], labels[:10])
+    other = clone(metrics)
+    other.update(x[10:], labels[10:])
+    found = {name: value.item() for name, value in other.compute().items()}
+    assert found == compute(x, labels)
+    assert metrics.compute()["mAP"].item() == compute(x[:10], labels[:10])["mAP"]
+
+
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_forward_gives_the_batch_and_keeps_it(with_ids):
+    x, labels = torch.randn(30, 4), torch.randint(0, 4, (30,))
+    metrics = RetrievalMetrics(ks=KS)
+    for part in torch.arange(30).split(11):
+        found = metrics(x[part], labels[part], part if with_ids else None)
+        assert found["mAP"].item() == compute(x[part], labels[part])["mAP"]
+    assert {name: value.item() for name, value in metrics.compute().items()} == compute(x, labels)
+
+
+def test_embeddings_lose_their_graph():
+    metrics = RetrievalMetrics(ks=(1,))
+    metrics.update(torch.randn(4, 3, requires_grad=True), torch.tensor([0, 0, 1, 1]))
+    assert not metrics.embeddings[0].requires_grad
+    assert not metrics.compute()["mAP"].requires_grad
+
+
+def test_an_empty_batch_changes_nothing():
+    x, labels = torch.randn(10, 4), torch.arange(10) % 2
+    metrics = RetrievalMetrics(ks=KS)
+    metrics.update(x[:0], labels[:0])
+    metrics.update(x, labels, ids=torch.arange(10))
+    metrics.update(x[:0], labels[:0])
+    assert {name: value.item() for name, value in metrics.compute().items()} == compute(x, labels)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("error", "match", "args"),
+    [
+        (TypeError, "`embeddings` must be a tensor, got list", ([[1.0]], Y)),
+        (TypeError, "`embeddings` must be floating point, got torch.int64", (X.long(), Y)),
+        (ValueError, r"`embeddings` must have shape \(rows, D\) with D > 0, got \(4,\)", (X[:, 0], Y)),
+        (ValueError, r"`embeddings` must have shape .* got \(4, 0\)", (X[:, :0], Y)),
+        (ValueError, r"`embeddings` must hold finite .* in 4 of 4 rows \(0, 1, 2, 3\)", (X * math.nan, Y)),
+        (ValueError, r"`embeddings` must hold finite .* in 4 of 4 rows", (X * math.inf, Y)),
+        (TypeError, "`labels` must be integers, got torch.float32", (X, Y.float())),
+        (ValueError, r"`labels` must have shape \(4,\), one for each row of `embeddings`, got \(3,\)", (X, Y[:3])),
+        (TypeError, "`ids` must be integers, got torch.float32", (X, Y, Y.float())),
+        (ValueError, r"`ids` must have shape \(4,\), .* got \(2,\)", (X, Y, Y[:2])),
+        (TypeError, "`is_query` must be a tensor, got list", (X, Y, None, B.tolist())),
+        (ValueError, r"`is_query` must be bool of shape \(4,\), got torch.int64 of shape \(4,\)", (X, Y, None, Y)),
+        (ValueError, r"`is_gallery` must be bool of shape \(4,\), got torch.bool of shape \(3,\)",
+         (X, Y, None, None, B[:3])),
+    ],
+)  # fmt: skip
+def test_invalid_input(error, match, args):
+    metrics = RetrievalMetrics()
+    with pytest.raises(error, match=f"^RetrievalMetrics: {match}"):
+        metrics.update(*args)
+    assert metrics.embeddings == metrics.labels == metrics.ids == metrics.roles == []
+
+
+@pytest.mark.refusal
+def test_embeddings_that_are_not_finite_are_named_by_their_ids():
+    x = X.clone()
+    x[2, 1] = math.nan
+    with pytest.raises(ValueError, match=r"`embeddings` must hold finite .* in 1 of 4 rows \(ids 30\)"):
+        RetrievalMetrics().update(x, Y, torch.tensor([10, 20, 30, 40]))
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("first", [None, torch.arange(4)])
+def test_ids_with_some_updates_only(first):
+    match = "RetrievalMetrics: `ids` must be given with every update or with none, got both"
+    second = torch.arange(4, 8) if first is None else None
+    metrics = RetrievalMetrics()
+    metrics.update(X, Y, first)
+    with pytest.raises(ValueError, match=match):
+        metrics.update(X, Y, second)
+    metrics.reset()
+    metrics(X, Y, first)
+    metrics(X, Y, second)  # which forgets the first while it computes the second
+    with pytest.raises(ValueError, match=match):
+        metrics.compute()
+
+
+@pytest.mark.refusal
+def test_updates_of_different_dimension():
+    metrics = RetrievalMetrics()
+    metrics.update(X, Y)
+    match = r"RetrievalMetrics: `embeddings` must have shape \(rows, 3\) as in earlier updates, got \(4, 2\)"
+    with pytest.raises(ValueError, match=match):
+        metrics.update(X[:, :2], Y)
+
+
+@pytest.mark.refusal
+def test_updates_of_different_type():
+    metrics = RetrievalMetrics()
+    metrics.update(X, Y)
+    with pytest.raises(ValueError, match=r"`embeddings` must have the dtype of earlier updates, torch.float32, got"):
+        metrics.update(X.double(), Y)
+
+
+@pytest.mark.refusal
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric RetrievalMetrics was called before")
+def test_nothing_to_compute():
+    with pytest.raises(ValueError, match="RetrievalMetrics: there is nothing to compute; call update"):
+        RetrievalMetrics().compute()
+
+
+@pytest.mark.refusal
+def test_updates_with_other_levels():
+    metrics = RetrievalMetrics()
+    metrics.update(torch.randn(3, 2), torch.zeros(3, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"`labels` must have shape \(rows, 2\) as in earlier updates, got"):
+        metrics.update(torch.randn(3, 2), torch.zeros(3, dtype=torch.int64))

@@ -1,0 +1,313 @@
+"""The metrics against golden numbers, scikit-learn, torchmetrics, pytorch-metric-learning and plain loops."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pytorch_metric_learning.distances import CosineSimilarity
+from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
+from pytorch_metric_learning.utils.inference import CustomKNN
+from sklearn.metrics import average_precision_score
+from torch.nn.functional import normalize
+from torchmetrics.functional import retrieval
+
+from lightning_retrieval.metrics import RetrievalMetrics
+from tests.lightning_retrieval.metrics.helpers import compute, quarters
+
+GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "golden.json").read_text())["cases"]
+GOLDEN = {case["id"]: case for case in GOLDEN if case["loss"] == "metrics"}
+# Golden cases and numbers that are not compared here, because RetrievalMetrics does not compute them:
+# - metrics.hap.*: compared in test_hierarchical.py, like the graded NDCG;
+# - metrics.torchmetrics_nonpositive_scores: it has scores without embeddings, and documents an error of torchmetrics;
+#   only its correct AP is compared, in test_golden_scores_below_zero;
+# - ndcg_graded_linear: our gain is 2^level - 1; precision_at_1 is recall_at_1;
+# - mean_over_all_queries_lone_as_zero: queries without a positive are skipped here, never counted as 0.
+NAMES = {
+    "average_precision": "mAP",
+    "map_at_r": "mAP@R",
+    "r_precision": "R-Precision",
+    "recall_at_1": "R@1",
+    "recall_at_2": "R@2",
+    "recall_at_4": "R@4",
+    "recall_at_8": "R@8",
+    "precision_at_1": "R@1",
+    "ndcg": "NDCG",
+}
+KS = (1, 2, 4, 8)
+
+
+def by_loops(scores, relevant, candidate, ks=KS):
+    """The conventions of the module, one query and one candidate at a time; the mean over the queries."""
+    totals, counted = {}, 0
+    for s, is_relevant, is_candidate in zip(scores, relevant, candidate):
+        listed = [j for j in range(len(s)) if is_candidate[j]]
+        positives = [j for j in listed if is_relevant[j]]
+        if not positives:
+            continue
+        counted += 1
+        size = len(positives)
+        values = dict.fromkeys(["mAP", "mAP@R", "R-Precision"], 0.0)
+        for i in positives:
+            rank = sum(s[j] >= s[i] for j in listed)
+            precision = sum(s[j] >= s[i] for j in positives) / rank
+            values["mAP"] += precision / size
+            values["mAP@R"] += precision / size if rank <= size else 0.0
+            values["R-Precision"] += 1 / size if rank <= size else 0.0
+        best = max(s[i] for i in positives)
+        first_hit = 1 + sum(s[j] >= best for j in listed if not is_relevant[j])
+        above = sorted(sum(s[j] >= s[i] for j in listed if not is_relevant[j]) for i in positives)
+        gain = sum(1 / math.log2(1 + i + wrong) for i, wrong in enumerate(above, 1))
+        values["NDCG"] = gain / sum(1 / math.log2(1 + i) for i in range(1, size + 1))
+        values["MRR"] = 1 / first_hit
+        values.update({f"R@{k}": float(first_hit <= k) for k in ks})
+        totals = {name: totals.get(name, 0.0) + value for name, value in values.items()}
+    return {
+        **{name: total / counted for name, total in totals.items()},
+        "skipped_queries": float(len(scores) - counted),
+    }
+
+
+def leave_one_out(labels):
+    relevant = [[a == b for b in labels] for a in labels]
+    return relevant, [[q != r for r in range(len(labels))] for q in range(len(labels))]
+
+
+def check_golden(case, found):
+    expected = case["expected"]
+    for golden_name, name in NAMES.items():
+        assert found[name] == pytest.approx(expected["mean_over_queries_with_positives"][golden_name], abs=1e-12), name
+    assert found["skipped_queries"] == expected["num_queries_without_positives"] > 0
+
+
+def test_golden_leave_one_out():
+    case = GOLDEN["metrics.leave_one_out"]
+    embeddings = torch.tensor(case["inputs"]["embeddings"], dtype=torch.float64)
+    found = compute(embeddings, torch.tensor(case["inputs"]["labels"]))
+    check_golden(case, found)
+
+
+def test_golden_query_gallery():
+    case = GOLDEN["metrics.query_gallery"]
+    inputs = {name: torch.tensor(values) for name, values in case["inputs"].items()}
+    metrics = RetrievalMetrics(ks=KS)
+    for kind in ("query", "gallery"):
+        x = torch.tensor(case["inputs"][f"{kind}_embeddings"], dtype=torch.float64)
+        flag = torch.ones(len(x), dtype=torch.bool)
+        metrics.update(
+            x, inputs[f"{kind}_labels"], is_query=flag & (kind == "query"), is_gallery=flag & (kind != "query")
+        )
+    check_golden(case, {name: value.item() for name, value in metrics.compute().items()})
+
+
+def test_golden_scores_below_zero():
+    """Scores given as they are: one query at an angle to each of the references, in a plane for each."""
+    case = GOLDEN["metrics.torchmetrics_nonpositive_scores"]
+    scores = torch.tensor(case["inputs"]["scores"], dtype=torch.float64)
+    relevant = torch.tensor(case["inputs"]["targets"]).bool()
+    n = len(scores)
+    x = torch.zeros(n + 1, n + 1, dtype=torch.float64)
+    x[0, 0] = 1.0
+    x[1:, 0] = scores
+    x[range(1, n + 1), range(1, n + 1)] = (1 - scores**2).sqrt()
+    labels = torch.cat([torch.tensor([1]), relevant.long()])
+    is_query = torch.arange(n + 1) == 0
+    found = compute(x, labels, is_query=is_query, is_gallery=~is_query)
+    assert found["mAP"] == pytest.approx(case["expected"]["average_precision"], abs=1e-12)
+
+
+def test_by_hand():
+    # Scores of the query (1, 0): .8 (relevant), .6 and .6 (a relevant and an irrelevant one tied), 0 (relevant).
+    x = torch.tensor([[1.0, 0], [4, 3], [3, 4], [3, -4], [0, 1]])
+    labels = torch.tensor([1, 1, 1, 0, 1])
+    is_query = torch.arange(5) == 0
+    found = compute(x, labels, ks=(1, 2), is_query=is_query)
+    # Ranks 1, 3 (the tie counts against us), 4 with 1, 2, 3 positives at least as high; R = 3.
+    assert found["mAP"] == pytest.approx((1 / 1 + 2 / 3 + 3 / 4) / 3)
+    assert found["mAP@R"] == pytest.approx((1 / 1 + 2 / 3) / 3)
+    assert found["R-Precision"] == pytest.approx(2 / 3)
+    assert (found["MRR"], found["R@1"], found["skipped_queries"]) == (1.0, 1.0, 0.0)
+    # Without the .8, the first hit is tied with an irrelevant one: it comes second.
+    found = compute(x[[0, 2, 3, 4]], labels[[0, 2, 3, 4]], ks=(1, 2), is_query=is_query[:4])
+    assert (found["MRR"], found["R@1"], found["R@2"]) == (0.5, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sklearn_with_ties(dtype):
+    x, labels = quarters(90, dtype), torch.randint(0, 7, (90,))
+    scores = ((x @ x.T) / 4).numpy()
+    expected = []
+    for q in range(90):
+        others = np.arange(90) != q
+        expected.append(average_precision_score((labels == labels[q]).numpy()[others], scores[q, others]))
+    assert compute(x, labels)["mAP"] == pytest.approx(np.mean(expected), abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sklearn_with_duplicates(dtype):
+    """Each embedding up to four times, under different labels; only copies tie."""
+    distinct = torch.randn(40, 7, dtype=dtype)
+    which = torch.randint(0, 40, (110,))
+    labels = torch.randint(0, 6, (110,))
+    exact = (normalize(distinct.double()) @ normalize(distinct.double()).T)[which][:, which].numpy()
+    expected = []
+    for q in range(110):
+        others = np.arange(110) != q
+        expected.append(average_precision_score((labels == labels[q]).numpy()[others], exact[q, others]))
+    assert compute(distinct[which], labels)["mAP"] == pytest.approx(np.mean(expected), abs=1e-12)
+
+
+def test_torchmetrics():
+    x, labels = torch.randn(60, 8, dtype=torch.float64), torch.randint(0, 9, (60,))
+    scores = normalize(x) @ normalize(x).T + 2  # it takes positives that score <= 0 for negatives
+    values = {name: [] for name in ("mAP", "R-Precision", "MRR", "R@1", "R@4")}
+    for q in range(60):
+        others = torch.arange(60) != q
+        s, relevant = scores[q, others], labels[others] == labels[q]
+        if relevant.any():
+            values["mAP"].append(retrieval.retrieval_average_precision(s, relevant))
+            values["R-Precision"].append(retrieval.retrieval_r_precision(s, relevant))
+            values["MRR"].append(retrieval.retrieval_reciprocal_rank(s, relevant))
+            values["R@1"].append(retrieval.retrieval_hit_rate(s, relevant, top_k=1))
+            values["R@4"].append(retrieval.retrieval_hit_rate(s, relevant, top_k=4))
+    found = compute(x, labels)
+    for name, each in values.items():
+        assert found[name] == pytest.approx(torch.stack(each).double().mean().item(), abs=1e-6)  # it works in float32
+
+
+def test_pytorch_metric_learning():
+    x, labels = torch.randn(80, 8), torch.randint(0, 9, (80,))
+    calculator = AccuracyCalculator(
+        include=("mean_average_precision_at_r", "r_precision", "precision_at_1", "mean_reciprocal_rank"),
+        k=79,
+        knn_func=CustomKNN(CosineSimilarity()),
+    )
+    expected = calculator.get_accuracy(x, labels)
+    found = compute(x, labels)
+    for name, theirs in (
+        ("mAP@R", "mean_average_precision_at_r"),
+        ("R-Precision", "r_precision"),
+        ("R@1", "precision_at_1"),
+    ):
+        assert found[name] == pytest.approx(expected[theirs], abs=1e-6)
+    assert found["MRR"] == pytest.approx(expected["mean_reciprocal_rank"], abs=1e-6)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    labels=st.lists(st.integers(-2, 3), min_size=2, max_size=25).filter(lambda labels: len(set(labels)) < len(labels)),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_loops_leave_one_out(labels, dtype):
+    x = quarters(len(labels), dtype)
+    expected = by_loops((x @ x.T).tolist(), *leave_one_out(labels))
+    assert compute(x, torch.tensor(labels)) == pytest.approx(expected, abs=1e-12)
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data(), rows=st.integers(2, 25))
+def test_loops_by_role(data, rows):
+    """Rows that are queries, in the gallery, both or neither."""
+    roles = data.draw(st.lists(st.sampled_from([(1, 0), (0, 1), (1, 1), (0, 0)]), min_size=rows, max_size=rows))
+    is_query, is_gallery = torch.tensor([(1, 0), (0, 1), (1, 1), *roles]).bool().unbind(1)
+    x, labels = quarters(rows + 3), torch.randint(0, 3, (rows + 3,))
+    labels[:3] = 1  # one query at least has a positive
+    queries, gallery = is_query.nonzero()[:, 0].tolist(), is_gallery.nonzero()[:, 0].tolist()
+    scores = (x @ x.T).tolist()
+    expected = by_loops(
+        [[scores[q][g] for g in gallery] for q in queries],
+        [[bool(labels[q] == labels[g]) for g in gallery] for q in queries],
+        [[q != g for g in gallery] for q in queries],
+    )
+    assert compute(x, labels, is_query=is_query, is_gallery=is_gallery) == pytest.approx(expected, abs=1e-12)
+
+
+def test_loops_over_several_blocks():
+    x, labels = quarters(330), torch.randint(0, 40, (330,))
+    expected = by_loops((x @ x.T).tolist(), *leave_one_out(labels.tolist()))
+    assert compute(x, labels) == pytest.approx(expected, abs=1e-12)
+
+
+def test_map_at_k():
+    """Divided by min(k, R), against scikit-learn where k is the whole list, and a loop elsewhere."""
+    x, labels = torch.randn(60, 5, dtype=torch.float64), torch.randint(0, 6, (60,))
+    metrics = RetrievalMetrics(ks=(1,), map_ks=(1, 7, 59))
+    metrics.update(x, labels)
+    found = metrics.compute()
+    unit = normalize(x)
+    scores = (unit @ unit.T).fill_diagonal_(-2)
+    expected = {1: [], 7: [], 59: []}
+    for query in range(60):
+        hits = (labels[scores[query].argsort(descending=True)] == labels[query])[:-1].tolist()
+        for k, values in expected.items():
+            precisions = [sum(hits[: i + 1]) / (i + 1) for i in range(k) if hits[i]]
+            values.append(sum(precisions) / min(k, sum(hits)))
+    for k, values in expected.items():
+        assert found[f"mAP@{k}"].item() == pytest.approx(sum(values) / 60, abs=1e-12)
+    assert found["mAP@59"] == pytest.approx(found["mAP"].item(), abs=1e-12)
+    assert found["mAP@1"] == found["R@1"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dim", [3, 128])
+@pytest.mark.parametrize("rows", [6, 385, 700])
+def test_collapsed_model_scores_what_chance_would(rows, dim, dtype):
+    x = torch.randn(1, dim, dtype=dtype).expand(rows, dim)
+    labels = torch.arange(rows) % 3
+    found = compute(x, labels, ks=(1, rows - 1))
+    # All n - 1 candidates tie: every positive has that rank, and all irrelevant ones come before the first hit.
+    n, sizes = rows - 1, [int((labels == label).sum()) - 1 for label in labels]
+    assert found["mAP"] == pytest.approx(np.mean([size / n for size in sizes]), abs=1e-12)
+    assert found["MRR"] == pytest.approx(np.mean([1 / (1 + n - size) for size in sizes]), abs=1e-12)
+    assert (found["mAP@R"], found["R-Precision"], found["R@1"], found[f"R@{n}"]) == (0.0, 0.0, 0.0, 1.0)
+
+
+def test_perfect_model():
+    labels = torch.arange(40) % 5
+    found = compute(torch.eye(5)[labels] + 0.01 * torch.randn(40, 5), labels)
+    assert found == {**dict.fromkeys(found, 1.0), "skipped_queries": 0.0}
+
+
+@settings(deadline=None, max_examples=20)
+@given(data=st.data())
+def test_order_batching_and_label_values_do_not_matter(data):
+    x, labels = torch.randn(30, 4), torch.randint(0, 4, (30,))
+    expected = compute(x, labels)
+    order = torch.tensor(data.draw(st.permutations(range(30))))
+    names = torch.tensor(data.draw(st.lists(st.integers(-(2**62), 2**62), min_size=4, max_size=4, unique=True)))
+    scale = 2.0 ** torch.randint(-8, 8, (30, 1))
+    metrics = RetrievalMetrics(ks=KS)
+    for part in order.split(data.draw(st.integers(1, 30))):
+        metrics.update((scale * x)[part], names[labels][part], ids=part)
+    found = {name: value.item() for name, value in metrics.compute().items()}
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
+def test_labels_and_ids_that_float64_could_not_tell_apart():
+    x = torch.tensor([[1.0, 0], [1, 0.1], [0, 1], [0.1, 1]])
+    found = compute(x, torch.tensor([2**62, 2**62 + 1, 2**62 + 1, -(2**62)]), ids=torch.arange(4) + 2**62)
+    assert found["skipped_queries"] == 2.0
+    assert found["mAP"] == pytest.approx((1 / 2 + 1 / 3) / 2)  # row 1 has 0 before it, row 2 has 3 and then 1
+
+
+def test_float64_stays_float64():
+    # References whose scores float32 cannot tell apart.
+    x = torch.tensor([[1.0, 0.0], [1.0, 1e-6], [1.0, 2e-6]], dtype=torch.float64)
+    flags = {"is_query": torch.tensor([True, False, False]), "is_gallery": torch.tensor([False, True, True])}
+    labels = torch.tensor([1, 1, 0])
+    assert compute(x, labels, **flags)["R@1"] == 1.0
+    assert compute(x.float(), labels, **flags)["R@1"] == 0.0  # a tie, so it counts against us
+    metrics = RetrievalMetrics()
+    metrics.update(x, labels, **flags)
+    assert {value.dtype for value in metrics.compute().values()} == {torch.float64}
+
+
+def test_autocast_does_not_narrow():
+    x, labels = torch.randn(50, 8), torch.randint(0, 5, (50,))
+    expected = compute(x, labels)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert compute(x, labels) == expected

@@ -1,0 +1,38 @@
+"""The table of metrics: its entries have different names, and queries without a positive have no value."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_retrieval.metrics.table import metrics_table
+from lightning_retrieval.ranking.ranks import positive_ranks
+
+
+def table(levels):
+    return metrics_table(ks=(1, 5), map_ks=(3,), alpha=1.0, levels=levels)
+
+
+def test_names_of_the_means():
+    flat = ["mAP", "mAP@R", "R-Precision", "MRR", "NDCG", "mAP@3", "R@1", "R@5"]
+    assert [metric.mean for metric in table(1) if metric.mean] == flat
+    assert [metric.mean for metric in table(2) if metric.hierarchical] == ["H-AP", "ASI", "NDCG-levels"]
+
+
+@pytest.mark.parametrize("levels", [1, 3])
+def test_names_are_unique(levels):
+    names = [metric.per_query for metric in table(levels)]
+    assert len(set(names)) == len(names)
+
+
+def test_values_of_queries_with_and_without_a_positive():
+    """The first query has a positive at the finest level, the second only at the coarse one, the third none."""
+    gallery = torch.eye(3)
+    gallery_labels = torch.tensor([[0, 0], [1, 0], [9, 4]])
+    query_labels = torch.tensor([[0, 0], [2, 0], [5, 7]])
+    (ranks,) = positive_ranks(torch.eye(3), query_labels, gallery, gallery_labels, torch.full((3,), -1))
+    for metric in table(2):
+        values = metric.values(ranks).tolist()
+        assert not math.isnan(values[0]), metric
+        assert math.isnan(values[1]) != metric.hierarchical, metric
+        assert math.isnan(values[2]), metric
