@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -48,9 +47,7 @@ def query_values(
     return {name: column[by_id] for name, column in columns.items()}
 
 
-def _rank_shard(
-    lists: QueryGallery, metrics: Sequence[QueryMetric], shard: Shard, columns: dict[str, Float[Tensor, " query"]]
-) -> None:
+def _rank_shard(lists: QueryGallery, metrics: Sequence[QueryMetric], shard: Shard, columns: dict[str, Tensor]) -> None:
     """Rank the queries of one shard and write the values of each metric to the column of its name."""
     blocks = positive_ranks(
         lists.queries,

@@ -2,7 +2,7 @@
 
 from enum import IntFlag
 
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Integer
 from torch import Tensor
 
 
@@ -26,7 +26,7 @@ class Role(IntFlag):
     BOTH = 3
 
 
-def has_role(roles: Int[Tensor, " row"], role: Role) -> Bool[Tensor, " row"]:
+def has_role(roles: Integer[Tensor, " row"], role: Role) -> Bool[Tensor, " row"]:
     """Whether each row has this role, alone or with another one. With `Role.BOTH`: whether it has any role."""
     found: Tensor = (roles & int(role)) > 0
     return found
