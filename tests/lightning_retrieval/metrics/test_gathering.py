@@ -11,7 +11,6 @@ ROWS = 420  # more than one block of queries
 FEW = torch.arange(4)
 KS = (1, 2, 4, 8)
 X, Y = torch.randn(4, 3), torch.tensor([0, 0, 1, 1])
-B = Y.bool()
 
 
 def whole_set():
