@@ -1,9 +1,9 @@
-"""The main job with three seeds, beside raw pixels under the same evaluation: the figures of the README.
+"""The main job with three seeds, compared with raw pixels in the same evaluation: the figures of the README.
 
     python benchmarks/glyphs.py [--seeds 0 1 2]
 
 Each seed is one run of `lightning-retrieval fit --config examples/glyphs.yaml`, timed as a whole process: import, both
-evaluations of the test set and training. Prints one table; the spread is from the lowest to the highest of the seeds.
+evaluations of the test set and training. Prints one table, with the median and the range over the seeds.
 """
 
 import argparse
@@ -26,7 +26,7 @@ NAMES = ("mAP", "R@1", "R@10", "mAP@R")
 
 
 def main_job(seed: int) -> tuple[dict[str, float], dict[str, float], float]:
-    """Test metrics before and after training, and the seconds the process took."""
+    """Test metrics before and after training, and the duration of the process in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "lightning_retrieval.cli", "fit", "--config", str(CONFIG)]
         command += ["--seed_everything", str(seed), "--trainer.enable_progress_bar", "false"]
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def summary(values: list[float], digits: int) -> str:
-    """Median, and the lowest and the highest."""
+    """The median and the range."""
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 

@@ -15,6 +15,7 @@ MIRRORED = {
 }
 # Tests that belong to no single source file: {file: what they test}.
 OF_NO_SINGLE_FILE = {
+    "tests/datamodules/readers/test_every_reader.py": "what all readers have in common",
     "tests/lightning_retrieval/losses/test_every_loss.py": "what all losses have in common",
     "tests/lightning_retrieval/losses/test_golden.py": "all losses, against the numbers of the official code",
 }

@@ -35,8 +35,8 @@ def load_plain_pickle(owner: str, path: Path) -> Any:
             return _PlainUnpickler(file).load()
         except _ForbiddenError as forbidden:
             raise ValueError(
-                f"{owner}: {path} must contain only plain values and NumPy arrays of numbers and text, got {forbidden}, "
-                "which could run code and is not loaded; download the file from its official source."
+                f"{owner}: {path} must contain only plain values and NumPy arrays of numbers and text, got "
+                f"{forbidden}, which could run code and is not loaded; download the file from its official source."
             ) from None
         except Exception as error:  # pickle does not document which errors it raises
             raise ValueError(
