@@ -1,4 +1,4 @@
-"""Lightning callbacks: evaluation, monitors, and pictures beside the logs."""
+"""Lightning callbacks: evaluation, monitors and figures, and a logger."""
 
 from lightning_retrieval.callbacks.ap_monitor import APMonitor
 from lightning_retrieval.callbacks.curve import TrainingCurve

@@ -11,7 +11,7 @@ from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_retrieval.callbacks.evaluated_sets import find_evaluation, sets_ranked_by_label
+from lightning_retrieval.callbacks.evaluation_access import find_evaluation, sets_ranked_by_label
 from lightning_retrieval.callbacks.log_values import log_without_sync
 from lightning_retrieval.distributed import sum_over_ranks
 from lightning_retrieval.losses import (

@@ -34,7 +34,7 @@ class RetrievalEvaluation(pl.Callback):
     dict of data loaders, as `val/small/mAP`. The sanity check is skipped, because it sees only a part of the set.
 
     A data set with an evaluation protocol of its own has a method `metrics(ks, **settings)` that returns another
-    `EmbeddingMetric`.
+    `EmbeddingMetric`, as `lightning_retrieval.callbacks.loaders.MetricProvider` declares.
 
     Args:
         ks: the k of R@k, each >= 1.

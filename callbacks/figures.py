@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from pytorch_lightning.loggers import TensorBoardLogger
 
-from lightning_retrieval.callbacks.evaluated_sets import find_evaluation, sets_ranked_by_label
+from lightning_retrieval.callbacks.evaluation_access import find_evaluation, sets_ranked_by_label
 from lightning_retrieval.callbacks.evaluation_set import EvaluationSet
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.training.run_folder import run_folder

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from PIL import Image
 from torch import Tensor
 
-from lightning_retrieval.callbacks.evaluated_sets import is_ranked_by_label
+from lightning_retrieval.callbacks.evaluation_access import is_ranked_by_label
 from lightning_retrieval.callbacks.figures import EvaluationFigure
 from lightning_retrieval.callbacks.gallery_image import GalleryRow, Hit, draw_gallery, load_image
 from lightning_retrieval.checks import check_choice, check_integer

@@ -85,7 +85,8 @@ class LearnWhitening(pl.Callback):
         count = min(self.images, len(dataset))
         if count < world_size():
             raise ValueError(
-                f"LearnWhitening: each of the {world_size()} processes needs at least one training image, got {count} images."
+                f"LearnWhitening: each of the {world_size()} processes needs at least one training image, got {count} "
+                "images."
             )
         if world_size() > 1:
             for buffer in pl_module.buffers():  # of batch norm; DDP also does this before it evaluates

@@ -28,6 +28,13 @@ def classes_with_positives(images: ImageSet) -> int:
     return int((sizes > 1).sum())
 
 
+def make_embedder(backbone: str, weights: str) -> Embedder:
+    """Create the network, and freeze the batch norm of pretrained weights."""
+    if weights == "none":
+        return Embedder(backbone, embedding_dim=128)
+    return Embedder(backbone, embedding_dim=128, weights=weights, freeze_batch_norm=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder with a subfolder of images for each class")
@@ -50,11 +57,8 @@ def main() -> None:
         )
     data.classes_per_batch = min(data.classes_per_batch, train_classes)
 
-    weights = options.weights
-    if weights == "none":
-        weights = None
     try:
-        embedder = Embedder(options.backbone, embedding_dim=128, weights=weights, freeze_batch_norm=weights is not None)
+        embedder = make_embedder(options.backbone, options.weights)
     except URLError as error:
         parser.error(f"the weights cannot be downloaded ({error}); --weights none trains without pretrained weights.")
     optimizer = partial(torch.optim.AdamW, lr=1e-4)

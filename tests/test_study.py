@@ -1,4 +1,4 @@
-"""The study: goes on where it was stopped, runs nothing twice, and says of a finding no more than the seeds do."""
+"""The study continues where it was stopped, repeats no run, and compares findings with the ranges of the seeds."""
 
 import dataclasses
 import importlib
@@ -32,7 +32,7 @@ def study():
 
 @pytest.fixture
 def trained(study, monkeypatch):
-    """The runs asked for, in place of training; their mAP is 0.1 x (1 + the seed)."""
+    """The runs that were requested, without training them; their mAP is 0.1 x (1 + the seed)."""
     calls = []
 
     def train(setting, seed, accelerator):
@@ -52,7 +52,7 @@ def trained(study, monkeypatch):
     return calls
 
 
-def test_killed_study_goes_on_where_it_was(study, tmp_path):
+def test_killed_study_continues_where_it_stopped(study, tmp_path):
     arguments = ["--quick", "--experiments", "tau", "--seeds", "5", "--output", str(tmp_path)]
     file = tmp_path / "results.jsonl"
     command = [sys.executable, str(EXAMPLES / "study.py"), *arguments, "--jobs", "2"]
@@ -63,7 +63,7 @@ def test_killed_study_goes_on_where_it_was(study, tmp_path):
     workers = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     workers = workers.read_text().split() if workers.exists() else []
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=30)  # its workers hold the pipe until they end
+    process.communicate(timeout=30)  # its workers keep the pipe open until they end
     before = file.read_text().splitlines()
     assert 1 <= len(before) < 3
 
@@ -85,10 +85,10 @@ def test_killed_study_goes_on_where_it_was(study, tmp_path):
     assert not [pid for pid in workers if os.path.exists(f"/proc/{pid}")]
 
 
-def test_no_run_is_done_twice(study, trained, tmp_path):
+def test_no_run_is_repeated(study, trained, tmp_path):
     both = ["--experiments", "losses", "calibration", "--output", str(tmp_path)]
     assert study.main([*QUICK, *both]) == 0
-    # 10 losses and the untrained network; the calibration's two are among them.
+    # 10 losses and the untrained network, which include the two settings of the calibration experiment.
     assert len(trained) == 33
     trained.clear()
     assert study.main([*QUICK, *both]) == 0
@@ -112,7 +112,7 @@ def test_page_has_median_and_range(study, trained, tmp_path):
     assert "Of 1 findings 0 show" in page
 
 
-def test_changed_setting_runs_anew(study):
+def test_changed_setting_is_run_again(study):
     other = {"loss": "FastAPLoss", "loss_args": {"tau": 0.1}, "sampler": "category", "precision": "64-true"}
     other |= {"freeze_batch_norm": True, "chunk_size": 8, "test_batches": 1}
     start, keys = study.Setting(), set()
@@ -124,7 +124,7 @@ def test_changed_setting_runs_anew(study):
 
 
 @pytest.mark.parametrize("how", ["fails", "is interrupted"])
-def test_what_is_there_stays_when_a_run(how, study, trained, tmp_path, monkeypatch, capsys):
+def test_results_are_kept_if_a_run(how, study, trained, tmp_path, monkeypatch, capsys):
     train, bad = study.train, study.EXPERIMENTS["tau"].rows["SmoothAPLoss, 0.1"].loss_args
 
     def broken(setting, seed, accelerator):
@@ -136,10 +136,10 @@ def test_what_is_there_stays_when_a_run(how, study, trained, tmp_path, monkeypat
     arguments = [*QUICK, "--experiments", "calibration", "tau", "per_class", "--output", str(tmp_path)]
     if how == "fails":
         assert study.main(arguments) == 1
-        said = capsys.readouterr().err
-        assert "'tau': 0.1" in said
-        assert "seed 1, failed: ValueError('the loss is nan at step 3')" in said
-        assert "1 of 21 runs failed" in said
+        errors = capsys.readouterr().err
+        assert "'tau': 0.1" in errors
+        assert "seed 1, failed: ValueError('the loss is nan at step 3')" in errors
+        assert "1 of 21 runs failed" in errors
         assert len(trained) == 20
     else:
         with pytest.raises(KeyboardInterrupt):
@@ -178,7 +178,7 @@ def test_verdict(study, claim, one, other, verdict):
     assert finding.verdict(one, other) == verdict
 
 
-def test_experiments_name_their_rows(study):
+def test_findings_name_rows_of_their_experiment(study):
     for experiment in study.EXPERIMENTS.values():
         assert len(experiment.rows) == sum(map(len, experiment.curves.values()))
         assert experiment.findings
@@ -214,7 +214,7 @@ def test_batches_of_two_categories(study):
 
 
 @pytest.mark.refusal
-def test_baselines_say_what_they_need(study, monkeypatch):
+def test_third_party_losses_name_the_missing_package(study, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_metric_learning", None)
     monkeypatch.setitem(sys.modules, "pytorch_metric_learning.losses", None)
     with pytest.raises(

@@ -16,6 +16,8 @@ from lightning_retrieval.callbacks.loaders import (
     loader_list,
     set_prefixes,
 )
+from lightning_retrieval.datamodules import ImageSet
+from lightning_retrieval.datamodules.readers.revisited import RevisitedImages
 from tests.callbacks.point_runs import KS, PointsModule, labelled_points, make_trainer
 
 
@@ -90,3 +92,5 @@ class WithMetric(Dataset):
 def test_a_method_makes_a_data_set_a_provider_of_its_metric():
     assert isinstance(WithMetric(), MetricProvider)
     assert not isinstance(labelled_points(1), MetricProvider)
+    assert issubclass(RevisitedImages, MetricProvider)
+    assert not issubclass(ImageSet, MetricProvider)
