@@ -63,7 +63,7 @@ class StudyGlyphs(Glyphs):
     """Glyphs with the batch sampler of a setting."""
 
     def __init__(self, setting: Setting, seed: int) -> None:
-        super().__init__(setting.classes, setting.per_class, seed=seed)
+        super().__init__(classes_per_batch=setting.classes, samples_per_class=setting.per_class, seed=seed)
         self.setting = setting
 
     def train_sampler(self) -> GlobalBatchSampler:
