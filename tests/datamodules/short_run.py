@@ -1,4 +1,4 @@
-"""What the tests of all data sets do with a small tree: a short training, and images that cannot be read."""
+"""Checks that the tests of all data sets run on a small tree of images: a short training, and an unreadable image."""
 
 import re
 import warnings
@@ -33,7 +33,7 @@ QUIET = [
 
 
 def fit_and_validate(data: ImageDataModule, steps: int = 2) -> dict[str, float]:
-    """Train a small network for two steps, then validate; the metrics."""
+    """Train a small network for a few steps, then validate; return the metrics."""
     torch.manual_seed(2)
     embedder = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 8))
     before = embedder[2].weight.detach().clone()
@@ -59,7 +59,7 @@ def fit_and_validate(data: ImageDataModule, steps: int = 2) -> dict[str, float]:
 
 
 def refuse_then_skip_truncated(kind: type[ImageDataModule], root: Path, path: str, **settings: Any) -> None:
-    """Cut off this image of the evaluation set: it is refused by its path, or skipped, warned of and counted."""
+    """Truncate an image of the evaluation set: an error names its path, or it is skipped with a warning and counted."""
     truncate(root / path)
     refusing = kind(root, **SETTINGS, **settings)
     with pytest.raises(ValueError, match=re.escape(f"cannot read the image {root / path} (")):
@@ -76,7 +76,7 @@ def refuse_then_skip_truncated(kind: type[ImageDataModule], root: Path, path: st
 
 
 def _ids(data: ImageDataModule) -> list[tuple[Any, list[int]]]:
-    """The evaluation sets, and the ids of the images that came out of their loaders."""
+    """The evaluation sets, and the ids of the images that their loaders return."""
     loaders = data.test_dataloader()
     return [
         (loader.dataset, torch.cat([batch["ids"] for batch in loader]).tolist())
@@ -85,7 +85,7 @@ def _ids(data: ImageDataModule) -> list[tuple[Any, list[int]]]:
 
 
 def replace(path: Path, old: str, new: str) -> None:
-    """Change a file's text where it first says `old`."""
+    """Replace the first occurrence of `old` in a text file."""
     text = path.read_text(encoding="utf-8")
     assert old in text, f"{old!r} is not in {path}"
     path.write_text(text.replace(old, new, 1), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What all data modules share: who decides about the training batches, how images are loaded, what is counted."""
+"""RetrievalDataModule: the sampler of the training batches, the settings of the loaders, and the counts of `check`."""
 
 import numpy as np
 import pytest
@@ -45,37 +45,37 @@ class GlyphsByCategory(Glyphs):
         )
 
 
-class GlyphsOfAllClasses(Glyphs):
+class GlyphsWithAllClasses(Glyphs):
     def train_sampler(self) -> AllClassesSampler:
         return AllClassesSampler(self.train_set.labels, batch_size=2 * len(self.train_set.labels.unique()))
 
 
-class Noting(pl.Callback):
-    """Notes the images that arrive."""
+class RecordBatches(pl.Callback):
+    """Records the ids of the images in each training batch."""
 
     def __init__(self):
-        self.arrived = []
+        self.batches = []
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.arrived.append(batch["ids"].tolist())
+        self.batches.append(batch["ids"].tolist())
 
 
 def fit(data, ckpt_path=None, callbacks=(), **kwargs) -> tuple[RetrievalModule, list[list[int]]]:
     torch.manual_seed(2)
     module = RetrievalModule(nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(64, 16)), SmoothAPLoss(tau=0.1))
-    noting = Noting()
+    recorder = RecordBatches()
     trainer = pl.Trainer(
         **{"limit_train_batches": 2, "limit_val_batches": 0, "max_epochs": 2, **kwargs},
         accelerator="cpu",
         devices=1,
-        callbacks=[noting, *callbacks],
+        callbacks=[recorder, *callbacks],
         enable_checkpointing=bool(callbacks),
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
-    return module, noting.arrived
+    return module, recorder.batches
 
 
 def first_batches(sampler, epochs: int) -> list[list[int]]:
@@ -87,7 +87,7 @@ def first_batches(sampler, epochs: int) -> list[list[int]]:
     return found
 
 
-def test_the_sampler_is_a_pk_sampler_where_nothing_is_said():
+def test_the_default_sampler_is_a_pk_sampler():
     data = Glyphs(classes_per_batch=5, samples_per_class=3, seed=7)
     sampler = data.train_sampler()
     assert type(sampler) is PKSampler
@@ -95,8 +95,8 @@ def test_the_sampler_is_a_pk_sampler_where_nothing_is_said():
     assert data.train_dataloader().batch_sampler.batch_sampler.class_sizes.tolist() == sampler.class_sizes.tolist()
 
 
-def test_a_data_module_trains_with_the_sampler_of_its_method(tmp_path):
-    """Two epochs of two steps; then again from the checkpoint after the third."""
+def test_a_subclass_can_build_its_sampler_from_the_training_set(tmp_path):
+    """Train for two epochs of two steps, then again from the checkpoint after the third step."""
     data = GlyphsByCategory(classes_per_batch=8, samples_per_class=3, seed=1)
     save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     module, arrived = fit(data, callbacks=[save])
@@ -111,26 +111,26 @@ def test_a_data_module_trains_with_the_sampler_of_its_method(tmp_path):
 
 
 def test_a_data_module_trains_on_all_classes():
-    data = GlyphsOfAllClasses()
+    data = GlyphsWithAllClasses()
     _, (batch,) = fit(data, limit_train_batches=1, max_epochs=1)
     assert data.train_set.labels[batch].unique().tolist() == data.train_set.labels.unique().tolist()
 
 
-# --- a sampler of one's own
+# --- the argument `sampler`
 
 
-class Bunches(PKSampler):
-    """Begins each epoch with the first images of the first two classes."""
+class FixedFirstBatch(PKSampler):
+    """Every epoch begins with the first images of the first two classes."""
 
     def draw(self, generator):
         for number, batch in enumerate(super().draw(generator)):
             yield np.array([0, 1, 3, 4]) if number == 0 else batch
 
 
-def test_a_data_module_trains_with_a_sampler_of_its_own(tmp_path):
+def test_a_data_module_trains_with_a_sampler_object(tmp_path):
     write_folders(tmp_path, ["a", "b", "c", "d", "e", "f"])
     labels = ImageFolder(tmp_path, **QUICK).train_set.labels
-    sampler = Bunches(labels, classes_per_batch=2, samples_per_class=2, seed=3)
+    sampler = FixedFirstBatch(labels, classes_per_batch=2, samples_per_class=2, seed=3)
     data = ImageFolder(tmp_path, sampler=sampler, num_workers=2, **QUICK)
     assert data.train_sampler() is sampler
     assert next(iter(data.train_dataloader()))["ids"].tolist() == [0, 1, 3, 4]
@@ -138,7 +138,7 @@ def test_a_data_module_trains_with_a_sampler_of_its_own(tmp_path):
 
 
 @pytest.mark.refusal
-def test_a_sampler_of_other_data_is_refused(tmp_path):
+def test_a_sampler_made_with_other_labels_raises(tmp_path):
     write_folders(tmp_path, ["a", "b", "c", "d"])
     sampler = PKSampler([0, 0, 1, 1], classes_per_batch=2, samples_per_class=2)
     message = "ImageFolder: `sampler` must be made with the labels of the 6 training images, got one made with 4"
@@ -148,20 +148,20 @@ def test_a_sampler_of_other_data_is_refused(tmp_path):
 
 @pytest.mark.refusal
 @pytest.mark.parametrize(("sampler", "kind"), [("pkk", ValueError), (PKSampler, TypeError), (None, TypeError)])
-def test_what_is_no_sampler_is_refused(tmp_path, sampler, kind):
+def test_an_invalid_sampler_raises(tmp_path, sampler, kind):
     message = "`sampler` must be one of 'pk', 'category', 'all_classes', or a GlobalBatchSampler, got "
     with pytest.raises(kind, match=f"^ImageFolder: {message}"):
         ImageFolder(tmp_path, sampler=sampler)
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_a_sampler_comes_from_a_configuration(tmp_path, by_name):
+def test_a_config_can_choose_the_sampler_by_name_or_by_class(tmp_path, by_name):
     write_folders(tmp_path, ["a", "b", "c", "d"])
     settings = {"labels": [0, 0, 0, 1, 1, 1], "classes_per_batch": 2, "samples_per_class": 2}
-    own = {"class_path": "lightning_retrieval.datamodules.PKSampler", "init_args": settings}
+    config_of_sampler = {"class_path": "lightning_retrieval.datamodules.PKSampler", "init_args": settings}
     parser = ArgumentParser()
     parser.add_subclass_arguments(RetrievalDataModule, "data")
-    init = {"root": str(tmp_path), "sampler": "all_classes" if by_name else own, "classes_per_batch": 1}
+    init = {"root": str(tmp_path), "sampler": "all_classes" if by_name else config_of_sampler, "classes_per_batch": 1}
     config = {"data": {"class_path": "lightning_retrieval.datamodules.ImageFolder", "init_args": init}}
     sampler = parser.instantiate_classes(parser.parse_object(config)).data.train_sampler()
     assert type(sampler) is (AllClassesSampler if by_name else PKSampler)
@@ -172,7 +172,7 @@ def test_a_sampler_comes_from_a_configuration(tmp_path, by_name):
 
 
 @pytest.mark.parametrize(("workers", "cuda"), [(0, False), (2, True)])
-def test_memory_is_pinned_for_a_gpu_and_workers_stay(tmp_path, monkeypatch, workers, cuda):
+def test_memory_is_pinned_if_there_is_a_gpu_and_workers_are_persistent(tmp_path, monkeypatch, workers, cuda):
     write_folders(tmp_path, ["a", "b", "c", "d"])
     data = ImageFolder(tmp_path, num_workers=workers, **QUICK)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
@@ -186,14 +186,14 @@ class TwoTests(Glyphs):
         return {"small": self.val_set, "large": super().test_set}
 
 
-def test_a_check_counts_each_set():
+def test_check_counts_each_set():
     data = TwoTests()
     counts = {name: found for name, (found, _) in RetrievalDataModule.check(data).splits.items()}
     sets = {"train": data.train_set, "val": data.val_set, **{f"test/{k}": v for k, v in data.test_set.items()}}
     assert counts == {name: (len(part), len(set(part.labels.tolist()))) for name, part in sets.items()}
 
 
-def test_pinning_and_persistent_workers_are_settings(monkeypatch):
+def test_pin_memory_and_persistent_workers_can_be_set(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for workers, settings, wanted in (
         (0, {}, (False, False)),
@@ -209,7 +209,7 @@ def test_pinning_and_persistent_workers_are_settings(monkeypatch):
 
 
 @pytest.mark.refusal
-def test_other_loading_settings_are_refused():
+def test_invalid_loader_settings_raise():
     with pytest.raises(ValueError, match=r"^Loaded: `persistent_workers` need workers, got num_workers=0; set it"):
         Loaded(persistent_workers=True)
     with pytest.raises(TypeError, match=r"^Loaded: `pin_memory` must be True, False or None, got 1\."):
@@ -217,7 +217,7 @@ def test_other_loading_settings_are_refused():
 
 
 class Loaded(RetrievalDataModule):
-    """Eight numbers of two classes."""
+    """A data module with eight numbers in two classes."""
 
     def __init__(self, **settings):
         super().__init__(classes_per_batch=2, samples_per_class=2, **settings)

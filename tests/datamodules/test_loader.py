@@ -1,4 +1,4 @@
-"""RetrievalDataLoader: shares, seeds, resumed epochs, and real Trainers in one process and in two.
+"""RetrievalDataLoader: shards, seeds, resumed epochs, and Trainers in one process and in two.
 
 Run as a program, this file is one rank of `test_two_processes`.
 """
@@ -30,8 +30,8 @@ LABELS = [image // 4 for image in range(26)]  # seven classes, the last with two
 BATCHES = 3  # of P = 3, K = 3
 
 
-class Seen:
-    """Answers with what it was asked for."""
+class Indices:
+    """A dataset that returns the index and the seed with which it is called."""
 
     def __len__(self):
         return len(LABELS)
@@ -41,7 +41,7 @@ class Seen:
 
 
 class Recorder(pl.LightningModule):
-    """Notes which images arrive, and may fail in a step."""
+    """A module that records the batches, and fails in a step if asked to."""
 
     def __init__(self, fail_at=None, **kwargs):
         super().__init__()
@@ -62,16 +62,20 @@ class Recorder(pl.LightningModule):
 
 
 def make(seed=3, **kwargs) -> RetrievalDataLoader:
-    return RetrievalDataLoader(Seen(), PKSampler(LABELS, classes_per_batch=3, samples_per_class=3, seed=seed), **kwargs)
+    return RetrievalDataLoader(
+        Indices(), PKSampler(LABELS, classes_per_batch=3, samples_per_class=3, seed=seed), **kwargs
+    )
 
 
 def expected(epochs=3) -> list:
-    """What one process sees, from the sampler and a hash written with Python's integers."""
+    """The batches and seeds in one process, from the sampler and a hash that is written with Python's integers."""
     sampler, rows = make()._rank_sampler.batch_sampler, []
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
         for number, batch in enumerate(sampler):
-            rows.append([epoch, number, batch, [splitmix(3, epoch, number, place) for place in range(len(batch))]])
+            rows.append(
+                [epoch, number, batch, [splitmix(3, epoch, number, position) for position in range(len(batch))]]
+            )
     return rows
 
 
@@ -98,7 +102,7 @@ def fit(model, loader=None, ckpt_path=None, callbacks=(), **kwargs) -> pl.Traine
     return trainer
 
 
-def listed(loader) -> list[list[int]]:
+def batches_of(loader) -> list[list[int]]:
     return [batch["index"].tolist() for batch in loader]
 
 
@@ -134,7 +138,7 @@ def test_a_seeded_index_is_an_int_that_keeps_its_seed():
     assert (repr(index), type(index + 1)) == ("5", int)
 
 
-def test_item_generator_follows_the_seed_and_is_none_for_a_plain_int():
+def test_item_generator_depends_on_the_seed_and_is_none_for_a_plain_int():
     draw = [
         torch.rand(3, generator=item_generator(SeededIndex(i, seed=s))).tolist() for i, s in [(1, 4), (2, 4), (1, 5)]
     ]
@@ -143,10 +147,10 @@ def test_item_generator_follows_the_seed_and_is_none_for_a_plain_int():
     assert item_generator(SeededIndex(0, seed=2**63 - 1)).initial_seed() == 2**63 - 1
 
 
-def test_augmentation_seeds_are_the_hash_and_do_not_collide():
+def test_augmentation_seeds_equal_the_hash_and_do_not_collide():
     cases = list(itertools.product((0, 1, 2**63, 2**64 + 5), (0, 1, 70_000), (0, 1, 9)))
     seeds = [augmentation_seeds(*case, np.arange(50)).tolist() for case in cases]
-    assert seeds == [[splitmix(case[0] % 2**64, *case[1:], place) for place in range(50)] for case in cases]
+    assert seeds == [[splitmix(case[0] % 2**64, *case[1:], position) for position in range(50)] for case in cases]
     assert len(set(itertools.chain(*seeds))) == 50 * len(cases)
     assert min(map(min, seeds)) >= 0
     bits = np.array(seeds).astype(np.uint64).reshape(-1, 1) >> np.arange(63, dtype=np.uint64) & np.uint64(1)
@@ -165,14 +169,14 @@ def test_workers_change_neither_batches_nor_seeds(kwargs):
     assert rows == expected()
 
 
-def test_a_dataset_with_getitems_is_asked_for_seeded_indices():
-    class Many(Seen):
+def test_getitems_of_a_dataset_is_called_with_seeded_indices():
+    class Many(Indices):
         def __getitems__(self, indices):
             assert all(type(index) is SeededIndex for index in indices)
             return [self[index] for index in indices]
 
     loader = RetrievalDataLoader(Many(), make()._rank_sampler.batch_sampler)
-    assert listed(loader) == [row[2] for row in expected(1)]
+    assert batches_of(loader) == [row[2] for row in expected(1)]
 
 
 def test_lightning_finds_a_distributed_sampler_and_one_set_epoch():
@@ -181,25 +185,25 @@ def test_lightning_finds_a_distributed_sampler_and_one_set_epoch():
     assert isinstance(loader.sampler, TorchDistributedSampler)
     assert loader.sampler is loader.batch_sampler is loader.batch_sampler.sampler
     loader.sampler.set_epoch(2)
-    assert listed(loader) == [row[2] for row in expected()][2 * BATCHES :]
+    assert batches_of(loader) == [row[2] for row in expected()][2 * BATCHES :]
 
 
 @pytest.mark.parametrize("world", range(1, 10))
-def test_the_shares_in_rank_order_are_the_global_batch(monkeypatch, world):
-    loader, shares = make(), []
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)  # a process group that came after the loader
+def test_the_shards_in_rank_order_are_the_global_batch(monkeypatch, world):
+    loader, shards = make(), []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)  # the process group is created after the loader
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     for rank in range(world):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         assert len(loader) == BATCHES
-        shares.append([(b["index"].tolist(), b["seed"].tolist()) for b in loader])
-    for row, of_ranks in zip(expected(1), zip(*shares, strict=True), strict=True):
-        assert [share[0] for share in of_ranks] == [x.tolist() for x in torch.tensor(row[2]).tensor_split(world)]
-        assert [seed for share in of_ranks for seed in share[1]] == row[3]
+        shards.append([(b["index"].tolist(), b["seed"].tolist()) for b in loader])
+    for row, of_ranks in zip(expected(1), zip(*shards, strict=True), strict=True):
+        assert [shard[0] for shard in of_ranks] == [x.tolist() for x in torch.tensor(row[2]).tensor_split(world)]
+        assert [seed for shard in of_ranks for seed in shard[1]] == row[3]
 
 
 @pytest.mark.refusal
-def test_more_processes_than_images_are_refused(monkeypatch):
+def test_more_processes_than_images_raise(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 10)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
@@ -208,39 +212,39 @@ def test_more_processes_than_images_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("kwargs", WORKERS, ids=str)
-def test_start_belongs_to_its_epoch(kwargs):
+def test_start_applies_to_its_epoch_only(kwargs):
     loader, rows = make(epoch=1, start=2, **kwargs), [row[2] for row in expected()]
     assert len(loader) == BATCHES
-    assert listed(loader) == listed(loader) == rows[5:6]
+    assert batches_of(loader) == batches_of(loader) == rows[5:6]
     loader.set_epoch(2)
-    assert listed(loader) == rows[6:]
+    assert batches_of(loader) == rows[6:]
     loader.set_epoch(0)
-    assert listed(loader) == rows[:3]
+    assert batches_of(loader) == rows[:3]
 
 
-def test_an_epoch_chosen_after_iter_but_before_the_first_batch_is_in_time():
+def test_set_epoch_takes_effect_after_iter_but_before_the_first_batch():
     loader = make(num_workers=1)
     batches = iter(loader)
     loader.set_epoch(1)
-    assert listed(batches) == [row[2] for row in expected()][3:6]
+    assert batches_of(batches) == [row[2] for row in expected()][3:6]
 
 
-def test_state_dict_goes_on_after_the_last_batch_handed_out():
+def test_state_dict_continues_after_the_last_batch_returned():
     loader, rows = make(num_workers=2), [row[2] for row in expected()]
     loader.set_epoch(1)
     assert loader.state_dict() == {"epoch": 1, "start": 0}
     batches = iter(loader)
-    next(batches), next(batches)  # the workers are further
+    next(batches), next(batches)  # the workers are ahead
     state = loader.state_dict()
     assert state == {"epoch": 1, "start": 2}
     other = make()
     other.load_state_dict(state)
     assert other.state_dict() == state
-    assert listed(other) == rows[5:6]
+    assert batches_of(other) == rows[5:6]
     assert other.state_dict() == {"epoch": 1, "start": 3}
-    placed = make(epoch=0, start=0)
-    placed.load_state_dict(state)
-    assert listed(placed) == rows[:3]
+    with_start = make(epoch=0, start=0)
+    with_start.load_state_dict(state)
+    assert batches_of(with_start) == rows[:3]
 
 
 @pytest.mark.refusal
@@ -252,15 +256,15 @@ def test_state_dict_goes_on_after_the_last_batch_handed_out():
         ({"epoch": 1.0}, TypeError, r"`epoch` must be an integer >= 0, got 1\.0"),
     ],
 )
-def test_positions_out_of_range_are_refused(kwargs, error, message):
+def test_positions_out_of_range_raise(kwargs, error, message):
     with pytest.raises(error, match=message):
         make(**kwargs)
 
 
 @pytest.mark.refusal
-def test_another_batch_sampler_is_refused():
+def test_another_kind_of_batch_sampler_raises():
     with pytest.raises(TypeError, match=r"`batch_sampler` must be a GlobalBatchSampler such as PKSampler, got list\."):
-        RetrievalDataLoader(Seen(), [[0, 1]])
+        RetrievalDataLoader(Indices(), [[0, 1]])
 
 
 # --- one process with a Trainer
@@ -269,8 +273,8 @@ def test_another_batch_sampler_is_refused():
 @quiet
 @pytest.mark.parametrize("kwargs", WORKERS, ids=str)
 @pytest.mark.parametrize("hook", [True, False], ids=["hook", "passed"])
-def test_a_run_resumed_after_any_step_goes_on_with_the_next_batch(tmp_path, kwargs, hook):
-    """With the loader made in the hook, and with one passed to `fit`, which Lightning restores by its state."""
+def test_a_run_resumed_after_any_step_continues_with_the_next_batch(tmp_path, kwargs, hook):
+    """The loader is created in the hook, or it is passed to `fit` and restored by Lightning from its state."""
     save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     whole = Recorder(**kwargs)
     fit(whole, None if hook else make(**kwargs), callbacks=[save])
@@ -287,7 +291,7 @@ def test_a_run_resumed_after_any_step_goes_on_with_the_next_batch(tmp_path, kwar
 @pytest.mark.parametrize(
     "trainer", [{"limit_train_batches": 2}, {"max_steps": 7}, {"reload_dataloaders_every_n_epochs": 1}]
 )
-def test_resuming_at_the_ends_that_the_trainer_sets(tmp_path, trainer, hook):
+def test_resuming_with_the_limits_of_the_trainer(tmp_path, trainer, hook):
     save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     whole = Recorder()
     fit(whole, None if hook else make(), callbacks=[save], **trainer)
@@ -301,7 +305,7 @@ def test_resuming_at_the_ends_that_the_trainer_sets(tmp_path, trainer, hook):
 @quiet
 @pytest.mark.parametrize("kwargs", [{}, {"num_workers": 2}], ids=str)
 @pytest.mark.parametrize("hook", [True, False], ids=["hook", "passed"])
-def test_a_finished_run_goes_on_with_the_next_epoch(tmp_path, kwargs, hook):
+def test_a_finished_run_continues_with_the_next_epoch(tmp_path, kwargs, hook):
     fit(Recorder(), None if hook else make(), max_epochs=2).save_checkpoint(tmp_path / "end.ckpt")
     part = Recorder(**kwargs)
     fit(part, None if hook else make(**kwargs), ckpt_path=tmp_path / "end.ckpt")
@@ -310,7 +314,7 @@ def test_a_finished_run_goes_on_with_the_next_epoch(tmp_path, kwargs, hook):
 
 @quiet
 @pytest.mark.parametrize("fail_at", [(0, 1), (1, 0), (1, 2)])
-def test_the_batch_of_a_failed_step_comes_again(tmp_path, fail_at):
+def test_the_batch_of_a_failed_step_is_repeated(tmp_path, fail_at):
     save = ModelCheckpoint(tmp_path, filename="failed", every_n_train_steps=100, save_on_exception=True)
     first, second = Recorder(fail_at=fail_at), Recorder()
     with pytest.raises(KeyError, match="as asked"):
@@ -320,7 +324,7 @@ def test_the_batch_of_a_failed_step_comes_again(tmp_path, fail_at):
 
 
 @quiet
-def test_a_plain_loader_gets_set_epoch_in_one_process():
+def test_set_epoch_reaches_a_plain_loader_in_one_process():
     sampler = PKSampler(LABELS, classes_per_batch=3, samples_per_class=3, seed=3)
     model = Recorder()
     fit(model, DataLoader([{"index": i, "seed": 0} for i in range(26)], batch_sampler=sampler))
@@ -331,7 +335,7 @@ def test_a_plain_loader_gets_set_epoch_in_one_process():
 
 
 def run_rank(folder: Path) -> None:
-    """One rank: three fits under the Trainer's default flags, the last two resumed; what arrived goes to a file."""
+    """Run four fits with the Trainer's default flags on one rank, the last two resumed; write the batches to a file."""
     arrived = {}
     ddp = {"strategy": "ddp", "devices": 2}
     save = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
@@ -352,7 +356,7 @@ def run_rank(folder: Path) -> None:
 
 
 def test_two_processes(tmp_path):
-    """Unequal shares, 5 and 4 of 9: joined they are the one-process list, in every epoch, also after a resume."""
+    """The shards have 5 and 4 of 9 images; joined, they are the batches of one process, also in a resumed run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -388,7 +392,7 @@ if __name__ == "__main__":
 
 @pytest.mark.refusal
 @pytest.mark.parametrize(("dataset", "came"), [(range(5), "got 5"), (range(7), "got 7"), (None, "got None")])
-def test_a_dataset_of_another_size_is_refused(dataset, came):
+def test_a_dataset_of_another_size_raises(dataset, came):
     sampler = PKSampler([0, 0, 1, 1, 2, 2], classes_per_batch=2, samples_per_class=2)
     with pytest.raises(
         ValueError, match=rf"^RetrievalDataLoader: `dataset` must have one item for each of the 6 .*{came}"

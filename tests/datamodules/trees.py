@@ -20,21 +20,21 @@ def write_image(
 
 
 def truncate(path: Path, keep: float = 0.5) -> Path:
-    """The file cut off, so that it begins as an image and cannot be decoded."""
+    """Cut off the end of a file, so that it begins as an image but cannot be decoded."""
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * keep)])
     return path
 
 
 def write_text(path: Path, text: str) -> Path:
-    """The text in UTF-8, with the folders that it needs."""
+    """Write a text in UTF-8, and create the folders above it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     return path
 
 
 def mode_of(image: int) -> Literal["RGB", "L", "CMYK"]:
-    """The first image of a tree is grey, its second one for print."""
+    """The first image of a tree is grey, the second one CMYK."""
     return "L" if image == 0 else "CMYK" if image == 1 else "RGB"
 
 
@@ -103,7 +103,7 @@ def write_in_shop(
 
 
 def write_cub(root: Path) -> list[tuple[int, str, int, tuple[float, float, float, float]]]:
-    """CUB-200-2011: seven species, three images of each, and a file that macOS leaves behind.
+    """CUB-200-2011: seven species, three images of each, and a hidden file as macOS creates it.
 
     Returns:
         Id, path below `images`, species and box (x, y, width, height) of each image.
@@ -117,8 +117,8 @@ def write_cub(root: Path) -> list[tuple[int, str, int, tuple[float, float, float
             name = f"{number:03d}.{bird}/{bird}_{'ñ' if image == 2 else each}_{image}.jpg"
             write_image(root / "images" / name, mode_of(image), (60, 50), seed=number)
             found.append((image + 1, name, number, (3.5 + each, 2.0, 20.25, 30.0)))
-    litter = (len(found) + 1, "001.Black_footed_Albatross/._Black_footed_Albatross.jpg", 1, (0.0, 0.0, 1.0, 1.0))
-    rows = [*found, litter]
+    hidden = (len(found) + 1, "001.Black_footed_Albatross/._Black_footed_Albatross.jpg", 1, (0.0, 0.0, 1.0, 1.0))
+    rows = [*found, hidden]
     write_text(root / "images.txt", "".join(f"{image} {name}\n" for image, name, _, _ in rows) + "\n")
     labels = [f"{image} {number}\n" for image, _, number, _ in rows]
     write_text(root / "image_class_labels.txt", "".join(reversed(labels)))  # joined by id

@@ -1,4 +1,4 @@
-"""Writes small trees of images in folders, tables and lists, and trains on what a data module reads of them."""
+"""Write small trees of images in folders, tables and lists, and train on what a data module reads from them."""
 
 import json
 from functools import partial
@@ -14,7 +14,7 @@ from lightning_retrieval.callbacks import RetrievalEvaluation
 from tests.datamodules.trees import write_image, write_text
 
 SMALL = v2.Compose([v2.Resize((16, 16)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
-# Settings that make a data module of a small tree quick.
+# Settings for fast tests on a small tree.
 QUICK = {
     "train_transform": SMALL,
     "eval_transform": SMALL,
@@ -23,7 +23,7 @@ QUICK = {
     "eval_batch_size": 4,
     "seed": 0,
 }
-# What Lightning says of short runs on a small machine.
+# Warnings of Lightning about short runs on a small machine.
 QUIET = [
     r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
     "ignore:The '(train|val|test)_dataloader' does not have many workers:UserWarning",
@@ -41,20 +41,20 @@ GROUPS = {10: "Plantae", 9: "Aves", 100: "Aves", 7: "Aves", 8: "Insecta"}
 
 
 def write_images(root: Path, paths: list[str]) -> None:
-    """An image of its own at each path, the second of them grey."""
+    """Write a different image to each path, the second one grey."""
     for seed, path in enumerate(paths):
         write_image(root / path, "L" if seed == 1 else "RGB", seed=seed)
 
 
 def write_folders(root: Path, names: list[str], images: int = 3, suffix: str = ".jpg") -> list[str]:
-    """Folders of these names with images 0, 1, ... in each; their paths, in order."""
+    """Write folders of these names with images 0, 1, ... in each; return the paths in order."""
     paths = [f"{name}/{i}{suffix}" for name in names for i in range(images)]
     write_images(root, paths)
     return paths
 
 
 def write_inaturalist(root: Path, lists: str = "Inat_dataset_splits", images: bool = True) -> dict[str, list[str]]:
-    """The official layout with Smooth-AP's lists and, in train2018.json, the taxonomy; the paths of each split."""
+    """Write the official directories, Smooth-AP's lists and the taxonomy in train2018.json; return each split's paths."""
     splits = {"train": (10, 9, 100), "test": (7, 8)}
     paths = {
         split: [f"train_val2018/{GROUPS[c]}/{c}/{c:02}f{i}a.jpg" for c in classes for i in range(3)]
@@ -73,7 +73,7 @@ def write_inaturalist(root: Path, lists: str = "Inat_dataset_splits", images: bo
 
 
 def write_vgg_face2(root: Path, prefixed: bool = False, folder: str = "meta") -> dict[str, list[str]]:
-    """The official layout with lists and loose boxes; the paths of each split as they lie in the root."""
+    """Write the official directories, lists and loose boxes; return the paths of each split below the root."""
     found = {}
     for split, people in {"train": ("n000002", "n000010", "n000007"), "test": ("n000001", "n000009")}.items():
         stems = [f"{person}/{i:04}_01" for person in people for i in range(1, 4)]
@@ -89,7 +89,7 @@ def write_vgg_face2(root: Path, prefixed: bool = False, folder: str = "meta") ->
 def write_landmarks(
     root: Path, images: str = "images", folder: str = "annotations"
 ) -> dict[str, list[tuple[str, int]]]:
-    """Lists of URLs as they were published, and the images under their last parts; (path, landmark) of each split."""
+    """Write the published lists of URLs, and images named after the URLs; return (path, landmark) of each split."""
     splits = {
         "train": [(f"{landmark}_{i}-b%20c.JPG", landmark) for landmark in (3, 20, 100) for i in range(3)],
         "val": [(f"v{landmark}_{i}.jpg", landmark) for landmark in (100, 3) for i in range(2)],
@@ -104,12 +104,12 @@ def write_landmarks(
 
 
 def begin_with_byte_order_mark(path: Path) -> None:
-    """As some editors save a text file."""
+    """Add a byte order mark to a text file, as some editors do."""
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
 
 
 def fit_and_validate(data: pl.LightningDataModule, validate: bool = True) -> dict[str, float]:
-    """Train for two steps and, if wanted, validate once more; what was logged."""
+    """Train for two steps and, if wanted, validate once more; return the logged metrics."""
     torch.manual_seed(1)
     network = nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(48, 8))
     module = RetrievalModule(network, SmoothAPLoss(tau=0.1), optimizer=partial(torch.optim.SGD, lr=0.1))
@@ -127,7 +127,7 @@ def fit_and_validate(data: pl.LightningDataModule, validate: bool = True) -> dic
     )
     trainer.fit(module, datamodule=data)
     if trainer.global_step != 2:
-        raise AssertionError(f"two steps were wanted, got {trainer.global_step}")
+        raise AssertionError(f"expected two steps, got {trainer.global_step}")
     if validate:
         trainer.validate(module, datamodule=data, verbose=False)
     return {name: float(value) for name, value in trainer.callback_metrics.items()}

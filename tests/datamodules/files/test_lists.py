@@ -12,7 +12,7 @@ from lightning_retrieval.datamodules import (
     VehicleID,
     VGGFace2,
 )
-from lightning_retrieval.datamodules.files.lists import check_unique, read_lines, read_rows
+from lightning_retrieval.datamodules.files.lists import check_unique, parse_integers, read_lines, read_rows
 from tests.datamodules.trees import (
     write_cub,
     write_in_shop,
@@ -100,3 +100,23 @@ def test_a_folder_instead_of_a_list_raises(tmp_path):
     (tmp_path / "list.txt").mkdir()
     with pytest.raises(ValueError, match=rf"^I: {tmp_path}/list.txt must be a text file, got a folder"):
         list(read_rows("I", tmp_path / "list.txt", 2))
+
+
+def test_rows_are_split_into_fields_and_checked(tmp_path):
+    file = tmp_path / "list.txt"
+    file.write_text("3\nid   path\n1   a/b.JPG\n\n2 \t ü.png  \n", encoding="utf-8-sig")
+    assert list(read_rows("I", file, 2, header=["id", "path"], skip=1)) == [["1", "a/b.JPG"], ["2", "ü.png"]]
+    with pytest.raises(ValueError, match=rf"^I: line 2 of {file} must be the header 'id way', got 'id   path'"):
+        list(read_rows("I", file, 2, header=["id", "way"], skip=1))
+    file.write_text("1 a\n2\n3 c d\n4 e\n")
+    with pytest.raises(
+        ValueError,
+        match=rf"^I: each line of {file} must have 2 fields, got 2 with a different number of fields \(line 2, 3\)",
+    ):
+        list(read_rows("I", file, 2))
+    file.write_text("1 a\n3 c d\n")
+    assert len(list(read_rows("I", file, 2, more=True))) == 2
+    with pytest.raises(ValueError, match=rf"^I: `id` must be integers in {file}, got '1x'"):
+        parse_integers("I", file, "id", ["1", "1x"])
+    with pytest.raises(ValueError, match=rf"^I: `id` must be different in each line of {file}, got 7 twice"):
+        check_unique("I", file, "id", [7, 8, 7])

@@ -1,4 +1,4 @@
-"""ImageFolder: classes in folders, split by class with a seed or by folders, through to training."""
+"""ImageFolder: finding classes in folders, splitting them by a seed or by folders, and training on them."""
 
 import warnings
 
@@ -19,7 +19,7 @@ def described(index):
     return list(zip(index.paths, (index.names[label] for label in index.labels), strict=True))
 
 
-def test_all_images_are_read_with_the_class_of_their_folder(tmp_path):
+def test_the_class_of_each_image_is_its_folder(tmp_path):
     paths = write_folders(tmp_path, NAMES)
     splits = ImageFolder(tmp_path).splits
     assert list(splits) == ["train", "test"]
@@ -31,7 +31,7 @@ def test_all_images_are_read_with_the_class_of_their_folder(tmp_path):
         assert index.categories is None
 
 
-def test_split_is_by_class_and_follows_from_the_seed(tmp_path):
+def test_classes_are_split_by_the_seed(tmp_path):
     names = [f"class {i}" for i in range(12)]
     write_folders(tmp_path, names, images=1)
 
@@ -45,11 +45,11 @@ def test_split_is_by_class_and_follows_from_the_seed(tmp_path):
     assert test_names() != test_names(split_seed=1)
     drawn = np.random.default_rng(1).permutation(12)[:6]
     assert set(test_names(split_seed=1)) == {sorted(names)[i] for i in drawn}
-    # The order in which the folders are found has no say.
+    # The order in which the folders are found does not matter.
     assert split_by_class("x", "fraction", names, 0.5, 3) == split_by_class("x", "fraction", names[::-1], 0.5, 3)
 
 
-def test_categories_are_the_folders_above(tmp_path):
+def test_categories_are_the_folders_above_the_classes(tmp_path):
     paths = write_folders(tmp_path, ["pets/1", "pets/2", "birds/1", "birds/2", "ants/7", "ants/8"], images=2)
     splits = ImageFolder(tmp_path, categories=True).splits
     both = described(splits["train"]) + described(splits["test"])
@@ -66,7 +66,7 @@ def test_train_and_test_folders_are_the_split(tmp_path):
     assert list(splits["test"].paths) == ["test/c/0.jpg", "test/c/1.jpg", "test/c/2.jpg"]
 
 
-def test_a_class_in_both_folders_is_refused(tmp_path):
+def test_a_class_in_both_folders_raises(tmp_path):
     write_folders(tmp_path, ["train/a", "train/b", "test/b"])
     with pytest.raises(ValueError, match=r"in training or in evaluation, not in both, got 1 in train and test.*'b'"):
         ImageFolder(tmp_path).prepare_data()
@@ -80,7 +80,7 @@ def test_a_val_folder_beside_them_is_the_validation_set(tmp_path):
     assert list(data.test_set.index.names) == ["c"]
 
 
-def test_suffixes_of_any_case_are_read_and_hidden_files_passed_over(tmp_path):
+def test_suffixes_may_be_upper_case_and_hidden_files_are_skipped(tmp_path):
     wanted = ["a/1.JPG", "a/2.Jpeg", "a/3.png", "b/1.webp", "b/2.TIF", "b/3.bmp"]
     for path in [*wanted, "a/x.jpg"]:
         write_image(tmp_path / path)
@@ -106,7 +106,7 @@ def test_other_files_are_counted_in_one_warning(tmp_path):
         assert sum(map(len, data.splits.values())) == 6
 
 
-def test_empty_folders_are_left_out_with_one_warning(tmp_path):
+def test_empty_folders_are_ignored_with_one_warning(tmp_path):
     write_folders(tmp_path, ["a", "b"])
     (tmp_path / "c").mkdir()
     (tmp_path / "d").mkdir()
@@ -125,14 +125,14 @@ def test_empty_folders_are_left_out_with_one_warning(tmp_path):
         ([], False, r"there is no image"),
     ],
 )
-def test_a_root_without_classes_is_refused_with_the_cure(tmp_path, names, categories, cure):
+def test_a_root_without_classes_raises_with_a_suggestion(tmp_path, names, categories, cure):
     for name in names:
         write_folders(tmp_path / name if name else tmp_path, ["."])
     with pytest.raises(ValueError, match=rf"ImageFolder: `root` must contain images as <.*which .* does not; .*{cure}"):
         ImageFolder(tmp_path, categories=categories).prepare_data()
 
 
-def test_what_is_refused_at_once(tmp_path):
+def test_invalid_arguments_raise(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"`root` must be a folder of .*, got .*nowhere, which does not exist"):
         ImageFolder(tmp_path / "nowhere", cache_dir=tmp_path / "cache").prepare_data()
     for fraction in (0, 1, -0.5):
@@ -145,7 +145,7 @@ def test_what_is_refused_at_once(tmp_path):
         ImageFolder(tmp_path, test_fraction=0.1).prepare_data()
 
 
-def test_cached_index_is_read_again_when_an_image_comes(tmp_path):
+def test_a_new_image_invalidates_the_cache(tmp_path):
     root = tmp_path / "images"
     write_folders(root, ["train/a", "train/b", "test/c"])
     first = ImageFolder(root, cache_dir=tmp_path / "cache").splits
@@ -164,7 +164,7 @@ def test_trains_and_validates(tmp_path, num_workers):
     assert 0 < logged["val/mAP"] <= 1
 
 
-def test_a_truncated_image_is_named_or_skipped(tmp_path):
+def test_a_truncated_image_raises_or_is_skipped(tmp_path):
     write_folders(tmp_path, ["a", "b"])
     for name in ("a", "b"):
         truncate(tmp_path / name / "1.jpg")
@@ -178,7 +178,7 @@ def test_a_truncated_image_is_named_or_skipped(tmp_path):
 
 
 @pytest.mark.refusal
-def test_a_folder_above_the_root_and_a_file_are_told_so(tmp_path):
+def test_a_root_that_is_one_folder_too_high_or_a_file_raises(tmp_path):
     write_folders(tmp_path / "pets", ["cat", "dog"])
     with pytest.raises(ValueError, match=rf"categories=True if .*, or pass root={tmp_path}/pets\.$"):
         ImageFolder(tmp_path).prepare_data()

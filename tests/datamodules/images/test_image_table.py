@@ -1,4 +1,4 @@
-"""ImageTable: CSV and Parquet, splits, roles and boxes, refusals with their lines, through to training."""
+"""ImageTable: CSV and Parquet, splits, roles and boxes, errors with line numbers, and training on a table."""
 
 import csv
 import sys
@@ -19,7 +19,7 @@ refusal = pytest.mark.refusal
 
 
 def write_csv(root, *rows):
-    """A table of these rows, the header first."""
+    """Write these rows, the header first, as a table."""
     root.mkdir(exist_ok=True)
     with (root / "images.csv").open("w", encoding="utf-8", newline="") as stream:
         csv.writer(stream).writerows(rows)
@@ -41,7 +41,7 @@ SPLIT_ROWS = [
 ]
 
 
-def test_columns_in_any_order_and_labels_by_number(tmp_path):
+def test_columns_may_have_any_order_and_integer_labels_are_sorted_as_numbers(tmp_path):
     splits = read(write_csv(tmp_path, *SPLIT_ROWS))
     train, test = splits["train"], splits["test"]
     assert list(train.paths) == ["a, b.jpg", "b/ß 日.JPG", "c.jpg", "d.jpg"]
@@ -53,14 +53,14 @@ def test_columns_in_any_order_and_labels_by_number(tmp_path):
         assert index.roles is index.boxes is index.categories is None
 
 
-def test_labels_are_text_where_one_is_not_an_integer_as_it_is_written(tmp_path):
+def test_labels_are_text_if_one_is_not_an_integer_as_python_writes_it(tmp_path):
     rows = [("image", "label", "split"), *[(f"{i}.jpg", name, "train") for i, name in enumerate(["7", "007", "10"])]]
     splits = read(write_csv(tmp_path, *rows, ("t.jpg", "8", "test")))
     assert list(splits["train"].names) == ["007", "10", "7"]
     assert splits["train"].labels.tolist() == [2, 0, 1]
 
 
-def test_without_a_split_the_classes_are_split_with_the_seed(tmp_path):
+def test_without_a_column_split_the_classes_are_split_by_the_seed(tmp_path):
     names = [f"class {i}" for i in range(10)]
     rows = [(f"{name}/{i}.jpg", name) for name in names for i in range(2)]
     root = write_csv(tmp_path, ("image", "label"), *rows)
@@ -72,7 +72,7 @@ def test_without_a_split_the_classes_are_split_with_the_seed(tmp_path):
     assert list(read(root, test_fraction=0.3, split_seed=5)["test"].names) != sorted(drawn)
 
 
-def test_val_rows_are_the_validation_set_and_others_are_test_sets(tmp_path):
+def test_val_rows_form_the_validation_set_and_others_the_test_sets(tmp_path):
     rows = [(f"{split}{i}.jpg", split, split) for split in ("train", "val", "easy", "hard") for i in range(2)]
     data = ImageTable(write_csv(tmp_path, ("image", "label", "split"), *rows), "images.csv")
     assert list(data.val_set.index.paths) == ["val0.jpg", "val1.jpg"]
@@ -100,7 +100,7 @@ def test_roles_and_distractors(tmp_path):
     assert list(splits["test"].names) == ["b"]
 
 
-def test_distractors_are_of_the_test_where_the_classes_are_split(tmp_path):
+def test_distractors_belong_to_the_test_set_if_the_classes_are_split(tmp_path):
     rows = [(f"{i}.jpg", i % 4, "both") for i in range(8)] + [("d.jpg", "", "distractor")]
     splits = read(write_csv(tmp_path, ("image", "label", "role"), *rows))
     assert splits["test"].labels.tolist() == [0, 1, 0, 1, DISTRACTOR]
@@ -118,7 +118,7 @@ def test_categories_have_one_number_in_all_splits(tmp_path):
 
 
 @pytest.mark.parametrize("columns", [1, 4])
-def test_boxes_are_cut_to_the_image_and_may_be_empty(tmp_path, columns):
+def test_boxes_are_cropped_to_the_image_and_may_be_empty(tmp_path, columns):
     write_images(tmp_path, ["0.png", "1.png", "2.png"])
     boxes = ["-5 4 12.4 99", "10 4 30 20", ""]
     if columns == 4:
@@ -135,7 +135,7 @@ def test_boxes_are_cut_to_the_image_and_may_be_empty(tmp_path, columns):
     assert data.test_set.read(0).size == (48, 40)
 
 
-def test_an_image_may_be_listed_twice_with_boxes(tmp_path):
+def test_an_image_may_be_listed_twice_with_different_boxes(tmp_path):
     rows = [
         ("image", "label", "split", "box"),
         *[("a.jpg", i, s, f"{i} 0 9 9") for i, s in enumerate(["train", "test"])],
@@ -143,7 +143,7 @@ def test_an_image_may_be_listed_twice_with_boxes(tmp_path):
     assert read(write_csv(tmp_path, *rows))["test"].boxes.tolist() == [[1, 0, 9, 9]]
 
 
-def test_parquet_gives_what_csv_does(tmp_path):
+def test_parquet_and_csv_give_the_same_index(tmp_path):
     columns = {
         "split": ["train", "train", "test", "test", "test"],
         "label": pyarrow.array([20, 3, 100, None, 100]),
@@ -166,7 +166,7 @@ def test_parquet_gives_what_csv_does(tmp_path):
 
 
 @refusal
-def test_parquet_names_the_row(tmp_path):
+def test_an_error_in_a_parquet_file_has_the_row_number(tmp_path):
     table = pyarrow.table({"image": ["a.jpg", "b.jpg"], "label": ["x", None]})
     parquet.write_table(table, tmp_path / "images.parquet")
     with pytest.raises(ValueError, match=r"`label` must not be empty in any row, at row 2 of .*images\.parquet\."):
@@ -174,7 +174,7 @@ def test_parquet_names_the_row(tmp_path):
 
 
 @refusal
-def test_missing_pyarrow_is_named_with_its_cure(tmp_path, monkeypatch):
+def test_missing_pyarrow_raises_with_the_command_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # as if it were not installed
     write_text(tmp_path / "images.parquet", "")
     with pytest.raises(ModuleNotFoundError, match=r"pyarrow must be .*: pip install lightning-retrieval\[parquet\]"):
@@ -247,13 +247,13 @@ PLAIN = ("image", "label", "split")
         ),
     ],
 )
-def test_rows_that_are_refused(tmp_path, rows, message):
+def test_invalid_rows_raise(tmp_path, rows, message):
     with pytest.raises(ValueError, match=f"(?s)^ImageTable: .*{message}|^ImageIndex: .*{message}"):
         read(write_csv(tmp_path, *rows))
 
 
 @refusal
-def test_a_table_that_is_not_there(tmp_path):
+def test_a_missing_table_and_invalid_arguments_raise(tmp_path):
     write_csv(tmp_path / "deeper", *SPLIT_ROWS)
     with pytest.raises(FileNotFoundError, match=r"`root` must contain images.csv, .*; pass root=.*deeper"):
         read(tmp_path)
@@ -263,7 +263,7 @@ def test_a_table_that_is_not_there(tmp_path):
         ImageTable(tmp_path, "images.csv", split_seed=0.5)
 
 
-def test_a_table_may_lie_elsewhere_and_begin_with_a_byte_order_mark(tmp_path, monkeypatch):
+def test_a_table_may_be_outside_of_the_root_and_begin_with_a_byte_order_mark(tmp_path, monkeypatch):
     write_csv(tmp_path / "tables", *SPLIT_ROWS)
     table = tmp_path / "tables" / "images.csv"
     begin_with_byte_order_mark(table)
@@ -273,7 +273,7 @@ def test_a_table_may_lie_elsewhere_and_begin_with_a_byte_order_mark(tmp_path, mo
         assert len(found["train"]) == 4
 
 
-def test_the_cache_follows_the_settings(tmp_path):
+def test_the_cache_depends_on_the_settings(tmp_path):
     root = write_csv(tmp_path, ("image", "label"), *[(f"{i}.jpg", i) for i in range(12)])
     cache = tmp_path / "cache"
     first = read(root, cache_dir=cache)["test"]
@@ -295,7 +295,7 @@ def test_trains_and_validates(tmp_path, num_workers):
     assert 0 < logged["val/mAP"] <= 1
 
 
-def test_a_truncated_image_is_named(tmp_path):
+def test_a_truncated_image_raises_with_its_path(tmp_path):
     write_images(tmp_path, ["a.jpg", "b.jpg"])
     truncate(tmp_path / "b.jpg")
     data = ImageTable(write_csv(tmp_path, PLAIN, TRAIN, TEST), "images.csv", **QUICK)
@@ -305,8 +305,8 @@ def test_a_truncated_image_is_named(tmp_path):
 
 
 @refusal
-def test_a_box_that_is_trained_on_is_not_evaluated(tmp_path):
-    """Another box of the same photograph may be."""
+def test_a_box_in_training_and_evaluation_raises(tmp_path):
+    """Different boxes of the same photograph may be in training and in evaluation."""
     rows = [(*PLAIN, "box"), ("a.jpg", "1", "train", "0 0 5 5"), ("a.jpg", "2", "test", "5 0 9 9")]
     assert len(read(write_csv(tmp_path, *rows))["test"]) == 1
 
@@ -324,7 +324,7 @@ def test_a_box_that_is_trained_on_is_not_evaluated(tmp_path):
 
 
 @refusal
-def test_a_damaged_parquet_file_and_a_folder_are_named(tmp_path):
+def test_a_damaged_parquet_file_and_a_folder_raise(tmp_path):
     for damaged in (b"", b"PAR1" + bytes(40) + b"PAR1"):
         (tmp_path / "images.parquet").write_bytes(damaged)
         with pytest.raises(ValueError, match=rf"^ImageTable: {tmp_path}/images\.parquet must be a Parquet file"):
@@ -334,7 +334,7 @@ def test_a_damaged_parquet_file_and_a_folder_are_named(tmp_path):
         read(tmp_path, "folder.csv")
 
 
-def test_integers_that_pandas_made_floats_are_integers(tmp_path):
+def test_floats_that_pandas_made_of_integers_are_read_as_integers(tmp_path):
     labels = pyarrow.array([20.0, 3.0, 7.0, float("nan")])
     columns = {"image": [f"{i}.jpg" for i in range(4)], "label": labels, "split": ["train", "train", "test", "test"]}
     parquet.write_table(pyarrow.table(columns), tmp_path / "images.parquet")

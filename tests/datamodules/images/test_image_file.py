@@ -1,0 +1,112 @@
+"""Decoding images: colours, orientation, boxes and pixels of more than 8 bits."""
+
+import warnings
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lightning_retrieval.datamodules import (
+    ImageIndex,
+    ImageSet,
+)
+from tests.datamodules.images.pictures import as_it_is, picture
+
+
+def save(path, values):
+    Image.fromarray(values).save(path)
+    return path.name
+
+
+def mode_of(path):
+    with Image.open(path) as image:
+        return image.mode
+
+
+def test_images_are_rgb_upright_and_cropped(tmp_path):
+    grid = picture(tmp_path / "a.png")
+    picture(tmp_path / "grey.png", "L")
+    picture(tmp_path / "cmyk.JPG", "CMYK")
+    picture(tmp_path / "palette.png", "P")
+    rotated = Image.fromarray(grid)
+    exif = rotated.getexif()
+    exif[0x0112] = 6  # to be rotated by 90 degrees, clockwise
+    rotated.save(tmp_path / "rotated.png", exif=exif)
+    names = ["a.png", "grey.png", "cmyk.JPG", "palette.png", "rotated.png"]
+    images = ImageSet(ImageIndex(names, range(5)), tmp_path, as_it_is)
+    assert [tuple(images[i]["images"].shape) for i in range(5)] == [(4, 6, 3)] * 4 + [(6, 4, 3)]
+    assert np.array_equal(images[0]["images"], grid)
+    assert np.array_equal(images[4]["images"], np.rot90(grid, -1))
+    assert (images[1]["images"][..., 0] == images[1]["images"][..., 2]).all()
+    boxes = ImageSet(
+        ImageIndex(["a.png"] * 3, range(3), boxes=[[1, 2, 3, 4], [-5, -5, 2, 99], [9, 9, 12, 12]]), tmp_path, as_it_is
+    )
+    assert np.array_equal(boxes[0]["images"], grid[2:4, 1:3])
+    assert np.array_equal(boxes[1]["images"], grid[:, :2])
+    with pytest.raises(ValueError, match=r"a\.png \(its box \[9, 9, 12, 12\] lies outside of its 6 x 4\)"):
+        boxes[2]
+
+
+def test_sixteen_bits_are_scaled_to_eight(tmp_path):
+    """Values are divided by 257 and rounded, so that the largest number is white."""
+    ramp = (np.arange(256, dtype=np.int64).reshape(16, 16) * 257).clip(max=65535)
+    shades = ramp + np.arange(16) * 8  # up to half a step away
+    shades[-1, -1] = 65535
+    names = [
+        save(tmp_path / "a.png", shades.astype(np.uint16)),
+        save(tmp_path / "b.tif", shades.astype(">u2")),
+        save(tmp_path / "c.tif", shades.astype(np.int32)),
+    ]
+    (tmp_path / "d.pgm").write_bytes(b"P5 16 16 65535\n" + shades.astype(">u2").tobytes())
+    assert {mode_of(tmp_path / name) for name in names} == {"I;16", "I;16B", "I"}
+    images = ImageSet(ImageIndex([*names, "d.pgm"], range(4)), tmp_path, as_it_is)
+    wanted = np.array([[min(int(value / 257 + 0.5), 255) for value in row] for row in shades.tolist()])
+    for position in range(4):
+        found = images[position]["images"].numpy()
+        assert found.shape == (16, 16, 3)
+        assert all(np.array_equal(found[..., channel], wanted) for channel in range(3))
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (np.full((4, 4), 0.5, np.float32), "it holds floating-point numbers, for which"),
+        (np.full((4, 4), 65536, np.int32), "it holds 32-bit integers from 65536 to 65536, for which"),
+        (np.full((4, 4), -1, np.int32), "it holds 32-bit integers from -1 to -1"),
+        (np.full((4, 4), 200, np.int32), "it holds 32-bit integers from 200 to 200"),
+    ],
+)
+def test_pixels_without_a_known_white_raise(tmp_path, values, sentence):
+    images = ImageSet(ImageIndex([save(tmp_path / "a.tif", values)], [0]), tmp_path, as_it_is)
+    with pytest.raises(ValueError, match=rf"^ImageSet: cannot read the image {tmp_path}/a\.tif \({sentence}"):
+        images[0]
+
+
+def test_a_palette_with_transparency_keeps_its_colours_without_a_warning(tmp_path):
+    image = Image.new("P", (4, 4), 1)
+    image.putpalette([10, 20, 30, 200, 100, 50])
+    image.save(tmp_path / "a.png", transparency=bytes([255, 128]))
+    images = ImageSet(ImageIndex(["a.png"], [0]), tmp_path, as_it_is)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert images[0]["images"][0, 0].tolist() == [200, 100, 50]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("of a decoder"), NotImplementedError("of another")])
+def test_any_error_of_a_decoder_names_the_path(tmp_path, monkeypatch, error):
+    picture(tmp_path / "a.png")
+
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", fails)
+    images = ImageSet(ImageIndex(["a.png"], [0]), tmp_path, as_it_is)
+    with pytest.raises(ValueError, match=rf"^ImageSet: cannot read the image {tmp_path}/a\.png \(of a"):
+        images[0]
+    images.on_error = "skip"
+    with pytest.warns(UserWarning, match="skipped so far: 1"):
+        assert images[0]["roles"] == 0
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        images[0]

@@ -1,0 +1,122 @@
+"""ImageIndex: its arrays, its checks, and its memory in the workers."""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_retrieval.datamodules import (
+    ImageIndex,
+    ImageSet,
+)
+from tests.datamodules.images.pictures import as_it_is
+
+OTHER = ImageIndex(["z"], [3], roles=[1], instances=[5])
+
+
+def test_an_index_can_be_sliced_and_converted_to_arrays():
+    index = ImageIndex(
+        ["a", "b", "c"],
+        [4, 4, 2],
+        categories=[1, 1, 0],
+        roles=[1, 2, 3],
+        boxes=[[0, 0, 2, 2]] * 3,
+        instances=[9, 9, -7],
+        names="xy",
+    )
+    part = index[np.array([2, 0])]
+    assert list(part.paths) == ["c", "a"]
+    assert (part.labels.tolist(), part.categories.tolist(), part.roles.tolist()) == ([2, 4], [0, 1], [3, 1])
+    assert part.instances.tolist() == [-7, 9]
+    assert list(part.names) == ["x", "y"]
+    again = ImageIndex.from_arrays(index.arrays())
+    assert list(again.paths) == ["a", "b", "c"]
+    assert all(np.array_equal(value, index.arrays()[name]) for name, value in again.arrays().items())
+    assert again.levels is None
+    with pytest.raises(ValueError, match=r"^ImageIndex: `rows` must select at least one image, got none of 3\."):
+        index[index.labels == 5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (([], []), "`paths` must hold at least one image"),
+        ((["a"], [1, 2]), "`labels` must have one entry for each of 1 paths, got 2"),
+        ((["../a"], [1]), r"`paths` must lie inside the root, got '\.\./a'"),
+        ((["/a"], [1]), "must lie inside the root, got '/a'"),
+        ((["a\\..\\..\\b"], [1]), "must lie inside the root"),
+        ((["C:/a"], [1]), "must lie inside the root"),
+        ((["./a"], [1]), "must be without './' and '//', got './a'"),
+        ((["a/./b"], [1]), "must be without './' and '//'"),
+        ((["a//b"], [1]), "must be without './' and '//'"),
+        ((["a/b/."], [1]), "must be without './' and '//'"),
+    ],
+)
+def test_an_invalid_index_raises(arguments, sentence):
+    with pytest.raises(ValueError, match=f"^ImageIndex: .*{sentence}"):
+        ImageIndex(*arguments)
+
+
+def test_boxes_without_pixels_raise():
+    with pytest.raises(
+        ValueError,
+        match=r"^ImageIndex: `boxes` must contain at least one pixel, got \[3, 0, 3, 5\] for b \(1 such boxes",
+    ):
+        ImageIndex(["a", "b"], [0, 0], boxes=[[0, 0, 1, 1], [3, 0, 3, 5]])
+
+
+@pytest.mark.refusal
+def test_boxes_beyond_32_bits_raise():
+    with pytest.raises(
+        ValueError, match=r"^ImageIndex: `boxes` must hold numbers of pixels below 2\*\*31, got \[0, 0, 1, 10995"
+    ):
+        ImageIndex(["a", "b"], [0, 0], boxes=[[0, 0, 1, 1], [0, 0, 1, 2**40]])
+
+
+@pytest.mark.refusal
+def test_instances_with_several_classes_raise():
+    with pytest.raises(
+        ValueError, match=r"^ImageIndex: `instances` must have one label each, got \[2, 3\] for instance 7 \(b and d\)"
+    ):
+        ImageIndex("abcd", [1, 2, 2, 3], instances=[4, 7, 7, 7])
+    with pytest.raises(ValueError, match=r"^ImageIndex: `instances` must have one entry for each of 2 paths, got 3"):
+        ImageIndex("ab", [1, 1], instances=[1, 2, 3])
+
+
+class Touching(Dataset):
+    """Reads all paths and labels; its only item is the private memory that this adds to the process, in MB."""
+
+    def __init__(self, paths, labels):
+        self.paths, self.labels = paths, labels
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        before = private_memory()
+        for position in range(0, len(self.paths), 10):  # reads from each page of memory
+            _ = self.paths[position], self.labels[position]
+        return private_memory() - before
+
+
+def private_memory() -> float:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1e3
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's account of memory")
+@pytest.mark.parametrize("as_arrays", [True, False])
+def test_workers_do_not_copy_the_index(as_arrays):
+    """The 200,000 paths take about 16 MB. Strings in a list are copied: reading one changes its reference count."""
+    strings = [f"{number:080}.jpg" for number in range(200_000)]
+    index = ImageIndex(strings, np.arange(200_000) // 4)
+    images = ImageSet(index, "root", as_it_is)
+    dataset = Touching(index.paths, images.labels) if as_arrays else Touching(strings, images.labels.tolist())
+    loader = DataLoader(dataset, None, num_workers=1, multiprocessing_context="fork")
+    (grown,) = loader
+    assert grown < 5 if as_arrays else grown > 16
+    if as_arrays:
+        arrays = sum(array.nbytes for array in index.arrays().values())
+        assert len(pickle.dumps(index)) < 1.01 * arrays + 1000  # what is sent to workers that are spawned

@@ -1,0 +1,217 @@
+"""ImageDataModule: splits, training and validation, the cache, and the check of the files."""
+
+import os
+from types import MappingProxyType
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from lightning_retrieval import RetrievalMetrics, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks import RetrievalEvaluation
+from lightning_retrieval.datamodules import (
+    ImageDataModule,
+    ImageIndex,
+    ImageSet,
+)
+from lightning_retrieval.datamodules.images.classes import class_numbers
+from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ROLES
+from tests.datamodules.images.pictures import TINY, picture
+
+QUIET = [
+    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
+    "ignore:The '(train|val|test)_dataloader' does not have many workers:UserWarning",
+    "ignore:GPU available but not used:UserWarning",
+]
+pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+
+
+class Pictures(ImageDataModule):
+    """Classes 0 to 5 in training, 6 to 8 in evaluation, four images each."""
+
+    published_counts = MappingProxyType({"train": [(24, 6)], "test": [(13, 3), (13, 4)]})
+
+    def __init__(self, root, parts=("train", "test"), **settings):
+        small = {"train_transform": TINY, "eval_transform": TINY, "classes_per_batch": 2, "samples_per_class": 4}
+        super().__init__(root, **{**small, **settings})
+        self.parts = parts
+
+    def read(self):
+        classes = {"train": range(6), "val": range(20, 22), "test": range(6, 9), "hard": range(9, 12)}
+        return {part: self.of(classes[part]) for part in self.parts}
+
+    def of(self, classes):
+        paths = [f"{label}/{number}.png" for label in classes for number in range(4)]
+        labels, names = class_numbers([int(path.split("/")[0]) for path in paths])
+        return ImageIndex(paths, labels, categories=labels // 2, names=names)
+
+    def sources(self):
+        return [self.root / "list.txt"]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    root = tmp_path_factory.mktemp("pictures")
+    (root / "list.txt").write_text("")
+    for label in [*range(12), 20, 21]:
+        for number in range(4):
+            picture(root / f"{label}/{number}.png", size=(10 + label, 12))
+    return root
+
+
+def fit(data, steps=2):
+    torch.manual_seed(0)
+    module = RetrievalModule(nn.Sequential(nn.Flatten(), nn.Linear(192, 8)), SmoothAPLoss())
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=steps,
+        callbacks=[RetrievalEvaluation(ks=(1,))],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, datamodule=data)
+    trained = dict(trainer.callback_metrics)
+    trainer.validate(module, datamodule=data, verbose=False)
+    return {**trained, **trainer.callback_metrics}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("sampler", ["pk", "category", "all_classes"])
+def test_a_module_trains_and_validates(tree, workers, sampler):
+    settings = {"classes_per_batch": 6, "samples_per_class": 2} if sampler == "all_classes" else {}
+    found = fit(Pictures(tree, num_workers=workers, sampler=sampler, **settings))
+    assert 0 < found["val/mAP"] <= 1
+    assert found["val/skipped_queries"] == 0
+
+
+def test_several_sets_are_logged_by_name(tree):
+    found = fit(Pictures(tree, parts=("train", "test", "hard")))
+    assert {"val/test/mAP", "val/hard/mAP", "val/hard/R@1"} <= set(found)
+    alone = fit(Pictures(tree, parts=("train", "hard")))
+    assert alone["val/hard/mAP"] == found["val/hard/mAP"]
+
+
+def test_the_set_on_which_checkpoints_are_chosen(tree):
+    assert Pictures(tree).val_set is Pictures(tree).test_set or len(Pictures(tree).val_set) == 12
+    assert len(Pictures(tree, parts=("train", "val", "test")).val_set) == 8
+    only_val = Pictures(tree, parts=("train", "val"))
+    assert list(only_val.test_set.index.paths) == list(only_val.val_set.index.paths)
+    held = Pictures(tree, val_fraction=0.34, seed=1)
+    assert (len(held.train_set), len(held.val_set), len(held.test_set)) == (16, 8, 12)
+    assert not set(held.train_set.index.paths) & set(held.val_set.index.paths)
+    assert held.val_set.transform is held.eval_transform
+    assert list(Pictures(tree, val_fraction=0.34, seed=1).val_set.index.paths) == list(held.val_set.index.paths)
+    with pytest.raises(ValueError, match=r"`val_fraction` must leave classes on both sides, got 0.05 of 6 classes"):
+        _ = Pictures(tree, val_fraction=0.05).train_set
+    with pytest.raises(ValueError, match="Pictures: has no split 'train', only 'test'"):
+        _ = Pictures(tree, parts=("test",)).train_set
+
+
+def test_classes_and_images_in_training_and_evaluation_raise(tree):
+    class Mixed(Pictures):
+        def read(self):
+            return {"train": self.of(range(4)), "test": self.of(range(3, 6))}
+
+    with pytest.raises(
+        ValueError, match=r"^Mixed: classes must be in training or .* got 1 in train and test, such as '3'"
+    ):
+        Mixed(tree).prepare_data()
+    Mixed.shared_classes = True
+    with pytest.raises(ValueError, match=r"^Mixed: images must be in .* got 4 in train and test, such as 3/0\.png"):
+        Mixed(tree).prepare_data()
+
+    class Shared(Mixed):
+        def read(self):
+            index = self.of(range(4))
+            return {"train": index[::2], "test": index[1::2]}
+
+    Shared(tree).prepare_data()
+
+
+def test_the_index_is_stored_in_the_cache(tree, tmp_path):
+    first = Pictures(tree, cache_dir=tmp_path).splits
+    (file,) = tmp_path.iterdir()
+    os.utime(file, (1, 1))
+    again = Pictures(tree, cache_dir=tmp_path).splits
+    assert file.stat().st_mtime == 1
+    assert list(again["test"].paths) == list(first["test"].paths)
+    assert len(Pictures(tree, parts=("train", "test", "hard"), cache_dir=tmp_path).splits) == 3  # other settings
+
+
+def test_check_reports_the_published_counts_and_missing_files(tree):
+    report = Pictures(tree, parts=("train", "test", "hard")).check()
+    assert not report.ok  # 12 test images, not 13
+    published = Pictures.published_counts
+    assert report.splits == {
+        "train": ((24, 6), published["train"]),
+        "test": ((12, 3), published["test"]),
+        "hard": ((12, 3), ()),
+    }
+    assert str(report).splitlines()[2:] == [
+        "test       12        3                 13   3 or 4",
+        "hard       12        3",
+    ]
+    assert Pictures(tree, parts=("train",)).check().ok
+
+    class Gone(Pictures):
+        def of(self, classes):
+            return ImageIndex(["0/0.png", "0/0.png", "gone/é.png"], [0, 0, 1])
+
+    report = Gone(tree, parts=("train",)).check()
+    assert report.missing_files == ["gone/é.png"]
+    assert report.problems == ["1 paths are listed twice in train"]
+    assert "missing: gone/é.png" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"val_fraction": 1.0}, "`val_fraction` must be at least 0 and below 1, got 1.0"),
+        ({"on_error": "ignore"}, "`on_error` must be one of 'raise', 'skip', got 'ignore'"),
+        (
+            {"sampler": "random"},
+            "`sampler` must be one of 'pk', 'category', 'all_classes', or a GlobalBatchSampler, got 'random'",
+        ),
+    ],
+)
+def test_invalid_settings_raise(tree, settings, sentence):
+    with pytest.raises(ValueError, match=f"^Pictures: {sentence}"):
+        Pictures(tree, **settings)
+
+
+def test_roles_determine_queries_and_gallery(tree):
+    """Compare queries, gallery and distractors in one set with the metrics that are given the same masks."""
+
+    class Roles(Pictures):
+        def read(self):
+            index = self.of(range(6, 9))
+            index.roles = np.array([ROLES[r] for r in ("query", "gallery", "both", "distractor")] * 3, dtype=np.uint8)
+            index.labels[3::4] = DISTRACTOR
+            return {"train": self.of(range(6)), "test": index}
+
+    data = Roles(tree, eval_batch_size=5)
+    found = fit(data)
+    torch.manual_seed(0)
+    module = RetrievalModule(nn.Sequential(nn.Flatten(), nn.Linear(192, 8)), SmoothAPLoss())
+    pl.Trainer(
+        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, limit_val_batches=0,
+    ).fit(module, datamodule=data)  # fmt: skip
+    batch = ImageSet.collate([data.test_set[i] for i in range(12)])
+    metrics = RetrievalMetrics(ks=(1,))
+    query = torch.tensor([True, False, True, False] * 3)
+    module.eval()
+    with torch.no_grad():
+        metrics.update(
+            module(batch["images"]),
+            batch["labels"],
+            batch["ids"],
+            query,
+            ~query | torch.tensor([False, False, True, False] * 3),
+        )
+    assert found["val/mAP"].item() == pytest.approx(metrics.compute()["mAP"].item(), abs=1e-6)
