@@ -2,7 +2,6 @@ import functools
 import inspect
 import math
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from torch import nn
 
 from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss
 from lightning_retrieval.training.hyperparameters import describe, rebuild, rebuild_factory
-from lightning_retrieval.training.logged_settings import logged_settings
 
 PATH = "lightning_retrieval.SmoothAPLoss"
 
@@ -180,38 +178,3 @@ def test_numbers_of_numpy_become_plain():
     assert described == {"lr": 0.5, "flags": [2.0]}
     assert type(described["lr"]) is float
     assert type(described["flags"][0]) is float
-
-
-class Base:
-    def __init__(self, root, size=3):
-        self.root, self.size = Path(root), size
-
-
-class Derived(Base):
-    def __init__(self, labels, short=(1, 2), nested=None, loss=None, train_set=None, **others):
-        super().__init__(**others)
-        self.labels, self.short, self.nested, self.loss = labels, short, nested, loss
-
-    @property
-    def train_set(self):
-        raise RuntimeError("call setup() first")
-
-
-def test_settings_for_a_log_are_plain_and_short():
-    """Those of bases too; of what is large or no plain value it is said what it is, and nothing is run for it."""
-    nested = {"a": {"b": {"c": [1]}}, "many": [0] * 5000}
-    nested["itself"] = nested
-    made = Derived(list(range(1000)), nested=nested, loss=SmoothAPLoss(tau=0.2), root="a/b", size=7)
-    found = logged_settings(made)
-    assert found.pop("class_path").endswith("Derived")
-    inner = {"a": "builtins.dict", "many": "builtins.list", "itself": "builtins.dict"}
-    assert found == {
-        "labels": "list of 1000",
-        "short": [1, 2],
-        "nested": {"a": {"b": {"c": "builtins.list"}}, "many": "list of 5000", "itself": {
-            "a": {"b": "builtins.dict"}, "many": "list of 5000", "itself": inner,
-        }},
-        "loss": PATH,
-        "root": "a/b",
-        "size": 7,
-    }  # fmt: skip
