@@ -88,7 +88,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("cls", LOSSES)
-def test_common_duties(cls):
+def test_common_contract(cls):
     loss = cls(reduction="sum", class_balanced=True)
     x, labels = batch([3, 2, 1])
     value, gradient = value_and_gradient(loss, x, labels)
@@ -391,7 +391,7 @@ def test_memory_of_a_large_batch():
     assert int(done.stdout) < 0.4e9
 
 
-# What is refused.
+# Invalid input.
 
 X, Y = torch.randn(4, 3), torch.tensor([0, 0, 1, 1])
 

@@ -1,4 +1,4 @@
-"""Losses of shares of the queries, as processes take them: values and gradients add up to those of the whole batch.
+"""Losses of ranges of the queries, as processes compute them: values and gradients add up to those of the batch.
 
 The processes are calls one after another, with `total` answered as an all-reduce would: only where all have a tensor of
 one shape.
@@ -129,23 +129,25 @@ def evaluate(loss, x, labels, remembered, keywords, queries):
     return value.detach(), *gradients
 
 
-def shares(loss, *arguments):
-    """The answers of each share: once to hear what it has to add up, then with the sums; and how many these were."""
-    heard = []
+def parts_of(loss, *arguments):
+    """The results of each range: first to record what it sums over all, then with the sums; and the number of sums."""
+    recorded = []
     for begin, end in CUT:
-        heard.append([])
+        recorded.append([])
 
-        def hear(values, own=heard[-1]):
+        def record(values, own=recorded[-1]):
             own.append(values.clone())
             return values
 
-        first = evaluate(loss, *arguments, QueryRange(begin, end, hear))
-        heard[-1] = heard[-1], first
-    totals = [torch.stack(parts).sum(0) for parts in zip(*(own for own, _ in heard), strict=True)]  # all of one shape
+        first = evaluate(loss, *arguments, QueryRange(begin, end, record))
+        recorded[-1] = recorded[-1], first
+    totals = [
+        torch.stack(parts).sum(0) for parts in zip(*(own for own, _ in recorded), strict=True)
+    ]  # all of one shape
     if not totals:
-        return [first for _, first in heard], 0
-    answers = []
-    for (begin, end), (own, _) in zip(CUT, heard):
+        return [first for _, first in recorded], 0
+    results = []
+    for (begin, end), (own, _) in zip(CUT, recorded):
         left = iter(zip(own, totals, strict=True))
 
         def total(values, left=left):
@@ -153,9 +155,9 @@ def shares(loss, *arguments):
             assert torch.equal(values, had)
             return summed
 
-        answers.append(evaluate(loss, *arguments, QueryRange(begin, end, total)))
+        results.append(evaluate(loss, *arguments, QueryRange(begin, end, total)))
         assert next(left, None) is None
-    return answers, len(totals)
+    return results, len(totals)
 
 
 def test_every_loss_is_made_above():
@@ -166,22 +168,22 @@ def test_every_loss_is_made_above():
 
 def check(loss, *arguments):
     whole = evaluate(loss, *arguments, None)
-    answers, totals = shares(loss, *arguments)
-    for value, *parts in zip(whole, *answers, strict=True):
+    results, totals = parts_of(loss, *arguments)
+    for value, *parts in zip(whole, *results, strict=True):
         torch.testing.assert_close(torch.stack(parts).sum(0), value, rtol=0, atol=1e-12)
         assert value.abs().sum() > 0
     return totals
 
 
 @pytest.mark.parametrize(("name", "option"), CASES)
-def test_shares_add_up(name, option):
-    """Value, gradient of the embeddings and of parameters; the pairs are counted over all shares."""
+def test_ranges_add_up(name, option):
+    """Value, gradient of the embeddings and of parameters; the pairs are counted over all ranges."""
     totals = check(MAKE[name](**OPTIONS[option]), *batch(name, references=False))
     assert totals == {"weighted sum": 2}.get(name, int(name in OVER_ALL_PAIRS))
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_shares_add_up_with_references(name):
+def test_ranges_add_up_with_references(name):
     check(MAKE[name](), *batch(name, references=True))
 
 
@@ -197,13 +199,13 @@ def test_the_terms_of_a_sum_add_up_too():
 
 
 @pytest.mark.parametrize("name", ["smooth_ap", "calibration nonzero", "blackbox_ap", "learned margins"])
-def test_shares_add_up_where_each_is_taken_in_blocks(name, monkeypatch):
+def test_ranges_add_up_where_each_is_computed_in_blocks(name, monkeypatch):
     monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", 40)
     check(MAKE[name](), *batch(name, references=True))
 
 
 @pytest.mark.parametrize("name", PER_QUERY)
-def test_a_share_without_any_positive_gives_zero(name):
+def test_a_range_without_any_positive_gives_zero(name):
     """Rows 1 to 3 have no positive, so they take part in no mean; the batch has some, so nobody warns."""
     loss = MAKE[name]()
     x, labels, _, keywords = batch(name, False)
@@ -217,14 +219,14 @@ def test_a_share_without_any_positive_gives_zero(name):
         assert not gradient.any()
 
 
-def test_each_share_depends_on_its_own_queries_only():
+def test_each_range_depends_on_its_own_queries_only():
     """The others' rows are in its lists, but no query of theirs is: their lists may be anything."""
     x, labels, remembered, keywords = batch("smooth_ap", True)
-    loss, share = SmoothAPLoss(0.1), QueryRange(0, 5, lambda values: values)
+    loss, query_range = SmoothAPLoss(0.1), QueryRange(0, 5, lambda values: values)
     each = SmoothAPLoss(0.1, reduction="none")(
         x, labels, torch.cat([x, remembered]), keywords["ref_labels"], ids=keywords["ids"], ref_ids=keywords["ref_ids"]
     )
-    value = evaluate(loss, x, labels, remembered, keywords, share)[0]
+    value = evaluate(loss, x, labels, remembered, keywords, query_range)[0]
     valid = ~each.isnan()
     assert value.item() == pytest.approx(each[:5][valid[:5]].sum().item() / int(valid.sum()), abs=1e-12)
     assert math.isfinite(value)
@@ -243,7 +245,7 @@ def test_values_of_each_query_cannot_be_added_up(name):
 
 
 @pytest.mark.refusal
-def test_losses_of_other_libraries_have_no_shares():
+def test_third_party_losses_have_no_ranges():
     """Each process would add up the whole of it."""
     loss = WeightedSum({"ap": (1.0, SmoothAPLoss()), "pml": (1.0, ContrastiveLoss())})
     x, labels, _, keywords = batch("", False)

@@ -1,4 +1,4 @@
-"""Losses of pytorch-metric-learning with references: which of them leave the query's own copy out, and their calls."""
+"""Losses of pytorch-metric-learning with references: which of them exclude the query's own copy, and their calls."""
 
 import copy
 import inspect
@@ -53,7 +53,7 @@ def pairs(labels, ref_labels, ids, ref_ids):
 
 
 def loss_of_batch(name, references):
-    """The batch by itself, or against its copy in another order, each query's own left out; None where refused."""
+    """The batch by itself, or against its copy in another order, each query's own left out; None if it raises."""
     order = torch.tensor([4, 8, 0, 7, 2, 3, 6, 1, 5])
     arguments = (E, Y, pairs(Y, Y[order], IDS, IDS[order]), E[order], Y[order]) if references else (E, Y)
     try:
@@ -162,7 +162,7 @@ def test_subclasses_rank_as_their_bases_and_namesakes_do_not():
     [NCALoss(), ProxyAnchorLoss(4, 4), SelfSupervisedLoss(NTXentLoss()), nn.MSELoss()],
     ids=lambda loss: type(loss).__name__,
 )
-def test_others_are_refused(loss):
+def test_other_losses_raise(loss):
     owner = type(loss).__name__
     sentence = (
         rf"^{owner}: the loss cannot rank references without the query's own copy; use a loss of this library, or one "

@@ -1,4 +1,4 @@
-"""Sums of losses and ROADMAP, and what the losses refuse at construction and at the call."""
+"""Sums of losses and ROADMAP, and what raises at construction and at the call."""
 
 import copy
 import inspect
@@ -66,19 +66,19 @@ def own_left_out():
     return (*torch.tensor(positive).T, *torch.tensor(negative).T)
 
 
-def test_sums_nest_and_take_other_libraries_losses():
+def test_sums_nest_and_accept_third_party_losses():
     inner = WeightedSum({"sup": (1.0, SupAPLoss()), "black": (3.0, BlackboxAPLoss())})
     loss = WeightedSum({"inner": (0.5, inner), "pml": (0.1, ContrastiveLoss()), "map": (1.0, SmoothAPLoss())})
     for arguments in ((X, Y), (X, Y, R, Z)):
         leaf = X.clone().requires_grad_()
         value = loss(leaf, *arguments[1:], ids=IDS, ref_ids=REF_IDS if len(arguments) == 4 else None)
-        foreign = ContrastiveLoss()(X, Y) if len(arguments) == 2 else ContrastiveLoss()(X, Y, own_left_out(), R, Z)
-        assert loss.terms["pml"].item() == pytest.approx(foreign.item())
+        third_party = ContrastiveLoss()(X, Y) if len(arguments) == 2 else ContrastiveLoss()(X, Y, own_left_out(), R, Z)
+        assert loss.terms["pml"].item() == pytest.approx(third_party.item())
         assert set(inner.terms) == {"sup", "black"}
         known = {"ids": IDS} | ({"ref_ids": REF_IDS} if len(arguments) == 4 else {})
         parts = [SupAPLoss()(*arguments, **known), BlackboxAPLoss()(*arguments, **known)]
         ours = 0.5 * (parts[0] + 3 * parts[1]) + SmoothAPLoss()(*arguments, **known)
-        assert value.item() == pytest.approx((ours + 0.1 * foreign).item(), abs=1e-5)
+        assert value.item() == pytest.approx((ours + 0.1 * third_party).item(), abs=1e-5)
         value.backward()
         assert torch.isfinite(leaf.grad).all()
 

@@ -281,7 +281,7 @@ def test_embeddings_that_do_not_fit_the_inputs(embed, shape):
         (torch.ones(3, 2), nn.Identity(), lambda y: y[0], ValueError, r"`loss` must return a scalar, got shape \(2,\)"),
     ],
 )
-def test_what_is_no_tensor_or_scalar_is_refused(inputs, embed, loss, error, sentence):
+def test_other_types_and_shapes_raise(inputs, embed, loss, error, sentence):
     with pytest.raises(error, match=f"^chunked_backward: {sentence}"):
         chunked_backward(embed, inputs, loss)
 

@@ -206,7 +206,7 @@ def test_rows_are_copies():
     assert as_rows(rows.ref_emb, rows.ref_labels, rows.ref_ids) == [(1, 5, [1.0] * 3), (2, 6, [1.0] * 3)]
 
 
-# --- refusals
+# --- invalid input
 
 
 def batch_of(rows=3, dim=DIM, levels=0, first=0):
@@ -240,7 +240,7 @@ def batch_of(rows=3, dim=DIM, levels=0, first=0):
          (torch.ones(3, 3, dtype=torch.int64), *batch_of()[1:])),
     ],
 )  # fmt: skip
-def test_bad_batches_are_refused_and_nothing_changes(call, error, sentence, batch):
+def test_invalid_batches_raise_and_nothing_changes(call, error, sentence, batch):
     memory = CrossBatchMemory(5)
     memory.update(*batch_of(4, first=40))
     rows, steps = [part.clone() for part in memory.state_dict()["_extra_state"]["rows"]], memory.steps
@@ -262,13 +262,13 @@ def test_bad_batches_are_refused_and_nothing_changes(call, error, sentence, batc
         (TypeError, r"`start_step` must be an integer >= 0, got True", (4, True)),
     ],
 )
-def test_bad_settings_are_refused(error, sentence, arguments):
+def test_invalid_settings_raise(error, sentence, arguments):
     with pytest.raises(error, match=f"^CrossBatchMemory: {sentence}"):
         CrossBatchMemory(*arguments)
 
 
 @pytest.mark.refusal
-def test_a_checkpoint_of_another_network_is_refused():
+def test_a_checkpoint_of_another_network_raises():
     """At once where rows of one's own show it, else with the first batch."""
     other = CrossBatchMemory(5)
     other.update(*batch_of(dim=7))
@@ -326,7 +326,7 @@ def test_losses_rank_the_whole_list(name, detached):
     """From a matrix of scores made of lists: everything seen, each image once but for the batch's own rows."""
     loss, levels = LOSSES[name](), name.startswith("hap")
     memory, past = CrossBatchMemory(12), []
-    for number in range(3):  # each shares three images with the one before
+    for number in range(3):  # each has three images of the one before
         batch = drawn(7, 4 * number, levels, number)
         memory.update(*batch)
         once = {int(i): (int(i), x, y) for x, y, i in reversed(list(zip(*batch)))}
@@ -457,8 +457,8 @@ def plain_run(loss, data, size, weight, start_step):
         if weight is None:
             value = call(embeddings)
         else:
-            foreign = type(loss).__module__.startswith("pytorch_metric_learning")
-            value = loss(embeddings, labels, **({} if foreign else {"ids": ids}))
+            third_party = type(loss).__module__.startswith("pytorch_metric_learning")
+            value = loss(embeddings, labels, **({} if third_party else {"ids": ids}))
         if isinstance(loss, WeightedSum):
             terms |= {f"train/loss/{name}": term.item() for name, term in loss.terms.items()}
         if weight is not None and number >= start_step:
@@ -584,7 +584,7 @@ def test_a_checkpoint_rebuilds_the_module_with_its_memory(tmp_path):
     assert again.hparams["memory"]["init_args"] == {"size": 13, "start_step": 1}
 
 
-# --- RetrievalModule: refusals and what it says
+# --- RetrievalModule: errors and the report
 
 
 def no_ids():
@@ -600,7 +600,7 @@ def no_ids():
         (ValueError, r"`size` must be at least that of a batch, got 9 for a batch of 10 rows", batches(), 9),
     ],
 )
-def test_batches_are_refused_before_a_step(error, sentence, data, size, weight, start_step):
+def test_batches_raise_before_a_step(error, sentence, data, size, weight, start_step):
     memory = CrossBatchMemory(size, start_step)
     module = RetrievalModule(net(), SmoothAPLoss(0.1), optimizer=SGD, memory=memory, memory_weight=weight)
     with pytest.raises(error, match=f"^CrossBatchMemory: {sentence}"):
@@ -631,7 +631,7 @@ OTHERS = [
 @pytest.mark.parametrize("weight", [None, 1.0])
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("loss", OTHERS, ids=lambda loss: type(loss).__name__)
-def test_losses_that_cannot_rank_references_are_refused_by_name(loss, wrapped, weight):
+def test_losses_that_cannot_rank_references_raise_by_name(loss, wrapped, weight):
     if wrapped:
         inner = WeightedSum({"fine": (1.0, TripletMarginLoss()), "other": (1.0, loss)})
         loss, name = WeightedSum({"ap": (1.0, SmoothAPLoss()), "inner": (1.0, inner)}), type(loss).__name__
@@ -647,7 +647,7 @@ def test_losses_that_cannot_rank_references_are_refused_by_name(loss, wrapped, w
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "reported"),
     [
         ({}, ""),
         ({"memory": CrossBatchMemory(16)}, " and up to 16 of the memory"),
@@ -658,11 +658,11 @@ def test_losses_that_cannot_rank_references_are_refused_by_name(loss, wrapped, w
     ],
     ids=["none", "longer", "term"],
 )
-def test_a_fit_says_once_what_its_lists_are(settings, said, monkeypatch):
+def test_a_fit_reports_once_what_its_lists_are(settings, reported, monkeypatch):
     sentences = []
     monkeypatch.setattr(run_report, "rank_zero_info", sentences.append)
     module = RetrievalModule(net(), SmoothAPLoss(0.1), optimizer=SGD, **settings)
-    expected = f"RetrievalModule: batches of P = 4 classes with K = 2 to 3 images, lists of 9 images{said}."
+    expected = f"RetrievalModule: batches of P = 4 classes with K = 2 to 3 images, lists of 9 images{reported}."
     for times in (1, 2):
         fit(module, batches(2))
         assert sentences == [expected] * times

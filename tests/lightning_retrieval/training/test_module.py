@@ -1,4 +1,4 @@
-"""RetrievalModule in one process: steps are plain PyTorch's, runs go on as they would have, bad input is refused."""
+"""RetrievalModule in one process: the steps of plain PyTorch, runs that continue as they would have, errors."""
 
 import copy
 import functools
@@ -169,7 +169,7 @@ def test_forms_of_a_batch(form, chunk_size):
         (torch.zeros(2), "Tensor"),
     ],
 )
-def test_other_batches_are_refused(batch, came):
+def test_other_batches_raise(batch, came):
     with pytest.raises(TypeError, match=rf"^RetrievalModule: a batch must be .*, got {came}; override unpack_batch"):
         RetrievalModule(net(), SmoothAPLoss()).unpack_batch(batch)
 
@@ -240,12 +240,12 @@ def test_clipping_sees_unscaled_gradients(precision, chunk_size):
         ({"overfit_batches": 2}, r"Trainer\(overfit_batches=2\) replaces the sampler.* limit_train_batches"),
     ],
 )
-def test_trainer_flags_that_break_the_lists_are_refused(flags, sentence):
+def test_trainer_flags_that_break_the_lists_raise(flags, sentence):
     with pytest.raises(ValueError, match=rf"^RetrievalModule: {sentence}"):
         fit(RetrievalModule(net(), SmoothAPLoss()), batches(), **flags)
 
 
-def test_a_static_graph_is_refused():
+def test_a_static_graph_raises():
     module = RetrievalModule(net(), SmoothAPLoss())
     module.trainer = trainer(strategy=DDPStrategy(static_graph=True))
     with pytest.raises(
@@ -362,7 +362,7 @@ def test_plateau_looks_at_its_monitor(own, monitor, validated, frequency, rates)
 
 
 @pytest.mark.refusal
-def test_a_missing_monitor_is_refused():
+def test_a_missing_monitor_raises():
     module = RetrievalModule(net(), SmoothAPLoss(), lr_scheduler=ReduceLROnPlateau, lr_scheduler_monitor="val/map")
     with pytest.raises(ValueError, match=r"`lr_scheduler_monitor`, got 'val/map', which was not logged; .*'val/mAP'"):
         fit(module, batches(1), batches(1), callbacks=[RetrievalEvaluation((1,))])
@@ -392,7 +392,7 @@ def test_head_lr_factor():
 
 
 @pytest.mark.refusal
-def test_head_lr_factor_without_a_head_is_refused():
+def test_head_lr_factor_without_a_head_raises():
     module = RetrievalModule(net(), SmoothAPLoss(), head_lr_factor=10.0)
     with pytest.raises(ValueError, match=r"`head_lr_factor` is 10\.0, but the embedder has no `head`"):
         module.configure_optimizers()
@@ -414,7 +414,7 @@ def test_frozen_parameters_stay_and_the_others_learn(chunk_size):
 
 
 @pytest.mark.refusal
-def test_nothing_to_train_is_refused():
+def test_nothing_to_train_raises():
     module = RetrievalModule(net().requires_grad_(False), SmoothAPLoss())
     with pytest.raises(ValueError, match=r"`embedder` and `loss` have no parameter with a gradient\."):
         module.configure_optimizers()
@@ -497,7 +497,7 @@ class Gives(nn.Module):
         (SmoothAPLoss(reduction="none"), r"`loss` must return a scalar, got tensor\("),
     ],
 )
-def test_losses_that_are_no_finite_scalar_are_refused(loss, sentence):
+def test_losses_that_are_not_a_finite_scalar_raise(loss, sentence):
     module = RetrievalModule(net(), loss, optimizer=SGD)
     with pytest.raises(ValueError, match=rf"^RetrievalModule: {sentence}"):
         fit(module, batches())
@@ -505,7 +505,7 @@ def test_losses_that_are_no_finite_scalar_are_refused(loss, sentence):
 
 
 @pytest.mark.refusal
-def test_labels_of_another_length_are_refused():
+def test_labels_of_another_length_raise():
     images, labels = batches(1)[0]
     with pytest.raises(ValueError, match=r"one label for each image, got 9 labels for 10 images\."):
         fit(RetrievalModule(net(), SmoothAPLoss()), [(images, labels[:9])])
@@ -513,7 +513,7 @@ def test_labels_of_another_length_are_refused():
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
 def test_batch_norm_in_chunks_warns_once_and_names_the_cure(chunk_size):
-    def said(evaluated=False, size=chunk_size):
+    def warnings_of(evaluated=False, size=chunk_size):
         class Own(RetrievalModule):
             def __init__(self, *args, **settings):
                 super().__init__(*args, **settings)
@@ -535,9 +535,9 @@ def test_batch_norm_in_chunks_warns_once_and_names_the_cure(chunk_size):
         return [str(w.message) for w in caught if "BatchNorm" in str(w.message)]
 
     expected = "Own: BatchNorm sees 3 images at a time, not the batch of 9, so"
-    assert [message[: len(expected)] for message in said()] == ([] if chunk_size is None else [expected])
-    assert all("freeze_batch_norm=True of Embedder" in message for message in said())
-    assert said(evaluated=True) == said(size=9) == []
+    assert [message[: len(expected)] for message in warnings_of()] == ([] if chunk_size is None else [expected])
+    assert all("freeze_batch_norm=True of Embedder" in message for message in warnings_of())
+    assert warnings_of(evaluated=True) == warnings_of(size=9) == []
 
 
 # --- checkpoints
@@ -629,18 +629,18 @@ def test_auto_takes_the_largest_chunk_that_fits():
     assert_same(auto, fixed)
 
 
-def test_auto_says_so_where_not_one_image_fits():
+def test_auto_raises_if_not_one_image_fits():
     with pytest.raises(torch.OutOfMemoryError, match=r"not even one input of shape \(6,\) fits the memory of cpu"):
         fit(RetrievalModule(Small(0), SmoothAPLoss(), chunk_size="auto"), batches())
 
 
-def test_the_report_at_the_start_says_p_and_k_and_the_length(caplog):
+def test_the_report_at_the_start_has_p_and_k_and_the_length(caplog):
     images, _ = batches(1)[0]
     data = [(images, torch.tensor([7, 7, 7, 1, 1, 1, 5, 5, 5, 5]))] * 2
     with caplog.at_level("INFO"):
         run = fit(RetrievalModule(net(), SmoothAPLoss()), data)
-    said = [record.getMessage() for record in caplog.records if "RetrievalModule" in record.getMessage()]
-    assert said == ["RetrievalModule: batches of P = 3 classes with K = 3 to 4 images, lists of 9 images."]
+    reports = [record.getMessage() for record in caplog.records if "RetrievalModule" in record.getMessage()]
+    assert reports == ["RetrievalModule: batches of P = 3 classes with K = 3 to 4 images, lists of 9 images."]
     assert run.global_step == 2
 
 
@@ -656,7 +656,7 @@ def resumable() -> RetrievalModule:
     )
 
 
-def test_a_run_resumed_between_or_in_epochs_goes_on_as_it_would_have(tmp_path):
+def test_a_run_resumed_between_or_in_epochs_continues_as_it_would_have(tmp_path):
     """Four epochs of three batches; a checkpoint after each step."""
     save, log = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1), Log()
     whole, data = resumable(), {"classes_per_batch": 3, "samples_per_class": 3, "seed": 1}
@@ -766,7 +766,7 @@ def test_a_short_subclass_with_an_argument_of_its_own(tmp_path):
     ],
 )
 @pytest.mark.refusal
-def test_what_cannot_be_described_has_to_be_given_again(tmp_path, name, given, path):
+def test_what_cannot_be_described_has_to_be_passed_again(tmp_path, name, given, path):
     arguments = {"embedder": Embedder("glyph_net", 8), "loss": SmoothAPLoss(), "optimizer": SGD}
     if name == "loss":
         given.helper = nn.Linear(1, 1)

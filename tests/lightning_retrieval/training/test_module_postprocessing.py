@@ -122,7 +122,7 @@ def test_a_checkpoint_from_before_gets_a_whitening(tmp_path):
 
 
 @pytest.mark.refusal
-def test_the_module_refuses():
+def test_invalid_settings_raise():
     with pytest.raises(ValueError, match=re.escape("RetrievalModule: `eval_scales` must hold at least one scale")):
         module(eval_scales=())
     with pytest.raises(TypeError, match=r"RetrievalModule: `whitening` must be a .*PCAWhitening, got Linear"):
