@@ -54,7 +54,7 @@ def write_folders(root: Path, names: list[str], images: int = 3, suffix: str = "
 
 
 def write_inaturalist(root: Path, lists: str = "Inat_dataset_splits", images: bool = True) -> dict[str, list[str]]:
-    """Write the official directories, Smooth-AP's lists and the taxonomy in train2018.json; return each split's paths."""
+    """Write the official directories, Smooth-AP's lists and the taxonomy in train2018.json; return the paths."""
     splits = {"train": (10, 9, 100), "test": (7, 8)}
     paths = {
         split: [f"train_val2018/{GROUPS[c]}/{c}/{c:02}f{i}a.jpg" for c in classes for i in range(3)]
