@@ -134,7 +134,7 @@ def nothing_to_compute(owner: str) -> str:
 def _incomplete_column(owner: str, rows: CollectedRows) -> str | None:
     """The message of an error if ids or instances were given for some rows only.
 
-    `update` refuses such rows; `forward` of torchmetrics joins the rows of its calls without comparing them.
+    `update` raises an error for such rows, but `forward` of torchmetrics joins rows without a check.
     """
     for name, column in (("ids", rows.ids), ("instances", rows.instances)):
         if column is not None and len(column) != len(rows.labels):

@@ -1,4 +1,4 @@
-"""Cosine similarity: the one place where embeddings are put on the unit sphere."""
+"""Cosine similarity: embeddings are normalised only here."""
 
 from jaxtyping import Float
 from torch import Tensor, finfo, float32, promote_types
@@ -12,7 +12,7 @@ def normalize(embeddings: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch di
     represented is scaled first, which changes neither the result nor its gradient.
 
     Args:
-        embeddings: one row an item; half precision is widened to float32.
+        embeddings: one row for each item. Half precision is widened to float32.
 
     Example:
         >>> import torch

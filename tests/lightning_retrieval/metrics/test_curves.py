@@ -55,10 +55,10 @@ def test_every_pair_is_counted_once(kind):
     expected = np.zeros((2, bins), dtype=int)
     near_an_edge = 0
     for scores, relevant in lists(kind):
-        place = np.clip(np.floor((scores + 1) * bins / 2), 0, bins - 1).astype(int)
+        bin_index = np.clip(np.floor((scores + 1) * bins / 2), 0, bins - 1).astype(int)
         near_an_edge += int((np.abs((scores + 1) * bins / 2 - np.round((scores + 1) * bins / 2)) < 1e-5).sum())
         for positive in (True, False):
-            expected[0 if positive else 1] += np.bincount(place[relevant == positive], minlength=bins)
+            expected[0 if positive else 1] += np.bincount(bin_index[relevant == positive], minlength=bins)
     assert counts.sum(1).tolist() == expected.sum(1).tolist()
     assert np.abs(counts.numpy() - expected).sum() <= 2 * near_an_edge
 
@@ -71,7 +71,7 @@ def test_pairs_are_counted_in_blocks_of_the_gallery(monkeypatch):
 
 
 def _results_of_a_shard(rank, world):
-    """Rank 0 has two thirds, and an image that rank 1 has too."""
+    """Rank 0 has two thirds of the rows, and one image is on both ranks."""
     part = slice(0, 200) if rank == 0 else slice(199, None)
     metrics = filled("all", part)
     return mean_precision(metrics), pair_counts(metrics, 50)

@@ -24,7 +24,7 @@ def of_levels(case):
 
 
 def by_loops(scores, levels, candidate, depth, alpha):
-    """{name: [value of each query]}; of ties, what is not relevant comes first, then what shares least."""
+    """{name: mean}. Of images that tie, those that share the fewest levels come first."""
     results = {"H-AP": [], "ASI": [], "NDCG-levels": []}
     for s, level, listed in zip(scores, levels, candidate):
         listed = [j for j in range(len(s)) if listed[j]]
@@ -40,12 +40,12 @@ def by_loops(scores, levels, candidate, depth, alpha):
         results["H-AP"].append(total / sum(rel.values()))
         ranked = sorted(listed, key=lambda j: (-s[j], level[j]))
         ideal = sorted((level[j] for j in listed), reverse=True)
-        shares = []
+        fractions = []
         for n in range(1, len(related) + 1):
             found = [level[j] for j in ranked[:n]]
-            shares.append(sum(min(found.count(v), ideal[:n].count(v)) for v in range(1, depth + 1)) / n)
-        results["ASI"].append(sum(shares) / len(related))
-        gain = sum((2 ** level[j] - 1) / math.log2(1 + place) for place, j in enumerate(ranked, 1))
+            fractions.append(sum(min(found.count(v), ideal[:n].count(v)) for v in range(1, depth + 1)) / n)
+        results["ASI"].append(sum(fractions) / len(related))
+        gain = sum((2 ** level[j] - 1) / math.log2(1 + position) for position, j in enumerate(ranked, 1))
         results["NDCG-levels"].append(gain / sum((2**v - 1) / math.log2(1 + n) for n, v in enumerate(ideal, 1)))
     return {name: sum(values) / len(values) for name, values in results.items()}
 
@@ -90,7 +90,7 @@ def test_golden_of_the_finest_level_and_graded_ndcg():
 def test_loops(kind, depth):
     x = quarters(60) if kind == "ties" else torch.randn(60, 5, dtype=torch.float64)
     labels = random_levels(60, depth)
-    labels[7] = 10_000  # shares nothing with anybody
+    labels[7] = 10_000  # shares no label with any other row
     scores = (x @ x.T).tolist() if kind == "ties" else (normalize(x) @ normalize(x).T).tolist()
     levels = (labels[:, None] == labels).sum(2).tolist()
     candidate = (~torch.eye(60, dtype=torch.bool)).tolist()
@@ -118,7 +118,7 @@ def test_scikit_learn():
 
 
 def test_perfect_order_and_equal_embeddings():
-    """Near what shares much: all are 1. All embeddings equal: what is worst comes first."""
+    """With a perfect order all metrics are 1. If all embeddings are equal, irrelevant images come first."""
     labels = torch.tensor([[0, 0], [0, 0], [1, 0], [1, 0], [2, 1], [2, 1]])
     x = torch.zeros(6, 5)
     x[torch.arange(6), labels[:, 0]] = 1.0

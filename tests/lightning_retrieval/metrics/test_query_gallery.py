@@ -7,7 +7,7 @@ from lightning_retrieval.metrics import RetrievalMetrics
 
 
 def test_post_processing_comes_before_ranking():
-    """The gallery first, then the queries, which see it and their own place in it."""
+    """The gallery is augmented first. The queries are expanded with it, and know their own index in it."""
     seen = []
 
     def halve(gallery):

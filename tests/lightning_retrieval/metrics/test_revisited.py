@@ -31,14 +31,14 @@ def official(scores, ok, ignored, ks):
     """The protocol for one query as the official code has it: sort, take junk out, sum trapezoids."""
     ranked = sorted(range(len(scores)), key=lambda image: -scores[image])
     kept = [image for image in ranked if image not in ignored]
-    places = [place for place, image in enumerate(kept) if image in ok]
+    positions = [position for position, image in enumerate(kept) if image in ok]
     values = [0.0]
-    for number, place in enumerate(places):
-        before = 1.0 if place == 0 else number / place
-        values[0] += (before + (number + 1) / (place + 1)) / 2 / len(ok)
+    for number, position in enumerate(positions):
+        before = 1.0 if position == 0 else number / position
+        values[0] += (before + (number + 1) / (position + 1)) / 2 / len(ok)
     for k in ks:
-        lowered = min(k, max(place + 1 for place in places))
-        values.append(sum(place + 1 <= lowered for place in places) / lowered)
+        lowered = min(k, max(position + 1 for position in positions))
+        values.append(sum(position + 1 <= lowered for position in positions) / lowered)
     return values
 
 
@@ -247,7 +247,7 @@ def test_memory_does_not_grow_with_queries_times_images(monkeypatch):
 
 
 def results_of_a_process(rank, world_size):
-    """A share of unequal size, in which images of the others come again."""
+    """Each process has another number of rows, and some rows are on several processes."""
     torch.manual_seed(3)
     rows, ids = quarters(1000), torch.arange(1000)
     lists = draw_lists(80, 920)

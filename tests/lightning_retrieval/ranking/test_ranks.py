@@ -115,7 +115,7 @@ def test_which_road_is_taken(width, worst, dtype, keys, monkeypatch):
 
 
 def test_levels():
-    """How many levels each positive shares, and of those that tie the most alike first."""
+    """The number of shared levels of each positive; of positives that tie, the one with the most comes first."""
     gallery_labels = torch.tensor([[0, 0], [1, 0], [1, 0], [2, 1], [3, 1]])
     query_labels = torch.tensor([[1, 0], [2, 1], [9, 7]])
     gallery = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
