@@ -41,9 +41,8 @@ def check(args: Sequence[str]) -> int:
 def data_modules() -> dict[str, Any]:
     """The data modules that can be checked, by name."""
     found = {}
-    for name in datamodules.__all__:
-        value = getattr(datamodules, name)
-        if hasattr(value, "check") and not inspect.isabstract(value):
+    for name, value in vars(datamodules).items():
+        if inspect.isclass(value) and hasattr(value, "check") and not inspect.isabstract(value):
             found[name] = value
     return found
 

@@ -144,19 +144,21 @@ class ImageEmbedder:
                 yield self._embed_items(items, names)
 
     def _embed_items(self, items: Sequence["_Item"], names: Sequence[str]) -> EmbeddedBatch:
-        positions = []
-        images = []
-        unreadable = []
+        positions: list[int] = []
+        images: list[Tensor] = []
+        readable: list[str] = []
+        unreadable: list[UnreadableImage] = []
         for item in items:
             if item.image is None:
                 unreadable.append(UnreadableImage(names[item.position], item.reason))
             else:
                 positions.append(item.position)
                 images.append(item.image)
+                readable.append(names[item.position])
         embeddings = None
         if images:
             embeddings = self._embed_batch(torch.stack(images))
-            self._check_finite(embeddings, [names[position] for position in positions])
+            self._check_finite(embeddings, readable)
         return EmbeddedBatch(positions, embeddings, unreadable)
 
     @torch.inference_mode()

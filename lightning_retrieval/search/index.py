@@ -189,8 +189,10 @@ class RetrievalIndex:
         set_search_parameters(new_faiss_index(self.dim, self.factory, self.parameters), self.factory, parameters)
         for index in self.faiss_indexes:
             set_search_parameters(index, self.factory, parameters)
-        named = [text for text in (self.parameters, parameters) if text]
-        self.parameters = ",".join(named)
+        if self.parameters and parameters:
+            self.parameters += f",{parameters}"
+        elif parameters:
+            self.parameters = parameters
 
     def remove(self, ids: Int[Tensor, " rows"]) -> None:
         """Remove rows, with their ids and paths.
@@ -265,7 +267,9 @@ class RetrievalIndex:
         numpy_mode: Literal["r"] | None = None
         if mapped:
             numpy_mode = "r"
-        ids, data, ends = (np.load(files[name], numpy_mode) for name in ("ids.npy", "paths.npy", "path-ends.npy"))
+        ids = np.load(files["ids.npy"], numpy_mode)
+        data = np.load(files["paths.npy"], numpy_mode)
+        ends = np.load(files["path-ends.npy"], numpy_mode)
         index._table = IdTable(ids, PackedStrings.from_arrays(data, ends))
         index.recall = recall
         index.mapped = mapped

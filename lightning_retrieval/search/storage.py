@@ -138,7 +138,7 @@ def _read_manifest(owner: str, folder: Path) -> dict[str, Any]:
             f"{owner}: {folder} has format version {manifest.get('version')!r}, but this release reads version "
             f"{VERSION}; {REBUILD}, or use the release that wrote it."
         )
-    body = {name: manifest.get(name) for name in ("files", "settings")}
+    body = {"files": manifest.get("files"), "settings": manifest.get("settings")}
     if _digest(body) != manifest.get("sha256"):
         raise ValueError(f"{owner}: {path} is damaged, its checksum is not the one written in it; {REBUILD}.")
     return manifest
