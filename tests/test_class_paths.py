@@ -13,12 +13,6 @@ REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = REPOSITORY / "examples"
 CONFIGS = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.yaml") if path.stem != "sweep")
 TEXTS = sorted([*EXAMPLES.rglob("*.yaml"), *(REPOSITORY / "docs").rglob("*.md"), REPOSITORY / "README.md"])
-QUIET = [
-    "ignore:LightningCLI's args parameter is intended to run from within Python:UserWarning",
-    r"ignore:\s*By default only one JsonargparseDeprecationWarning per type is shown:DeprecationWarning",
-    r"ignore:\s*.* was deprecated in v4.49.0 and will be removed in v5.0.0:DeprecationWarning",
-]
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 
 
 def class_paths(config, position=""):

@@ -59,13 +59,7 @@ CUT_DOWN = {  # a training by the command line; scripts and blocks hear of it by
     "check_val_every_n_epoch": 1,
 }
 SHORT = {"examples/own_images.py": ["--weights", "none", "--epochs", "1", "--workers", "0"]}  # for scripts
-QUIET = [  # Lightning's advice, what its own code meets in newer libraries, and what ours says of runs cut down
-    "ignore::pytorch_lightning.utilities.warnings.PossibleUserWarning",
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    "ignore:GPU available but not used:UserWarning",
-    "ignore:LightningCLI's args parameter is intended to run from within Python:UserWarning",
-    r"ignore:\s*By default only one JsonargparseDeprecationWarning per type is shown:DeprecationWarning",
-    r"ignore:\s*.* was deprecated in v4.49.0 and will be removed in v5.0.0:DeprecationWarning",
+IGNORED = [  # what the library warns of in short runs
     "ignore:RetrievalEvaluation. (val|test) metrics cover:UserWarning",
     "ignore:RetrievalEvaluation. .* have a k above the number of ranked images:UserWarning",
 ]
@@ -178,7 +172,7 @@ def furnish(folder):
 
 
 @pages
-@pytest.mark.filterwarnings(*QUIET)
+@pytest.mark.filterwarnings(*IGNORED)
 def test_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PL_TRAINER_LIMIT_TRAIN_BATCHES", "2")
@@ -231,7 +225,7 @@ def test_blocks_and_commands_are_seen():
         ("```console\n$ lightning-retrieval check --data ImageFolder --root none\n```\n", "ended with 2"),
     ],
 )
-@pytest.mark.filterwarnings(*QUIET)
+@pytest.mark.filterwarnings(*IGNORED)
 def test_blocks_that_cannot_be_run_are_refused(text, message, monkeypatch):
     with pytest.raises(AssertionError, match=message):
         run_blocks(text, "page", monkeypatch)

@@ -25,19 +25,11 @@ from tests.datamodules.small_revisited import write_revisited
 from tests.datamodules.trees import write_cub, write_in_shop, write_online_products, write_vehicle_id
 from tests.datamodules.trees_more import write_inaturalist, write_landmarks, write_vgg_face2
 
-QUIET = [
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    "ignore:The '(train|val|test)_dataloader' does not have many workers:UserWarning",
-    "ignore:GPU available but not used:UserWarning",
-    "ignore:LightningCLI's args parameter is intended to run from within Python:UserWarning",
-    r"ignore:\s*By default only one JsonargparseDeprecationWarning per type is shown:DeprecationWarning",
-    r"ignore:\s*.* was deprecated in v4.49.0 and will be removed in v5.0.0:DeprecationWarning",
+IGNORED = [
     "ignore:RetrievalEvaluation. .* have a k above the number of ranked images:UserWarning",
     "ignore:RevisitedMetrics:UserWarning",
-    r"ignore:Found \d+ module\(s\) in eval mode at the start of training:UserWarning",
-    "ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint:UserWarning",
 ]
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+pytestmark = [pytest.mark.filterwarnings(message) for message in IGNORED]
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PIXELS = 32

@@ -24,12 +24,6 @@ SETTINGS: dict[str, Any] = {
     "samples_per_class": 2,
     "eval_batch_size": 4,
 }
-QUIET = [
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    "ignore:The '(train|val|test)_dataloader' does not have many workers:UserWarning",
-    "ignore:GPU available but not used:UserWarning",
-    "ignore:You defined a `validation_step` but have no `val_dataloader`:UserWarning",
-]
 
 
 def fit_and_validate(data: ImageDataModule, steps: int = 2) -> dict[str, float]:

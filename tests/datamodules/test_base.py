@@ -19,18 +19,10 @@ from lightning_retrieval.datamodules import (
 )
 from tests.datamodules.trees_more import QUICK, fit_and_validate, write_folders
 
-QUIET = [
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    "ignore:The '(train|val)_dataloader' does not have many workers:UserWarning",
-    "ignore:GPU available but not used:UserWarning",
-    "ignore:You defined a `validation_step` but have no `val_dataloader`:UserWarning",
+IGNORED = [
     "ignore:CategorySampler. .* have fewer than the:UserWarning",
-    "ignore:Using ModelCheckpoint with manual optimization and every_n_train_steps:UserWarning",
-    "ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be:UserWarning",
-    r"ignore:\s*By default only one JsonargparseDeprecationWarning per type is shown:DeprecationWarning",
-    r"ignore:\s*.* was deprecated in v4.49.0 and will be removed in v5.0.0:DeprecationWarning",
 ]
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+pytestmark = [pytest.mark.filterwarnings(message) for message in IGNORED]
 
 
 class GlyphsByCategory(Glyphs):

@@ -18,14 +18,10 @@ from lightning_retrieval.datamodules.glyphs import class_table
 from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
 
-QUIET = [
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    "ignore:The '(train|val|test)_dataloader' does not have many workers:UserWarning",
-    "ignore:GPU available but not used:UserWarning",
-    "ignore:You defined a `validation_step` but have no `val_dataloader`:UserWarning",
+IGNORED = [
     "ignore:RetrievalEvaluation. val metrics cover 2 of:UserWarning",
 ]
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+pytestmark = [pytest.mark.filterwarnings(message) for message in IGNORED]
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,8 @@ import pytest
 from lightning_retrieval.datamodules.images.classes import split_by_class
 from lightning_retrieval.datamodules.images.image_folder import ImageFolder
 from tests.datamodules.trees import truncate, write_image, write_text
-from tests.datamodules.trees_more import QUICK, QUIET, fit_and_validate, write_folders
+from tests.datamodules.trees_more import QUICK, fit_and_validate, write_folders
 
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 NAMES = ["a 1", "b", "c", "łódź", "日本"]
 
 

@@ -12,9 +12,8 @@ from pyarrow import parquet
 from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ROLES
 from lightning_retrieval.datamodules.images.image_table import ImageTable
 from tests.datamodules.trees import truncate, write_image, write_text
-from tests.datamodules.trees_more import QUICK, QUIET, begin_with_byte_order_mark, fit_and_validate, write_images
+from tests.datamodules.trees_more import QUICK, begin_with_byte_order_mark, fit_and_validate, write_images
 
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 refusal = pytest.mark.refusal
 
 

@@ -5,10 +5,9 @@ import re
 import pytest
 
 from lightning_retrieval.datamodules.readers.cub import CUB200
-from tests.datamodules.short_run import QUIET, SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
+from tests.datamodules.short_run import SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
 from tests.datamodules.trees import write_cub
 
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 ALBATROSS = "001.Black_footed_Albatross/Black_footed_Albatross"
 
 

@@ -10,13 +10,11 @@ from tests.datamodules.trees import truncate, write_image, write_text
 from tests.datamodules.trees_more import (
     GROUPS,
     QUICK,
-    QUIET,
     begin_with_byte_order_mark,
     fit_and_validate,
     write_inaturalist,
 )
 
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 refusal = pytest.mark.refusal
 
 

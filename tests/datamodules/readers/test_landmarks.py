@@ -4,9 +4,8 @@ import pytest
 
 from lightning_retrieval.datamodules.readers.landmarks import LandmarksClean
 from tests.datamodules.trees import truncate, write_image, write_text
-from tests.datamodules.trees_more import QUICK, QUIET, fit_and_validate, write_images, write_landmarks
+from tests.datamodules.trees_more import QUICK, fit_and_validate, write_images, write_landmarks
 
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 refusal = pytest.mark.refusal
 
 
@@ -129,7 +128,6 @@ def test_trains_on_the_training_list_alone_with_classes_held_out(tmp_path):
     assert 0 < logged["val/mAP"] <= 1
 
 
-@pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero:UserWarning")
 def test_trains_on_the_training_list_alone_without_evaluation(tmp_path):
     write_landmarks(tmp_path)
     (tmp_path / "annotations" / "annotation_clean_val.txt").unlink()

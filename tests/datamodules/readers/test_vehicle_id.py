@@ -8,11 +8,10 @@ import torch
 from lightning_retrieval.datamodules import DataReport, ImageSet
 from lightning_retrieval.datamodules.readers.vehicle_id import VehicleID
 from lightning_retrieval.metrics import RandomGalleryMetrics
-from tests.datamodules.short_run import QUIET, SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
+from tests.datamodules.short_run import SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
 from tests.datamodules.trees import write_image, write_vehicle_id
 from tests.datamodules.trees_more import SMALL
 
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 NUMBERS = {"train": [9, 10, 11, 20], "small": [30, 31], "medium": [30, 31, 32], "large": [5, 30, 31, 32]}
 MODELS = {20: 0, 9: 1, 31: 1}  # models 7 and 101; the others have none, which is a category of its own
 TRAIN, SMALL_LIST = "train_test_split/train_list.txt", "train_test_split/test_list_800.txt"

@@ -6,9 +6,8 @@ from PIL import Image
 
 from lightning_retrieval.datamodules.readers.vgg_face2 import VGGFace2
 from tests.datamodules.trees import truncate, write_image, write_text
-from tests.datamodules.trees_more import QUICK, QUIET, begin_with_byte_order_mark, fit_and_validate, write_vgg_face2
+from tests.datamodules.trees_more import QUICK, begin_with_byte_order_mark, fit_and_validate, write_vgg_face2
 
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 refusal = pytest.mark.refusal
 
 

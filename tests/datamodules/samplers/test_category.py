@@ -18,7 +18,7 @@ from lightning_retrieval.datamodules.samplers.category import CategorySampler
 LABELS = [7, 7, 7, -1, -1, 5, 5, 5, 5, 5, 5, 9, 9, 9, 4, 4, 4, 4, 6, 6, 8, 8, 8]
 OF_CLASS = {7: 30, -1: 10, 5: 30, 9: 10, 4: -20, 6: -20, 8: 30}
 CATEGORIES = [OF_CLASS[label] for label in LABELS]
-QUIET = [
+IGNORED = [
     "ignore:CategorySampler. skipped .* classes in training:UserWarning",
     "ignore:CategorySampler. .* have fewer than the:UserWarning",
 ]
@@ -108,7 +108,7 @@ def assert_class_rounds(groups: list[list], of: set) -> None:
         assert max(times.values()) - min(times.values()) <= 1
 
 
-@pytest.mark.filterwarnings(*QUIET)
+@pytest.mark.filterwarnings(*IGNORED)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_every_class_and_image_is_drawn_once_before_any_is_drawn_twice(data):
@@ -125,7 +125,7 @@ def test_every_class_and_image_is_drawn_once_before_any_is_drawn_twice(data):
     assert_contract(batches, labels, categories, P, K, C)
 
 
-@pytest.mark.filterwarnings(*QUIET)
+@pytest.mark.filterwarnings(*IGNORED)
 @pytest.mark.parametrize("sizes", [[2, 40], [2, 2, 300], [7] * 6, [3, 4, 5, 6, 50], [2, 3, 300]])
 @pytest.mark.parametrize(("P", "K"), [(1, 2), (2, 5), (6, 4)])
 def test_the_contract_holds_over_many_rounds(sizes, P, K):
@@ -237,7 +237,7 @@ def test_categories_may_be_any_integers(as_given):
     assert list(make(LABELS, as_given(CATEGORIES))) == list(make())
 
 
-@pytest.mark.filterwarnings(QUIET[1])
+@pytest.mark.filterwarnings(IGNORED[1])
 def test_single_image_classes_are_skipped_with_one_warning():
     labels, categories = [1, 2, 2, 3, 3, 3, 4, 8, 8], [0, 0, 0, 1, 1, 1, 2, 1, 1]
     with pytest.warns(UserWarning, match=r"CategorySampler: skipped 2 of 5 classes .* a single image\.") as caught:

@@ -2,18 +2,8 @@
 
 from pathlib import Path
 
-QUIET = [
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    "ignore:The '(train|val|test|predict)_dataloader' does not have many workers:UserWarning",
-    "ignore:GPU available but not used:UserWarning",
-    r"ignore:The number of training batches \(2\) is smaller than the logging interval:UserWarning",
+IGNORED = [
     "ignore:RetrievalEvaluation. (val|test) metrics cover 2 of:UserWarning",
-    "ignore:LightningCLI's args parameter is intended to run from within Python:UserWarning",
-    r"ignore:\s*By default only one JsonargparseDeprecationWarning per type is shown:DeprecationWarning",
-    # What pytorch-lightning 2.6 calls in jsonargparse 4.53:
-    r"ignore:\s*.* was deprecated in v4.49.0 and will be removed in v5.0.0:DeprecationWarning",
-    "ignore:The dirpath has changed from .* Only `best_model_path` will be reloaded:UserWarning",
-    "ignore:Checkpoint directory .* exists and is not empty:UserWarning",
 ]
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "glyphs.yaml"

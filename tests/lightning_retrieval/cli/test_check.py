@@ -6,9 +6,9 @@ import pytest
 from PIL import Image
 
 from lightning_retrieval.cli.main import main
-from tests.lightning_retrieval.cli.example_config import QUIET
+from tests.lightning_retrieval.cli.example_config import IGNORED
 
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+pytestmark = [pytest.mark.filterwarnings(message) for message in IGNORED]
 
 
 def checked(capsys, *args):

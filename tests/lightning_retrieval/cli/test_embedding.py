@@ -4,10 +4,7 @@ import pytest
 import torch
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
-from tests.datamodules.trees_more import QUIET
 from tests.lightning_retrieval.cli.glyph_commands import error_of, save_checkpoint
-
-pytestmark = [pytest.mark.filterwarnings(ignored) for ignored in QUIET]
 
 
 @pytest.mark.refusal

@@ -12,10 +12,10 @@ import yaml
 
 from lightning_retrieval import RetrievalModule
 from lightning_retrieval.cli.main import main
-from tests.lightning_retrieval.cli.example_config import EXAMPLE, QUIET, SHORT, SMALL, write_example
+from tests.lightning_retrieval.cli.example_config import EXAMPLE, IGNORED, SHORT, SMALL, write_example
 from tests.wandb_files import OfflineRun
 
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+pytestmark = [pytest.mark.filterwarnings(message) for message in IGNORED]
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ import pytest
 from lightning_retrieval import datamodules
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import RetrievalDataModule
-from tests.lightning_retrieval.cli.example_config import QUIET
+from tests.lightning_retrieval.cli.example_config import IGNORED
 
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
+pytestmark = [pytest.mark.filterwarnings(message) for message in IGNORED]
 
 SCREEN = 50, 100  # lines and columns
 

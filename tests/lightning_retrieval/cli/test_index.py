@@ -5,15 +5,12 @@ import shutil
 import pytest
 
 from lightning_retrieval import RetrievalIndex
-from tests.datamodules.trees_more import QUIET
 from tests.lightning_retrieval.cli.glyph_commands import (
     command,
     error_of,
     indexing,
     paths_of,
 )
-
-pytestmark = [pytest.mark.filterwarnings(ignored) for ignored in QUIET]
 
 
 def test_factory_parameters_and_shards_are_those_of_the_index(glyphs, tmp_path, capsys):

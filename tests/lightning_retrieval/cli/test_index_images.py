@@ -14,7 +14,7 @@ from lightning_retrieval import Embedder, PCAWhitening, RetrievalIndex, Retrieva
 from lightning_retrieval.cli.embedding import ImageEmbedder
 from lightning_retrieval.cli.index_images import index_images
 from lightning_retrieval.datamodules import ImageFolder, reference_transform
-from tests.datamodules.trees_more import QUIET, write_folders
+from tests.datamodules.trees_more import write_folders
 from tests.lightning_retrieval.cli.glyph_commands import (
     command,
     error_of,
@@ -23,7 +23,6 @@ from tests.lightning_retrieval.cli.glyph_commands import (
     save_checkpoint,
 )
 
-pytestmark = [pytest.mark.filterwarnings(ignored) for ignored in QUIET]
 MEDIUM = v2.Compose([v2.Resize((64, 64)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
 
 

@@ -10,15 +10,12 @@ import pytest
 from PIL import Image
 
 from lightning_retrieval.cli.main import main
-from tests.datamodules.trees_more import QUIET
 from tests.lightning_retrieval.cli.glyph_commands import (
     STRANGE_NAME,
     command,
     indexing,
     paths_of,
 )
-
-pytestmark = [pytest.mark.filterwarnings(ignored) for ignored in QUIET]
 
 
 class Page(HTMLParser):

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from lightning_retrieval import RetrievalIndex
-from tests.datamodules.trees_more import QUIET
 from tests.lightning_retrieval.cli.glyph_commands import (
     STRANGE_NAME,
     command,
@@ -15,8 +14,6 @@ from tests.lightning_retrieval.cli.glyph_commands import (
     indexing,
     paths_of,
 )
-
-pytestmark = [pytest.mark.filterwarnings(ignored) for ignored in QUIET]
 
 
 def test_search_ranks_as_the_model_does(glyphs, indexed, capsys):

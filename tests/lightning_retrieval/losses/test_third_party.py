@@ -64,8 +64,6 @@ def loss_of_batch(name, references):
         return None
 
 
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence for multidimensional indexing is deprecated:UserWarning")
-@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept context and return_scalar:DeprecationWarning")
 @pytest.mark.parametrize("name", CLASSES)
 def test_which_losses_take_references(name):
     """Known by one question: is a batch ranked against its copy, without each query's own, the batch itself?"""

@@ -44,17 +44,6 @@ from lightning_retrieval.losses import (
 from lightning_retrieval.losses.ranked_batch import RankedBatch
 from lightning_retrieval.training import run_report
 
-QUIET = [
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    "ignore:The 'train_dataloader' does not have many workers:UserWarning",
-    "ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be:UserWarning",
-    "ignore:Using ModelCheckpoint with manual optimization and every_n_train_steps:UserWarning",
-    "ignore:Trying to infer the `batch_size` from an ambiguous collection:UserWarning",
-    "ignore:GPU available but not used:UserWarning",
-    "ignore:You defined a `validation_step` but have no `val_dataloader`:UserWarning",
-]
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
-
 DIM = 3
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 

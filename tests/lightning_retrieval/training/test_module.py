@@ -31,18 +31,6 @@ from lightning_retrieval.losses import BlackboxMAPLoss
 from lightning_retrieval.losses.third_party import original_loss
 from lightning_retrieval.training.trainer_checks import check_processes
 
-QUIET = [
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    "ignore:The '(train|val|predict)_dataloader' does not have many workers:UserWarning",
-    "ignore:Checkpoint directory .* exists and is not empty:UserWarning",
-    "ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be:UserWarning",
-    "ignore:Using ModelCheckpoint with manual optimization and every_n_train_steps:UserWarning",
-    "ignore:Trying to infer the `batch_size` from an ambiguous collection:UserWarning",
-    "ignore:GPU available but not used:UserWarning",
-    "ignore:You defined a `validation_step` but have no `val_dataloader`:UserWarning",
-]
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
-
 SGD = functools.partial(torch.optim.SGD, lr=0.5)
 ROWS = 10
 CHUNKS = [None, 3, 7]  # of ten rows: one chunk, 3 + 3 + 3 + 1, 7 + 3

@@ -11,14 +11,6 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval import PCAWhitening, RetrievalModule, SmoothAPLoss, multi_scale
 
-QUIET = [
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    "ignore:The '(train|val|test|predict)_dataloader' does not have many workers:UserWarning",
-    "ignore:GPU available but not used:UserWarning",
-    "ignore:You defined a `validation_step` but have no `val_dataloader`:UserWarning",
-]
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
-
 
 class Dots(nn.Module):
     """A small network that takes images of any size; described by its one argument."""
