@@ -1,16 +1,17 @@
-"""The documentation does what it says: every block is run, every link leads somewhere, every public name is there.
+"""The documentation is correct: every block runs, every link has a target, every public name is documented.
 
-A page's blocks are run from top to bottom in one folder, which has what a reader has: the checkout's `examples`, a
-folder `photos` of images, one folder a class, and an image `query.jpg`. What a block is, its language says:
+The blocks of a page run from top to bottom in one folder with the files that a reader has: `examples` of the
+repository, a folder `photos` with one folder of images per class, and an image `query.jpg`. The language of a block says
+what it is:
 
-    python   run, all blocks of a page in one namespace; one with a title is the file of that name, to be imported
-    console  each line after `$ ` is a command, which is run; all else is output, which is not compared
+    python   is run, with one namespace for all blocks of a page; a block with a title is a file, which can be imported
+    console  each line after `$ ` is a command, which is run; other lines are output, which is not compared
     bash     each line is a command, as above
-    yaml     written to the file that its title names, for a command that comes after it
-    text     output, trees and formulas: not run
+    yaml     is written to the file that its title names, for a later command
+    text     output, directory trees and formulas: not run
 
-Training stops after two batches, and downloads no weights. Commands that make the environment are not run here:
-`.ci/run` begins with them.
+Training stops after two batches and downloads no weights. Commands that create the environment are not run here;
+`.ci/run` starts with them.
 """
 
 import configparser
@@ -51,14 +52,14 @@ ENVIRONMENT = (
     "python -m pip install",
     "python -m pytest",
 )
-CUT_DOWN = {  # a training by the command line; scripts and blocks hear of it by the environment
+SHORT_FIT = {  # for the command line; an environment variable limits scripts and blocks
     "max_epochs": 1,
     "limit_train_batches": 2,
     "limit_val_batches": 2,
     "limit_test_batches": 2,
     "check_val_every_n_epoch": 1,
 }
-SHORT = {"examples/own_images.py": ["--weights", "none", "--epochs", "1", "--workers", "0"]}  # for scripts
+SHORT_SCRIPTS = {"examples/own_images.py": ["--weights", "none", "--epochs", "1", "--workers", "0"]}
 IGNORED = [  # what the library warns of in short runs
     "ignore:RetrievalEvaluation. (val|test) metrics cover:UserWarning",
     "ignore:RetrievalEvaluation. .* have a k above the number of ranked images:UserWarning",
@@ -66,7 +67,7 @@ IGNORED = [  # what the library warns of in short runs
 
 
 def modules():
-    """All modules by import name. The packages come from setup.cfg: callbacks/ and datamodules/ stand elsewhere."""
+    """The import names of all modules. setup.cfg lists the packages, since their folders have other names."""
     setup = configparser.ConfigParser()
     setup.read(REPOSITORY / "setup.cfg")
     names = setup["options"]["packages"].split()
@@ -80,8 +81,8 @@ def modules():
 def test_all_modules_are_found():
     files = [
         path
-        for room in ("lightning_retrieval", "callbacks", "datamodules")
-        for path in (REPOSITORY / room).rglob("*.py")
+        for package in ("lightning_retrieval", "callbacks", "datamodules")
+        for path in (REPOSITORY / package).rglob("*.py")
     ]
     assert len(modules()) == len(files)
 
@@ -94,7 +95,7 @@ def test_examples_of_docstrings(name, tmp_path, monkeypatch):
 
 
 class Block(NamedTuple):
-    line: int  # of the page, at which the text begins
+    line: int  # of the page, where the text begins
     language: str
     title: str | None
     text: str
@@ -106,7 +107,7 @@ def blocks_of(text):
 
 
 def commands_of(block):
-    """The commands of a block, as lists of words, without the environment's folder and without comments."""
+    """The commands of a block, as lists of words, without the folder of the environment and without comments."""
     lines = block.text.replace("\\\n", " ").splitlines()
     if block.language == "console":
         lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
@@ -124,11 +125,11 @@ def run_block(block, page, namespace, monkeypatch):
     if block.title:
         Path(block.title).write_text(block.text, encoding="utf-8")
     elif block.language == "python":
-        # Empty lines in front, so that an error names the line of the page.
+        # Empty lines before it, so that an error names the line of the page.
         exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), namespace)
     elif block.language in ("console", "bash"):
         commands = commands_of(block)
-        assert commands, f"no command in the block at line {block.line}; what is no command is `text`"
+        assert commands, f"no command in the block at line {block.line}; use the language `text` for other text"
         for command in commands:
             run_command(command, monkeypatch)
     else:
@@ -145,23 +146,23 @@ def run_command(command, monkeypatch):
     if program == "lightning-retrieval":
         code = 0
         if words[0] == "fit":
-            words += [f"--trainer.{name}={value}" for name, value in CUT_DOWN.items()]
+            words += [f"--trainer.{name}={value}" for name, value in SHORT_FIT.items()]
         try:
             main(words)
         except SystemExit as end:
             code = end.code or 0
-        # A page's own data set has not the published number of images.
+        # The data set of a page does not have the published number of images.
         assert code in ((0, 1) if words[0] == "check" else (0,)), f"{shlex.join(command)} ended with {code}"
     elif program == "python" and words and words[0].endswith(".py"):
         with monkeypatch.context() as patch:
-            patch.setattr(sys, "argv", words + SHORT.get(words[0], []))
+            patch.setattr(sys, "argv", words + SHORT_SCRIPTS.get(words[0], []))
             runpy.run_path(words[0], run_name="__main__")
     else:
         raise AssertionError(f"this test does not know how to run {shlex.join(command)}")
 
 
-def furnish(folder):
-    """What a reader has beside the page."""
+def write_files_of_a_reader(folder):
+    """Write the files that a reader has."""
     (folder / "examples").symlink_to(REPOSITORY / "examples")
     for label in range(6):
         for number in range(3):
@@ -177,7 +178,7 @@ def test_blocks_of_a_page_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PL_TRAINER_LIMIT_TRAIN_BATCHES", "2")
     monkeypatch.syspath_prepend(tmp_path)
-    furnish(tmp_path)
+    write_files_of_a_reader(tmp_path)
     modules_before = set(sys.modules)
     run_blocks(page.read_text(encoding="utf-8"), page, monkeypatch)
     for name in set(sys.modules) - modules_before:
@@ -188,15 +189,15 @@ def test_blocks_of_a_page_run(page, tmp_path, monkeypatch):
 @pages
 def test_files_of_a_page_are_used_by_it(page):
     blocks = blocks_of(page.read_text(encoding="utf-8"))
-    for place, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         if block.title:
             name = block.title.removesuffix(".py")
-            assert any(name in after.text for after in blocks[place + 1 :]), f"{block.title} is never read"
+            assert any(name in after.text for after in blocks[index + 1 :]), f"{block.title} is never read"
 
 
 @pages
 def test_every_fence_is_a_block(page):
-    """What looks like code is found: a fence that is indented, or begun in another way, would not be run."""
+    """All code is found: a fence that is indented or starts in another way would not be run."""
     text = page.read_text(encoding="utf-8")
     assert len(re.findall(r"^\s*(?:```|~~~)", text, flags=re.MULTILINE)) == 2 * len(blocks_of(text))
 
@@ -226,7 +227,7 @@ def test_blocks_and_commands_are_seen():
     ],
 )
 @pytest.mark.filterwarnings(*IGNORED)
-def test_blocks_that_cannot_be_run_are_refused(text, message, monkeypatch):
+def test_blocks_that_cannot_be_run_fail(text, message, monkeypatch):
     with pytest.raises(AssertionError, match=message):
         run_blocks(text, "page", monkeypatch)
 
@@ -238,7 +239,7 @@ def links(text):
 
 
 def quoted(text):
-    """Figures that are links to the page they were measured on: its section, and the figure."""
+    """(figure, section) of figures that link to the section of benchmarks.md in which they were measured."""
     return re.findall(r"\[([\d.,]+(?: \w+)?)\]\(benchmarks\.md#([\w-]+)\)", text)
 
 
@@ -252,7 +253,7 @@ def measured(text, section):
 
 
 @pages
-def test_figures_quoted_are_those_measured(page):
+def test_quoted_figures_are_those_of_the_benchmarks(page):
     benchmarks = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
     wrong = [
         (figure, section)
@@ -263,7 +264,7 @@ def test_figures_quoted_are_those_measured(page):
 
 
 def test_quoted_figures_are_seen():
-    text = "measured were [1.28](benchmarks.md#a-b), [134 ms](benchmarks.md#a-b) and [said](benchmarks.md#a-b)"
+    text = "measured were [1.28](benchmarks.md#a-b), [134 ms](benchmarks.md#a-b) and [text](benchmarks.md#a-b)"
     assert quoted(text) == [("1.28", "a-b"), ("134 ms", "a-b")]
     assert measured("## X\n| 1 |\n\n## A b\n| 2 |\n", "a-b") == "| 2 |\n"
 
@@ -274,7 +275,7 @@ def broken(page, text):
 
 
 @pytest.mark.parametrize("page", [*PAGES, REPOSITORY / "CONTRIBUTING.md"], ids=lambda page: page.name)
-def test_relative_links_lead_somewhere(page):
+def test_relative_links_have_a_target(page):
     assert not broken(page, page.read_text(encoding="utf-8"))
 
 
@@ -285,7 +286,7 @@ def test_broken_links_are_seen():
 
 
 def targets(nav):
-    """Files of a navigation of mkdocs.yml: entries are files, {title: file} or {title: entries}."""
+    """The files in a navigation of mkdocs.yml, whose entries are files, {title: file} or {title: entries}."""
     found = []
     for entry in nav:
         parts = entry.values() if isinstance(entry, dict) else [entry]
@@ -300,7 +301,7 @@ def test_every_page_is_in_the_navigation():
 
 
 def referenced():
-    """{entry: object} of the reference page; one that does not exist fails."""
+    """{entry: object} of the reference page; an entry that does not exist fails."""
     entries = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert len(entries) == len(set(entries))
     parts = {entry: entry.rpartition(".") for entry in entries}
@@ -311,11 +312,11 @@ def test_reference_has_every_public_name_and_no_other():
     in_reference, in_library = set(referenced().values()), set(PUBLIC.values())
     assert not [name for name, thing in PUBLIC.items() if thing not in in_reference]
     assert not [entry for entry, thing in referenced().items() if thing not in in_library]
-    assert len(in_reference) == len(referenced()), "one thing stands there twice"
+    assert len(in_reference) == len(referenced()), "an object is listed twice"
 
 
 def undocumented(cls):
-    """Public methods and properties of ours, of the class or of a base, of which no docstring says what they do."""
+    """Public methods and properties of the library, of the class or of a base, that have no docstring."""
     kinds = (property, functools.cached_property, staticmethod, classmethod)
     ours = [base for base in cls.__mro__ if base.__module__.startswith("lightning_retrieval")]
     names = {
@@ -324,8 +325,8 @@ def undocumented(cls):
         for name, part in vars(base).items()
         if not name.startswith("_") and (inspect.isfunction(part) or isinstance(part, kinds))
     }
-    said = {name for base in cls.__mro__ for name, part in vars(base).items() if getattr(part, "__doc__", None)}
-    return sorted(names - said)
+    documented = {name for base in cls.__mro__ for name, part in vars(base).items() if getattr(part, "__doc__", None)}
+    return sorted(names - documented)
 
 
 @pytest.mark.parametrize("name", sorted(name for name, thing in PUBLIC.items() if inspect.isclass(thing)))
@@ -335,13 +336,13 @@ def test_public_methods_and_properties_have_docstrings(name):
 
 def test_missing_docstrings_are_seen():
     class Base:
-        def told(self):
-            """Told."""
+        def documented(self):
+            """Documented."""
 
     class Child(Base):
         __module__ = "lightning_retrieval.x"
 
-        def told(self):
+        def documented(self):
             pass
 
         def silent(self):

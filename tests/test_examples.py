@@ -1,4 +1,4 @@
-"""The examples run as they stand, or cut down where they train for long."""
+"""The examples run as they are, or shortened if they train for long."""
 
 import csv
 import os
@@ -30,7 +30,7 @@ quiet = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning
 
 
 def run(folder, *command, **environment):
-    """Run a command in a folder, with the interpreter of the tests as `python`; what it printed."""
+    """Run a command in a folder, with the interpreter of the tests as `python`; returns what it prints."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         [str(part) for part in command],
@@ -51,7 +51,7 @@ def values(folder, name):
 
 @pytest.fixture
 def cut_down(monkeypatch):
-    """Trainers of two steps."""
+    """Limit every Trainer to two steps; the list of the Trainers."""
     make, made = pl.Trainer.__init__, []
 
     def two_steps(self, **kwargs):
@@ -82,15 +82,15 @@ def test_a_loss_of_pytorch_metric_learning(cut_down):
 
 
 def test_a_loop_in_plain_pytorch(tmp_path):
-    said = run(tmp_path, "python", EXAMPLES / "plain_pytorch_loop.py", 12)
-    losses = [float(value) for value in re.findall(r"^step \d+: loss (\S+)$", said, flags=re.MULTILINE)]
+    output = run(tmp_path, "python", EXAMPLES / "plain_pytorch_loop.py", 12)
+    losses = [float(value) for value in re.findall(r"^step \d+: loss (\S+)$", output, flags=re.MULTILINE)]
     assert len(losses) == 12
     assert losses[-1] < losses[0]
-    assert "'mAP': 0." in said
+    assert "'mAP': 0." in output
 
 
 def test_own_images_from_a_folder_to_a_search(tmp_path):
-    """The README's three commands, but for the installation."""
+    """The three commands of the README, except for the installation."""
     photos, colours = tmp_path / "my photos", np.random.default_rng(0)
     for label in range(8):
         (photos / f"thing {label}").mkdir(parents=True)
@@ -98,17 +98,17 @@ def test_own_images_from_a_folder_to_a_search(tmp_path):
             pixels = np.clip(colours.normal(30 * label, 20, (40, 50, 3)), 0, 255).astype(np.uint8)
             Image.fromarray(pixels).save(photos / f"thing {label}" / f"{number}.jpg")
     own_images = ("python", EXAMPLES / "own_images.py", photos, "--weights", "none", "--epochs", 1, "--workers", 0)
-    said = run(tmp_path, *own_images)
+    output = run(tmp_path, *own_images)
     folder = tmp_path / "logs/own_images/version_0"
     assert {path.name for path in folder.iterdir()} >= {"metrics.csv", "curve.png", "retrieval", "checkpoints"}
     (score,) = values(folder, "val/mAP")
     assert 0 < score <= 1
-    index, search = (line for line in said.splitlines() if line.startswith("lightning-retrieval "))
-    said = run(tmp_path, *shlex.split(index))
-    assert "24 images" in said
-    assert "transform 'plain', as the checkpoint says" in said
-    said = run(tmp_path, *shlex.split(search.replace("IMAGE", "'my photos/thing 1/0.jpg'")))
-    first = said.splitlines()[2]
+    index, search = (line for line in output.splitlines() if line.startswith("lightning-retrieval "))
+    output = run(tmp_path, *shlex.split(index))
+    assert "24 images" in output
+    assert "transform 'plain', as the checkpoint says" in output
+    output = run(tmp_path, *shlex.split(search.replace("IMAGE", "'my photos/thing 1/0.jpg'")))
+    first = output.splitlines()[2]
     assert first.split(maxsplit=3)[3] == "thing 1/0.jpg"  # itself
     assert (tmp_path / "results.html").stat().st_size > 10_000
 
@@ -121,9 +121,9 @@ def test_own_images_from_a_folder_to_a_search(tmp_path):
     ],
 )
 def test_own_images_that_are_too_few(classes, images, message, tmp_path):
-    for place in range(classes * images):
-        (tmp_path / f"{place % classes}").mkdir(exist_ok=True)
-        Image.effect_noise((30, 30), 9).save(tmp_path / f"{place % classes}" / f"{place}.png")
+    for number in range(classes * images):
+        (tmp_path / f"{number % classes}").mkdir(exist_ok=True)
+        Image.effect_noise((30, 30), 9).save(tmp_path / f"{number % classes}" / f"{number}.png")
     command = [sys.executable, EXAMPLES / "own_images.py", tmp_path, "--weights", "none"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 2
@@ -132,8 +132,8 @@ def test_own_images_that_are_too_few(classes, images, message, tmp_path):
 
 @pytest.mark.parametrize("launcher", ["trainer", "torchrun"])
 def test_two_processes(launcher, tmp_path):
-    said = run(tmp_path, "bash", EXAMPLES / "ddp.sh", 2, *FEW, LAUNCHER=launcher, OMP_NUM_THREADS="1")
-    assert "val/mAP" in said
+    output = run(tmp_path, "bash", EXAMPLES / "ddp.sh", 2, *FEW, LAUNCHER=launcher, OMP_NUM_THREADS="1")
+    assert "val/mAP" in output
     folder = tmp_path / "logs/glyphs/version_0"
     facts = yaml.safe_load((folder / "hparams.yaml").read_text())
     assert facts["batch"]["processes"] == 2
@@ -143,7 +143,7 @@ def test_two_processes(launcher, tmp_path):
 
 @quiet
 def test_a_run_of_the_sweep(tmp_path, monkeypatch, end_offline_run):
-    """The command of an agent, with one value of each parameter; it finds the metric that the sweep looks at."""
+    """The command that a sweep agent runs, with one value of each parameter; it logs the metric of the sweep."""
     sweep = yaml.safe_load((EXAMPLES / "sweep.yaml").read_text())
     drawn = {name: ({"min": 0, **space}["min"] or space["values"][0]) for name, space in sweep["parameters"].items()}
     command = [part for part in sweep["command"] if part != "${args}"]

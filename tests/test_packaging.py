@@ -1,4 +1,4 @@
-"""What `pip install` brings: one package with its table and its marker, a licence, a command."""
+"""What `pip install` installs: one package with its data file and its type marker, a licence, a command."""
 
 import configparser
 import shutil
@@ -23,7 +23,7 @@ SOURCES = (
 
 
 def build(source, out, *kinds):
-    """Build with the setuptools that is installed, so that nothing is downloaded."""
+    """Build with the installed setuptools, so that nothing is downloaded."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--skip-dependency-check", "--outdir", out, *kinds]
     done = subprocess.run([*command, source], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -31,7 +31,7 @@ def build(source, out, *kinds):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The wheel made from the checkout, and the sdist with the wheel made from it; from a copy, so nothing is left."""
+    """The wheel of the checkout, the sdist, and the wheel of the sdist; built from a copy, which leaves no files."""
     folder = tmp_path_factory.mktemp("build")
     source = folder / "source"
     source.mkdir()
@@ -61,16 +61,16 @@ def test_wheel_holds_one_top_level_package(built):
     assert len(tops) == 2
 
 
-def test_wheel_holds_every_module_of_the_three_rooms(built):
-    rooms = {
+def test_wheel_holds_every_module_of_the_three_packages(built):
+    packages = {
         "lightning_retrieval": "lightning_retrieval",
         "callbacks": "lightning_retrieval/callbacks",
         "datamodules": "lightning_retrieval/datamodules",
     }
     expected = {
-        f"{installed}/{path.relative_to(REPOSITORY / room).as_posix()}"
-        for room, installed in rooms.items()
-        for path in (REPOSITORY / room).rglob("*.py")
+        f"{installed}/{path.relative_to(REPOSITORY / package).as_posix()}"
+        for package, installed in packages.items()
+        for path in (REPOSITORY / package).rglob("*.py")
     }
     assert len(expected) > 10
     assert {name for name in contents(built[0]) if name.endswith(".py")} == expected
@@ -79,7 +79,7 @@ def test_wheel_holds_every_module_of_the_three_rooms(built):
 @pytest.mark.parametrize(
     "name", ["lightning_retrieval/py.typed", "lightning_retrieval/datamodules/glyphs/glyph_classes.csv"]
 )
-def test_wheel_holds_what_is_not_python(built, name):
+def test_wheel_holds_the_files_that_are_not_python(built, name):
     assert name in contents(built[0])
 
 
@@ -95,14 +95,14 @@ def test_wheel_installs_the_command(built):
     assert dict(parser["console_scripts"]) == {"lightning-retrieval": "lightning_retrieval.cli.main:main"}
 
 
-def test_wheel_of_the_sdist_is_the_same(built):
+def test_wheel_of_the_sdist_holds_the_same_files(built):
     wheel, sdist, wheel_of_sdist = built
     with tarfile.open(sdist) as archive:
         assert any(name.endswith("/LICENSE") for name in archive.getnames())
     assert contents(wheel_of_sdist).keys() == contents(wheel).keys()
 
 
-def test_command_is_installed_and_speaks():
+def test_command_is_installed_and_prints_its_help():
     command = Path(sys.executable).with_name("lightning-retrieval")
     if not command.exists():
         pytest.skip("lightning-retrieval is not installed beside this Python")

@@ -1,6 +1,6 @@
-"""The public names, and how each is called, are a promise: `api_surface.json` holds it.
+"""The public names and their signatures are those that `api_surface.json` lists.
 
-After a change that was meant, write the file anew, with a line in CHANGELOG.md:
+After an intended change, add a line to CHANGELOG.md and write the file again:
 
     python tests/test_surface.py
 """
@@ -25,7 +25,7 @@ PACKAGES = (
 
 
 def surface():
-    """{package: {name: parameters}}, as plain data."""
+    """{package: {name: parameters}} of the library."""
     return {package: names_of(importlib.import_module(package)) for package in PACKAGES}
 
 
@@ -45,9 +45,9 @@ def names_of(module):
 
 
 def parameters(thing):
-    """Each parameter as `name` or `name=default`; `*` stands before those given by name only."""
+    """Each parameter as `name` or `name=default`, with `*` before the keyword-only ones."""
     shown: list[str] = []
-    if getattr(thing, "__init__", None) is nn.Module.__init__:  # takes nothing, though its signature says anything
+    if getattr(thing, "__init__", None) is nn.Module.__init__:  # takes no arguments, though its signature accepts any
         return shown
     for parameter in inspect.signature(thing).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in shown:
@@ -63,7 +63,7 @@ def default_text(default):
 
 
 def changes(old, new):
-    """One line for each name that went, came or is called differently."""
+    """One line for each name that was added or removed, or whose signature changed."""
     before = {(package, name): p for package, names in old.items() for name, p in names.items()}
     after = {(package, name): p for package, names in new.items() for name, p in names.items()}
     return [
@@ -73,12 +73,12 @@ def changes(old, new):
     ]
 
 
-def test_public_names_are_those_promised():
+def test_public_names_and_signatures_are_those_listed():
     lines = changes(json.loads(FILE.read_text()), surface())
     assert not lines, (
         "the public names changed:\n  "
         + "\n  ".join(lines)
-        + "\nIf this was meant, run `python tests/test_surface.py` and add a line to CHANGELOG.md."
+        + "\nIf you intended this, run `python tests/test_surface.py` and add a line to CHANGELOG.md."
     )
 
 
@@ -89,6 +89,6 @@ def test_changes_are_seen():
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # this folder, where lightning_retrieval/ would be taken for the package
+    sys.path.pop(0)  # this folder, whose lightning_retrieval/ would hide the package
     FILE.write_text(json.dumps(surface(), indent=2) + "\n")
     print(f"wrote {FILE}")

@@ -1,7 +1,7 @@
-"""The recipes of examples/: each is run by the command line on a small tree in the official layout.
+"""The configs of the papers in examples/: the command line runs each on a small data set in the published structure.
 
-A run differs from its file in the root, in sizes, in the number of steps and in what a CPU needs, and in nothing else:
-what it was parsed to is compared with what the file is parsed to, key by key.
+A run may differ from its config only in the root, in sizes, in the number of steps and in what a CPU needs. This is
+tested: the parsed config of the run is compared with the parsed file, key by key.
 """
 
 import csv
@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.filterwarnings(message) for message in IGNORED]
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PIXELS = 32
 EMBEDDER, DATA = "model.init_args.embedder.init_args", "data.init_args"
-RUN = {"trainer.accelerator": "cpu", "trainer.enable_progress_bar": False, f"{DATA}.num_workers": 0}
+EVERY_RUN = {"trainer.accelerator": "cpu", "trainer.enable_progress_bar": False, f"{DATA}.num_workers": 0}
 STEPS = {
     "trainer.max_epochs": 1,
     "trainer.limit_train_batches": 2,
@@ -50,18 +50,18 @@ DEIT = {f"{EMBEDDER}.pretrained": False, "model.init_args.embedder.dict_kwargs.i
 LANDMARKS = {f"{DATA}.classes_per_batch": 3, f"{DATA}.eval_batch_size": 1}  # three landmarks; images of several sizes
 
 
-class Recipe(NamedTuple):
-    """What writes the tree that a file is run on, and the overrides beside the root and `RUN`."""
+class Run(NamedTuple):
+    """The function that writes the data set, and the overrides beside the root and `EVERY_RUN`."""
 
     tree: Callable[[Path], Any]
     overrides: dict[str, Any]
 
 
-def trained(tree: Callable[[Path], Any], *overrides: dict[str, Any]) -> Recipe:
-    return Recipe(tree, {key: value for part in (STEPS, BATCH, *overrides) for key, value in part.items()})
+def trained(tree: Callable[[Path], Any], *overrides: dict[str, Any]) -> Run:
+    return Run(tree, {key: value for part in (STEPS, BATCH, *overrides) for key, value in part.items()})
 
 
-RECIPES = {
+CONFIGS = {
     "smooth_ap/online_products.yaml": trained(write_online_products, RESNET, CHUNK),
     "smooth_ap/vehicle_id.yaml": trained(write_vehicle_id, RESNET, CHUNK),
     "smooth_ap/inaturalist.yaml": trained(write_inaturalist, RESNET, CHUNK),
@@ -83,23 +83,23 @@ RECIPES = {
     "roadmap/inaturalist_deit.yaml": trained(write_inaturalist, DEIT, HALF, CHUNK),
     "ap_gem/landmarks.yaml": trained(write_landmarks, RESNET, CHUNK, LANDMARKS),
 }
-# Evaluated with the checkpoint of one that trains: which, on what, and the metrics that the paper has.
+# Evaluated with the checkpoint of a config that trains: that config, the run, and the metrics of the paper.
 CITY = {f"{EMBEDDER}.embedding_dim": 8}
 CITIES = ["test/mAP/medium", "test/mAP/hard"]
 EVALUATIONS = {
     "smooth_ap/ijbc.yaml": (
         "smooth_ap/vgg_face2.yaml",
-        Recipe(write_ijbc, {f"{EMBEDDER}.embedding_dim": 8, f"{DATA}.eval_batch_size": 16}),
+        Run(write_ijbc, {f"{EMBEDDER}.embedding_dim": 8, f"{DATA}.eval_batch_size": 16}),
         ["test/mAP"],
     ),
     "ap_gem/revisited_oxford.yaml": (
         "ap_gem/landmarks.yaml",
-        Recipe(partial(write_revisited, name="roxford5k", pickled="gnd_roxford5k.pkl"), CITY),
+        Run(partial(write_revisited, name="roxford5k", pickled="gnd_roxford5k.pkl"), CITY),
         CITIES,
     ),
     "ap_gem/revisited_paris.yaml": (
         "ap_gem/landmarks.yaml",
-        Recipe(partial(write_revisited, name="rparis6k", pickled="gnd_rparis6k.pkl"), CITY),
+        Run(partial(write_revisited, name="rparis6k", pickled="gnd_rparis6k.pkl"), CITY),
         CITIES,
     ),
 }
@@ -107,9 +107,9 @@ EVALUATIONS = {
 
 @pytest.fixture(autouse=True)
 def elsewhere(monkeypatch, tmp_path):
-    """Logs are written to the working directory; checkpoints of ResNets are large, so that they go at the end.
+    """Write the logs to a temporary folder, and remove them at the end, since checkpoints of ResNets are large.
 
-    Several threads do not make batches of four small images faster, and wait for each other on a busy machine.
+    Run on one thread: more do not make batches of four small images faster, and wait for each other on a busy machine.
     """
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
@@ -120,7 +120,7 @@ def elsewhere(monkeypatch, tmp_path):
 
 
 def shrink_images(monkeypatch):
-    """The papers' transforms as they are, and their result scaled down where it is larger."""
+    """Keep the transforms of the papers, but scale their result down if it is larger."""
 
     def shrunk(name, *, train):
         whole = reference_transform(name, train=train)
@@ -136,7 +136,7 @@ def shrink_images(monkeypatch):
 
 
 def flat(config: Any, path: str = "") -> dict[str, Any]:
-    """Each leaf of a configuration by its path."""
+    """{path: value} of each leaf of a config."""
     if isinstance(config, dict) and config:
         parts = [flat(value, f"{path}.{key}" if path else str(key)) for key, value in config.items()]
     elif isinstance(config, list) and config:
@@ -147,7 +147,7 @@ def flat(config: Any, path: str = "") -> dict[str, Any]:
 
 
 def parsed(command, file, root, monkeypatch, capsys) -> dict[str, Any]:
-    """The file as the command line parses it, with nothing but the root given."""
+    """The file as the command line parses it, with only the root given."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         main([command, "--config", str(EXAMPLES / file), f"--data.root={root}", "--print_config"])
@@ -155,11 +155,11 @@ def parsed(command, file, root, monkeypatch, capsys) -> dict[str, Any]:
     return flat(yaml.safe_load(capsys.readouterr().out))
 
 
-def run(command, file, recipe, root, monkeypatch, capsys, checkpoint=None) -> dict[str, list[str]]:
-    """Run a file with its overrides, and see that nothing else is changed; the columns of what was logged."""
+def run_config(command, file, run, root, monkeypatch, capsys, checkpoint=None) -> dict[str, list[str]]:
+    """Run a file with its overrides, test that nothing else is changed, and return {column: logged values}."""
     of_file = parsed(command, file, root, monkeypatch, capsys)
     shrink_images(monkeypatch)
-    config, overrides = yaml.safe_load((EXAMPLES / file).read_text()), {**RUN, **recipe.overrides}
+    config, overrides = yaml.safe_load((EXAMPLES / file).read_text()), {**EVERY_RUN, **run.overrides}
     for place, callback in enumerate(config["trainer"]["callbacks"]):
         if callback["class_path"].endswith("ModelCheckpoint"):  # 100 MB in place of 300
             overrides[f"trainer.callbacks.{place}.init_args.save_weights_only"] = True
@@ -174,7 +174,7 @@ def run(command, file, recipe, root, monkeypatch, capsys, checkpoint=None) -> di
     main([command, "--config", f"{command}.yaml", f"--data.root={root}", *options])
     folder = Path("logs", file.removesuffix(".yaml"), "version_0")
     of_run = flat(yaml.safe_load((folder / "config.yaml").read_text()))
-    if checkpoint is not None:  # from which the command line takes the model's settings
+    if checkpoint is not None:  # the command line takes the settings of the model from it
         of_training = flat(yaml.safe_load((checkpoint.parents[1] / "config.yaml").read_text()))
         of_file = {key: value for key, value in of_file.items() if not key.startswith("model.")}
         of_file |= {key: value for key, value in of_training.items() if key.startswith("model.")}
@@ -186,10 +186,10 @@ def run(command, file, recipe, root, monkeypatch, capsys, checkpoint=None) -> di
 
 
 def fit(file: str, tmp_path, monkeypatch, capsys) -> Path:
-    """Train by a recipe and look at what came of it; the checkpoint that it chose."""
-    recipe = RECIPES[file]
-    recipe.tree(tmp_path / "data")
-    logged = run("fit", file, recipe, tmp_path / "data", monkeypatch, capsys)
+    """Train with a config and test the losses, the metric and the checkpoint; returns the checkpoint."""
+    run = CONFIGS[file]
+    run.tree(tmp_path / "data")
+    logged = run_config("fit", file, run, tmp_path / "data", monkeypatch, capsys)
     config = yaml.safe_load((EXAMPLES / file).read_text())
     (monitored,) = [
         callback["init_args"]["monitor"]
@@ -206,19 +206,19 @@ def fit(file: str, tmp_path, monkeypatch, capsys) -> Path:
     return checkpoint
 
 
-@pytest.mark.parametrize("file", RECIPES)
-def test_recipe(file, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("file", CONFIGS)
+def test_a_config_trains_and_evaluates(file, tmp_path, monkeypatch, capsys):
     checkpoint = fit(file, tmp_path, monkeypatch, capsys)
-    for evaluation, (trained_by, recipe, metrics) in EVALUATIONS.items():
+    for evaluation, (trained_by, run, metrics) in EVALUATIONS.items():
         if trained_by == file:
             root = tmp_path / Path(evaluation).stem
-            recipe.tree(root)
-            logged = run("test", evaluation, recipe, root, monkeypatch, capsys, checkpoint)
+            run.tree(root)
+            logged = run_config("test", evaluation, run, root, monkeypatch, capsys, checkpoint)
             assert all(0 <= float(logged[metric][0]) <= 1 for metric in metrics)
 
 
-def test_all_recipes_are_run_and_listed():
+def test_all_configs_are_run_and_listed():
     found = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("*/*.yaml")}
-    assert found == {*RECIPES, *EVALUATIONS}
+    assert found == {*CONFIGS, *EVALUATIONS}
     listed = (EXAMPLES / "README.md").read_text()
     assert [name for name in sorted(found) if f"({name})" not in listed] == []
