@@ -1,8 +1,8 @@
 """The documentation is correct: every block runs, every link has a target, every public name is documented.
 
 The blocks of a page run from top to bottom in one folder with the files that a reader has: `examples` of the
-repository, a folder `photos` with one folder of images per class, and an image `query.jpg`. The language of a block says
-what it is:
+repository, a folder `photos` with one folder of images per class, and an image `query.jpg`. The language of a block
+says what it is:
 
     python   is run, with one namespace for all blocks of a page; a block with a title is a file, which can be imported
     console  each line after `$ ` is a command, which is run; other lines are output, which is not compared
