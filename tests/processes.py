@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -127,6 +128,7 @@ def main(folder):
     # `python -m pytest` imports from the repository, too. This folder's lightning_retrieval/ holds tests.
     sys.path[0] = str(REPOSITORY)
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # the output is read by tests, and shown where one fails
     job = pickle.loads((folder / "job").read_bytes())
     rank, world_size = job["rank"], job["world_size"]
     function = getattr(load(job["file"]), job["name"])

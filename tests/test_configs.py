@@ -29,7 +29,7 @@ IGNORED = [
     "ignore:RetrievalEvaluation. .* have a k above the number of ranked images:UserWarning",
     "ignore:RevisitedMetrics:UserWarning",
 ]
-pytestmark = [pytest.mark.filterwarnings(message) for message in IGNORED]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(*IGNORED)]
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PIXELS = 32

@@ -35,6 +35,8 @@ from PIL import Image
 from lightning_retrieval.cli.main import main
 from tests.test_surface import public_objects
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[1]
 PUBLIC = public_objects()
 DOCS = REPOSITORY / "docs"

@@ -19,6 +19,8 @@ from PIL import Image
 from lightning_retrieval.cli.main import main
 from tests.wandb_files import OfflineRun
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FEW = [
     *("--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1"),
@@ -26,7 +28,6 @@ FEW = [
     *("--trainer.limit_test_batches=1", "--test_after_fit=false", "--trainer.enable_progress_bar=false"),
     "--data.eval_batch_size=64",
 ]
-quiet = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
 def run(folder, *command, **environment):
@@ -62,7 +63,7 @@ def cut_down(monkeypatch):
     return made
 
 
-@quiet
+@pytest.mark.filterwarnings("ignore:RetrievalEvaluation. val metrics cover 2 of:UserWarning")
 def test_subclass(cut_down, capsys):
     script = EXAMPLES / "subclass.py"
     assert len(script.read_text().splitlines()) < 40
@@ -72,7 +73,7 @@ def test_subclass(cut_down, capsys):
     assert "val/mAP" in capsys.readouterr().out
 
 
-@quiet
+@pytest.mark.filterwarnings("ignore:RetrievalEvaluation. val metrics cover 2 of:UserWarning")
 def test_a_loss_of_pytorch_metric_learning(cut_down):
     runpy.run_path(str(EXAMPLES / "pml_loss.py"), run_name="__main__")
     assert [trainer.global_step for trainer in cut_down] == [2, 2]
@@ -141,7 +142,6 @@ def test_two_processes(launcher, tmp_path):
     assert len(values(folder, "train/loss")) == 2
 
 
-@quiet
 def test_a_run_of_the_sweep(tmp_path, monkeypatch, end_offline_run):
     """The command that a sweep agent runs, with one value of each parameter; it logs the metric of the sweep."""
     sweep = yaml.safe_load((EXAMPLES / "sweep.yaml").read_text())

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from PIL import Image
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[1]
 
 

@@ -1,23 +1,14 @@
-"""A run that is killed, at any moment and several times, and resumed ends as the run that nobody killed.
-
-Run as a program, this file is one start of such a run.
-"""
+"""A run that is killed several times, at any moment, and resumed ends like a run that was not killed."""
 
 import functools
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
+import tempfile
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-
-if __name__ == "__main__":  # this folder's lightning_retrieval/ holds tests and would stand in for the package
-    sys.path.remove(str(Path(__file__).parent))
 
 import pytest
 import pytorch_lightning as pl
@@ -30,6 +21,9 @@ from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, Smo
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import Glyphs
 from lightning_retrieval.models import GlyphNet
+from tests.processes import start_processes
+
+pytestmark = pytest.mark.slow
 
 EPOCHS, BATCHES = 4, 10
 STEPS = EPOCHS * BATCHES
@@ -78,7 +72,7 @@ def die_half_way(opener, data):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def one_start(folder, when, workers, die_writing):
+def one_start(rank, world_size, folder, when, workers, die_writing):
     """Train from the last checkpoint, or from scratch where there is none, to the end."""
     pl.seed_everything(5)
     embedder = Embedder(nn.Sequential(GlyphNet(width=4), nn.Dropout(0.2)), 16)
@@ -109,29 +103,21 @@ def one_start(folder, when, workers, die_writing):
 
 
 def start(folder, when, workers, kill_at=None, die_writing=None, delay=0.0):
-    """One start in a process of its own, killed after it has said that step `kill_at` begins; what it said."""
-    said = folder / "said.txt"
-    with said.open("w") as output:
-        settings = json.dumps([str(folder), when, workers, die_writing])
-        process = subprocess.Popen(
-            [sys.executable, __file__, settings],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    """One start in a separate process, killed after it has printed that step `kill_at` begins; returns its output."""
+    files = Path(tempfile.mkdtemp(dir=folder))
+    (started,) = start_processes(one_start, 1, folder, when, workers, die_writing, folder=files)
     deadline = time.monotonic() + 120
     try:
-        while process.poll() is None and time.monotonic() < deadline:
-            if kill_at is not None and f"step {kill_at}\n" in said.read_text():
+        while started.process.poll() is None and time.monotonic() < deadline:
+            if kill_at is not None and f"step {kill_at}\n" in started.output():
                 time.sleep(delay)
                 break
             time.sleep(0.005)
     finally:
-        process.kill()
-        process.wait()
+        started.end()
     killed = kill_at is not None or die_writing is not None
-    assert process.returncode == (-signal.SIGKILL if killed else 0), said.read_text()[-3000:]
-    return said.read_text()
+    assert started.process.returncode == (-signal.SIGKILL if killed else 0), started.output()[-3000:]
+    return started.output()
 
 
 def killed_run(folder, when="steps", workers=0, kills=0, dies_writing=False):
@@ -196,10 +182,3 @@ def assert_same(found, expected, where):
             assert_same(*pair, f"{where}[{number}]")
     else:
         assert found == expected, where
-
-
-if __name__ == "__main__":
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    folder, *settings = json.loads(sys.argv[1])
-    one_start(Path(folder), *settings)

@@ -1,24 +1,14 @@
-"""A run on 1, 2 and 4 processes is the same run: real Trainers, real loaders, batches that cannot be divided evenly.
-
-Run as a program, this file is one of the two processes of which one dies.
-"""
+"""A run in 1, 2 and 4 processes is the same run: real Trainers, real loaders, batches that do not divide evenly."""
 
 import functools
 import itertools
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-
-if __name__ == "__main__":  # this folder's lightning_retrieval/ holds tests and would stand in for the package
-    sys.path.remove(str(Path(__file__).parent))
 
 import pytest
 import pytorch_lightning as pl
@@ -34,6 +24,9 @@ from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import Glyphs
 from lightning_retrieval.losses import WeightedSum
 from lightning_retrieval.models import GlyphNet
+from tests.processes import start_processes
+
+pytestmark = pytest.mark.slow
 
 STEPS, WORLDS = 20, (1, 2, 4)
 CLASSES = 60  # of the training set; about ten batches an epoch
@@ -229,7 +222,6 @@ def plain_loop():
 def runs(rank, world, folder):
     """Everything that is compared, as one of `world` processes sees it."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")  # as a launcher does; the group is there already
-    warnings.filterwarnings("ignore")
     seen = {name: fit(world, retrieval_module(loss=name), FewGlyphs()) for name in SCENARIOS}
     keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=CUT, save_top_k=-1)
     fit(world, retrieval_module(loss="memory"), FewGlyphs(), steps=CUT, keep=[keep])
@@ -366,42 +358,24 @@ class Dying(RetrievalModule):
         super().manual_backward(loss, *args, **kwargs)
 
 
-def test_a_process_that_dies_stops_the_other():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
-    both = [
-        subprocess.Popen(
-            [sys.executable, __file__],
-            env={**os.environ, **common, "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
+def train_until_one_dies(rank, world_size):
+    strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=TIMEOUT))
+    fit(world_size, retrieval_module(Dying, loss=SmoothAPLoss()), FewGlyphs(), strategy=strategy)
+
+
+def test_a_process_that_dies_stops_the_other(tmp_path):
+    both = start_processes(train_until_one_dies, 2, folder=tmp_path)
+    survivor, dying = both
     try:
-        said = both[1].communicate(timeout=240)[0]
+        assert dying.process.wait(timeout=240) == -signal.SIGKILL, dying.output()
         died = time.monotonic()
-        assert both[1].returncode == -signal.SIGKILL, said
-        left = both[0].communicate(timeout=TIMEOUT + 10)[0]
+        assert survivor.process.wait(timeout=TIMEOUT + 10) == 1, survivor.output()
         seconds = time.monotonic() - died
     finally:
-        for process in both:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-    print(left[-500:], seconds)
-    assert both[0].returncode == 1, left
-    assert "step 3" in left
-    assert "step 4" not in left
-    assert "RuntimeError" in left
+        for started in both:
+            started.end()
+    output = survivor.output()
+    assert "step 3" in output
+    assert "step 4" not in output
+    assert "RuntimeError" in output
     assert seconds < TIMEOUT
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    strategy = DDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=TIMEOUT))
-    fit(2, retrieval_module(Dying, loss=SmoothAPLoss()), FewGlyphs(), strategy=strategy)

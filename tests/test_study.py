@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 QUICK = ["--quick", "--jobs", "1"]
 

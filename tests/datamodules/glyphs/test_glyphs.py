@@ -21,7 +21,7 @@ from lightning_retrieval.datamodules.item_seeds import SeededIndex
 IGNORED = [
     "ignore:RetrievalEvaluation. val metrics cover 2 of:UserWarning",
 ]
-pytestmark = [pytest.mark.filterwarnings(message) for message in IGNORED]
+pytestmark = pytest.mark.filterwarnings(*IGNORED)
 
 
 @pytest.fixture(scope="module")

@@ -1,19 +1,14 @@
-"""Ten million images: every sampler yields its first batch within seconds and with less than a gigabyte of memory.
+"""Ten million images: every sampler yields its first batch within seconds and with less than a gigabyte of memory."""
 
-Run as a program, this file creates one sampler and its first batch, and prints the time and the memory.
-"""
-
-import json
-import subprocess
-import sys
 import time
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lightning_retrieval.datamodules import AllClassesSampler, CategorySampler, PKSampler
+
+pytestmark = pytest.mark.slow
 
 IMAGES = 10_000_000
 PK = {"classes_per_batch": 32, "samples_per_class": 4}
@@ -27,31 +22,25 @@ CASES = {  # number of classes, number of categories, and the sampler
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize("case", CASES)
-def test_ten_million_images_take_seconds_and_less_than_a_gigabyte(case):
-    done = subprocess.run([sys.executable, __file__, case], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout)
+def test_ten_million_images_take_seconds_and_less_than_a_gigabyte(case, run_processes):
+    (measured,) = run_processes(measure, 1, case, timeout=300, backend=None)
     assert measured["images"] == (150_000 if case == "all classes" else 128)
     assert 0 < measured["seconds"] < 5  # processor time, independent of other processes
     assert 40e6 < measured["bytes"] < 1e9  # the images grouped by class take 4 bytes each
 
 
-def measure(case: str) -> None:
+def measure(rank: int, world_size: int, case: str) -> dict[str, float]:
+    """The time and the memory of a sampler and its first batch, in a separate process."""
     classes, count, make = CASES[case]
     labels = np.random.default_rng(0).integers(classes, size=IMAGES)
     categories = labels % count if count else None
-    warnings.simplefilter("ignore")  # random labels: some classes have a single image
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the current memory
-    held, start = memory("VmRSS"), time.process_time()
+    before, start = memory("VmRSS"), time.process_time()
     batch = next(iter(make(labels, categories)))
     seconds, peak = time.process_time() - start, memory("VmHWM")
-    print(json.dumps({"images": len(batch), "seconds": seconds, "bytes": peak - held}))
+    return {"images": len(batch), "seconds": seconds, "bytes": peak - before}
 
 
 def memory(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
-
-
-if __name__ == "__main__":
-    measure(sys.argv[1])

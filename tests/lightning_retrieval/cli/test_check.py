@@ -8,7 +8,7 @@ from PIL import Image
 from lightning_retrieval.cli.main import main
 from tests.lightning_retrieval.cli.example_config import IGNORED
 
-pytestmark = [pytest.mark.filterwarnings(message) for message in IGNORED]
+pytestmark = pytest.mark.filterwarnings(*IGNORED)
 
 
 def checked(capsys, *args):

@@ -15,7 +15,7 @@ from lightning_retrieval.cli.main import main
 from tests.lightning_retrieval.cli.example_config import EXAMPLE, IGNORED, SHORT, SMALL, write_example
 from tests.wandb_files import OfflineRun
 
-pytestmark = [pytest.mark.filterwarnings(message) for message in IGNORED]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(*IGNORED)]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import RetrievalDataModule
 from tests.lightning_retrieval.cli.example_config import IGNORED
 
-pytestmark = [pytest.mark.filterwarnings(message) for message in IGNORED]
+pytestmark = pytest.mark.filterwarnings(*IGNORED)
 
 SCREEN = 50, 100  # lines and columns
 
