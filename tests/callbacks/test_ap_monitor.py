@@ -257,6 +257,7 @@ def _sums_of_the_batch(rank, world):
     return sum_over_ranks(sums_of_ap(SmoothAPLoss(TAU), RankedBatch(rows, labels, ids=ids, queries=queries)))
 
 
+@pytest.mark.slow
 def test_two_processes_compute_the_same(run_processes):
     rows, labels, _ = data(4)[:]
     expected = sums_of_ap(SmoothAPLoss(TAU), RankedBatch(rows.clone().requires_grad_(), labels))

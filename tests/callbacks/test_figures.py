@@ -28,6 +28,7 @@ def test_figures_are_in_the_log_folder_every_n_epochs(tmp_path):
     assert {"val/near/score_overlap", "val/far/score_overlap"} <= set(run.callback_metrics)
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_the_figures(tmp_path):
     """All epochs have the same name, so that TensorBoard shows them as steps of one figure."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -47,6 +48,7 @@ def test_tensorboard_gets_the_figures(tmp_path):
         assert np.array_equal(np.asarray(sent), np.asarray(file))
 
 
+@pytest.mark.slow
 def test_weights_and_biases_gets_the_figures(tmp_path, end_offline_run):
     callbacks = ScoreHistogram(), PrecisionRecallCurve(), TrainingCurve()
     run = make_trainer(tmp_path, *callbacks, logger=WandbLogger("run", tmp_path))

@@ -178,6 +178,7 @@ def test_set_smaller_than_k_leaves_tiles_empty(tmp_path):
         assert border(tile(pixels, row, 4)) in (GREEN, RED)
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_the_gallery(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -199,6 +200,7 @@ def test_tensorboard_gets_the_gallery(tmp_path):
         assert np.array_equal(np.asarray(sent), np.asarray(written))
 
 
+@pytest.mark.slow
 def test_weights_and_biases_gets_the_gallery(tmp_path, end_offline_run):
     run = trainer(
         tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=2, k=3), logger=WandbLogger("run", tmp_path)
@@ -271,6 +273,7 @@ def _nearest_images_on_rank(rank, world):
     return lists_of(metrics, torch.tensor([4, 6]), k=2)
 
 
+@pytest.mark.slow
 def test_rank_without_images_takes_part(run_processes):
     expected = [(4, [(5, True), (6, False)]), (6, [(4, False), (5, False)])]
     for found in run_processes(_nearest_images_on_rank, 2):

@@ -9,6 +9,7 @@ from tests.callbacks.glyph_runs import BATCHES, SMALL_LISTS, fit_glyphs, offline
 pytestmark = [pytest.mark.filterwarnings(message) for message in SMALL_LISTS]
 
 
+@pytest.mark.slow
 def test_offline_run_contains_config_metrics_figures_and_checkpoint(tmp_path, no_key, glyphs, end_offline_run):
     logger = RetrievalWandbLogger("small", tmp_path, project="glyphs", tags=["test"])
     trainer = fit_glyphs(logger, glyphs, tmp_path, callbacks=[RetrievalGallery(queries=2, k=3), ScoreHistogram()])
@@ -48,6 +49,7 @@ def test_offline_run_contains_config_metrics_figures_and_checkpoint(tmp_path, no
     assert artifact["files"] == ["model.ckpt"]
 
 
+@pytest.mark.slow
 def test_run_with_the_same_id_continues(tmp_path, no_key, glyphs, end_offline_run):
     def logger():
         return RetrievalWandbLogger(save_dir=tmp_path, project="glyphs", id="first")
@@ -66,6 +68,7 @@ def test_run_with_the_same_id_continues(tmp_path, no_key, glyphs, end_offline_ru
     assert after.summary["best/val/mAP"] == max(before.column("val/mAP") + after.column("val/mAP"))
 
 
+@pytest.mark.slow
 def test_aliases_of_artifacts_name_the_monitored_metric(tmp_path, no_key, glyphs, end_offline_run):
     """Several checkpoints of one run: the first that looks at a metric is the best."""
     callbacks = [
@@ -84,6 +87,7 @@ def test_aliases_of_artifacts_name_the_monitored_metric(tmp_path, no_key, glyphs
     }
 
 
+@pytest.mark.slow
 def test_failed_upload_of_an_artifact_gives_a_warning(tmp_path, no_key, glyphs, monkeypatch, end_offline_run):
     import wandb
 

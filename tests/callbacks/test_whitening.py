@@ -215,6 +215,7 @@ def fit_on_rank(rank, world_size, root, folder):
     return [part.tolist() for part in model.whitening.learned]
 
 
+@pytest.mark.slow
 def test_two_processes_learn_the_same(tmp_path, root, run_processes):
     """Their batch norms differ after training; the evaluation, and so the whitening, uses those of rank 0."""
     learned = run_processes(fit_on_rank, 2, root, tmp_path)
