@@ -1,11 +1,11 @@
 """Rules of the test suite itself: where a test belongs, how it starts processes, which warnings it may ignore."""
 
 import ast
+import re
 from pathlib import Path
 
-import pytest
-
-from tests.source_tree import REPOSITORY, called_name, syntax_trees
+from tests.source_tree import REPOSITORY, called_name, lines_that_call, syntax_trees
+from tests.test_surface import public_objects
 
 TESTS = syntax_trees("tests")
 MIRRORED = {
@@ -18,7 +18,13 @@ OF_NO_SINGLE_FILE = {
     "tests/datamodules/readers/test_every_reader.py": "what all readers have in common",
     "tests/lightning_retrieval/losses/test_every_loss.py": "what all losses have in common",
     "tests/lightning_retrieval/losses/test_golden.py": "all losses, against the numbers of the official code",
+    "tests/lightning_retrieval/losses/test_query_range.py": "all losses, computed for a range of the queries",
+    "tests/lightning_retrieval/metrics/test_levels.py": "all metrics, with labels of several levels",
+    "tests/datamodules/samplers/test_scale.py": "all samplers, on ten million images",
 }
+# Files that also run as scripts: as a process of the launcher, to print the figures, to write the public names.
+SCRIPTS = {"tests/processes.py", "tests/test_figures.py", "tests/test_surface.py"}
+NAMES_OF_EXAMPLES = {"WholeClassesSampler"}
 COMPARISONS = {"allclose", "array_equal", "equal", "isclose"}
 
 
@@ -42,7 +48,6 @@ def in_mirrored_folder(path):
     return path.startswith(tuple(f"{folder}/" for folder in MIRRORED))
 
 
-@pytest.mark.xfail(reason="the tests are being moved", strict=False)
 def test_test_files_mirror_source_files():
     files = [path for path in TESTS if in_mirrored_folder(path) and Path(path).name.startswith("test_")]
     assert len(files) > 50
@@ -55,6 +60,38 @@ def test_a_test_file_without_a_source_file_is_seen():
     assert mirrored_file("tests/lightning_retrieval/losses/test_nothing.py") is None
     assert mirrored_file("tests/lightning_retrieval/losses/test_basement.py") is None
     assert mirrored_file("tests/callbacks/test_base.py") is None
+
+
+def test_processes_are_started_by_one_launcher():
+    assert {path for path, tree in TESTS.items() if lines_that_call(tree, "Popen")} == {
+        "tests/processes.py",
+        "tests/datamodules/glyphs/test_cache.py",  # runs Python with warnings as errors
+        "tests/test_study.py",  # kills an example
+    }
+    assert {path for path, tree in TESTS.items() if is_script(tree)} == SCRIPTS
+
+
+def is_script(tree):
+    """Whether a file has a part that only runs if it is run as a script."""
+    return any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in tree.body)
+
+
+def third_party_filters(tree, names):
+    """The warning filters of a test file that ignore a warning without naming a public object of the library."""
+    strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    filters = [text for text in strings if text.startswith("ignore:")]
+    return [text for text in filters if not names.intersection(re.findall(r"\w+", text))]
+
+
+def test_third_party_warnings_are_tolerated_in_setup_cfg_only():
+    names = {*public_objects(), *NAMES_OF_EXAMPLES}
+    others = {path: tree for path, tree in TESTS.items() if path != "tests/test_test_suite.py"}
+    assert not {path: found for path, tree in others.items() if (found := third_party_filters(tree, names))}
+
+
+def test_third_party_warnings_are_seen():
+    tree = ast.parse("a = ['ignore:PKSampler. left out:UserWarning', 'ignore:torch is old:UserWarning', 'ignored']")
+    assert third_party_filters(tree, {"PKSampler"}) == ["ignore:torch is old:UserWarning"]
 
 
 def dropped_comparisons(tree):

@@ -15,11 +15,10 @@ from torch import nn
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import IJBC
-from tests.datamodules.short_run import QUIET, SETTINGS, refuse_then_skip_truncated, replace
+from tests.datamodules.short_run import SETTINGS, refuse_then_skip_truncated, replace
 from tests.datamodules.small_ijbc import write_ijbc, write_ijbc_repack
 from tests.datamodules.trees import write_image
 
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 refusal = pytest.mark.refusal
 G1, G2, MIXED = (f"ijbc_1N_{name}.csv" for name in ("gallery_G1", "gallery_G2", "probe_mixed"))
 STRUCTURES = {"release": (write_ijbc, "protocols"), "re-pack": (write_ijbc_repack, "meta")}

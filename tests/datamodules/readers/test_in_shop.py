@@ -6,10 +6,9 @@ import pytest
 
 from lightning_retrieval.datamodules.images.image_index import ROLES
 from lightning_retrieval.datamodules.readers.in_shop import InShop
-from tests.datamodules.short_run import QUIET, SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
+from tests.datamodules.short_run import SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
 from tests.datamodules.trees import write_in_shop
 
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 STRUCTURES = {"as unpacked": ("Eval/", "Img/"), "flat": ("", ""), "Anno": ("Anno/", "Img/"), "Eval": ("Eval/", "")}
 PARTITION, BOXES = "Eval/list_eval_partition.txt", "Eval/list_bbox_inshop.txt"
 FIRST = "img/MEN/Denim/id_00000001/01_1_front.jpg"

@@ -6,10 +6,9 @@ import pytest
 from PIL import Image
 
 from lightning_retrieval.datamodules.readers.online_products import StanfordOnlineProducts
-from tests.datamodules.short_run import QUIET, SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
+from tests.datamodules.short_run import SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
 from tests.datamodules.trees import write_online_products
 
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 STRUCTURES = {"as unpacked": ("", ""), "online_products": ("Info_Files/", "images/"), "mixed": ("Info_Files/", "")}
 HEADER = "image_id class_id super_class_id path"
 

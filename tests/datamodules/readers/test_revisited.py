@@ -12,7 +12,6 @@ from torch import nn
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import RevisitedOxford, RevisitedParis
-from tests.datamodules.short_run import QUIET
 from tests.datamodules.small_revisited import (
     DISTRACTORS,
     GND,
@@ -26,7 +25,6 @@ from tests.datamodules.small_revisited import (
 from tests.datamodules.trees import truncate, write_text
 from tests.lightning_retrieval.metrics.test_revisited import by_loops, official, with_ties
 
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
 refusal = pytest.mark.refusal
 CITIES = {"roxford5k": RevisitedOxford, "rparis6k": RevisitedParis}
 

@@ -16,12 +16,6 @@ from lightning_retrieval import callbacks, datamodules, losses, metrics, models
 from lightning_retrieval.training.class_paths import class_path, load_class
 from lightning_retrieval.training.hyperparameters import describe
 
-QUIET = [
-    "ignore:LightningCLI's args parameter is intended to run from within Python:UserWarning",
-    r"ignore:\s*.* was deprecated in v4.49.0 and will be removed in v5.0.0:DeprecationWarning",
-]
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
-
 PUBLIC_CLASSES = {
     f"{package.__name__}.{name}": getattr(package, name)
     for package in (lightning_retrieval, callbacks, datamodules, losses, metrics, models)

@@ -17,11 +17,6 @@ PACKAGES = tuple(f"{REPOSITORY / name}/" for name in ("lightning_retrieval", "ca
 MOST_FRAMES = 8
 BATCH = (torch.randn(12, 6), torch.arange(12) // 3, torch.arange(12))
 
-pytestmark = [
-    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers:UserWarning"),
-]
-
 
 def frames_of_the_library():
     """Names of the library's functions on the stack, the innermost first."""
