@@ -199,7 +199,6 @@ def library():
     return figures
 
 
-@pytest.mark.xfail(reason="the library is being restructured", strict=False)
 @pytest.mark.parametrize("limit", LIMITS)
 def test_the_library_keeps_the_limit_on(limit, library):
     assert not library.over(limit)
