@@ -19,7 +19,6 @@ OF_NO_SINGLE_FILE = {
     "tests/lightning_retrieval/losses/test_every_loss.py": "what all losses have in common",
     "tests/lightning_retrieval/losses/test_golden.py": "all losses, against the numbers of the official code",
     "tests/lightning_retrieval/losses/test_query_range.py": "all losses, computed for a range of the queries",
-    "tests/lightning_retrieval/metrics/test_levels.py": "all metrics, with labels of several levels",
     "tests/datamodules/samplers/test_scale.py": "all samplers, on ten million images",
 }
 # Files that also run as scripts: as a process of the launcher, to print the figures, to write the public names.

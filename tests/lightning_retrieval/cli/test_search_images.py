@@ -6,10 +6,7 @@ import pytest
 
 from lightning_retrieval import Embedder, RetrievalIndex, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli.search_images import search_images
-from tests.datamodules.trees_more import QUIET
 from tests.lightning_retrieval.cli.glyph_commands import command, indexing, paths_of, save_checkpoint
-
-pytestmark = [pytest.mark.filterwarnings(ignored) for ignored in QUIET]
 
 
 @pytest.mark.refusal
