@@ -1,16 +1,8 @@
-"""RetrievalDataLoader: shards, seeds, resumed epochs, and Trainers in one process and in two.
-
-Run as a program, this file is one rank of `test_two_processes`.
-"""
+"""RetrievalDataLoader: shards, seeds, resumed epochs, and Trainers in one process and in two."""
 
 import copy
 import itertools
-import json
-import os
 import pickle
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -104,22 +96,6 @@ def fit(model, loader=None, ckpt_path=None, callbacks=(), **kwargs) -> pl.Traine
 
 def batches_of(loader) -> list[list[int]]:
     return [batch["index"].tolist() for batch in loader]
-
-
-QUIET = [
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    "ignore:The 'train_dataloader' does not have many workers:UserWarning",
-    "ignore:Consider setting `persistent_workers=True` in 'train_dataloader':UserWarning",
-    "ignore:Checkpoint directory .* exists and is not empty:UserWarning",
-    "ignore:Be aware that when using `ckpt_path`, callbacks used to create the checkpoint need to be:UserWarning",
-    "ignore:GPU available but not used:UserWarning",
-]
-
-
-def quiet(test):
-    for message in QUIET:
-        test = pytest.mark.filterwarnings(message)(test)
-    return test
 
 
 WORKERS = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
@@ -270,7 +246,6 @@ def test_another_kind_of_batch_sampler_raises():
 # --- one process with a Trainer
 
 
-@quiet
 @pytest.mark.parametrize("kwargs", WORKERS, ids=str)
 @pytest.mark.parametrize("hook", [True, False], ids=["hook", "passed"])
 def test_a_run_resumed_after_any_step_continues_with_the_next_batch(tmp_path, kwargs, hook):
@@ -286,7 +261,6 @@ def test_a_run_resumed_after_any_step_continues_with_the_next_batch(tmp_path, kw
         assert part.arrived == expected()[step:]
 
 
-@quiet
 @pytest.mark.parametrize("hook", [True, False], ids=["hook", "passed"])
 @pytest.mark.parametrize(
     "trainer", [{"limit_train_batches": 2}, {"max_steps": 7}, {"reload_dataloaders_every_n_epochs": 1}]
@@ -302,7 +276,6 @@ def test_resuming_with_the_limits_of_the_trainer(tmp_path, trainer, hook):
         assert part.arrived == whole.arrived[step:]
 
 
-@quiet
 @pytest.mark.parametrize("kwargs", [{}, {"num_workers": 2}], ids=str)
 @pytest.mark.parametrize("hook", [True, False], ids=["hook", "passed"])
 def test_a_finished_run_continues_with_the_next_epoch(tmp_path, kwargs, hook):
@@ -312,7 +285,6 @@ def test_a_finished_run_continues_with_the_next_epoch(tmp_path, kwargs, hook):
     assert part.arrived == expected()[6:]
 
 
-@quiet
 @pytest.mark.parametrize("fail_at", [(0, 1), (1, 0), (1, 2)])
 def test_the_batch_of_a_failed_step_is_repeated(tmp_path, fail_at):
     save = ModelCheckpoint(tmp_path, filename="failed", every_n_train_steps=100, save_on_exception=True)
@@ -323,7 +295,6 @@ def test_the_batch_of_a_failed_step_is_repeated(tmp_path, fail_at):
     assert first.arrived + second.arrived == expected()
 
 
-@quiet
 def test_set_epoch_reaches_a_plain_loader_in_one_process():
     sampler = PKSampler(LABELS, classes_per_batch=3, samples_per_class=3, seed=3)
     model = Recorder()
@@ -334,10 +305,10 @@ def test_set_epoch_reaches_a_plain_loader_in_one_process():
 # --- two processes
 
 
-def run_rank(folder: Path) -> None:
-    """Run four fits with the Trainer's default flags on one rank, the last two resumed; write the batches to a file."""
+def run_rank(rank: int, world_size: int, folder: Path) -> dict:
+    """Run four fits with the Trainer's default flags on one rank, the last two resumed; return the batches of each."""
     arrived = {}
-    ddp = {"strategy": "ddp", "devices": 2}
+    ddp = {"strategy": "ddp", "devices": world_size}
     save = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     early = make()  # before there is a process group
     for name, kwargs, loader, trainer in [
@@ -350,44 +321,21 @@ def run_rank(folder: Path) -> None:
         fit(model, loader, **trainer, **ddp)
         arrived[name] = model.arrived
     assert isinstance(early.sampler, DistributedSampler)
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(arrived))
     dist.barrier()
     dist.destroy_process_group()
+    return arrived
 
 
-def test_two_processes(tmp_path):
+@pytest.mark.slow
+def test_two_processes(tmp_path, run_processes):
     """The shards have 5 and 4 of 9 images; joined, they are the batches of one process, also in a resumed run."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(tmp_path)],
-            env={**os.environ, **common, "LOCAL_RANK": str(rank), "NODE_RANK": "0"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        said = [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
-    arrived = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    first, second = run_processes(run_rank, 2, tmp_path, backend=None)
     for name, begin in {"passed": 0, "workers": 0, "resumed": 4, "resumed, passed": 4}.items():
         joined = []
-        for a, b in zip(arrived[0][name], arrived[1][name], strict=True):
+        for a, b in zip(first[name], second[name], strict=True):
             assert (a[:2], len(a[2]), len(b[2])) == (b[:2], 5, 4)
             joined.append([*a[:2], a[2] + b[2], a[3] + b[3]])
         assert joined == expected()[begin:], name
-
-
-if __name__ == "__main__":
-    run_rank(Path(sys.argv[1]))
 
 
 @pytest.mark.refusal

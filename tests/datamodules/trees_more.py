@@ -24,12 +24,6 @@ QUICK = {
     "seed": 0,
 }
 # Warnings of Lightning about short runs on a small machine.
-QUIET = [
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    "ignore:The '(train|val|test)_dataloader' does not have many workers:UserWarning",
-    "ignore:GPU available but not used:UserWarning",
-    "ignore:The number of training batches .* is smaller than the logging interval:UserWarning",
-]
 TAXONOMY = {  # category id: species, genus, family, order, class, phylum, kingdom
     10: ("Prunella vulgaris", "Prunella", "Lamiaceae", "Lamiales", "Magnoliopsida", "Tracheophyta", "Plantae"),
     9: ("Prunella modularis", "Prunella", "Prunellidae", "Passeriformes", "Aves", "Chordata", "Animalia"),

@@ -20,13 +20,6 @@ from lightning_retrieval.datamodules.images.classes import class_numbers
 from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ROLES
 from tests.datamodules.images.pictures import TINY, picture
 
-QUIET = [
-    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning",
-    "ignore:The '(train|val|test)_dataloader' does not have many workers:UserWarning",
-    "ignore:GPU available but not used:UserWarning",
-]
-pytestmark = [pytest.mark.filterwarnings(message) for message in QUIET]
-
 
 class Pictures(ImageDataModule):
     """Classes 0 to 5 in training, 6 to 8 in evaluation, four images each."""
