@@ -44,7 +44,9 @@ class FewGlyphs(Glyphs):
     """The first classes of the glyphs, numbered from 0."""
 
     def __init__(self, classes_per_batch=9, samples_per_class=5):
-        super().__init__(classes_per_batch, samples_per_class, eval_batch_size=100, seed=3)
+        super().__init__(
+            classes_per_batch=classes_per_batch, samples_per_class=samples_per_class, eval_batch_size=100, seed=3
+        )
 
     @cached_property
     def _glyphs(self):
