@@ -1,12 +1,14 @@
-"""Images per second from files, and the time and memory of indexing a list of 3.3 million of them.
+"""Throughput of reading image files, and time and memory of indexing a list of 3.3 million images.
 
     python benchmarks/data.py
 
-Reading: JPEGs of 500 x 400 pixels, written to a temporary folder and so in the system's cache, are decoded, put through
-the transform of training (short side 256, random crop 224, flip) and made into batches of 64, by the training process,
-which uses as many threads as are stated, or by workers with one thread each that are already there. Indexing: lists as
-VGGFace2's are read, with their loose boxes and without, and again from the cached index; the memory is what that takes
-at its peak over what is held before. About four minutes on two cores.
+Reading: JPEGs of 500 x 400 pixels are written to a temporary folder, so they are in the system's cache. They are
+decoded, transformed as for training (short side 256, random crop 224, flip) and collected in batches of 64. This is
+done by the training process, with the stated number of threads, or by workers with one thread each, which have been
+started before.
+
+Indexing: lists like those of VGGFace2 are read, with and without their loose boxes, and again from the cached index.
+The memory is the peak above the memory used before. This takes about four minutes on two cores.
 """
 
 import itertools
@@ -29,7 +31,7 @@ PEOPLE, PICTURES = {"train": 8_631, "test": 500}, 363  # of each: 3,314,553 in a
 
 
 def write_images(folder: Path, count: int) -> list[str]:
-    """JPEGs of smooth noise, about 50 kB each."""
+    """Write JPEGs of smooth noise, about 50 kB each."""
     random = np.random.default_rng(0)
     for i in range(count):
         coarse = random.integers(0, 256, (80, 100, 3), dtype=np.uint8)
@@ -38,7 +40,7 @@ def write_images(folder: Path, count: int) -> list[str]:
 
 
 def reader(paths: list[str], folder: Path, workers: int) -> Callable[[], int]:
-    """Reads all images once."""
+    """Return a function that reads all images once."""
     images = ImageSet(ImageIndex(paths, np.arange(len(paths))), folder, reference_transform("plain", train=True))
     loader: DataLoader[Any] = DataLoader(
         images, 64, num_workers=workers, persistent_workers=workers > 0, collate_fn=images.collate
@@ -53,7 +55,7 @@ def stems(split: str, pictures: int) -> Iterator[str]:
 
 
 def write_lists(root: Path, pictures: int) -> None:
-    """VGGFace2's lists and boxes."""
+    """Write lists and boxes like those of VGGFace2."""
     for folder in ("meta", "bb_landmark"):
         (root / folder).mkdir()
     for split in PEOPLE:
@@ -65,7 +67,7 @@ def write_lists(root: Path, pictures: int) -> None:
 
 
 def indexing(root: Path, boxes: bool, cache: Path | None) -> Callable[[], int]:
-    """Indexes both splits."""
+    """Return a function that indexes both splits."""
     return lambda: sum(map(len, VGGFace2(root, boxes=boxes, cache_dir=cache).splits.values()))
 
 
@@ -78,7 +80,7 @@ def main() -> None:
         paths = write_images(folder, 8 if quick else 200) * (1 if quick else 5)
         readers = {f"{workers} workers": reader(paths, folder, workers) for workers in WORKERS}
         timings = interleaved(readers, 1 if quick else 3, "cpu")
-        readers.clear()  # and with them the workers
+        readers.clear()  # stops the workers
         for what, timing in timings.items():
             rows.append(
                 {
@@ -94,7 +96,7 @@ def main() -> None:
         for boxes in (False, True):
             cases = {"indexing": None, "cached index": root / "cache"}
             functions = {what: indexing(root, boxes, cache) for what, cache in cases.items()}
-            functions["cached index"]()  # makes the cache
+            functions["cached index"]()  # creates the cache
             timings = interleaved(functions, 1 if quick else 3, "cpu", warm_up=0)
             for what, cache in cases.items():
                 rows.append(

@@ -1,11 +1,10 @@
-"""The batch samplers at ten million images: how long the first batch takes, and how much memory.
+"""Time and memory of the batch samplers at ten million images.
 
     python benchmarks/samplers.py
 
-The labels are random, so that class sizes differ a little. The first batch counts from the labels on, the sampler's
-construction included; the memory is what that takes at its peak besides the labels (and categories) themselves. Later
-batches are those of the same epoch. A first batch of `AllClassesSampler` is larger than any of the others. About two
-minutes on two cores.
+The labels are random, so the class sizes differ a little. The time of the first batch includes the construction of the
+sampler; its memory is the peak without the labels and categories themselves. Later batches are those of the same epoch.
+A batch of `AllClassesSampler` is larger than those of the others. This takes about two minutes on two cores.
 """
 
 import statistics
@@ -20,7 +19,7 @@ from timing import Timing, arguments, environment, interleaved, peak_added_memor
 from lightning_retrieval.datamodules import AllClassesSampler, CategorySampler, GlobalBatchSampler, PKSampler
 
 MIB = 1 << 20
-SAMPLERS = [  # name, share of the classes, categories, batch size
+SAMPLERS = [  # name, fraction of the classes, categories, batch size
     ("PKSampler", 1.0, None, 128),
     ("CategorySampler", 1.0, 12, 128),
     ("CategorySampler", 1.0, 1000, 128),
@@ -29,7 +28,7 @@ SAMPLERS = [  # name, share of the classes, categories, batch size
 
 
 def maker(name: str, images: int, classes: int, categories: int | None, batch: int) -> Callable[[], GlobalBatchSampler]:
-    """Makes the labels, and answers with what makes the sampler."""
+    """Create the labels; return a function that creates the sampler."""
     warnings.filterwarnings("ignore", ".*classes in training because they have a single image")
     labels = np.random.default_rng(0).integers(classes, size=images)
     if name == "AllClassesSampler":
@@ -63,9 +62,9 @@ def main() -> None:
     quick = options.quick
     images = 200_000 if quick else 10_000_000
     rows: list[dict[str, Any]] = []
-    for name, share, categories, wanted in SAMPLERS:
-        classes = round(share * images / 10)
-        batch = wanted or 2 * classes
+    for name, fraction, categories, batch_size in SAMPLERS:
+        classes = round(fraction * images / 10)
+        batch = batch_size or 2 * classes
         case = (name, images, classes, categories, batch)
         first = interleaved({"first": first_batch(*case)}, 1 if quick else 3, "cpu", warm_up=0 if quick else 1)
         rows.append(
