@@ -7,8 +7,12 @@ Items have a graded relevance rel(i) instead of being relevant or not:
     HAP = sum over relevant i of H-rank(i) / rank(i)  /  sum over relevant i of rel(i)
 
 An item that shares l of the L label levels with the query has rel = (l / L)^alpha / (number of items that share exactly
-l). In rank(i), items of lower relevance than i are counted by SupAP's H^-, which is never below the step function; all
-other items, and all items in H-rank(i), are counted by the step function, without a gradient.
+l). In rank(i), items that share fewer levels with the query than i are counted by SupAP's H^-, which is never below the
+step function; all other items, and all items in H-rank(i), are counted by the step function, without a gradient.
+
+As in the official code, the number of shared levels decides which items are lower and higher than i, and the relevance
+is only their weight: where a fine level has many items and a coarser one few, the coarser items have the higher
+relevance.
 
 Differences from the official code: the query is neither in its own list nor in the counts; a query without a relevant
 item is skipped. `hrank_slopes` is the official code's optional gradient through H-rank.
@@ -57,14 +61,14 @@ def hap(
     rel = relevance_of_levels(levels, alpha, scores.dtype)  # (query, gallery)
     query, i = (levels > 0).nonzero(as_tuple=True)  # (pos,), (pos,)
     s_i = at(scores, query, i)  # (pos,)
-    rel_i = rel[query, i][:, None]  # (pos, 1)
+    rel_i, level_i = rel[query, i][:, None], levels[query, i][:, None]  # (pos, 1), (pos, 1)
 
     # Tensors below are (pos, gallery) unless a comment says otherwise. To save memory, no intermediate result of that
-    # size is kept longer than needed; `candidate[query]` and `rel[query]` are gathered again instead.
+    # size is kept longer than needed; `candidate[query]` and the like are gathered again instead.
     t = scores.index_select(0, query) - s_i[:, None]  # s_j - s_i
     step = (t.detach() >= 0) & candidate[query]  # i itself is one of the j
 
-    lower = candidate[query] & (rel[query] < rel_i)
+    lower = candidate[query] & (levels[query] < level_i)
     lower_above = (upper_step(t, tau=tau, rho=rho, delta=delta, offset=offset, start=start) * lower).sum(1)  # (pos,)
     others_above = (step & ~lower).sum(1)  # (pos,)
     rank = lower_above + others_above  # (pos,)
@@ -73,7 +77,7 @@ def hap(
     if hrank_slopes is None:
         h_rank = (shared * step).sum(1)  # (pos,)
     else:
-        higher = candidate[query] & (rel[query] > rel_i)
+        higher = candidate[query] & (levels[query] > level_i)
         counted = torch.where(higher, soft_step(t, hrank_slopes), step.to(t.dtype))
         h_rank = (shared * counted).sum(1)  # (pos,)
 
@@ -112,12 +116,13 @@ class HAPLoss(RetrievalLoss):
     Args:
         alpha: exponent of the relevance: larger values give finer levels more weight, > 0.
         tau: temperature of the sigmoid, > 0.
-        rho: slope for items that score more than `delta` above a more relevant one, > 0.
+        rho: slope for items that score more than `delta` above one that shares more levels with the query, > 0.
         delta: the difference of scores from which the function is linear, > 0.
         offset: value of the function just above `delta`; if None, the function is continuous there.
         start: added to the sigmoid above 0; the function is an upper bound of the step if this is at least 0.5.
-        hrank_slopes: None, or (beta, gamma, leak): count items of higher relevance in H-rank by min(beta t + gamma, 1)
-            above and leak t below, as the official configuration HAPPIER_5_SOP does with (25, 0.5, 10).
+        hrank_slopes: None, or (beta, gamma, leak): in H-rank, count items that share more levels with the query by
+            min(beta t + gamma, 1) above and leak t below, as the official configuration HAPPIER_5_SOP does with (25,
+            0.5, 10).
         reduction: `"mean"` or `"sum"` over the queries that have a relevant item, or `"none"`: one value per query.
         class_balanced: give every class (of the finest level) of the batch the same total weight.
         include_self: rank the query in its own list, as the official code does. Only for comparison with it.

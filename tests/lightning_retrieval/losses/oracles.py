@@ -69,8 +69,8 @@ def hap(s, level, alpha=1.0, tau=0.01, rho=100.0, delta=0.05, offset=None, start
         for j in range(len(s)):
             t = s[j] - s[i]
             step = float(t >= 0)
-            rank += upper_step(t, tau, rho, delta, offset, start) if rel[j] < rel[i] else step
-            if slopes and rel[j] > rel[i]:
+            rank += upper_step(t, tau, rho, delta, offset, start) if level[j] < level[i] else step
+            if slopes and level[j] > level[i]:
                 step = min(slopes[0] * t + slopes[1], 1) if t > 0 else slopes[2] * t
             hrank += min(rel[i], rel[j]) * step
         total += hrank / rank

@@ -1,7 +1,8 @@
 """Every loss against the numbers of the official implementations, in float64.
 
 `golden/losses.json` holds inputs, values and gradients, each with the repository, file and class that they came from.
-Each case is run, or listed in `NOT_OFFERED` with the reason.
+Each case is run, or listed in `NOT_OFFERED` with the reason. `golden/hap_levels.json` holds cases of HAP with labels of
+two to four levels; in half of them, a coarser level has a higher relevance than a finer one.
 """
 
 import json
@@ -25,8 +26,11 @@ from lightning_retrieval.losses import (
     SupAPLoss,
     blackbox_rank,
 )
+from lightning_retrieval.losses.hap import relevance_of_levels
 
-GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "losses.json").read_text())["cases"]
+FOLDER = Path(__file__).parents[2] / "golden"
+GOLDEN = json.loads((FOLDER / "losses.json").read_text())["cases"]
+HAP_LEVELS = json.loads((FOLDER / "hap_levels.json").read_text())["cases"]
 
 # Reasons by the prefix of the case id; the first prefix that matches counts.
 NOT_OFFERED = {
@@ -113,8 +117,10 @@ def make(case, **settings):
         case "recall_at_k":
             return RecallAtKLoss(p["k"], tau_rank=p["tau2"], tau_k=p["tau1"], **settings)
         case "hap":
-            slopes = [p[f"hrank_{name}"] for name in ("beta", "gamma", "leak") if f"hrank_{name}" in p]
-            return HAPLoss(p["alpha"], **upper_step_settings(case), hrank_slopes=slopes or None, **settings)
+            slopes = p.get("hrank_slopes")
+            if "hrank_beta" in p:
+                slopes = [p["hrank_beta"], p["hrank_gamma"], p["hrank_leak"]]
+            return HAPLoss(p["alpha"], **upper_step_settings(case), hrank_slopes=slopes, **settings)
     raise AssertionError(case["loss"])
 
 
@@ -175,6 +181,26 @@ def test_embeddings(case):
     for name in ("per_query_ap", "per_query_recall", "per_query_hap"):
         if name in expected:
             assert_queries(1 - call(make(case, reduction="none"), case, x, r), expected[name])
+
+
+@pytest.mark.parametrize("case", HAP_LEVELS, ids=lambda case: case["id"])
+def test_hap_levels(case):
+    x = doubles(case["inputs"]["embeddings"]).requires_grad_()
+    value = HAPLoss(**case["params"], include_self=True)(x, torch.tensor(case["inputs"]["labels"]))
+    value.backward()
+    assert value.item() == pytest.approx(case["expected"]["loss"], rel=1e-12)
+    assert_gradient(x.grad, case["expected"]["grad_embeddings"], rtol=1e-12)
+
+
+@pytest.mark.parametrize("case", HAP_LEVELS, ids=lambda case: case["id"])
+def test_in_half_of_the_hap_cases_a_coarser_level_has_a_higher_relevance(case):
+    labels = torch.tensor(case["inputs"]["labels"])
+    levels = (labels[:, None] == labels).sum(2)
+    relevance = relevance_of_levels(levels, case["params"]["alpha"], torch.float64)
+    finer = levels[:, :, None] > levels[:, None]
+    lower = relevance[:, :, None] < relevance[:, None]
+    assert (finer & lower).any() != case["relevance_grows_with_level"]
+    assert sum(case["relevance_grows_with_level"] for case in HAP_LEVELS) == 20
 
 
 @pytest.mark.parametrize("case", cases("scores"), ids=lambda case: case["id"])

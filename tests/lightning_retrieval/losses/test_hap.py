@@ -45,6 +45,26 @@ def test_by_hand():
     assert HAPLoss().from_scores(s, levels).item() == pytest.approx(expected, abs=1e-12)
 
 
+def test_a_coarser_level_is_lower_though_its_relevance_is_higher():
+    """One list: the only item of level 1 at .9, two of level 2 at .8 and .7.
+
+    With alpha = 1/2 their relevances are 1, sqrt(2) / 2 and sqrt(2) / 2. In the ranks of the items of level 2, H^-
+    counts the item of level 1; in its own rank, the step function counts the others, which are below it.
+    """
+    s, levels, rel = torch.tensor([[0.9, 0.8, 0.7]], dtype=torch.float64), torch.tensor([[1, 2, 2]]), 0.5**0.5
+    beyond = 1 / (1 + math.exp(-5.0)) + 0.5  # H^- at delta, above which its slope is 100
+    rank = [1, 1 + (100 * 0.05 + beyond), 2 + (100 * 0.15 + beyond)]
+    hrank = [1.0, rel + rel, rel + rel + rel]
+    expected = 1 - sum(h / r for h, r in zip(hrank, rank)) / (1 + 2 * rel)
+    assert HAPLoss(0.5).from_scores(s, levels).item() == pytest.approx(expected, abs=1e-12)
+
+    # With slopes, the items of level 2 are the higher ones of the item of level 1: 10 t each, t = -.1 and -.2.
+    hrank[0] = 1.0 + rel * 10 * (-0.1 - 0.2)
+    expected = 1 - sum(h / r for h, r in zip(hrank, rank)) / (1 + 2 * rel)
+    loss = HAPLoss(0.5, hrank_slopes=OFFICIAL_SLOPES)
+    assert loss.from_scores(s, levels).item() == pytest.approx(expected, abs=1e-12)
+
+
 def test_three_levels():
     labels = torch.tensor([[0, 10, 5], [0, 10, 5], [1, 10, 5], [2, 11, 5], [3, 12, 6], [3, 12, 6]])
     x = torch.randn(6, 4, dtype=torch.float64)
