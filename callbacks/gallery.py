@@ -17,6 +17,7 @@ from lightning_retrieval.callbacks.gallery_image import GalleryRow, Hit, draw_ga
 from lightning_retrieval.checks import check_choice, check_integer
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
 from lightning_retrieval.metrics.query_gallery import QueryGallery
+from lightning_retrieval.ranking.precision import ieee_products
 
 _ORDERS = ("spread", "hardest", "quantiles")
 Order = Literal["spread", "hardest", "quantiles"]
@@ -56,7 +57,9 @@ def nearest_images(
     ascending, order = lists.query_ids.sort()
     queries = order[torch.searchsorted(ascending, chosen)]
     device = lists.gallery.device  # another one than that of the ids if embeddings are kept on the CPU
-    scores = (lists.queries[queries.to(device)] @ lists.gallery.T).to(ids.device)  # (chosen, gallery)
+    with ieee_products():
+        scores = lists.queries[queries.to(device)] @ lists.gallery.T  # (chosen, gallery)
+    scores = scores.to(ids.device)
     scores.masked_fill_(~metrics.is_candidate(chosen, ids), -torch.inf)
     relevant = metrics.is_relevant(chosen, lists.query_labels[queries], ids, lists.gallery_labels)
     best = scores.topk(min(k, len(ids)), dim=1)

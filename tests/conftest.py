@@ -130,6 +130,10 @@ def _settings():
             torch.are_deterministic_algorithms_enabled(),
             torch.use_deterministic_algorithms,
         ),
+        "precision of matrix products": (
+            torch.get_float32_matmul_precision(),
+            torch.set_float32_matmul_precision,
+        ),
         "grad mode": (torch.is_grad_enabled(), torch.set_grad_enabled),
         "anomaly detection": (torch.is_anomaly_enabled(), torch.autograd.set_detect_anomaly),
         "working directory": (os.getcwd(), os.chdir),

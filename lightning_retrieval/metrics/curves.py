@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_retrieval.distributed import sum_over_ranks
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.retrieval import RetrievalMetrics
+from lightning_retrieval.ranking.precision import ieee_products
 from lightning_retrieval.ranking.ranks import PositiveRanks, positive_ranks
 
 _BLOCK_QUERIES, _BLOCK_GALLERY = 256, 1 << 16  # size of a block of scores
@@ -74,7 +75,9 @@ def pair_counts(metrics: EmbeddingMetric, bins: int) -> Int[Tensor, "2 bins"]:
         queries = lists.queries[block].to(device)
         for begin in range(0, len(lists.gallery_ids), _BLOCK_GALLERY):
             part = slice(begin, begin + _BLOCK_GALLERY)
-            scores = queries @ lists.gallery[part].to(device).T
+            gallery = lists.gallery[part].to(device)
+            with ieee_products():
+                scores = queries @ gallery.T
             bin_index = scores.add_(1).mul_(bins / 2).long().clamp_(0, bins - 1)
             is_relevant = metrics.is_relevant(
                 lists.query_ids[block], lists.query_labels[block], lists.gallery_ids[part], lists.gallery_labels[part]

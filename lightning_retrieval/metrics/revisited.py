@@ -33,6 +33,7 @@ from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.gathering import Shard
 from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.metrics.revisited_lists import SETUPS, Kind, ListedImages, QueryLists
+from lightning_retrieval.ranking.precision import ieee_products
 from lightning_retrieval.ranking.ranks import count_at_least
 
 # Blocks have a fixed size and are padded, so an image has the same score on any number of processes, and equal
@@ -257,7 +258,8 @@ def _score_blocks(
         if size < _BLOCK_COLUMNS:
             gallery = pad(gallery, (0, 0, 0, _BLOCK_COLUMNS - size))
         for index, rows in enumerate(padded_queries):
-            scores = (rows @ gallery.T)[: len(queries[index])]
+            with ieee_products():
+                scores = (rows @ gallery.T)[: len(queries[index])]
             scores[:, size:] = -torch.inf
             yield slice(index * _BLOCK_ROWS, (index + 1) * _BLOCK_ROWS), begin, scores
 

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_embeddings, check_integer, check_integers, check_not_negative
+from lightning_retrieval.ranking.precision import ieee_products
 from lightning_retrieval.ranking.similarity import normalize
 
 _BLOCK_NUMBERS = 1 << 26  # scores, or numbers of the neighbours' rows, that are held at a time
@@ -75,12 +76,14 @@ def _expand(
     expanded = torch.empty_like(queries)
     for start in range(0, len(queries), block_rows):
         rows = slice(start, start + block_rows)
-        scores = queries[rows] @ gallery.T  # (query, gallery)
+        with ieee_products():
+            scores = queries[rows] @ gallery.T  # (query, gallery)
         in_gallery = (self_index[rows] >= 0).nonzero()[:, 0]
         scores[in_gallery, self_index[rows][in_gallery]] = self_score
         nearest = scores.topk(k, dim=1)  # (query, k)
         weights = _weights(nearest.values, alpha)[:, None]  # (query, 1, k)
-        neighbours = (weights @ gallery[nearest.indices])[:, 0]  # (query, dim)
+        with ieee_products():
+            neighbours = (weights @ gallery[nearest.indices])[:, 0]  # (query, dim)
         expanded[rows] = normalize(queries[rows] + neighbours)
     return expanded
 

@@ -13,6 +13,8 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_retrieval.ranking.precision import ieee_products
+
 # The last digits of a matrix product depend on its shape. Two rules make scores independent of how the work is
 # partitioned. Blocks have a fixed number of rows (64 or more) and the last one is padded, so a query has the same
 # scores on any number of processes. Columns are padded to a multiple of all kernels' widths, so equal embeddings have
@@ -172,7 +174,9 @@ def _multiply(
     chunk = _rows_of_a_chunk(gallery, out.device)
     for begin in range(0, len(gallery), chunk):
         end = begin + chunk
-        torch.mm(queries, gallery[begin:end].to(out.device).T, out=out[:, begin:end])
+        part = gallery[begin:end].to(out.device)
+        with ieee_products():
+            torch.mm(queries, part.T, out=out[:, begin:end])
 
 
 def _rows_of_a_chunk(gallery: Float[Tensor, "gallery dim"], device: torch.device) -> int:

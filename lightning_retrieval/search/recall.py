@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_retrieval.ranking.precision import ieee_products
 from lightning_retrieval.search.rows import normalized_blocks, normalized_rows, sample_rows
 
 RECALL_AT = 10
@@ -58,7 +59,8 @@ def _exact_neighbours(
     best_ids = torch.full((len(queries), k), -1)
     for begin, block in normalized_blocks(embeddings):
         block_ids = torch.from_numpy(ids[begin : begin + len(block)]).expand(len(queries), -1)  # (query, block)
-        scores = queries @ torch.from_numpy(block).T
+        with ieee_products():
+            scores = queries @ torch.from_numpy(block).T
         scores = scores.masked_fill(block_ids == query_ids[:, None], -torch.inf)
         best_scores, order = torch.cat([best_scores, scores], 1).topk(k)
         best_ids = torch.cat([best_ids, block_ids], 1).gather(1, order)

@@ -1,0 +1,120 @@
+"""Products whose order decides run in IEEE float32, whatever precision the process has chosen for training."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_retrieval import DatabaseAugmentation, QueryExpansion
+from lightning_retrieval.callbacks.gallery import nearest_images
+from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics
+from lightning_retrieval.metrics.curves import mean_precision, pair_counts
+from lightning_retrieval.ranking.precision import ieee_products
+from lightning_retrieval.search.recall import measure_recall
+
+PRODUCTS = ("mm", "bmm", "addmm", "mv", "matmul")
+LABELS = torch.arange(12) // 3
+
+
+class PrecisionOfProducts(TorchDispatchMode):
+    """Records the precision that is set whenever a matrix product runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._schema.name.split("::")[1] in PRODUCTS:
+            self.seen.append(torch.get_float32_matmul_precision())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(params=["high", "medium"])
+def reduced_precision(request):
+    torch.set_float32_matmul_precision(request.param)
+    yield request.param
+    torch.set_float32_matmul_precision("highest")
+
+
+def filled(metrics, labels=LABELS):
+    metrics.update(torch.randn(12, 4), labels, torch.arange(12))
+    return metrics
+
+
+def revisited():
+    easy, hard = {0: [4], 1: [5], 2: [6]}, {0: [7], 1: [8], 2: [9]}
+    metrics = RevisitedMetrics(easy, hard, {0: [], 1: [], 2: []}, ks=(1,))
+    is_query = torch.arange(12) < 3
+    metrics.update(torch.randn(12, 4), torch.zeros(12).long(), torch.arange(12), is_query, ~is_query)
+    return metrics.compute()
+
+
+def images_of_a_gallery():
+    metrics = filled(RetrievalMetrics((1,)))
+    return nearest_images(metrics, metrics.query_gallery(metrics.gather()[0]), torch.tensor([3, 5]), 4)
+
+
+def recall_of_an_index():
+    rows, ids = torch.randn(20, 4), np.arange(20)
+    return measure_recall(lambda queries, k: (None, torch.zeros(len(queries), k).long()), rows, ids)
+
+
+RANKED = {
+    "metrics": lambda: filled(RetrievalMetrics((1,))).compute(),
+    "metrics of levels": lambda: filled(RetrievalMetrics((1,)), torch.stack([LABELS, LABELS // 2], 1)).compute(),
+    "metrics of random galleries": lambda: filled(RandomGalleryMetrics((1,), draws=2)).compute(),
+    "metrics of revisited sets": revisited,
+    "precision at each recall": lambda: mean_precision(filled(RetrievalMetrics((1,)))),
+    "counts of pairs": lambda: pair_counts(filled(RetrievalMetrics((1,))), 10),
+    "query expansion": lambda: QueryExpansion(k=2)(torch.randn(3, 4), torch.randn(9, 4)),
+    "database augmentation": lambda: DatabaseAugmentation(k=2)(torch.randn(9, 4)),
+    "images of a gallery": images_of_a_gallery,
+    "recall of an index": recall_of_an_index,
+}
+
+
+@pytest.mark.parametrize("name", RANKED)
+def test_the_precision_inside_the_product_is_the_highest(reduced_precision, name):
+    with PrecisionOfProducts() as products:
+        RANKED[name]()
+    assert set(products.seen) == {"highest"}
+    assert torch.get_float32_matmul_precision() == reduced_precision
+
+
+def test_the_recorder_sees_a_product_that_is_not_guarded(reduced_precision):
+    with PrecisionOfProducts() as products:
+        torch.randn(2, 3) @ torch.randn(3, 2)
+    assert products.seen == [reduced_precision]
+
+
+def test_the_precision_is_restored_after_an_error(reduced_precision):
+    with pytest.raises(RuntimeError, match="cannot be multiplied"), ieee_products():
+        torch.mm(torch.ones(2, 3), torch.ones(2, 3))
+    assert torch.get_float32_matmul_precision() == reduced_precision
+
+
+@pytest.fixture
+def backends():
+    """Where torch keeps the precision of each backend; restored afterwards."""
+    found = [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul]
+    before = [backend.fp32_precision for backend in found]
+    yield found
+    torch.set_float32_matmul_precision("highest")
+    for backend, precision in zip(found, before):
+        backend.fp32_precision = precision
+
+
+@pytest.mark.skipif(not hasattr(torch.backends.mkldnn, "fp32_precision"), reason="torch has one setting for all")
+def test_a_setting_of_one_backend_is_overridden_and_restored(backends):
+    cuda, mkldnn = backends
+    cuda.fp32_precision = "tf32"  # contradicts the setting of all backends, which then cannot be read
+    with pytest.raises(RuntimeError):
+        torch.get_float32_matmul_precision()
+    with ieee_products():
+        assert [backend.fp32_precision for backend in backends] == ["ieee", "ieee"]
+    assert cuda.fp32_precision == "tf32"
+    torch.set_float32_matmul_precision("high")
+    mkldnn.fp32_precision = "ieee"  # only the products of a GPU have a lower precision
+    with ieee_products():
+        assert [backend.fp32_precision for backend in backends] == ["ieee", "ieee"]
+    assert [backend.fp32_precision for backend in backends] == ["tf32", "ieee"]
