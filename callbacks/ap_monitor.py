@@ -33,7 +33,7 @@ _SURROGATES = (SmoothAPLoss, FastAPLoss, QuantizedAPLoss, SupAPLoss, BlackboxAPL
 
 
 def find_surrogate(loss: nn.Module) -> RetrievalLoss | None:
-    """Return the first loss that approximates AP, of a loss and its terms."""
+    """Return the loss itself or the first of its terms that approximates AP, None if there is none."""
     if isinstance(loss, WeightedSum):
         for part in loss.parts.values():
             surrogate = find_surrogate(part)

@@ -8,7 +8,7 @@ from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 
 
 def is_count(name: str) -> bool:
-    """Return whether a metric counts skipped queries, of which the highest value is not the best."""
+    """Return whether a metric is a number of skipped queries, so that its highest value is not its best."""
     return "skipped_queries" in name.split("/")
 
 

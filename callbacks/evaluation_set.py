@@ -63,11 +63,11 @@ class EvaluationSet:
 
         Args:
             module_name: name of the module's class, for error messages.
-            outputs: of the step.
+            outputs: what the step returned.
 
         Raises:
-            TypeError: if the outputs are not what `RetrievalEvaluation` expects. With several processes all of them
-                raise when the metrics are computed, because the others wait there.
+            TypeError: if the outputs are not what `RetrievalEvaluation` expects. With several processes the error is
+                raised later, on all of them, when the metrics are computed; otherwise the others would wait forever.
         """
         indices = None
         if self._batch_indices is not None:

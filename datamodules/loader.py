@@ -122,7 +122,7 @@ class RetrievalDataLoader(DataLoader[Any]):
         """Continue at the position of another loader's `state_dict`, unless this loader was made with a `start`.
 
         Raises:
-            ValueError: if an epoch has fewer batches here.
+            ValueError: if the position is after the end of an epoch of this loader.
         """
         if not self._fixed_start:
             self._rank_sampler.set_position(state_dict["epoch"], state_dict["start"])

@@ -58,7 +58,7 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
 
     @property
     def first_batch(self) -> int:
-        """The batch with which an iteration of the current epoch begins."""
+        """Index of the first batch of an iteration of the current epoch: 0, or `start` in the resumed epoch."""
         if self.batch_sampler.epoch == self.start_epoch:
             return self.start
         return 0

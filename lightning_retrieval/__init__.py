@@ -1,6 +1,6 @@
 """Train image retrieval directly for Average Precision, with PyTorch Lightning.
 
-What needs Lightning is imported when it is first used: losses, metrics, models and chunked backward work without.
+What needs Lightning is imported when it is first used: losses, metrics, models and chunked backward work without it.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -59,7 +59,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 class _Function:
-    """A function that a pickle may call. The state of a plain function, if set, would change for the whole process."""
+    """A function that a pickle may call, but not modify: attributes set on the original would affect all its users."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

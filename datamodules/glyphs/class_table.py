@@ -45,7 +45,7 @@ _Drawings = dict[int, dict[int, bytes]]  # code point: {font: pixels}, without b
 
 @dataclass(frozen=True)
 class GlyphClass:
-    """One line of the table.
+    """A class of the Glyphs dataset: one line of the class table.
 
     Args:
         characters: the characters of the class, lowest code point first.

@@ -21,7 +21,7 @@ def read_image(path: Path, box: NDArray[np.int32] | None = None) -> Image.Image:
             whole image.
 
     Raises:
-        ValueError: if the box lies outside of the image, or it is not known which pixel values are white.
+        ValueError: if the box is outside of the image, or the range of the pixel values is unknown (see `to_rgb`).
         Exception: any error of Pillow, if the file cannot be decoded.
     """
     with Image.open(path) as file:

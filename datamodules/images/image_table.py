@@ -71,7 +71,9 @@ def _chosen_rows(values: NDArray[Any] | None, chosen: NDArray[np.bool_]) -> NDAr
 
 
 class ImageTable(ImageDataModule):
-    """Images that are listed in a table with the columns `image` and `label`, in any order; others are ignored.
+    """Images that are listed in a table. The columns `image` and `label` are required, the others are optional.
+
+    Columns may come in any order; any that are not listed here are ignored.
 
     | column | content |
     | --- | --- |

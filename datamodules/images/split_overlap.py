@@ -25,7 +25,7 @@ def check_no_shared_classes(owner: str, splits: Mapping[str, ImageIndex]) -> Non
 
 
 def check_no_shared_images(owner: str, splits: Mapping[str, ImageIndex]) -> None:
-    """Raise a ValueError if an image, or one box of it, is in the split `"train"` and in another split."""
+    """Raise a ValueError if the same image with the same box is in the split `"train"` and in another split."""
     if "train" not in splits or len(splits) == 1:
         return
     train = splits["train"]

@@ -139,7 +139,7 @@ class IJBC(ImageDataModule):
 
 
 def _make_index(faces: Sequence[_Face], boxes: Mapping[_Face, _Box] | None) -> ImageIndex:
-    """The index of these faces, whose instances are numbered in their order."""
+    """The index of these faces. An instance is a subject in a medium; instances are numbered by first appearance."""
     subjects, paths, _ = zip(*faces)
     labels, names = class_numbers(subjects)
     numbers: dict[tuple[int, str], int] = {}

@@ -24,7 +24,7 @@ _Taxonomy = dict[str, Mapping[str, Any]]  # category id: what the taxonomy says 
 
 
 class _Images(NamedTuple):
-    """The columns of a list."""
+    """The images of a list, one entry for each in all three columns."""
 
     paths: list[str]
     category_ids: list[int]

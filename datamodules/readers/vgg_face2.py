@@ -101,7 +101,7 @@ class VGGFace2(ImageDataModule):
         return splits
 
     def _list(self, split: str) -> Path | None:
-        """The list of a split; None if no split has a list and all have their folder."""
+        """Path of the list of a split; None if the splits have folders instead of lists."""
         has_folders = (self.root / "train").is_dir() and (self.root / "test").is_dir()
         if has_folders and not self._has_lists():
             return None

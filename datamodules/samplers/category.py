@@ -36,9 +36,9 @@ class CategorySampler(GlobalBatchSampler):
     An epoch has ceil(N / (P K)) batches, where N is the number of images that take part. Every combination of
     categories is drawn once before any is drawn twice, also across epochs. Within an epoch every class of a category is
     drawn once before any is drawn twice, and likewise every image of a class. A batch holds an image more than once
-    only if its class has fewer images than the batch takes from it; the numbers of times that these images occur then
-    differ by at most one, in the batch and in each group of K. A batch holds a class more than once only if its
-    category has fewer classes than the batch takes from it, with the same limit.
+    only if its class has fewer images than the batch takes from it. The images of that class then occur equally often,
+    up to a difference of one, in the batch and in each group of K. In the same way, a batch holds a class more than
+    once only if its category has fewer classes than the batch takes from it.
 
     In a batch the classes of a category are adjacent, and so are the images of a class.
 
@@ -53,7 +53,7 @@ class CategorySampler(GlobalBatchSampler):
 
     Raises:
         TypeError: if the labels, the categories or another argument are not integers.
-        ValueError: if labels or categories are empty, not one-dimensional or not equally many, or no class has two
+        ValueError: if labels or categories are empty, not one-dimensional or of different lengths, or no class has two
             images; if a class has images of several categories; if a number is out of its range.
 
     Example:

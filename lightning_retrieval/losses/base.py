@@ -188,8 +188,8 @@ class RetrievalLoss(BatchLoss, ABC):
             formula=self._formula(lists, blocks, queries),
             lists=lists,
             blocks=blocks,
-            # Always the weights of the mean, so that a loss whose gradient is not linear in what arrives (the black-box
-            # losses) sees the gradient of its own mean, whatever is made of the values afterwards.
+            # These are the weights of the mean for every reduction; `_reduced` scales the result afterwards. The
+            # black-box losses need this: their gradient is not linear in the gradient that they receive.
             weights=weights / count,
             count=count,
             parameters=tuple(p for p in self.parameters() if p.requires_grad),

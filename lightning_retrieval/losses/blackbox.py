@@ -145,8 +145,9 @@ class _PositiveRank(torch.autograd.Function):
         moved = s + scale[query] * grad  # (pos,)
         moved_rank = _count_at_least(negatives, query, moved) + _count_positives_at_least(query, moved)
         gallery = negatives.shape[1]
-        # The rank of a negative grows by one for each positive that rises to its score or above, and falls by one for
-        # each that falls below it: in the sorted list, +1 from the position of s on, and -1 from that of moved on.
+        # The rank of a negative increases by one for each positive that moves from below its score to its score or
+        # above, and decreases by one for each that moves below it. In the sorted list this adds 1 to all ranks from the
+        # position of `s` on, and subtracts 1 from all ranks from the position of `moved` on.
         change = negatives.new_zeros(len(negatives), gallery + 1)
         for values, sign in ((s, 1.0), (moved, -1.0)):
             position = gallery - _count_at_least(negatives, query, values, strictly=True)

@@ -99,7 +99,8 @@ class QuantizedAPLoss(RetrievalLoss):
         num_bins: M, the number of bin centres from `low` to `high`, >= 2.
         low: centre of the last bin, below `high`.
         high: centre of the first bin.
-        tie_aware: average over the orders of the items in a bin: False (AP_Q), `"simplified"` or `"full"`.
+        tie_aware: how items in the same bin are ranked: False gives all of them the same rank (AP_Q); `"simplified"`
+            and `"full"` average AP over their possible orders.
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
         class_balanced: give every class of the batch the same total weight (section 4.5 and Fig. 7 of the paper).
         include_self: rank the query in its own list. Only for comparison with other code.

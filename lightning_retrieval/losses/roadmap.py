@@ -78,12 +78,12 @@ class ROADMAPLoss(WeightedSum):
 
     @property
     def sup_ap(self) -> nn.Module | None:
-        """The argument as it was given."""
+        """The argument `sup_ap` of the constructor; None if the default term is used."""
         return self._argument("sup_ap")
 
     @property
     def calibration(self) -> nn.Module | None:
-        """The argument as it was given."""
+        """The argument `calibration` of the constructor; None if the default term is used."""
         return self._argument("calibration")
 
     @classmethod

@@ -140,9 +140,9 @@ class RevisitedMetrics(EmbeddingMetric):
         """All metrics at once.
 
         Returns:
-            `"mAP"`, which is that of the setup medium, and for each setup `"mAP/easy"`, `"mP@k/easy"` for each k, all
-            float64 scalars in [0, 1], and `"skipped_queries/easy"`, the number of queries without positives. NaN, with
-            a warning, if all queries of a setup are skipped.
+            `"mAP"`, the mAP of the medium setup, and for each setup, such as easy: `"mAP/easy"` and, for each k,
+            `"mP@k/easy"`, all float64 scalars in [0, 1], and `"skipped_queries/easy"`, the number of queries without
+            positives. If all queries of a setup are skipped, its metrics are NaN and a warning is issued.
         """
         values_of_setup = self._query_values()
         results: dict[str, Tensor] = {}

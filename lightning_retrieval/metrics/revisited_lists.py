@@ -36,7 +36,7 @@ class ListedImages(NamedTuple):
 
 
 class QueryLists(NamedTuple):
-    """For the id of each query the ids of its easy, hard and junk images."""
+    """The easy, hard and junk images of each query: three mappings from a query's id to a list of image ids."""
 
     easy: Mapping[int, Sequence[int]]
     hard: Mapping[int, Sequence[int]]

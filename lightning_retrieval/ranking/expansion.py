@@ -196,7 +196,7 @@ class DatabaseAugmentation:
         _check_settings("DatabaseAugmentation", self.alpha, self.k)
 
     def __call__(self, gallery: Float[Tensor, "gallery dim"]) -> Float[Tensor, "gallery dim"]:
-        """The augmented gallery, as unit rows, each computed from the gallery as it was.
+        """The augmented gallery as unit rows. Each row is computed from the original gallery.
 
         Args:
             gallery: one row per image, normalised here.

@@ -81,7 +81,7 @@ class PositiveRanks:
 
     @cached_property
     def _irrelevant_before(self) -> Int[Tensor, "query pos"]:
-        """Number of candidates that are not positive and score at least as high."""
+        """For each positive, the number of candidates that are not positive and score at least as high."""
         return self.rank - self.rank_among_positives
 
     @cached_property
@@ -119,10 +119,10 @@ def positive_ranks(
         num_shards: number of shards. It changes which blocks are counted here, not their boundaries.
 
     Cost:
-        Memory for one block of scores and a few tensors of its size. The time is that of the score product, and a few
-        passes over the scores if the model is good, else their sort; it grows with the logarithm of the number of
-        positives. Ranks are counted on the labels' device. Embeddings on another device are copied there in chunks,
-        once for each block.
+        Memory for one block of scores and a few tensors of its size. The time is that of the matrix product plus a few
+        passes over the scores if all positives rank high, or a sort of the scores if they do not; it grows with the
+        logarithm of the number of positives. Ranks are counted on the labels' device. Embeddings on another device are
+        copied there in chunks, once for each block.
     """
     size, device = len(gallery), query_labels.device
     columns = -(-size // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE

@@ -94,5 +94,5 @@ def train_faiss_index(index: Any, factory: str, embeddings: Tensor) -> None:
 
 
 def faiss_reason(error: RuntimeError) -> str:
-    """The message of a faiss error, without the position in faiss' source code."""
+    """The message of a faiss error, without the file and line of faiss' source code."""
     return str(error).split(": ", 1)[-1].rsplit("failed: ", 1)[-1].strip()

@@ -75,7 +75,7 @@ def write_folder(
 
 
 def read_folder(owner: str, folder: Path, verify: bool) -> tuple[dict[str, Path], dict[str, Any]]:
-    """The files, by name, and the settings.
+    """Return the files of a saved index, by name, and its settings.
 
     Args:
         owner: prefix of error messages.
@@ -121,7 +121,7 @@ def _write_files(
 
 
 def _read_manifest(owner: str, folder: Path) -> dict[str, Any]:
-    """The manifest of an index, whose format, version and checksum are right."""
+    """Read the manifest of an index; raise if its format, version or checksum is wrong."""
     path = folder / MANIFEST
     if not path.is_file():
         raise FileNotFoundError(f"{owner}: the index must be a folder with {MANIFEST} in it, got {folder}.")

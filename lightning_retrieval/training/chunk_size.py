@@ -66,7 +66,7 @@ def _fits(embed: Callable[[Tensor], Tensor], inputs: Tensor, reserve: int) -> bo
 
 
 def _free_memory(device: torch.device) -> None:
-    """Return what a failed trial held; its error, whose traceback held its tensors, must be gone."""
+    """Free the memory of a failed trial. Its exception must be deleted first: the traceback references its tensors."""
     if device.type != "cpu":
         gc.collect()
         torch.get_device_module(device).empty_cache()

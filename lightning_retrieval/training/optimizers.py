@@ -21,7 +21,7 @@ def make_optimizer(
         module: owner of the parameters; its class name is the prefix of error messages.
         head: the last layers of the network, or None.
         make: called with the parameter groups.
-        head_lr_factor: learning rate of the head, divided by that of the rest.
+        head_lr_factor: ratio of the head's learning rate to that of the other parameters.
 
     Raises:
         ValueError: if there is nothing to train, or a factor without a head.

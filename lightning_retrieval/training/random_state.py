@@ -22,7 +22,7 @@ class RandomState:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Draw the random numbers that were drawn after construction; continue as before afterwards."""
+        """Inside this context, repeat the random numbers that followed construction; restore the state on exit."""
         before = self._read()
         self._write(self.of_cpu, self.of_device)
         try:

@@ -34,7 +34,7 @@ def report_first_step(module: Any, step: TrainingStep, chunk_size: int) -> None:
 
 
 def log_facts(trainer: Any, facts: Mapping[str, Any]) -> None:
-    """Log facts, and the settings of the data module, among the hyperparameters; for TensorBoard as text.
+    """Log facts and the settings of the data module as hyperparameters, or as text with TensorBoard.
 
     Args:
         trainer: a `pytorch_lightning.Trainer`.
@@ -82,7 +82,7 @@ class _FirstStep:
                 return
 
     def lists(self) -> str:
-        """Classes, images of each, and the length of lists, as a sentence without its end."""
+        """The first part of the report: the numbers of classes and images in a batch, and the length of the lists."""
         fewest, most = min(self.class_sizes), max(self.class_sizes)
         of_each = f"{fewest}"
         if fewest != most:

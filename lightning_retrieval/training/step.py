@@ -31,8 +31,9 @@ class TrainingStep:
         number: the global step.
         seed: of the run.
         gather: whether lists are those of the global batch.
-        memory: past batches to rank too, or None.
-        memory_weight: weight of a second term with the memory; None makes the lists of the only term longer.
+        memory: past batches that are ranked with this one, or None.
+        memory_weight: weight of a second term whose lists include the memory; if None, there is a single term and its
+            lists include the memory.
     """
 
     owner: str
@@ -91,7 +92,7 @@ class TrainingStep:
 
     @property
     def images(self) -> int:
-        """Images of all processes together; processes that do not gather have batches of one size."""
+        """Number of images of all processes; without `gather`, their batches must have the same size."""
         if self.gather:
             return len(self.batch.labels)
         return len(self.batch.labels) * world_size()

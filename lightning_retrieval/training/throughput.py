@@ -4,13 +4,13 @@ import time
 
 
 class Throughput:
-    """Measures the images per second of consecutive steps."""
+    """Measures the throughput of consecutive steps, in images per second."""
 
     def __init__(self) -> None:
         self._last_end: float | None = None
 
     def restart(self) -> None:
-        """Exclude the time up to the end of the next step, such as that of a validation."""
+        """Exclude the time from the previous step to the end of the next one, for example because of a validation."""
         self._last_end = None
 
     def step(self, images: int) -> float | None:
