@@ -17,7 +17,6 @@ ACCEPT_REFERENCES = frozenset(
         "AngularLoss",
         "CircleLoss",
         "ContrastiveLoss",
-        "DynamicSoftMarginLoss",
         "GeneralizedLiftedStructureLoss",
         "IntraPairVarianceLoss",
         "MarginLoss",
@@ -32,6 +31,13 @@ ACCEPT_REFERENCES = frozenset(
 USE_OTHER_LOSS = (
     f"use a loss of this library, or one of pytorch-metric-learning's {', '.join(sorted(ACCEPT_REFERENCES))}"
 )
+
+# The losses of pytorch-metric-learning that cannot be trained with labels, each with the reason.
+CANNOT_TRAIN = {
+    "DynamicSoftMarginLoss": "it keeps the graph of the previous batch, so that the second backward pass fails",
+    "ManifoldLoss": "it takes no labels",
+    "VICRegLoss": "it takes no labels",
+}
 
 
 class ThirdPartyLoss(BatchLoss):
@@ -119,9 +125,16 @@ class ThirdPartyLoss(BatchLoss):
 
 
 def as_batch_loss(loss: nn.Module) -> BatchLoss:
-    """The loss itself if it has the interface of this library, else wrapped in `ThirdPartyLoss`."""
+    """The loss itself if it has the interface of this library, else wrapped in `ThirdPartyLoss`.
+
+    Raises:
+        TypeError: if it is one of the losses of pytorch-metric-learning that cannot be trained with labels.
+    """
     if isinstance(loss, BatchLoss):
         return loss
+    name = type(loss).__name__
+    if name in CANNOT_TRAIN and _is_of_pytorch_metric_learning(type(loss)):
+        raise TypeError(f"{name}: the loss cannot be trained, because {CANNOT_TRAIN[name]}; {USE_OTHER_LOSS}.")
     return ThirdPartyLoss(loss)
 
 
@@ -135,9 +148,13 @@ def original_loss(loss: nn.Module) -> nn.Module:
 def _accepts_references(loss: nn.Module) -> bool:
     """Whether a third-party loss can rank references without the query's own copy."""
     for base in type(loss).__mro__:
-        if base.__name__ in ACCEPT_REFERENCES and base.__module__.startswith("pytorch_metric_learning."):
+        if base.__name__ in ACCEPT_REFERENCES and _is_of_pytorch_metric_learning(base):
             return True
     return False
+
+
+def _is_of_pytorch_metric_learning(cls: type) -> bool:
+    return cls.__module__.startswith("pytorch_metric_learning.")
 
 
 def _pairs(batch: RankedBatch, ref_labels: Tensor) -> tuple[Tensor, ...]:

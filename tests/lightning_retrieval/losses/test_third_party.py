@@ -9,7 +9,8 @@ from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning.losses import ContrastiveLoss, NCALoss, NTXentLoss, ProxyAnchorLoss, SelfSupervisedLoss
 from torch import nn
 
-from lightning_retrieval.losses.third_party import ACCEPT_REFERENCES, ThirdPartyLoss
+from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss, WeightedSum
+from lightning_retrieval.losses.third_party import ACCEPT_REFERENCES, CANNOT_TRAIN, ThirdPartyLoss, as_batch_loss
 
 SETTINGS = {
     "ManifoldLoss": {"l": 4},
@@ -69,16 +70,55 @@ def test_which_losses_take_references(name):
     """Known by one question: is a batch ranked against its copy, without each query's own, the batch itself?"""
     plain, ranked = loss_of_batch(name, references=False), loss_of_batch(name, references=True)
     same = plain is not None and ranked is not None and torch.allclose(plain, ranked, rtol=1e-12, atol=1e-12)
-    assert same != bool(ThirdPartyLoss(make(name)).terms_without_references)
+    accepted = same and name not in CANNOT_TRAIN
+    assert accepted != bool(ThirdPartyLoss(make(name)).terms_without_references)
     if same:
         assert plain > 0
     assert (ranked is not None and not same) == (name in OTHERWISE)
 
 
+@pytest.mark.parametrize("name", CLASSES)
+def test_which_losses_can_be_trained(name):
+    """All but those of `CANNOT_TRAIN`: a loss must take labels, and must not need the graph of the step before."""
+    layer, loss = nn.Linear(4, 4).double(), make(name)
+
+    def train():
+        for _ in range(3):
+            loss(layer(E), Y).backward()
+
+    if name in CANNOT_TRAIN:
+        with pytest.raises((RuntimeError, ValueError), match=r"through the graph a second time|labels are"):
+            train()
+    else:
+        train()
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", sorted(set(CANNOT_TRAIN) & set(CLASSES)))
+def test_losses_that_cannot_be_trained_are_refused_at_construction(name):
+    message = rf"^{name}: the loss cannot be trained, because it .*; use a loss of this library, or one of .*\.$"
+    with pytest.raises(TypeError, match=message):
+        RetrievalModule(Embedder("glyph_net", 8), make(name))
+    with pytest.raises(TypeError, match=message):
+        WeightedSum({"ap": (1.0, SmoothAPLoss()), "other": (1.0, make(name))})
+
+
+def test_a_subclass_of_a_loss_that_cannot_be_trained_is_accepted():
+    """It may have repaired what its base cannot do."""
+
+    class TakesLabels(pml.ManifoldLoss):
+        def forward(self, embeddings, labels):
+            return super().forward(embeddings)
+
+    loss = as_batch_loss(TakesLabels(l=4, K=4).double())
+    assert isinstance(loss, ThirdPartyLoss)
+    loss(E.clone().requires_grad_(), Y).backward()
+
+
 def test_every_class_was_asked():
-    """A new one has to be asked as well, and none of the names is gone but those of a newer version."""
+    """A new one has to be asked as well, and none of the names is gone."""
     assert BASES | WRAPPERS | set(SETTINGS) <= set(vars(pml))
-    assert set(ACCEPT_REFERENCES) - set(CLASSES) <= {"DynamicSoftMarginLoss"}
+    assert set(ACCEPT_REFERENCES) <= set(CLASSES)
     for wrapper in (SelfSupervisedLoss(ContrastiveLoss()), pml.MultipleLosses([ContrastiveLoss()])):
         assert ThirdPartyLoss(wrapper).terms_without_references
 
