@@ -26,7 +26,7 @@ class _Row(NamedTuple):
 
 
 class LandmarksClean(ImageDataModule):
-    """Landmarks: 42,410 training images of 586 landmarks; the validation list, of the same landmarks, is the test set.
+    """Landmarks: 42,410 training images of 586 landmarks; the validation list, of 554 of them, is the test set.
 
     `root` contains the lists `annotation_clean_train.txt` and, for a test set, `annotation_clean_val.txt`, directly or
     in `annotations/`. Each line is `<URL> <landmark>`, as published, or `<path> <landmark>` with a path relative to the
@@ -66,7 +66,7 @@ class LandmarksClean(ImageDataModule):
         ECCV 2016. As training set of AP-GeM: Revaud et al., ICCV 2019.
     """
 
-    published_counts = MappingProxyType({"train": [(42_410, 586)], "test": [(6_382, 586)]})
+    published_counts = MappingProxyType({"train": [(42_410, 586)], "test": [(6_382, 554)]})
     shared_classes = True
 
     def __init__(self, root: str | Path, *, images: str = "images", **settings: Any) -> None:

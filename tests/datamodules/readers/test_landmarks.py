@@ -32,6 +32,15 @@ def test_escaped_names_are_found_as_they_are_and_unescaped(tmp_path):
     assert list(LandmarksClean(tmp_path).splits["train"].paths) == ["images/café.jpg", "images/a%20b.JPG"]
 
 
+def test_a_complete_official_copy_passes_the_check(tmp_path, monkeypatch):
+    """The validation list has 6,382 lines of 554 landmarks, the training list 42,410 lines of 586."""
+    for split, images, landmarks in (("train", 42_410, 586), ("val", 6_382, 554)):
+        lines = [f"jpg/{split}{i}.jpg {i % landmarks}\n" for i in range(images)]
+        write_text(tmp_path / f"annotation_clean_{split}.txt", "".join(lines))
+    monkeypatch.setattr("pathlib.Path.is_file", lambda path: "annotations" not in path.parts)
+    assert LandmarksClean(tmp_path).check().ok
+
+
 def test_a_rewritten_list_holds_paths(tmp_path):
     paths = ["jpg/3/ä.JPG", "jpg/3/b.jpg", "jpg/20/b.jpg"]
     text = "".join(f"{path} {path.split('/')[1]} more\n" for path in paths)
