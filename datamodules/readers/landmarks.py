@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import normalized_path, parse_integers, read_rows
@@ -30,10 +30,12 @@ class LandmarksClean(ImageDataModule):
 
     `root` contains the lists `annotation_clean_train.txt` and, for a test set, `annotation_clean_val.txt`, directly or
     in `annotations/`. Each line is `<URL> <landmark>`, as published, or `<path> <landmark>` with a path relative to the
-    root; more fields may follow. The image of a URL is the file in the folder `images` that is named as the URL's last
-    part. Many URLs are dead, so images that are missing are skipped, with one warning that counts them. Ambiguous files
-    are skipped, too: if several URLs have the same last part, the first is kept if they show the same landmark, and
-    none is kept otherwise.
+    root; more fields may follow. The image of a URL is the file `<host>/<path>` in the folder `images`, as `wget -x`
+    stores it, or else the file there that is named as the URL's last part. Many URLs are dead, so images that are
+    missing are skipped, with one warning that counts them. Ambiguous files are skipped, too: if several URLs have the
+    same last part, the first is kept if they show the same landmark, and none is kept otherwise. If all files are named
+    as the last part, 3,573 of the 48,792 published lines (7.3 %) are skipped, even if no URL is dead; if they are
+    stored as `<host>/<path>`, none of these is ambiguous.
 
     Args:
         root: the folder that contains the lists.
@@ -76,7 +78,9 @@ class LandmarksClean(ImageDataModule):
     def sources(self) -> list[Path]:
         """The lists, and the folders of the images, whose modification times change when a file is added or removed."""
         lists = self._lists().values()
-        folders = {self.root / self.images}
+        folders = set[Path]()
+        for folder, _, _ in os.walk(self.root / self.images):
+            folders.add(Path(folder))
         for path in lists:
             for row in read_rows("LandmarksClean", path, 2, more=True):
                 if not _is_url(row[0]):
@@ -138,6 +142,10 @@ class LandmarksClean(ImageDataModule):
             path = normalized_path(source)
             # A path that leaves the root is kept, for `ImageIndex` to raise an error.
             return path if leaves_root(path) or (self.root / path).is_file() else ""
+        mirrored = _mirrored_path(source)
+        for name in (mirrored, unquote(mirrored)):
+            if name and not leaves_root(name) and os.path.isfile(self.root / self.images / name):
+                return (Path(self.images) / name).as_posix()
         last_part = source.rsplit("/", 1)[-1]
         for name in (last_part, unquote(last_part)):
             if name in downloaded:
@@ -181,6 +189,21 @@ def _is_url(source: str) -> bool:
     return "://" in source
 
 
+def _mirrored_path(url: str) -> str:
+    """The path below a folder at which `wget -x` stores a URL: the host and the path; empty if the URL is invalid."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return ""
+    host = parts.netloc.rpartition("@")[2].lower()
+    path = parts.path
+    if not path.strip("/") or path.endswith("/"):
+        path += "/index.html"
+    if parts.query:
+        path += f"?{parts.query}"
+    return normalized_path(f"{host}/{path}")
+
+
 def _without_ambiguous(rows: Sequence[_Row]) -> list[_Row]:
     """The rows whose files exist, each file once, without the files that are listed with several landmarks."""
     rows_of_path: dict[str, list[_Row]] = defaultdict(list)
@@ -204,7 +227,7 @@ def _without_ambiguous(rows: Sequence[_Row]) -> list[_Row]:
         warnings.warn(
             f"LandmarksClean: {len(shared)} file names belong to several lines, such as {shared[0][0].source} and "
             f"{shared[0][1].source}; skipped {skipped} lines, including all of {ambiguous} names with several "
-            "landmarks.",
+            "landmarks. Store the images as <host>/<path>, as `wget -x` does, to keep them apart.",
             stacklevel=3,
         )
     return kept

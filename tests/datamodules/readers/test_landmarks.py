@@ -25,6 +25,42 @@ def test_urls_are_looked_for_by_their_last_part(tmp_path, images, folder):
     assert splits["test"].labels.tolist() == [2, 2, 0, 0]
 
 
+MIRRORED = {  # URL: the file that `wget -x` creates
+    "http://a.org/x/same.jpg": "a.org/x/same.jpg",
+    "http://b.org/x/same.jpg": "b.org/x/same.jpg",
+    "http://a.org/y/same.jpg": "a.org/y/same.jpg",
+    "https://user:word@C.org:8080//z/caf%C3%A9.JPG#top": "c.org:8080/z/café.JPG",
+    "http://d.org/show?image=7": "d.org/show?image=7",
+    "http://d.org/pictures/": "d.org/pictures/index.html",
+    "http://d.org": "d.org/index.html",
+}
+
+
+def test_mirrored_urls_are_kept_apart(tmp_path):
+    lines = [f"{url} {landmark}\n" for landmark, url in enumerate(MIRRORED)]
+    write_text(tmp_path / "annotation_clean_train.txt", "".join(lines) + "http://e.org/flat.jpg 99\n")
+    for seed, name in enumerate(MIRRORED.values()):
+        image = write_image(tmp_path / "images" / f"{seed}.jpg", seed=seed)
+        (tmp_path / "images" / name).parent.mkdir(parents=True, exist_ok=True)
+        image.rename(tmp_path / "images" / name)
+    write_images(tmp_path / "images", ["flat.jpg"])
+    data = LandmarksClean(tmp_path, cache_dir=tmp_path / "cache")
+    expected = [(f"images/{name}", landmark) for landmark, name in enumerate(MIRRORED.values())]
+    assert described(data.splits["train"]) == [*expected, ("images/flat.jpg", 99)]
+    assert data.train_set.read(4).size == (48, 40)
+    (tmp_path / "images/a.org/y/same.jpg").unlink()
+    with pytest.warns(UserWarning, match=r"skipped 1 images .* such as that of http://a\.org/y/same\.jpg"):
+        assert len(LandmarksClean(tmp_path, cache_dir=tmp_path / "cache").splits["train"]) == 7
+
+
+@pytest.mark.parametrize("url", ["http://[/a.jpg", "http://x.org/../../a.jpg", f"http://x.org/{'a' * 300}.jpg"])
+def test_urls_that_name_no_file_are_missing(tmp_path, url):
+    write_text(tmp_path / "annotation_clean_train.txt", f"{url} 1\nhttp://x.org/b.jpg 1\n")
+    write_images(tmp_path, ["images/b.jpg", "away.jpg"])
+    with pytest.warns(UserWarning, match="skipped 1 images"):
+        assert list(LandmarksClean(tmp_path).splits["train"].paths) == ["images/b.jpg"]
+
+
 def test_escaped_names_are_found_as_they_are_and_unescaped(tmp_path):
     urls = ["http://x.org/caf%C3%A9.jpg", "http://x.org/a%20b.JPG"]
     write_text(tmp_path / "annotation_clean_train.txt", "".join(f"{url} 1\n" for url in urls))
@@ -80,6 +116,7 @@ def test_file_names_of_several_urls_are_warned_of(tmp_path):
     assert "skipped 1 images" in missing
     assert "2 file names belong to several lines, such as http://x.org/a/same.jpg and http://x.org/b/same.jpg" in shared
     assert "skipped 4 lines, including all of 1 names with several landmarks" in shared
+    assert "Store the images as <host>/<path>, as `wget -x` does" in shared
     assert described(splits["train"]) == [("images/same.jpg", 1), ("images/fine.jpg", 2)]
     assert described(splits["test"]) == [("images/val.jpg", 2)]
 
