@@ -20,6 +20,7 @@ MAY_CHANGE = {
     "PL_GLOBAL_SEED",  # seed_everything
     "PL_SEED_WORKERS",  # seed_everything
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # Lightning, when it is first imported
+    "CUDA_DEVICE_ORDER",  # Lightning, when it uses a GPU
     "CUBLAS_WORKSPACE_CONFIG",  # Trainer(deterministic=True)
     "TORCHINDUCTOR_CACHE_DIR",  # use_deterministic_algorithms
     "TOKENIZERS_PARALLELISM",  # Weights & Biases
@@ -44,6 +45,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker("distributed")
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if "gpu" in item.keywords and "distributed" in item.keywords and on_pretend_gpu():
+            item.add_marker(pytest.mark.skip(reason="NCCL needs real GPUs"))
+
+
+def on_pretend_gpu():
+    return torch.cuda.is_available() and torch.cuda.get_device_name().startswith("Pretend GPU")
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +59,22 @@ def same_random_numbers():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def stand_in_for_kernels(request):
+    """Fill in the values that kernels would compute, where the `gpu` tests run on a pretend GPU.
+
+    That is a stand-in CUDA runtime whose kernels do nothing, for machines without a GPU. It names its devices "Pretend
+    GPU", and brings a module `pretend` with the dispatch mode that computes the values on the CPU instead.
+    """
+    if "gpu" not in request.keywords or not on_pretend_gpu():
+        yield None
+        return
+    from pretend import Pretend
+
+    with Pretend() as kernels:
+        yield kernels
 
 
 @pytest.fixture(scope="session")

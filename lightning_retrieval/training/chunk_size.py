@@ -75,7 +75,7 @@ def _free_memory(device: torch.device) -> None:
 def _try_chunk(embed: Callable[[Tensor], Tensor], inputs: Tensor, reserve: int) -> None:
     """Use the memory that a chunk uses in a step, and restore all state."""
     reserved = torch.empty(reserve, dtype=torch.uint8, device=inputs.device)
-    statistics, random_state = RunningStatistics(embed, len(inputs)), RandomState(inputs.device)
+    statistics, random_state = RunningStatistics(embed, len(inputs)), RandomState()
     with _gradients_restored(embed) as set_aside, statistics.unchanged(), random_state.replayed(), torch.enable_grad():
         for _ in range(2):
             embeddings = embed(inputs)

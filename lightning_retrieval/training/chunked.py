@@ -119,7 +119,7 @@ def _embed_without_graph(
     """The embeddings of each chunk, and the random state that each started with."""
     parts, states = [], []
     for chunk in chunks:
-        states.append(RandomState(chunk.device))
+        states.append(RandomState())
         with torch.no_grad(), statistics.collected(len(chunk)):
             parts.append(embed(chunk))
     if chunks:

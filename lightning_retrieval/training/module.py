@@ -203,7 +203,7 @@ class RetrievalModule(ManualTraining):
             memory=self.memory,
             memory_weight=self.memory_weight,
         )
-        with step_random_state(self.seed, step.number, rank(), self.device), without_gradient_sync(self.trainer):
+        with step_random_state(self.seed, step.number, rank()), without_gradient_sync(self.trainer):
             chunk_size = self._chunk_size_for(images)
             part = chunked_backward(self, images, step.loss, chunk_size, backward=self.manual_backward)
         if self._is_first_step:

@@ -2,58 +2,82 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
 class RandomState:
-    """The random state of the CPU and of one device at the time of construction.
+    """The random states of the CPU and of all devices of the accelerator, at the time of construction.
 
-    Args:
-        device: where the inputs are. Inputs on the CPU may be embedded on a GPU, which is then the current one.
+    The inputs do not tell which states matter: they may be on the CPU and the network on any device, or on several.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        if device.type == "cpu" and torch.cuda.is_available() and torch.cuda.is_initialized():
-            device = torch.device("cuda", torch.cuda.current_device())
-        self.device = device
-        self.of_cpu, self.of_device = self._read()
+    def __init__(self) -> None:
+        self.states = _read()
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Inside this context, repeat the random numbers that followed construction; restore the state on exit."""
-        before = self._read()
-        self._write(self.of_cpu, self.of_device)
+        before = _read()
+        _write(self.states)
         try:
             yield
         finally:
-            self._write(*before)
-
-    def _read(self) -> tuple[Tensor, Tensor | None]:
-        if self.device.type == "cpu":
-            return torch.get_rng_state(), None
-        return torch.get_rng_state(), torch.get_device_module(self.device).get_rng_state(self.device)
-
-    def _write(self, of_cpu: Tensor, of_device: Tensor | None) -> None:
-        torch.set_rng_state(of_cpu)
-        if of_device is not None:
-            torch.get_device_module(self.device).set_rng_state(of_device, self.device)
+            _write(before)
 
 
 @contextmanager
-def step_random_state(seed: int, step: int, rank: int, device: torch.device) -> Iterator[None]:
+def step_random_state(seed: int, step: int, rank: int) -> Iterator[None]:
     """Make random numbers a function of (seed, step, rank), so that a resumed run continues as it would have.
+
+    The random states of the CPU and of all devices are restored afterwards.
 
     Args:
         seed: of the run.
         step: the global step.
         rank: of this process, or 0 for numbers that all processes share.
-        device: the device whose state is set and restored, besides that of the CPU.
     """
-    devices, device_type = [device], device.type
-    if device.type == "cpu":
-        devices, device_type = [], "cuda"  # without devices the type is not used
-    with torch.random.fork_rng(devices, device_type=device_type):
-        torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + rank) % 2**63)
+    before = _read()
+    torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + rank) % 2**63)
+    try:
         yield
+    finally:
+        _write(before)
+
+
+def _read() -> dict[torch.device, Tensor]:
+    """The random state of each device; reading it does not wait for the device."""
+    states = {torch.device("cpu"): torch.get_rng_state()}
+    for device in _accelerator_devices():
+        states[device] = torch.get_device_module(device).get_rng_state(*_argument(device))
+    return states
+
+
+def _write(states: dict[torch.device, Tensor]) -> None:
+    for device, state in states.items():
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, *_argument(device))
+
+
+def _accelerator_devices() -> list[torch.device]:
+    """The devices of the accelerator, none if it has not been used yet: asking it for its state would initialise it."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return []
+    module: Any = torch.get_device_module(accelerator)
+    if hasattr(module, "is_initialized") and not module.is_initialized():
+        return []
+    if not torch.accelerator.is_available():
+        return []
+    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def _argument(device: torch.device) -> tuple[torch.device, ...]:
+    """What the functions for the random state take besides the state; there is only one MPS device."""
+    if device.type == "mps":
+        return ()
+    return (device,)

@@ -53,7 +53,7 @@ class TrainingStep:
         self.batch = self._gather(embeddings)
         device = embeddings.device
         # A loss that draws random numbers draws the same on all processes.
-        with step_random_state(self.seed, self.number, 0, device), torch.autocast(device.type, enabled=False):
+        with step_random_state(self.seed, self.number, 0), torch.autocast(device.type, enabled=False):
             ranked, with_memory = self._ranked_batches()
             value: Any = self.batch_loss(**ranked.keywords())
             _check_scalar(self.owner, value)

@@ -624,6 +624,27 @@ def test_dropout_on_a_gpu_draws_the_same_numbers_again(size):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("size", [None, 4])
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_dropout_draws_the_same_numbers_again_on_a_gpu_without_inputs(device, size):
+    # The images lie on the CPU, and the network on a GPU that need not be the current one.
+    layers, x = net(dropout=0.5).to(device), images()
+
+    def embed(chunk):
+        return layers(chunk.to(device))
+
+    torch.manual_seed(5)
+    expected = chunk_by_chunk(embed, x, smooth_ap, size)
+    plain, state = gradients_of(layers), torch.cuda.get_rng_state(device)
+    torch.manual_seed(5)
+    value = chunked_backward(embed, x, smooth_ap, size)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(gradients_of(layers), plain)
+    assert torch.equal(torch.cuda.get_rng_state(device), state)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("size", [None, 4])
 def test_fp16_gradients_are_scaled_once(size):
     embed, x = net(dtype=torch.float32).cuda(), images(torch.float32).cuda()
