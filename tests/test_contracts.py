@@ -78,7 +78,7 @@ TABLE = {
     ),
     "BlackboxAPLoss": Entry({"lambda_": 2.0, "margin": 0.1, "class_balanced": True}, without=NO_TENSOR),
     "BlackboxRecallLoss": Entry(
-        {"lambda_": 2.0, "margin": 0.1, "weighting": "loglog", "reduction": "sum"}, without=NO_TENSOR
+        {"lambda_": 2.0, "margin": 0.1, "weighting": "loglog", "batch_memory": 2, "reduction": "sum"}, without=NO_TENSOR
     ),
     "BlackboxMAPLoss": Entry(
         {"lambda_": 2.0, "margin": 0.1, "interclass_coef": 0.3, "batch_memory": 2}, not_moved={"memory": FOLLOWS_INPUT}

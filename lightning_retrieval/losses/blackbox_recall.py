@@ -6,6 +6,15 @@ with l(x) = log(1 + x) or log(1 + log(1 + x)). Gradients flow through rk, the ra
 among the positives, is a constant. How ranks get a gradient, what the margin does, and where we differ from the
 official code: see `blackbox.py`. Another difference: ranks are divided by the list's length, in the official code's
 recall loss by the number of queries.
+
+The official code's memory of tau past batches (`BatchMemoryRecallLoss`) joins the rows of their scores to those of the
+batch, as further queries. No list becomes longer, and the stored rows have no gradient. But as ranks are divided by the
+number of rows there, tau + 1 times that of the batch, x becomes (tau + 1) x; and the mean is over tau + 1 times as many
+positives. So if all batches have the same numbers of queries and positives, its gradient is that of the weighting
+
+    l((tau + 1) x) / (tau + 1)
+
+without a memory, whatever the stored scores are. `batch_memory` is this tau.
 """
 
 from typing import Literal
@@ -14,7 +23,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lightning_retrieval.checks import check_choice, check_not_negative, check_positive
+from lightning_retrieval.checks import check_choice, check_integer, check_not_negative, check_positive
 from lightning_retrieval.losses.base import Reduction
 from lightning_retrieval.losses.blackbox import positive_ranks
 from lightning_retrieval.losses.pair_loss import PairLoss
@@ -30,6 +39,7 @@ def blackbox_recall_sums(
     lambda_: float,
     margin: float,
     weighting: Weighting = "log",
+    batch_memory: int = 0,
 ) -> tuple[Float[Tensor, "query 1"], Float[Tensor, "query 1"]]:
     """The sum of l(negatives above) over each query's positives, and the number of positives (equations 16-20).
 
@@ -40,12 +50,15 @@ def blackbox_recall_sums(
         lambda_: length of the interpolation, > 0.
         margin: alpha, >= 0.
         weighting: l: `"log"` or `"loglog"`.
+        batch_memory: tau, >= 0: l((tau + 1) x) / (tau + 1) takes the place of l(x).
     """
     query, rank, rank_among_positives = positive_ranks(scores, relevant, candidate, lambda_=lambda_, margin=margin)
     negatives_above = rank - rank_among_positives  # (pos,)
-    value = torch.log1p(negatives_above)
+    batches = batch_memory + 1.0
+    value = torch.log1p(batches * negatives_above)
     if weighting == "loglog":
         value = torch.log1p(value)
+    value = value / batches
     total = scores.new_zeros(len(scores)).index_add(0, query, value)  # (query,)
     return total[:, None], relevant.sum(1, keepdim=True).to(scores.dtype)
 
@@ -57,6 +70,8 @@ class BlackboxRecallLoss(PairLoss):
         lambda_: length of the interpolation, > 0, on ranks divided by the list's length.
         margin: alpha, >= 0: a positive counts as above the others only if it scores this much higher.
         weighting: l of the paper: `"log"`, log(1 + x), or `"loglog"`, log(1 + log(1 + x)).
+        batch_memory: tau, >= 0: l((tau + 1) x) / (tau + 1) takes the place of l(x). Nothing is stored: this is the
+            effect on the gradient of the official code's memory of the scores of tau past batches, once it is full.
         pair_mean: `"query"`, the mean over a query's positives, then over queries (the paper, section 5.1), or `"all"`,
             the mean over the positives of all queries together (the official code).
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
@@ -64,10 +79,10 @@ class BlackboxRecallLoss(PairLoss):
         include_self: rank the query in its own list. Only for comparison with other code.
 
     Raises:
-        ValueError: if `lambda_` is not a finite number > 0, `margin` is not a finite number >= 0, or `weighting`,
-            `pair_mean` or `reduction` is unknown; if `reduction` or `class_balanced` needs a value per query while
-            `pair_mean` is not `"query"`.
-        TypeError: if `lambda_` or `margin` is not a number.
+        ValueError: if `lambda_` is not a finite number > 0, `margin` is not a finite number >= 0, `batch_memory` is
+            negative, or `weighting`, `pair_mean` or `reduction` is unknown; if `reduction` or `class_balanced` needs a
+            value per query while `pair_mean` is not `"query"`.
+        TypeError: if `lambda_` or `margin` is not a number, or `batch_memory` is not an integer.
 
     Example:
         >>> import torch
@@ -81,7 +96,7 @@ class BlackboxRecallLoss(PairLoss):
         One sort of each list, independently of the number of positives; memory is that of one block of queries.
 
     Relations:
-        `BlackboxAPLoss` optimises AP itself.
+        `BlackboxAPLoss` optimises AP itself. `CrossBatchMemory` does make lists longer, by past embeddings.
     """
 
     def __init__(
@@ -90,6 +105,7 @@ class BlackboxRecallLoss(PairLoss):
         margin: float = 0.02,
         *,
         weighting: Weighting = "log",
+        batch_memory: int = 0,
         pair_mean: Literal["query", "all"] = "query",
         reduction: Reduction = "mean",
         class_balanced: bool = False,
@@ -100,6 +116,7 @@ class BlackboxRecallLoss(PairLoss):
         self.lambda_ = check_positive(self.name, "lambda_", lambda_)
         self.margin = check_not_negative(self.name, "margin", margin)
         self.weighting: Weighting = check_choice(self.name, "weighting", weighting, ("log", "loglog"))
+        self.batch_memory = check_integer(self.name, "batch_memory", batch_memory, least=0)
 
     def pair_sums(
         self,
@@ -108,9 +125,15 @@ class BlackboxRecallLoss(PairLoss):
         candidate: Bool[Tensor, "query gallery"],
     ) -> tuple[Float[Tensor, "query 1"], Float[Tensor, "query 1"]]:
         return blackbox_recall_sums(
-            scores, relevant, candidate, lambda_=self.lambda_, margin=self.margin, weighting=self.weighting
+            scores,
+            relevant,
+            candidate,
+            lambda_=self.lambda_,
+            margin=self.margin,
+            weighting=self.weighting,
+            batch_memory=self.batch_memory,
         )
 
     def extra_repr(self) -> str:
         settings = f"lambda_={self.lambda_}, margin={self.margin}, weighting={self.weighting!r}"
-        return f"{settings}, {super().extra_repr()}"
+        return f"{settings}, batch_memory={self.batch_memory}, {super().extra_repr()}"

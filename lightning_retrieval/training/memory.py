@@ -1,8 +1,12 @@
 """A memory of past batches, which makes ranked lists longer than a batch.
 
-Embeddings drift slowly, so those of past steps are still ranked much as new ones would be (Wang et al., "Cross-Batch
-Memory for Embedding Learning" (XBM), CVPR 2020; Rolinek et al., RaMBO, CVPR 2020, section 4.3; Ramzi et al., ROADMAP,
-NeurIPS 2021). They carry no gradient: they are references, never queries.
+Embeddings drift slowly once a network is trained, so those of past steps are still ranked much as new ones would be
+(Wang et al., "Cross-Batch Memory for Embedding Learning" (XBM), CVPR 2020; Ramzi et al., ROADMAP, NeurIPS 2021). They
+carry no gradient: they are references, never queries.
+
+Difference from the official code of both: there, the loss of the batch is added to that of its queries against the
+memory, which also holds the batch, and all references of the second term are without a gradient. `RetrievalModule` does
+this with `memory_weight=1.0`. `references` is one list of the batch, with a gradient, and the memory.
 """
 
 from typing import Any, NamedTuple
@@ -64,7 +68,7 @@ class CrossBatchMemory(nn.Module):
     Relations:
         `RetrievalModule(memory=...)` does this, and gathers the batch of all processes first, so that the memory is the
         same on all. Its state is part of `state_dict()` but not a buffer, so DDP does not broadcast it at each step.
-        RaMBO's memory of scores is `BlackboxMAPLoss(batch_memory=...)`.
+        RaMBO's memories of scores are `BlackboxMAPLoss(batch_memory=...)` and `BlackboxRecallLoss(batch_memory=...)`.
     """
 
     def __init__(self, size: int, start_step: int = 0) -> None:

@@ -60,8 +60,8 @@ class RetrievalModule(ManualTraining):
         seed: the random state of a step (dropout) is a function of (seed, step, rank); if None, the seed of
             `seed_everything`, else 0.
         memory: embeddings of past batches to rank too; batches must have ids, and losses must accept references.
-        memory_weight: None makes each query's list longer by the memory (RaMBO, XBM); a number adds a second term of
-            that weight, the loss of the batch's queries against memory and batch without gradient (ROADMAP's code: 1).
+        memory_weight: None makes each query's list longer by the memory; a number adds a second term of that weight,
+            the loss of the batch's queries against memory and batch without gradient (XBM's and ROADMAP's code: 1).
         gather: False restricts lists to the shard of each process, and averages the losses of the processes.
         eval_scales: factors of the image size at which images are embedded in evaluation and prediction, and averaged
             (`multi_scale`); a single 1 leaves embeddings as `forward` returns them.

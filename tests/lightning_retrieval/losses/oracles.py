@@ -130,9 +130,10 @@ def blackbox_ap(s, level, margin):
     return 1 - sum(a / (a + n) for a, n in zip(among, negatives_above(s, level, margin))) / len(positives)
 
 
-def blackbox_recall(s, level, margin, weighting="log"):
-    logs = [math.log(1 + n) for n in negatives_above(s, level, margin)]
-    return sum(logs if weighting == "log" else [math.log(1 + x) for x in logs]) / len(logs)
+def blackbox_recall(s, level, margin, weighting="log", batch_memory=0):
+    batches = batch_memory + 1
+    logs = [math.log(1 + batches * n) for n in negatives_above(s, level, margin)]
+    return sum(logs if weighting == "log" else [math.log(1 + x) for x in logs]) / len(logs) / batches
 
 
 def calibration(s, level, alpha=0.9, beta=0.6):
@@ -207,6 +208,9 @@ TABLE = {
     "blackbox_recall": case(BlackboxRecallLoss, blackbox_recall, {}, {"margin": 0.02}, **RANKS_UNBOUNDED),
     "blackbox_recall loglog": case(
         BlackboxRecallLoss, blackbox_recall, {"margin": 0.0, "weighting": "loglog"}, **RANKS_UNBOUNDED
+    ),
+    "blackbox_recall memory": case(
+        BlackboxRecallLoss, blackbox_recall, {"batch_memory": 4}, {"margin": 0.02, "batch_memory": 4}, **RANKS_UNBOUNDED
     ),
     "calibration": case(CalibrationLoss, calibration, in_unit_interval=False),
     "recall_at_k": case(RecallAtKLoss, recall_at_k, RECALL),
