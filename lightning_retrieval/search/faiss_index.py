@@ -4,6 +4,7 @@ Johnson, Douze, Jegou, "Billion-scale similarity search with GPUs" (IEEE Transac
 faiss. Its factory strings are explained at https://github.com/facebookresearch/faiss/wiki/The-index-factory.
 """
 
+import re
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from lightning_retrieval.search.rows import OWNER, normalized_rows, sample_rows
 
 ROWS_PER_CENTROID = 256  # more are ignored by the k-means of faiss
 FEWEST_CENTROIDS = 256  # those of product quantisation with 8 bits
+COUNTS = ("nprobe", "efSearch")  # search parameters that count lists or candidates, also with a prefix
 
 
 def load_faiss() -> Any:
@@ -30,8 +32,13 @@ def new_faiss_index(dim: int, factory: str, parameters: str) -> Any:
 
     Raises:
         ValueError: if faiss does not know the factory string or a parameter, or has no inner products for it.
+        TypeError: if one of them is not a string.
     """
     faiss = load_faiss()
+    if not isinstance(factory, str):
+        raise TypeError(
+            f"{OWNER}: `factory` must be a string, such as 'Flat', got {factory!r} ({type(factory).__name__})."
+        )
     try:
         if "IDMap" in factory:
             raise RuntimeError("ids are always kept, so omit IDMap")
@@ -59,10 +66,18 @@ def set_search_parameters(index: Any, factory: str, parameters: str) -> None:
     """Set search parameters of a faiss index, such as `"nprobe=16"`; the others stay as they are.
 
     Raises:
-        ValueError: if faiss does not know a parameter for this factory string.
+        ValueError: if faiss does not know a parameter for this factory string, or a number of lists or candidates is
+            not an integer >= 1.
+        TypeError: if `parameters` is not a string.
     """
+    if not isinstance(parameters, str):
+        raise TypeError(
+            f"{OWNER}: `parameters` must be a string, such as 'nprobe=16', got {parameters!r} "
+            f"({type(parameters).__name__})."
+        )
     if not parameters:
         return
+    _check_counts(parameters)
     try:
         load_faiss().ParameterSpace().set_index_parameters(index, parameters)
     except RuntimeError as error:
@@ -91,6 +106,16 @@ def train_faiss_index(index: Any, factory: str, embeddings: Tensor) -> None:
             f"{OWNER}: `factory` {factory!r} must be trained, for which {len(embeddings)} rows are not enough "
             f"({faiss_reason(error)}); add more rows in the first call, or take Flat or fewer lists."
         ) from None
+
+
+def _check_counts(parameters: str) -> None:
+    """Raise for 0 lists or candidates, with which faiss fails during the search or finds a single row."""
+    for assignment in parameters.split(","):
+        name, _, value = assignment.partition("=")
+        if name.strip().endswith(COUNTS) and not re.fullmatch("0*[1-9][0-9]{0,8}", value.strip()):
+            raise ValueError(
+                f"{OWNER}: `parameters` must set {name.strip()} to an integer from 1 to 999999999, got {parameters!r}."
+            )
 
 
 def faiss_reason(error: RuntimeError) -> str:

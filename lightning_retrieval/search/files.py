@@ -3,12 +3,14 @@
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 LOCK = "lock"
 CHUNK = 1 << 20  # bytes read at a time
+UNCHANGED = "what was saved there before is unchanged, so free space on the disk and save again"
 
 
 def file_digest(path: Path) -> str:
@@ -18,6 +20,70 @@ def file_digest(path: Path) -> str:
         while chunk := stream.read(CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+class DigestStream:
+    """A binary stream that only writes, and computes the SHA-256 of what it was given.
+
+    It has no file descriptor, so NumPy writes through it, too, and not past it.
+
+    Args:
+        stream: where the bytes go.
+    """
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._digest = hashlib.sha256()
+        self.error: OSError | None = None
+        """The first error of the stream; faiss' own error does not say what it was."""
+
+    def write(self, data: bytes) -> int:
+        """Write all bytes; their number."""
+        try:
+            self._stream.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self._digest.update(data)
+        return len(data)
+
+    def hexdigest(self) -> str:
+        """SHA-256 of all bytes so far."""
+        return self._digest.hexdigest()
+
+
+def write_verified(owner: str, path: Path, write: Callable[[DigestStream], None]) -> None:
+    """Write a file, wait until it is on the disk, and compare it with what was to be written.
+
+    Args:
+        owner: prefix of error messages.
+        path: of the new file.
+        write: writes the content to a stream.
+
+    Raises:
+        OSError: if the file cannot be written completely.
+    """
+    digest = None
+    try:
+        with path.open("wb") as file:
+            digest = DigestStream(file)
+            write(digest)
+        flush(path)
+    except (OSError, RuntimeError) as error:
+        cause = error
+        if digest is not None and digest.error is not None:
+            cause = digest.error
+        raise OSError(f"{owner}: {path} cannot be written ({reason(cause)}); {UNCHANGED}.") from None
+    if file_digest(path) != digest.hexdigest():
+        raise OSError(f"{owner}: {path} was not written completely; {UNCHANGED}.")
+
+
+def reason(error: BaseException) -> str:
+    """The message of an error on one line; of an error of the operating system, its text alone."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror
+    return " ".join(text.split()) or type(error).__name__
 
 
 def flush(path: Path) -> None:

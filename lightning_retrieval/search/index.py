@@ -5,7 +5,7 @@ rank by.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from lightning_retrieval.search.shards import (
     train_shards,
     write_shard,
 )
-from lightning_retrieval.search.storage import read_folder, write_folder
+from lightning_retrieval.search.storage import Writer, read_folder, write_folder
 
 SETTINGS = ("dim", "factory", "parameters", "shards", "about", "recall")  # saved in the manifest
 
@@ -41,7 +41,7 @@ class RetrievalIndex:
         factory: faiss' factory string: `"Flat"` is exact; `"IVF1024,Flat"`, `"IVF1024,PQ16"`, `"HNSW32"` and others are
             approximate, and faster or smaller. All of them keep ids, without `IDMap`.
         parameters: of the search, as faiss writes them: `"nprobe=16"` for IVF (the default searches a single list),
-            `"efSearch=64"` for HNSW.
+            `"efSearch=64"` for HNSW; both must be >= 1.
         shards: number of parts that the rows are distributed over, >= 1. Each is a file and a faiss index, and they are
             searched in parallel (faiss' `IndexShards`).
         about: plain values that are saved with the index, such as the checkpoint that made the embeddings.
@@ -183,7 +183,7 @@ class RetrievalIndex:
             parameters: as for the constructor; parameters that are not named keep their values.
 
         Raises:
-            ValueError: if faiss does not know a parameter.
+            ValueError: if faiss does not know a parameter, or `nprobe` or `efSearch` is not an integer >= 1.
         """
         # A new index raises before any shard is changed.
         set_search_parameters(new_faiss_index(self.dim, self.factory, self.parameters), self.factory, parameters)
@@ -234,9 +234,10 @@ class RetrievalIndex:
 
         Raises:
             ValueError: if the folder holds anything else, another process writes to it, or the index is memory-mapped.
+            OSError: if a file cannot be written completely; an index that is there is unchanged.
         """
         self._check_not_mapped("save")
-        writers: dict[str, Callable[[Path], None]] = {
+        writers: dict[str, Writer] = {
             "ids.npy": functools.partial(np.save, arr=self._table.ids),
             "paths.npy": functools.partial(np.save, arr=self._table.paths.data),
             "path-ends.npy": functools.partial(np.save, arr=self._table.paths.ends),
@@ -247,7 +248,7 @@ class RetrievalIndex:
 
     @classmethod
     def load(cls, folder: str | Path, mapped: bool = False, verify: bool = True) -> "RetrievalIndex":
-        """Read an index that was saved.
+        """Read an index that was saved. If another process saves a new one meanwhile, the new one is read.
 
         Args:
             folder: folder that `save` wrote.
@@ -259,7 +260,12 @@ class RetrievalIndex:
             FileNotFoundError: if the folder or one of its files does not exist.
             ValueError: if the index is damaged, or has an unknown format version.
         """
-        files, settings = read_folder(OWNER, Path(folder), verify)
+        read = functools.partial(cls._read, mapped=mapped)
+        return read_folder(OWNER, Path(folder), verify, read)
+
+    @classmethod
+    def _read(cls, files: Mapping[str, Path], settings: dict[str, Any], mapped: bool) -> "RetrievalIndex":
+        """The index in files that `read_folder` has checked."""
         recall = settings.pop("recall")
         index = cls(**settings)
         for number in range(index.shards):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.search.faiss_index import faiss_reason, load_faiss, train_faiss_index
+from lightning_retrieval.search.files import DigestStream
 from lightning_retrieval.search.rows import OWNER, normalized_blocks
 
 
@@ -37,7 +38,11 @@ def add_to_shards(shards: list[Any], embeddings: Float[Tensor, "rows dim"], ids:
 def search_shards(
     shards: list[Any], dim: int, queries: Float[Tensor, "query dim"], k: int
 ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
-    """Similarities and ids of the k nearest rows of all shards; -inf and -1 where fewer are found."""
+    """Similarities and ids of the k nearest rows of all shards; -inf and -1 where fewer are found.
+
+    Raises:
+        ValueError: if faiss cannot search with the index's parameters.
+    """
     index = shards[0]
     if len(shards) > 1:
         in_threads, successive_ids = True, False
@@ -47,7 +52,13 @@ def search_shards(
     similarities = [np.zeros((0, k), np.float32)]
     ids = [np.zeros((0, k), np.int64)]
     for _, block in normalized_blocks(queries):
-        block_similarities, block_ids = index.search(block, k)
+        try:
+            block_similarities, block_ids = index.search(block, k)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{OWNER}: faiss cannot search for the {k} nearest rows ({faiss_reason(error)}); ask for fewer, or "
+                "change the search parameters with set_parameters."
+            ) from None
         similarities.append(block_similarities)
         ids.append(block_ids)
     all_similarities = np.concatenate(similarities)
@@ -67,17 +78,19 @@ def remove_from_shards(shards: list[Any], factory: str, ids: NDArray[np.int64]) 
         for shard in shards:
             shard.remove_ids(faiss.IDSelectorBatch(ids))
     except RuntimeError as error:
-        if "not implemented" not in str(error):
-            raise
+        why = f"because faiss reports: {faiss_reason(error)}"
+        if "not implemented" in str(error):
+            why = "because faiss does not support it"
         raise ValueError(
-            f"{OWNER}: rows cannot be removed from an index of {factory!r}, because faiss does not support it; build "
-            "the index again without them, or take Flat or IVF."
+            f"{OWNER}: rows cannot be removed from an index of {factory!r}, {why}; build the index again without them, "
+            "or take Flat or IVF."
         ) from None
 
 
-def write_shard(shard: Any, path: Path) -> None:
-    """Write a shard into a file."""
-    load_faiss().write_index(shard, os.fspath(path))
+def write_shard(shard: Any, stream: DigestStream) -> None:
+    """Write a shard to a stream. faiss' own files are not used: they ignore errors of the last flush."""
+    faiss = load_faiss()
+    faiss.write_index(shard, faiss.PyCallbackIOWriter(stream.write))
 
 
 def read_shard(path: Path, mapped: bool) -> Any:

@@ -18,13 +18,17 @@ import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from lightning_retrieval.search.files import LOCK, file_digest, flush, folder_lock
+from lightning_retrieval.search.files import LOCK, DigestStream, file_digest, flush, folder_lock, write_verified
 
 FORMAT, VERSION = "lightning-retrieval index", 1
 MANIFEST = "manifest.json"
 REBUILD = "build the index again"
+ATTEMPTS = 100  # of a reader, while other processes replace the index
+
+Writer = Callable[[DigestStream], None]
+Read = TypeVar("Read")
 
 
 def check_folder(owner: str, folder: Path) -> None:
@@ -43,19 +47,18 @@ def check_folder(owner: str, folder: Path) -> None:
         )
 
 
-def write_folder(
-    owner: str, folder: Path, writers: Mapping[str, Callable[[Path], None]], settings: Mapping[str, Any]
-) -> None:
+def write_folder(owner: str, folder: Path, writers: Mapping[str, Writer], settings: Mapping[str, Any]) -> None:
     """Replace the content of a folder by these files and settings.
 
     Args:
         owner: prefix of error messages.
         folder: created if it does not exist.
-        writers: by file name, a function that writes the file to a path.
+        writers: by file name, a function that writes the content of the file to a stream.
         settings: plain values, kept in the manifest.
 
     Raises:
         ValueError: if the folder holds anything but an index, or another process writes to it.
+        OSError: if a file cannot be written completely; the folder keeps its previous content.
     """
     check_folder(owner, folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +66,7 @@ def write_folder(
         inner = folder / f"files-{secrets.token_hex(4)}"
         inner.mkdir()
         try:
-            manifest = _write_files(folder, inner, writers, settings)
+            manifest = _write_files(owner, folder, inner, writers, settings)
         except BaseException:
             shutil.rmtree(inner, ignore_errors=True)
             raise
@@ -74,48 +77,67 @@ def write_folder(
                 shutil.rmtree(other, ignore_errors=True)
 
 
-def read_folder(owner: str, folder: Path, verify: bool) -> tuple[dict[str, Path], dict[str, Any]]:
-    """Return the files of a saved index, by name, and its settings.
+def read_folder(
+    owner: str, folder: Path, verify: bool, read: Callable[[dict[str, Path], dict[str, Any]], Read]
+) -> Read:
+    """Return what `read` makes of the files and the settings of a saved index.
+
+    If another process replaces the index meanwhile, so that files of the old version disappear, the new version is
+    read.
 
     Args:
         owner: prefix of error messages.
         folder: folder that `write_folder` wrote.
         verify: read all files once and compare their checksums; if False, only their sizes are compared.
+        read: called with the files, by name, and the settings; it may be called again.
 
     Raises:
         FileNotFoundError: if the folder or one of its files does not exist.
         ValueError: if the folder does not hold an index, is damaged, or has an unknown format version.
     """
-    manifest = _read_manifest(owner, folder)
+    attempt = 1
+    while True:
+        manifest = _read_manifest(owner, folder)
+        try:
+            files = _check_files(owner, folder, manifest["files"], verify)
+            return read(files, dict(manifest["settings"]))
+        except (OSError, ValueError):
+            if attempt == ATTEMPTS or _read_manifest(owner, folder) == manifest:
+                raise
+        attempt += 1
+
+
+def _check_files(owner: str, folder: Path, expected: Mapping[str, Any], verify: bool) -> dict[str, Path]:
+    """The files of an index, by name; raise if one is missing or damaged."""
     files: dict[str, Path] = {}
-    for name, expected in manifest["files"].items():
+    for name, fingerprint in expected.items():
         file = folder / name
         if not file.is_file():
             raise FileNotFoundError(f"{owner}: {folder} is damaged, {name} is missing; {REBUILD}.")
         size = file.stat().st_size
-        if size != expected["bytes"]:
+        if size != fingerprint["bytes"]:
             raise ValueError(
-                f"{owner}: {file} is damaged, it has {size} bytes instead of {expected['bytes']}; {REBUILD}."
+                f"{owner}: {file} is damaged, it has {size} bytes instead of {fingerprint['bytes']}; {REBUILD}."
             )
-        if verify and _fingerprint(file) != expected:
+        if verify and _fingerprint(file) != fingerprint:
             raise ValueError(f"{owner}: {file} is damaged, its checksum is not that of the manifest; {REBUILD}.")
         files[file.name] = file
-    return files, manifest["settings"]
+    return files
 
 
 def _write_files(
-    folder: Path, inner: Path, writers: Mapping[str, Callable[[Path], None]], settings: Mapping[str, Any]
+    owner: str, folder: Path, inner: Path, writers: Mapping[str, Writer], settings: Mapping[str, Any]
 ) -> Path:
     """Write the files and their manifest into the inner folder; all are on the disk when this returns the manifest."""
     files = {}
     for name, write in writers.items():
-        write(inner / name)
+        write_verified(owner, inner / name, write)
         files[f"{inner.name}/{name}"] = _fingerprint(inner / name)
     body = {"files": files, "settings": dict(settings)}
     content = {"format": FORMAT, "version": VERSION, "sha256": _digest(body), **body}
     manifest = inner / MANIFEST
     manifest.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    for path in (*inner.iterdir(), inner, folder):
+    for path in (manifest, inner, folder):
         flush(path)
     return manifest
 

@@ -199,6 +199,21 @@ def test_invalid_input_raises_and_changes_nothing(call, kind, message):
             for factory in ("HNSW8,PQ4", "HNSW8_PQ4", "NSG8,PQ4", "ZnLattice2x4_4", "PCA8,HNSW8,PQ4", "HNSW8,PQ4,RFlat")
         ),
         ({"factory": "IDMap,Flat"}, ValueError, "so omit IDMap"),
+        ({"factory": 3}, TypeError, r"`factory` must be a string, such as 'Flat', got 3 \(int\)"),
+        ({"parameters": 3}, TypeError, r"`parameters` must be a string, such as 'nprobe=16', got 3 \(int\)"),
+        *(
+            (
+                {"factory": factory, "parameters": f"{name}={value}"},
+                ValueError,
+                f"must set {name} to an integer from 1 ",
+            )
+            for factory, name in (
+                ("IVF4,Flat", "nprobe"),
+                ("HNSW8", "efSearch"),
+                ("IVF4_HNSW4,Flat", "quantizer_efSearch"),
+            )
+            for value in ("0", "-1", "1.5", "1e30", "")
+        ),
         ({"parameters": "nprobe=3"}, ValueError, "`parameters` must be those that faiss has for 'Flat'.*'nprobe=3'"),
     ],
 )

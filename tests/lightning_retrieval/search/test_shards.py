@@ -63,3 +63,12 @@ def test_a_file_that_faiss_cannot_read_raises_without_checksums_too(tmp_path):
     file.write_bytes(b"nope" + file.read_bytes()[4:])
     with pytest.raises(ValueError, match=r"faiss cannot read .*; build the index again\.$"):
         RetrievalIndex.load(tmp_path, verify=False)
+
+
+@pytest.mark.refusal
+def test_errors_of_faiss_during_a_search_are_sentences():
+    index = built("IVF4,Flat", shards=2)
+    for part in index.faiss_indexes:
+        part.nprobe = 0  # past set_parameters, which rejects it
+    with pytest.raises(ValueError, match=r"^RetrievalIndex: faiss cannot search for the 3 nearest rows \(.*nprobe"):
+        index.search(vectors(2), 3)

@@ -3,12 +3,20 @@
 import json
 import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import faiss
 import pytest
 
 from lightning_retrieval import RetrievalIndex
+from lightning_retrieval.search import files as files_module
+from lightning_retrieval.search import index as index_module
+from lightning_retrieval.search import storage
 from tests.lightning_retrieval.search.vectors import built, vectors
+
+REPOSITORY = Path(__file__).parents[3]
 
 
 def test_a_save_that_fails_leaves_the_old_index(tmp_path, monkeypatch):
@@ -23,10 +31,76 @@ def test_a_save_that_fails_leaves_the_old_index(tmp_path, monkeypatch):
         real(part, path)
 
     monkeypatch.setattr(faiss, "write_index", fails)
-    with pytest.raises(RuntimeError, match="no space left"):
+    message = r"^RetrievalIndex: .*vectors-1\.faiss cannot be written \(no space left\); .* is unchanged"
+    with pytest.raises(OSError, match=message):
         built(shards=2).save(tmp_path / "index")
     assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
     assert len(RetrievalIndex.load(tmp_path / "index")) == 50
+
+
+SAVE_WITH_A_LIMIT = """
+import resource, signal, sys
+from tests.lightning_retrieval.search.vectors import built
+
+index = built(sys.argv[2], rows=120)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
+try:
+    index.save(sys.argv[1])
+except OSError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("limit", [500, 2048, 5000])  # the last write of ids, of paths, and of vectors fails
+@pytest.mark.parametrize("factory", ["Flat", "IVF2,Flat"])
+def test_a_full_disk_leaves_the_old_index(factory, limit, tmp_path):
+    built(rows=50).save(tmp_path / "index")
+    before = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*"))
+    command = [sys.executable, "-c", SAVE_WITH_A_LIMIT, str(tmp_path / "index"), factory, str(limit)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    message = r"RetrievalIndex: .* cannot be written \(File too large\); what was saved there before is unchanged.*\n"
+    assert re.fullmatch(message, done.stdout)
+    assert sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*")) == before
+    assert len(RetrievalIndex.load(tmp_path / "index")) == 50
+
+
+def test_a_file_that_differs_from_what_was_written_is_not_sealed(tmp_path, monkeypatch):
+    built(rows=50).save(tmp_path)
+    real = files_module.flush
+
+    def cuts(path):
+        real(path)
+        if path.suffix == ".faiss":
+            os.truncate(path, path.stat().st_size - 1)
+
+    monkeypatch.setattr(files_module, "flush", cuts)
+    with pytest.raises(OSError, match=r"vectors-0\.faiss was not written completely; .* is unchanged"):
+        built(rows=60).save(tmp_path)
+    assert len(RetrievalIndex.load(tmp_path)) == 50
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("when", ["files are listed", "vectors are read"])
+def test_a_reader_takes_the_index_that_replaces_the_one_it_opens(when, mapped, tmp_path, monkeypatch):
+    built(rows=50).save(tmp_path)
+    module, name = {
+        "files are listed": (storage, "_check_files"),
+        "vectors are read": (index_module, "read_shard"),
+    }[when]
+    real, saved = getattr(module, name), []
+
+    def saves_first(*args):
+        if len(saved) < 3:  # three saves meet this reader
+            saved.append(60 + len(saved))
+            built(rows=saved[-1]).save(tmp_path)
+        return real(*args)
+
+    monkeypatch.setattr(module, name, saves_first)
+    index = RetrievalIndex.load(tmp_path, mapped=mapped)
+    assert (saved, len(index)) == ([60, 61, 62], 62)
+    assert index.search(vectors(1), 1)[1].tolist() == [[1000]]
 
 
 NAMES = ["files", "lock", "manifest.json"]
