@@ -24,6 +24,7 @@ LAZY = {"faiss", "matplotlib", "pyarrow", "sklearn", "timm", "wandb"}
 # Only these modules of the core may import Lightning, so that a plain PyTorch loop can use the rest.
 MAY_IMPORT_LIGHTNING = {
     "lightning_retrieval/training/chunk_size_search.py",
+    "lightning_retrieval/training/checkpoint_files.py",
     "lightning_retrieval/training/manual_training.py",
     "lightning_retrieval/training/run_report.py",
     "lightning_retrieval/training/strategy.py",

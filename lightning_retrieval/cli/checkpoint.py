@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.module import RetrievalModule
 
 
@@ -22,10 +23,11 @@ def load_checkpoint(owner: str, checkpoint: Path) -> tuple[RetrievalModule, str 
 
     Raises:
         FileNotFoundError: if the file does not exist.
-        ValueError: if the file is not the checkpoint of a `RetrievalModule` that can be rebuilt.
+        ValueError: if the file is damaged, or is not the checkpoint of a `RetrievalModule` that can be rebuilt.
     """
     if not checkpoint.is_file():
         raise FileNotFoundError(f"{owner}: `checkpoint` must be a file that training wrote, got {checkpoint}.")
+    check_checkpoint(owner, checkpoint)
     try:
         saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
         module = _rebuild(saved)

@@ -6,6 +6,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from lightning_retrieval.cli.help import CompactHelpFormatter
+from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.module import RetrievalModule
 from lightning_retrieval.training.run_folder import run_folder
 
@@ -57,6 +58,15 @@ class RetrievalCLI(LightningCLI):
             default=False,
             help="After fit, evaluate the test set with the best checkpoint (the last weights if none is monitored).",
         )
+
+    def _parse_ckpt_path(self) -> None:
+        """Stop if the checkpoint is damaged, before Lightning reads hyperparameters from it."""
+        subcommand = self.config.subcommand
+        try:
+            check_checkpoint(f"lightning-retrieval {subcommand}", self.config[subcommand].get("ckpt_path"))
+        except ValueError as error:
+            self.parser.error(str(error))
+        super()._parse_ckpt_path()
 
     def after_fit(self) -> None:
         if not self.config[self.config.subcommand].test_after_fit:

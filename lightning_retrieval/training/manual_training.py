@@ -6,9 +6,12 @@ from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import Self
 
+from lightning_retrieval.training.checkpoint_files import check_checkpoint, verify_checkpoints
 from lightning_retrieval.training.hyperparameters import describe
 from lightning_retrieval.training.run_report import log_facts
 from lightning_retrieval.training.schedulers import step_plateau_schedulers, step_schedulers
@@ -68,10 +71,26 @@ class ManualTraining(pl.LightningModule):
     def configure_callbacks(self) -> Any:
         """Check the flags of the Trainer, at the first moment it is known."""
         check_trainer(type(self).__name__, self.trainer)
+        verify_checkpoints(type(self).__name__, self.trainer.strategy)
         # A step ends with its state complete, so a run can be resumed from a checkpoint that is written after it.
         warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization and every_n_train_steps")
         self._is_first_step = True
         return super().configure_callbacks()
+
+    @_restricted_classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:  # noqa: N805
+        """Rebuild a module from a checkpoint, as Lightning does, after its checksums have been compared.
+
+        Args:
+            checkpoint_path: a path, an address or a stream.
+            args: as in Lightning.
+            kwargs: as in Lightning, such as `weights_only=True`, and constructor arguments.
+
+        Raises:
+            ValueError: if the file is damaged.
+        """
+        check_checkpoint(cls.__name__, checkpoint_path)
+        return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Convert to the run's precision before the weights are loaded; Lightning does so afterwards."""

@@ -1,0 +1,107 @@
+"""Checkpoint files are verified before they are loaded.
+
+`torch.save` writes a zip archive with a checksum of each record, but `torch.load` does not compare them: a flipped bit
+becomes another weight, without a word.
+"""
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
+
+ZIP_START = b"PK\x03\x04"
+LEGACY_START = b"\x80\x02"  # files of torch.save before torch 1.6, which have no checksums
+
+
+def check_checkpoint(owner: str, checkpoint: Any) -> None:
+    """Raise if a checkpoint file is damaged.
+
+    A file that does not exist, an address on another machine and a stream that cannot be rewound are not checked here.
+
+    Args:
+        owner: prefix of error messages.
+        checkpoint: a path, or a stream.
+
+    Raises:
+        ValueError: if the file is cut short, or a checksum in it is not that of its content.
+
+    Cost:
+        The file is read once. Checksums that `torch.serialization.set_crc32_options(False)` left out count as damage.
+    """
+    if isinstance(checkpoint, (str, Path)):
+        if not Path(checkpoint).is_file():
+            return
+        with open(checkpoint, "rb") as stream:
+            damage = _find_damage(stream)
+    elif hasattr(checkpoint, "seekable") and checkpoint.seekable():
+        position = checkpoint.tell()
+        damage = _find_damage(checkpoint)
+        checkpoint.seek(position)
+    else:
+        return
+    if damage is not None:
+        raise ValueError(f"{owner}: the checkpoint {checkpoint} is damaged, {damage}; take another checkpoint.")
+
+
+class VerifiedCheckpoints(CheckpointIO):
+    """Loads checkpoints only if they are not damaged; everything else is left to another `CheckpointIO`.
+
+    Args:
+        owner: prefix of error messages.
+        checkpoint_io: writes, loads and removes the files.
+    """
+
+    def __init__(self, owner: str, checkpoint_io: CheckpointIO) -> None:
+        self.owner = owner
+        self.checkpoint_io = checkpoint_io
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint."""
+        self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Verify a checkpoint and load it.
+
+        Raises:
+            ValueError: if the file is damaged.
+        """
+        check_checkpoint(self.owner, path)
+        return self.checkpoint_io.load_checkpoint(path, *args, **kwargs)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint."""
+        self.checkpoint_io.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """End whatever the other `CheckpointIO` has started."""
+        self.checkpoint_io.teardown()
+
+
+def verify_checkpoints(owner: str, strategy: Any) -> None:
+    """Let a strategy verify the checkpoints that it loads.
+
+    Args:
+        owner: prefix of error messages.
+        strategy: of a `pytorch_lightning.Trainer`.
+    """
+    if not isinstance(strategy.checkpoint_io, VerifiedCheckpoints):
+        strategy.checkpoint_io = VerifiedCheckpoints(owner, strategy.checkpoint_io)
+
+
+def _find_damage(stream: Any) -> str | None:
+    """What is wrong with a file that `torch.save` wrote; None if nothing is."""
+    start = stream.read(len(ZIP_START))
+    if start.startswith(LEGACY_START):
+        return None
+    if start != ZIP_START:
+        return "its first bytes are not those of a checkpoint"
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            record = archive.testzip()
+    except Exception as error:  # damage in the structure of the archive raises errors of many kinds
+        text = " ".join(str(error).split())
+        return f"it is no complete zip archive ({text or type(error).__name__})"
+    if record is not None:
+        return f"the checksum of its record {record} is wrong"
+    return None

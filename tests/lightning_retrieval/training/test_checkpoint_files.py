@@ -1,0 +1,171 @@
+"""A damaged checkpoint is refused by name wherever it is loaded, and an intact one is loaded."""
+
+import io
+import os
+import random
+import re
+import zipfile
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval.cli.checkpoint import load_checkpoint
+from lightning_retrieval.cli.main import main
+from lightning_retrieval.training.checkpoint_files import check_checkpoint
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers", "ignore:You defined a `validation_step` but", "ignore:.*`predict_step`"
+)
+
+
+def new_module():
+    torch.manual_seed(0)
+    return RetrievalModule(nn.Linear(6, 32), SmoothAPLoss())
+
+
+def new_trainer(**settings):
+    return pl.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+
+
+def loader():
+    batch = (torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.arange(8) // 2)
+    return DataLoader([batch], batch_size=None)
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoints") / "intact.ckpt"
+    trainer = new_trainer(max_epochs=1)
+    trainer.fit(new_module(), loader())
+    trainer.save_checkpoint(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def damaged(intact):
+    """One bit of a weight is flipped. torch.load reads the file without a word."""
+    path = intact.with_name("damaged.ckpt")
+    content = bytearray(intact.read_bytes())
+    with zipfile.ZipFile(intact) as archive:
+        weights = max(archive.infolist(), key=lambda record: record.file_size * ("/data/" in record.filename))
+    with zipfile.ZipFile(intact) as archive:
+        position = content.index(archive.read(weights))
+    content[position + 100] ^= 4
+    path.write_bytes(content)
+    loaded, expected = (torch.load(file, weights_only=True)["state_dict"] for file in (path, intact))
+    assert not all(torch.equal(loaded[name], expected[name]) for name in expected)
+    return path
+
+
+def load(path):
+    module = RetrievalModule.load_from_checkpoint(path, embedder=nn.Linear(6, 32), weights_only=True)
+    assert isinstance(module, RetrievalModule)
+
+
+def load_stream(path):
+    load(io.BytesIO(path.read_bytes()))
+
+
+LOADERS = {
+    "fit": lambda path: new_trainer(max_epochs=2).fit(new_module(), loader(), ckpt_path=path, weights_only=True),
+    "validate": lambda path: new_trainer().validate(new_module(), loader(), ckpt_path=path, verbose=False),
+    "test": lambda path: new_trainer().test(new_module(), loader(), ckpt_path=path, verbose=False),
+    "predict": lambda path: new_trainer().predict(new_module(), loader(), ckpt_path=str(path)),
+    "load_from_checkpoint": load,
+    "load_from_checkpoint of a stream": load_stream,
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_damaged_checkpoints_are_named(name, damaged, intact):
+    LOADERS[name](intact)
+    file = re.escape(str(damaged))
+    if "stream" in name:
+        file = "<_io.BytesIO .*>"
+    message = (
+        rf"^RetrievalModule: the checkpoint {file} is damaged, the checksum of its record .* is wrong; take another"
+    )
+    with pytest.raises(ValueError, match=message):
+        LOADERS[name](damaged)
+
+
+def test_index_names_a_damaged_checkpoint(damaged):
+    with pytest.raises(ValueError, match=r"^index_images: the checkpoint .*damaged\.ckpt is damaged, the checksum"):
+        load_checkpoint("index_images", damaged)
+
+
+@pytest.mark.parametrize("subcommand", ["fit", "validate", "test", "predict"])
+def test_the_command_line_names_a_damaged_checkpoint(subcommand, damaged, capsys):
+    options = ["--model=RetrievalModule", "--model.embedder=torch.nn.Identity", "--model.loss=SmoothAPLoss"]
+    data = "--data=lightning_retrieval.datamodules.Glyphs"
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main([subcommand, *options, data, f"--ckpt_path={damaged}"])
+    assert (
+        f"lightning-retrieval {subcommand}: the checkpoint {damaged} is damaged, the checksum"
+        in capsys.readouterr().err
+    )
+
+
+def same(found, expected):
+    if isinstance(expected, torch.Tensor):
+        return torch.equal(found, expected)
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(same(found[key], expected[key]) for key in expected)
+    if isinstance(expected, (list, tuple)):
+        return len(found) == len(expected) and all(same(*pair) for pair in zip(found, expected))
+    return found == expected
+
+
+def test_a_flipped_bit_anywhere_is_found_or_harmless(intact):
+    """Of 300 flips, none that passes changes what is loaded: the others are in padding, dates and the like."""
+    content, choose, found = intact.read_bytes(), random.Random(0), 0
+    expected = torch.load(intact, weights_only=True)
+    for _ in range(300):
+        flipped = bytearray(content)
+        flipped[choose.randrange(len(content))] ^= 1 << choose.randrange(8)
+        stream = io.BytesIO(flipped)
+        try:
+            check_checkpoint("x", stream)
+        except ValueError:
+            found += 1
+            continue
+        assert stream.tell() == 0
+        try:
+            loaded = torch.load(stream, weights_only=True)
+        except Exception:  # torch finds what concerns the archive itself
+            continue
+        assert same(loaded, expected)
+    assert found > 100
+
+
+@pytest.mark.parametrize("kept", [0, 3, 100, -1])
+def test_files_that_were_cut_short_are_damaged(kept, intact, tmp_path):
+    path = tmp_path / "cut.ckpt"
+    path.write_bytes(intact.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"^x: the checkpoint .*cut\.ckpt is damaged, it"):
+        check_checkpoint("x", path)
+
+
+def test_other_paths_are_left_to_lightning(tmp_path):
+    old = tmp_path / "old.ckpt"
+    torch.save({}, old, _use_new_zipfile_serialization=False)
+    for path in (tmp_path / "missing.ckpt", "s3://bucket/x.ckpt", os.fspath(old), None):
+        check_checkpoint("x", path)
+    with pytest.raises(FileNotFoundError, match="missing"):
+        LOADERS["fit"](tmp_path / "missing.ckpt")
+
+
+def test_an_instance_cannot_load(intact):
+    with pytest.raises(TypeError, match="cannot be called on an instance"):
+        new_module().load_from_checkpoint(intact)
