@@ -4,12 +4,29 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import EpsImagePlugin, Image, ImageFile, ImageOps
+
+IDENTIFIED_ONLY = {"MPEG"}  # formats whose size Pillow reads, but whose pixels it cannot decode
 
 
 def image_suffixes() -> frozenset[str]:
-    """The suffixes, in lower case, of the files that Pillow can open."""
-    return frozenset(suffix for suffix, kind in Image.registered_extensions().items() if kind in Image.OPEN)
+    """The suffixes, in lower case, of the files that Pillow can decode."""
+    suffixes = set[str]()
+    for suffix, kind in Image.registered_extensions().items():
+        if _is_decoded(kind):
+            suffixes.add(suffix)
+    return frozenset(suffixes)
+
+
+def _is_decoded(kind: str) -> bool:
+    """Whether Pillow decodes files of a format, and does not only identify them."""
+    if kind not in Image.OPEN or kind in IDENTIFIED_ONLY:
+        return False
+    if kind == "EPS":
+        return bool(EpsImagePlugin.has_ghostscript())
+    reader, _ = Image.OPEN[kind]
+    is_stub = isinstance(reader, type) and issubclass(reader, ImageFile.StubImageFile)
+    return not is_stub
 
 
 def read_image(path: Path, box: NDArray[np.int32] | None = None) -> Image.Image:

@@ -187,3 +187,14 @@ def test_a_root_that_is_one_folder_too_high_or_a_file_raises(tmp_path):
     write_text(tmp_path / "file", "x")
     with pytest.raises(FileNotFoundError, match=r"must be a folder of class folders, got .*/file, which is a file\.$"):
         ImageFolder(tmp_path / "file").prepare_data()
+
+
+def test_only_suffixes_that_pillow_decodes_are_images(tmp_path):
+    """Pillow knows of HDF5, GRIB, BUFR, WMF and MPEG files, but decodes none of them."""
+    never = ["h5", "hdf", "grib", "bufr", "wmf", "emf", "mpg", "mpeg"]
+    paths = write_folders(tmp_path, ["a", "b"], images=2, suffix=".WEBP")
+    for suffix in never:
+        write_text(tmp_path / "a" / f"video.{suffix}", "no image")
+    with pytest.warns(UserWarning, match=r"ImageFolder: ignored 8 files or folders in .*, such as a/video.bufr"):
+        splits = ImageFolder(tmp_path).splits
+    assert sorted([*splits["train"].paths, *splits["test"].paths]) == paths
