@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 
-from lightning_retrieval.checks import check_choice, check_finite_number
+from lightning_retrieval.checks import check_bool, check_choice, check_finite_number
 from lightning_retrieval.datamodules.base import RetrievalDataModule
 from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.files.record_warnings import record_warnings
@@ -39,6 +39,8 @@ class ImageDataModule(RetrievalDataModule):
         eval_transform: the same for evaluation.
         on_error: what happens if an image cannot be decoded: `"raise"` an error, or `"skip"` it, with a warning and
             counted.
+        load_truncated: whether images whose files end too early are decoded up to there, and the rest is grey, as in
+            the official code of Revisited Oxford and Paris; otherwise they cannot be decoded.
         val_fraction: fraction of the training classes, at least 0 and below 1, that is held out to choose checkpoints;
             with 0 the test set is used for that, as in the papers. A split `"val"` takes precedence.
         cache_dir: the folder where the index of the images is stored, so that it is read only once; not stored if None.
@@ -52,6 +54,7 @@ class ImageDataModule(RetrievalDataModule):
     """
 
     shared_classes: ClassVar[bool] = False  # whether a class may be used for training and for evaluation
+    boxes_before_rotation: ClassVar[bool] = False  # whether boxes are in pixels of the files, before EXIF rotation
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class ImageDataModule(RetrievalDataModule):
         train_transform: Transform | None = None,
         eval_transform: Transform | None = None,
         on_error: OnError = "raise",
+        load_truncated: bool = False,
         val_fraction: float = 0.0,
         cache_dir: str | Path | None = None,
         **settings: Any,
@@ -77,6 +81,7 @@ class ImageDataModule(RetrievalDataModule):
             eval_transform = self._paper_transform = reference_transform(transform, train=False)
         self.eval_transform = eval_transform
         self.on_error: OnError = check_choice(owner, "on_error", on_error, ("raise", "skip"))
+        self.load_truncated = check_bool(owner, "load_truncated", load_truncated)
         if not 0 <= check_finite_number(owner, "val_fraction", val_fraction) < 1:
             raise ValueError(f"{owner}: `val_fraction` must be at least 0 and below 1, got {val_fraction}.")
         self.val_fraction = val_fraction
@@ -141,7 +146,7 @@ class ImageDataModule(RetrievalDataModule):
         train = self._split("train")
         if self.val_fraction:
             train = train[~self._held_out]
-        return ImageSet(train, self.root, self.train_transform, on_error=self.on_error)
+        return ImageSet(train, self.root, self.train_transform, **self.reading)
 
     @cached_property
     def val_set(self) -> ImageSet | dict[str, ImageSet]:
@@ -162,12 +167,21 @@ class ImageDataModule(RetrievalDataModule):
             return self.evaluation_set("test", self._split("test"))
         return {name: self.evaluation_set(name, self._split(name)) for name in names}
 
+    @property
+    def reading(self) -> dict[str, Any]:
+        """The arguments of `ImageSet` that determine how the images are decoded."""
+        return {
+            "on_error": self.on_error,
+            "load_truncated": self.load_truncated,
+            "boxes_before_rotation": self.boxes_before_rotation,
+        }
+
     def evaluation_set(self, name: str, index: ImageIndex) -> ImageSet:
         """Create the dataset of an evaluation split. Override this method for a split with its own protocol.
 
         The method `metrics(ks, **settings)` of the `ImageSet` that it returns creates the metrics of this protocol.
         """
-        return ImageSet(index, self.root, self.eval_transform, on_error=self.on_error)
+        return ImageSet(index, self.root, self.eval_transform, **self.reading)
 
     def val_dataloader(self) -> Any:
         """A loader of the validation set in order; none if there are training images only."""

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from lightning_retrieval.checks import check_choice
+from lightning_retrieval.checks import check_bool, check_choice
 from lightning_retrieval.datamodules.images.image_file import read_image
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
@@ -32,8 +32,13 @@ class ImageSet(Dataset[dict[str, Any]]):
             by the seed that `RetrievalDataLoader` gives each index.
         on_error: `"raise"` or `"skip"`. A skipped image is missing in its batch. An evaluation batch without any
             readable image is replaced by a black image with the role 0, which is neither query nor gallery.
+        load_truncated: whether images whose files end too early are decoded up to there, and the rest is grey;
+            otherwise they cannot be decoded.
+        boxes_before_rotation: whether the boxes are in pixels of the files, before the rotation by EXIF orientation,
+            and not of the upright images.
 
     Raises:
+        TypeError: if `load_truncated` or `boxes_before_rotation` is not a bool.
         ValueError: if `on_error` is unknown; for an item, if the image cannot be decoded and `on_error` is `"raise"`.
         FileNotFoundError: for an item, if the file does not exist and `on_error` is `"raise"`.
 
@@ -56,11 +61,15 @@ class ImageSet(Dataset[dict[str, Any]]):
         transform: Callable[[Any], Tensor],
         *,
         on_error: OnError = "raise",
+        load_truncated: bool = False,
+        boxes_before_rotation: bool = False,
     ) -> None:
         self.index = index
         self.root = Path(root)
         self.transform = transform
         self.on_error = check_choice("ImageSet", "on_error", on_error, ("raise", "skip"))
+        self.load_truncated = check_bool("ImageSet", "load_truncated", load_truncated)
+        self.boxes_before_rotation = check_bool("ImageSet", "boxes_before_rotation", boxes_before_rotation)
         self.labels = torch.from_numpy(index.labels)
         self.categories: Tensor | None = None
         if index.categories is not None:
@@ -121,10 +130,15 @@ class ImageSet(Dataset[dict[str, Any]]):
 
     def read(self, position: int) -> Image.Image:
         """The image before the transform: in RGB, upright, and cropped to its box."""
-        path = self.root / self.index.paths[position]
-        if self.index.boxes is None:
-            return read_image(path)
-        return read_image(path, self.index.boxes[position])
+        box = None
+        if self.index.boxes is not None:
+            box = self.index.boxes[position]
+        return read_image(
+            self.root / self.index.paths[position],
+            box,
+            load_truncated=self.load_truncated,
+            boxes_before_rotation=self.boxes_before_rotation,
+        )
 
     def _skipped_item(self, position: int, *, in_training: bool) -> dict[str, Any]:
         """In evaluation a black image that does not count: it has no role, and is an instance of its own."""

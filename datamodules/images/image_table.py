@@ -82,7 +82,7 @@ class ImageTable(ImageDataModule):
     | `category` | a coarser class, for `sampler="category"` |
     | `split` | `train`, `val`, `test` or the name of another evaluation set |
     | `role` | in evaluation: `query`, `gallery`, `both` (also if empty) or `distractor` |
-    | `box` | `left top right bottom` in pixels; the whole image if empty |
+    | `box` | `left top right bottom` in pixels of the upright image; the whole image if empty |
     | `left`, `top`, `right`, `bottom` | the same in four columns |
 
     Without the column `split`, the classes are split between training and test, so no test class is used for training.
@@ -95,8 +95,9 @@ class ImageTable(ImageDataModule):
             `split`.
         split_seed: determines which classes form the test set.
         settings: arguments of `ImageDataModule`: `transform`, `train_transform`, `eval_transform`, `on_error`,
-            `val_fraction`, `cache_dir`; and of `RetrievalDataModule`: `classes_per_batch`, `samples_per_class`,
-            `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`.
+            `load_truncated`, `val_fraction`, `cache_dir`; and of `RetrievalDataModule`: `classes_per_batch`,
+            `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
+            `persistent_workers`.
 
     Raises:
         FileNotFoundError: if the table does not exist.

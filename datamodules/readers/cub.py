@@ -39,8 +39,9 @@ class CUB200(ImageDataModule):
         boxes: whether each image is cropped to the bird's box in `bounding_boxes.txt`, rounded outwards to whole
             pixels.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`, `on_error`,
-            `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`,
-            `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
+            `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
+            `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
+            `persistent_workers`).
 
     Raises:
         FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
@@ -63,6 +64,7 @@ class CUB200(ImageDataModule):
         species is that of Oh Song et al., CVPR 2016.
     """
 
+    boxes_before_rotation = True
     published_counts = MappingProxyType({"train": [(5_864, 100)], "test": [(5_924, 100)]})
 
     def __init__(self, root: str | Path, *, boxes: bool = False, **settings: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from PIL import Image
 from torch import Tensor
@@ -44,11 +44,11 @@ class RevisitedImages(ImageSet):
         root: str | Path,
         transform: Callable[[Any], Tensor],
         *,
-        on_error: Literal["raise", "skip"],
         image_size: int,
         lists: Mapping[str, Mapping[int, Sequence[int]]],
+        **reading: Any,
     ) -> None:
-        super().__init__(index, root, transform, on_error=on_error)
+        super().__init__(index, root, transform, **reading)
         self.image_size = image_size
         self.lists = lists
 
@@ -71,6 +71,7 @@ class _Revisited(ImageDataModule):
 
     city: ClassVar[str]  # as the official folder and file are named
     original_city: ClassVar[str]  # name of the folder before the revision, in which the new file may be
+    boxes_before_rotation = True  # as in the official code, which crops first and ignores the EXIF orientation
 
     def __init__(
         self,
@@ -143,9 +144,9 @@ class _Revisited(ImageDataModule):
             index,
             self.root,
             self.eval_transform,
-            on_error=self.on_error,
             image_size=self.image_size,
             lists=lists,
+            **self.reading,
         )
 
     def check(self) -> DataReport:
@@ -213,14 +214,14 @@ class RevisitedOxford(_Revisited):
             them to the gallery; None for no distractors. With them, paths are relative to the closest common parent of
             both folders, which is `data.root`.
         crop_queries: whether each query is cropped to its box, as the protocol prescribes; without, results are too
-            high.
+            high. The box is in pixels of the file, before its rotation by EXIF orientation.
         image_size: length in pixels of the longer side after scaling; images are never enlarged. A query's crop is
             scaled by the factor of its whole image.
         transform: name of the transform after scaling, see `reference_transform`; `"ap_gem"` does not change the size.
         eval_batch_size: number of images that are embedded at a time.
         settings: further keyword arguments of `ImageDataModule` (`train_transform`, `eval_transform`, `on_error`,
-            `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`,
-            `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
+            `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
+            `samples_per_class`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
 
     Raises:
         FileNotFoundError: if the ground truth, the images or the list of distractors is missing; the message suggests
@@ -272,8 +273,8 @@ class RevisitedParis(_Revisited):
         transform: name of the transform after scaling, see `reference_transform`.
         eval_batch_size: number of images that are embedded at a time.
         settings: further keyword arguments of `ImageDataModule` (`train_transform`, `eval_transform`, `on_error`,
-            `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`,
-            `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
+            `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
+            `samples_per_class`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
 
     Raises:
         FileNotFoundError: as in `RevisitedOxford`.

@@ -40,10 +40,10 @@ class _RandomGallerySet(ImageSet):
         root: str | Path,
         transform: Callable[[Any], Tensor],
         *,
-        on_error: Literal["raise", "skip"],
         seed: int,
+        **reading: Any,
     ) -> None:
-        super().__init__(index, root, transform, on_error=on_error)
+        super().__init__(index, root, transform, **reading)
         self.seed = seed
 
     def metrics(self, ks: Sequence[int], **settings: Any) -> RandomGalleryMetrics:
@@ -69,8 +69,9 @@ class VehicleID(ImageDataModule):
         select_by_vid: whether a split consists of all images that `attribute/img2vid.txt` has of the vehicles in its
             list, as in FastAP, instead of the images in the list.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`, `on_error`,
-            `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`,
-            `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
+            `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
+            `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
+            `persistent_workers`).
 
     Raises:
         FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
@@ -154,7 +155,7 @@ class VehicleID(ImageDataModule):
         """The images of a test set, or of held-out training vehicles, with the metrics of the protocol."""
         if self.protocol == "retrieval":
             return super().evaluation_set(name, index)
-        return _RandomGallerySet(index, self.root, self.eval_transform, on_error=self.on_error, seed=self.seed)
+        return _RandomGallerySet(index, self.root, self.eval_transform, seed=self.seed, **self.reading)
 
     def _file(self, name: str) -> Path:
         return find_file(type(self).__name__, self.root, name)

@@ -11,6 +11,7 @@ from lightning_retrieval.datamodules import (
     ImageSet,
 )
 from tests.datamodules.images.pictures import as_it_is, picture
+from tests.datamodules.trees import truncate, write_image
 
 
 def save(path, values):
@@ -110,3 +111,52 @@ def test_any_error_of_a_decoder_names_the_path(tmp_path, monkeypatch, error):
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         images[0]
+
+
+# What each EXIF orientation does to the pixels of the file, by the standard's description of row 0 and column 0.
+UPRIGHT = {
+    1: lambda grid: grid,
+    2: lambda grid: grid[:, ::-1],
+    3: lambda grid: grid[::-1, ::-1],
+    4: lambda grid: grid[::-1],
+    5: lambda grid: grid.transpose(1, 0, 2),
+    6: lambda grid: grid[::-1].transpose(1, 0, 2),
+    7: lambda grid: grid[::-1, ::-1].transpose(1, 0, 2),
+    8: lambda grid: grid[:, ::-1].transpose(1, 0, 2),
+}
+
+
+@pytest.mark.parametrize("orientation", UPRIGHT)
+@pytest.mark.parametrize("suffix", ["png", "tif", "webp"])
+def test_boxes_are_in_pixels_of_the_file_or_of_the_upright_image(tmp_path, orientation, suffix):
+    grid = picture(tmp_path / "a.png")
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"lossless": True} if suffix == "webp" else {}
+    Image.fromarray(grid).save(tmp_path / f"b.{suffix}", exif=exif, **options)
+    index = ImageIndex([f"b.{suffix}"], [0], boxes=[[1, 0, 3, 4]])
+    if suffix != "tif":  # Pillow itself rotates TIFF files when it decodes them
+        before = ImageSet(index, tmp_path, as_it_is, boxes_before_rotation=True)
+        assert np.array_equal(before[0]["images"], UPRIGHT[orientation](grid[0:4, 1:3]))
+    after = ImageSet(index, tmp_path, as_it_is)
+    assert np.array_equal(after[0]["images"], UPRIGHT[orientation](grid)[0:4, 1:3])
+
+
+def test_truncated_images_are_decoded_if_wanted(tmp_path):
+    whole = np.asarray(Image.open(write_image(tmp_path / "a.jpg", size=(64, 64))))
+    truncate(tmp_path / "a.jpg", 0.7)
+    index = ImageIndex(["a.jpg"], [0])
+    found = ImageSet(index, tmp_path, as_it_is, load_truncated=True)[0]["images"].numpy()
+    assert found.shape == whole.shape
+    assert np.array_equal(found[:8], whole[:8])
+    assert not np.array_equal(found, whole)
+    # Pillow's setting is as before, so that nobody else decodes truncated images.
+    with pytest.raises(ValueError, match=r"cannot read the image .*a\.jpg \(.*truncated"):
+        ImageSet(index, tmp_path, as_it_is)[0]
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", ["load_truncated", "boxes_before_rotation"])
+def test_settings_of_decoding_that_are_no_flags_raise(tmp_path, name):
+    with pytest.raises(TypeError, match=rf"^ImageSet: `{name}` must be True or False, got 'no'"):
+        ImageSet(ImageIndex(["a.jpg"], [0]), tmp_path, as_it_is, **{name: "no"})

@@ -277,3 +277,25 @@ def test_another_city_raises(tmp_path):
 def test_an_invalid_image_size_raises(tmp_path):
     with pytest.raises(ValueError, match="RevisitedParis: `image_size` must be an integer >= 1, got 0"):
         RevisitedParis(tmp_path, image_size=0)
+
+
+def test_the_box_of_a_rotated_query_is_in_pixels_of_its_file(tmp_path):
+    """The official code crops before anything else, and the crop is then rotated."""
+    folder = write_revisited(tmp_path)
+    path = folder / "jpg" / f"{QUERIES[0]}.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be rotated by 90 degrees, clockwise
+    with Image.open(path) as image:
+        image.save(path, exif=exif, quality=100)
+    with Image.open(path) as image:
+        official_crop = image.crop(GND[0]["bbx"])
+    found = RevisitedOxford(folder).test_set.read(8)
+    assert np.array_equal(np.asarray(found), np.rot90(np.asarray(official_crop), -1))
+
+
+def test_truncated_images_are_decoded_as_in_the_official_code(tmp_path):
+    folder = write_revisited(tmp_path)
+    truncate(folder / "jpg" / f"{IMAGES[2]}.jpg", 0.9)
+    with pytest.raises(ValueError, match=f"cannot read the image .*{IMAGES[2]}"):
+        RevisitedOxford(folder).test_set[2]
+    assert RevisitedOxford(folder, load_truncated=True).test_set[2]["images"].shape == (3, 40, 52)
