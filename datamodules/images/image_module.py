@@ -43,7 +43,8 @@ class ImageDataModule(RetrievalDataModule):
             the official code of Revisited Oxford and Paris; otherwise they cannot be decoded.
         val_fraction: fraction of the training classes, at least 0 and below 1, that is held out to choose checkpoints;
             with 0 the test set is used for that, as in the papers. A split `"val"` takes precedence.
-        cache_dir: the folder where the index of the images is stored, so that it is read only once; not stored if None.
+        cache_dir: the folder where the index of the images is stored, so that it is read only once; not stored if None,
+            or, with a warning, if the folder cannot be written.
         settings: arguments of `RetrievalDataModule`: `classes_per_batch`, `samples_per_class`, `eval_batch_size`,
             `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`.
 
@@ -130,7 +131,8 @@ class ImageDataModule(RetrievalDataModule):
         for name, value in vars(self).items():
             if name not in self._base_attributes and isinstance(value, (str, int, float, tuple, list, Path)):
                 settings[name] = value
-        return read_cached(self._read_and_check, sources, [type(self).__name__, self.root, settings], self.cache_dir)
+        settings_of_reader = [type(self).__name__, self.root, settings]
+        return read_cached(self._read_and_check, sources, settings_of_reader, self.cache_dir, root=self.root)
 
     def _read_and_check(self) -> dict[str, ImageIndex]:
         splits = dict(self.read())

@@ -20,9 +20,16 @@ VERSION = 3  # of the file format
 
 
 def read_cached(
-    read: Callable[[], Mapping[str, ImageIndex]], sources: Sequence[Path], settings: Any, folder: Path
+    read: Callable[[], Mapping[str, ImageIndex]],
+    sources: Sequence[Path],
+    settings: Any,
+    folder: Path,
+    *,
+    root: Path | None = None,
 ) -> dict[str, ImageIndex]:
     """Return the result of `read()` and issue its warnings, from the cache if sources and settings are unchanged.
+
+    If the result cannot be written to the cache, a warning is issued.
 
     Args:
         read: reads the index of each split.
@@ -30,28 +37,56 @@ def read_cached(
         settings: plain values; a change of them invalidates the cache, too.
         folder: the folder of the cache, which is created if it does not exist. If a file in it is damaged, a warning is
             issued and the file is replaced.
+        root: the folder that the paths of the images are relative to. If none of the images that are looked for there
+            exists, the images were moved, for example to another accepted directory structure, and are read again.
+            Not looked for if None.
 
     Raises:
-        ValueError: if `folder` is a file or cannot be created.
+        ValueError: if `folder` is a file or is inside one.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (FileExistsError, NotADirectoryError) as error:
         raise ValueError(
             f"ImageDataModule: `cache_dir` must be a folder or a path where one can be created, got {folder} "
             f"({error.strerror})."
         ) from None
+    except OSError as error:
+        _warn_of_failure(folder, error)
+        return dict(read())
     file = folder / f"index-{_key(sources, settings)}.npz"
     if file.exists():
         loaded = _load(file)
-        if loaded is not None:
+        if loaded is not None and not _were_moved(loaded[0], root):
             splits, messages = loaded
             for message in messages:
                 warnings.warn(message, stacklevel=2)
             return splits
     result, messages_now = record_warnings(lambda: dict(read()))
-    _save(file, result, messages_now)
+    try:
+        _save(file, result, messages_now)
+    except OSError as error:
+        _warn_of_failure(folder, error)
     return result
+
+
+def _warn_of_failure(folder: Path, error: OSError) -> None:
+    warnings.warn(
+        f"ImageDataModule: the index of the images is not stored, because `cache_dir` cannot be written, got {folder} "
+        f"({error.strerror}).",
+        stacklevel=4,
+    )
+
+
+def _were_moved(splits: Mapping[str, ImageIndex], root: Path | None) -> bool:
+    """Whether, in a split, neither the first image nor the middle one nor the last one exists."""
+    if root is None:
+        return False
+    for index in splits.values():
+        positions = (0, len(index) // 2, len(index) - 1)
+        if not any((root / index.paths[position]).is_file() for position in positions):
+            return True
+    return False
 
 
 def _key(sources: Sequence[Path], settings: Any) -> str:

@@ -66,3 +66,37 @@ def test_a_cache_folder_that_is_a_file_raises(tmp_path):
     for folder in (tmp_path / "cache", tmp_path / "cache" / "deeper"):
         with pytest.raises(ValueError, match=rf"^ImageDataModule: `cache_dir` must be a folder .*, got {folder} \("):
             read_cached(lambda: {"test": OTHER}, [tmp_path / "cache"], {}, folder)
+
+
+@pytest.mark.parametrize("function", ["pathlib.Path.mkdir", "tempfile.mkstemp", "numpy.savez"])
+def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, function):
+    source, folder = tmp_path / "list.txt", tmp_path / "cache"
+    source.write_text("one")
+
+    def fails(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(function, fails)
+    sentence = rf"^ImageDataModule: the index .* is not stored, .* got {folder} \(Permission denied\)\."
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=sentence):
+            assert list(read_cached(lambda: {"test": OTHER}, [source], {}, folder)["test"].paths) == ["z"]
+    assert not folder.exists() or not list(folder.iterdir())
+
+
+def test_images_that_were_moved_are_read_again(tmp_path):
+    """One of three images that are looked for is enough, because images may be missing."""
+    source, calls = tmp_path / "list.txt", []
+    source.write_text("one")
+
+    def read():
+        calls.append(1)
+        return {"train": ImageIndex(["a.png", "b.png", "c.png"], [1, 1, 1])}
+
+    (tmp_path / "b.png").write_text("")
+    for _ in range(2):
+        read_cached(read, [source], {}, tmp_path / "cache", root=tmp_path)
+    assert len(calls) == 1
+    (tmp_path / "b.png").unlink()
+    read_cached(read, [source], {}, tmp_path / "cache", root=tmp_path)
+    assert len(calls) == 2

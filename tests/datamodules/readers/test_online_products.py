@@ -160,3 +160,20 @@ def test_a_value_that_is_not_an_integer_raises_with_its_line(tmp_path, number):
     path.write_text("\n".join([*lines[:3], " ".join(["77", number, *lines[3].split()[2:]]), *lines[4:]]))
     with pytest.raises(ValueError, match=r"`class_id` must be integers in .*train.txt, got '.{1,45} in line 4\.$"):
         StanfordOnlineProducts(tmp_path).prepare_data()
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_the_cache_follows_images_that_move_to_another_accepted_directory_structure(tmp_path, back):
+    root, settings = tmp_path / "data", {"cache_dir": tmp_path / "cache"}
+    write_online_products(root)
+    StanfordOnlineProducts(root, **settings).prepare_data()
+    (root / "images").mkdir()
+    for folder in ("cabinet_final", "toaster_final"):
+        (root / folder).rename(root / "images" / folder)
+    data = StanfordOnlineProducts(root, **settings)
+    assert all(path.startswith("images/") for index in data.splits.values() for path in index.paths)
+    assert data.train_set[0]["images"].shape == (3, 224, 224)
+    if back:
+        for folder in ("cabinet_final", "toaster_final"):
+            (root / "images" / folder).rename(root / folder)
+        assert StanfordOnlineProducts(root, **settings).check().missing_files == []
