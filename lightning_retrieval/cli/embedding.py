@@ -18,6 +18,7 @@ from lightning_retrieval.cli.transforms import TRANSFORMS, choose_transform, ima
 from lightning_retrieval.datamodules import ImageIndex, ImageSet
 from lightning_retrieval.search.files import file_digest
 from lightning_retrieval.training.module import RetrievalModule
+from lightning_retrieval.training.out_of_memory import is_out_of_memory
 
 
 @dataclass(frozen=True)
@@ -165,12 +166,12 @@ class ImageEmbedder:
     def _embed_batch(self, images: Tensor) -> Tensor:
         try:
             embeddings: Tensor = self.module.embed(images.to(self.device)).float().cpu()
-        except torch.OutOfMemoryError:
-            raise ValueError(
-                f"{self.owner}: `batch_size` must be small enough for the memory of the device, got {len(images)}; "
-                "lower it."
-            ) from None
         except (RuntimeError, ValueError, AssertionError) as error:
+            if is_out_of_memory(error):
+                raise ValueError(
+                    f"{self.owner}: `batch_size` must be small enough for the memory of the device, got {len(images)}; "
+                    "lower it."
+                ) from None
             lines = str(error).splitlines() or [""]
             raise ValueError(
                 f"{self.owner}: `transform` must give images that the model can embed, got "

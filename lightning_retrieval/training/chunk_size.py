@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_retrieval.checks import check_integer, check_tensor
 from lightning_retrieval.training.chunked import check_inputs
 from lightning_retrieval.training.module_visits import visit_modules
+from lightning_retrieval.training.out_of_memory import is_out_of_memory, may_be_out_of_memory
 from lightning_retrieval.training.random_state import RandomState
 from lightning_retrieval.training.running_statistics import RunningStatistics
 
@@ -22,6 +23,8 @@ def largest_chunk_size(embed: Callable[[Tensor], Tensor], inputs: Tensor, *, res
     state, running statistics of normalisation layers and the autocast cache. Gradients that exist already take up
     memory besides the trial's: call it after `zero_grad`. Each process decides for itself, so the sizes may differ, and
     no layer of `embed` may wait for other processes, as SyncBatchNorm does.
+
+    A failed allocation of cuBLAS or cuDNN means the same as one of torch. Any other error is raised.
 
     Args:
         embed: maps inputs (n, ...) to embeddings (n, D).
@@ -52,14 +55,18 @@ def _fits(embed: Callable[[Tensor], Tensor], inputs: Tensor, reserve: int) -> bo
     """Whether a chunk of these inputs fits; raises if it is a single one that does not."""
     try:
         _try_chunk(embed, inputs, reserve)
-    except torch.OutOfMemoryError as error:
-        if len(inputs) == 1:
-            raise torch.OutOfMemoryError(
-                f"largest_chunk_size: not even one input of shape {tuple(inputs.shape[1:])} fits the memory of "
-                f"{inputs.device} beside the {reserve} bytes in reserve; use smaller inputs, a smaller network or half "
-                "precision."
-            ) from error
-        return False
+    except RuntimeError as error:  # torch.OutOfMemoryError is one
+        if not may_be_out_of_memory(error):
+            raise
+        if len(inputs) > 1:
+            return False
+        if not is_out_of_memory(error):
+            raise
+        raise torch.OutOfMemoryError(
+            f"largest_chunk_size: not even one input of shape {tuple(inputs.shape[1:])} fits the memory of "
+            f"{inputs.device} beside the {reserve} bytes in reserve; use smaller inputs, a smaller network or half "
+            "precision."
+        ) from error
     finally:
         torch.clear_autocast_cache()
     return True

@@ -574,6 +574,40 @@ def test_largest_chunk_under_autocast():
     assert all(torch.equal(gradient, then) for gradient, then in zip(gradients_of(embed), plain, strict=True))
 
 
+OF_CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+OF_CUDNN = "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
+NO_ENGINE = "FIND was unable to find an engine to execute this computation"
+
+
+def fails_above(most, message):
+    embed = net()
+
+    def embed_or_fail(x):
+        if len(x) > most:
+            raise RuntimeError(message)
+        return embed(x)
+
+    return embed_or_fail
+
+
+@pytest.mark.parametrize("message", [OF_CUBLAS, OF_CUDNN, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED", NO_ENGINE])
+def test_failed_allocations_of_other_libraries_make_chunks_smaller(message):
+    assert largest_chunk_size(fails_above(5, message), images()) == 3
+
+
+@pytest.mark.parametrize("message", [OF_CUBLAS, OF_CUDNN])
+def test_one_row_for_which_another_library_cannot_allocate(message):
+    with pytest.raises(torch.OutOfMemoryError, match="not even one input") as caught:
+        largest_chunk_size(fails_above(0, message), images())
+    assert str(caught.value.__cause__) == message
+
+
+@pytest.mark.parametrize("message", [NO_ENGINE, "CUDA error: device-side assert triggered"])
+def test_errors_that_are_not_about_memory_are_raised(message):
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        largest_chunk_size(fails_above(0, message), images())
+
+
 def test_largest_chunk_of_a_frozen_embedder():
     assert largest_chunk_size(net().requires_grad_(False), images()) == 11
 
