@@ -107,10 +107,10 @@ class RetrievalGallery(EvaluationFigure):
         the embeddings once more.
 
     Relations:
-        The lists are those of which the metrics are computed, after post-processing. An instance is represented by its
-        first image, and junk images are not drawn. A set whose images cannot be drawn (its ids do not index it, or it
-        holds vectors) gets a warning instead. Sets with another metric than `RetrievalMetrics` have no AP of the list
-        that is drawn; their queries are spread.
+        The lists are those from which the metrics are computed, after post-processing. An instance is represented by
+        its first image, and junk images are not drawn. A set whose images cannot be drawn (its ids do not index it, or
+        it holds vectors) gets a warning instead. Sets with another metric than `RetrievalMetrics` have no AP of the
+        list that is drawn; their queries are chosen by `"spread"`.
     """
 
     ranked_by_label_only = False

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def log_without_sync(pl_module: pl.LightningModule, values: Mapping[str, Tensor]) -> None:
-    """Log values that every process has computed alike; averaging them once more would change their last digits."""
+    """Log values that are equal on all processes; averaging them once more would change their last digits."""
     for name in values:
         # Lightning recommends sync_dist=True with several processes.
         warnings.filterwarnings("ignore", rf".*self\.log\('{re.escape(name)}', \.\.\., sync_dist=True")

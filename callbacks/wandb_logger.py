@@ -15,14 +15,14 @@ from lightning_retrieval.callbacks.best_values import is_count
 from lightning_retrieval.callbacks.wandb_key import has_wandb_key
 from lightning_retrieval.checks import check_flag
 
-_LOWER_IS_BETTER = ("decomposability_gap", "score_overlap")  # of the values that are logged of evaluation sets
+_LOWER_IS_BETTER = ("decomposability_gap", "score_overlap")  # of the metrics of evaluation sets
 
 
 class RetrievalWandbLogger(WandbLogger):
     """Lightning's `WandbLogger`, which works offline without a key and keeps best values and the best checkpoint.
 
     Args:
-        name: of the run; if None, Weights & Biases makes one up.
+        name: of the run; if None, Weights & Biases generates one.
         save_dir: the folder in which `wandb/` with the files of the run is created.
         project: the project of the run.
         id: of the run. A run that is started again with the same id and with `ckpt_path="last"` continues the same run
@@ -74,7 +74,7 @@ class RetrievalWandbLogger(WandbLogger):
         self.prefix = prefix
         self._checkpoints: dict[int, ModelCheckpoint] = {}
         self._uploaded: set[tuple[str, float]] = set()  # path and time of change of the checkpoints
-        self._defined: set[str] = set()  # metrics of which the summary is defined
+        self._defined: set[str] = set()  # metrics whose summary is defined
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

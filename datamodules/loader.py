@@ -37,7 +37,7 @@ def resume_position(trainer: pl.Trainer) -> dict[str, int]:
 
 
 class RetrievalDataLoader(DataLoader[Any]):
-    """A `DataLoader` that splits each global batch over the ranks, with the Trainer's default flags.
+    """A `DataLoader` that splits each global batch over the ranks. It works with the Trainer's default flags.
 
     Each rank gets a contiguous shard of every batch, cut as `torch.tensor_split` cuts, so the shards concatenated in
     rank order are the global batch. Rank and world size are read from `torch.distributed` when an iteration begins.
@@ -50,8 +50,8 @@ class RetrievalDataLoader(DataLoader[Any]):
         dataset: a map-style dataset.
         batch_sampler: the sampler of the global batches; its epoch is set to `epoch`.
         epoch: an integer >= 0, the epoch to begin with.
-        start: from 0 to the number of batches: the batch with which an iteration of epoch `epoch` begins; 0 if None.
-            All other epochs begin with batch 0. If given, `load_state_dict` does not change the position.
+        start: index of the first batch of epoch `epoch`, from 0 to the number of batches; 0 if None. All other epochs
+            begin with batch 0. If given, `load_state_dict` does not change the position.
         kwargs: other arguments of `DataLoader`: `num_workers`, `collate_fn`, `pin_memory`, `timeout`,
             `worker_init_fn`, `multiprocessing_context`, `generator`, `prefetch_factor`, `persistent_workers`,
             `pin_memory_device`, `in_order`.

@@ -30,7 +30,7 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
     Args:
         batch_sampler: the sampler of the global batches.
         epoch: the epoch to start with, an integer >= 0.
-        start: the batch with which an iteration of that epoch starts.
+        start: index of the first batch of that epoch.
 
     Raises:
         TypeError: if `epoch` or `start` is not an integer.

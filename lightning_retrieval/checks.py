@@ -1,4 +1,4 @@
-"""Checks that all packages share. Each raises a sentence: owner, argument, rule, what came and, if known, the cure.
+"""Checks that all packages share. An error message is one sentence: owner, argument, rule, value and how to fix it.
 
 `owner` is the name of the class or function whose argument is checked, the prefix of the message; `name` is the
 argument.

@@ -31,12 +31,12 @@ def rank() -> int:
 def gather_rows(
     rows: Shaped[Tensor, "shard ..."], counts: Sequence[int] | None = None, group: Any = None
 ) -> Shaped[Tensor, "batch ..."]:
-    """The rows of all processes in rank order, as many from each as it has, without a gradient.
+    """Gather the rows of all processes in rank order, without a gradient; their numbers of rows may differ.
 
     Args:
         rows: rows of this process.
-        counts: number of rows of each process; None gathers them in a collective of its own.
-        group: the processes, together with `counts`; None for all.
+        counts: number of rows of each process; if None, these numbers are gathered first. Required with `group`.
+        group: process group; None for all processes.
     """
     if world_size() == 1:
         return rows.detach()
@@ -65,7 +65,7 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], values: Float[Tensor
 
     Args:
         parameters: those that do not require a gradient are ignored.
-        values: summed along in the all-reduce of their dtype.
+        values: summed in the same all-reduce as the gradients of their dtype.
     """
     if world_size() == 1:
         return values

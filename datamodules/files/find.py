@@ -7,45 +7,46 @@ SEARCH_DEPTH = 2  # levels of folders, below the first, that are searched for a 
 MAX_ENTRIES = 1000  # of a folder, beyond which its subfolders are not searched
 
 
-def find_file(owner: str, root: Path, *candidates: str, beside: str = "") -> Path:
+def find_file(owner: str, root: Path, *candidates: str, companion: str = "") -> Path:
     """Return the first of several paths below the root that exists, be it a file or a folder.
 
     Args:
         owner: prefix of error messages.
         root: the data set's folder.
         candidates: paths relative to the root.
-        beside: a path that a root must contain as well to be suggested; for file names that other data sets use too.
+        companion: a path that a folder must also contain to be suggested as the root; for file names that other data
+            sets use too.
 
     Raises:
-        FileNotFoundError: if none of the paths exists; the message says where such a file is, if one is near.
+        FileNotFoundError: if none of the paths exists; the message says where such a file is, if one is nearby.
     """
     for candidate in candidates:
         if (root / candidate).exists():
             return root / candidate
     wanted = " or ".join(candidates)
     if not root.is_dir():
-        raise FileNotFoundError(_message_without_root(owner, root, candidates, wanted, beside))
-    suggestion = _suggestion(root.absolute(), candidates, beside)
+        raise FileNotFoundError(_message_without_root(owner, root, candidates, wanted, companion))
+    suggestion = _suggestion(root.absolute(), candidates, companion)
     if not suggestion:
-        suggestion = _suggestion(root.absolute().parent, candidates, beside)
+        suggestion = _suggestion(root.absolute().parent, candidates, companion)
     if not suggestion:
         suggestion = "no folder near it contains one"
     raise FileNotFoundError(f"{owner}: `root` must contain {wanted}, got {root}, which does not; {suggestion}.")
 
 
-def _message_without_root(owner: str, root: Path, candidates: Sequence[str], wanted: str, beside: str) -> str:
+def _message_without_root(owner: str, root: Path, candidates: Sequence[str], wanted: str, companion: str) -> str:
     problem = "which is a file" if root.is_file() else "which does not exist"
     nearest = root.absolute().parent
     while not nearest.is_dir():
         nearest = nearest.parent
     message = f"{owner}: `root` must be a folder that contains {wanted}, got {root}, {problem}"
-    suggestion = _suggestion(nearest, candidates, beside)
+    suggestion = _suggestion(nearest, candidates, companion)
     if suggestion:
         message += f"; {suggestion}"
     return message + "."
 
 
-def _suggestion(folder: Path, candidates: Sequence[str], beside: str) -> str:
+def _suggestion(folder: Path, candidates: Sequence[str], companion: str) -> str:
     """Say which root below this folder has the files, or where a file of that name is; empty if nothing was found."""
     if folder == folder.parent:
         return ""  # the whole disk is not searched
@@ -56,9 +57,9 @@ def _suggestion(folder: Path, candidates: Sequence[str], beside: str) -> str:
             if path.parts[-len(parts) :] != parts:
                 continue
             root = path.parents[len(parts) - 1]
-            if (root / beside).exists():
+            if (root / companion).exists():
                 return f"pass root={root}"
-    if beside:
+    if companion:
         return ""
     for path in found:
         for candidate in candidates:

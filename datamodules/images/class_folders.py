@@ -1,4 +1,4 @@
-"""Find the images of classes that are stored as folders, and everything else that lies between them."""
+"""Find the images of classes that are stored as folders, and any other files and folders among them."""
 
 import os
 import warnings

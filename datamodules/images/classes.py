@@ -43,7 +43,8 @@ def split_by_class(owner: str, setting: str, classes: Sequence[Any], fraction: f
     count = round(fraction * len(classes))
     if not 0 < count < len(classes):
         raise ValueError(
-            f"{owner}: `{setting}` must leave classes on both sides, got {fraction} of {len(classes)} classes."
+            f"{owner}: `{setting}` must leave at least one class on each side of the split, got {fraction} "
+            f"of {len(classes)} classes."
         )
     ordered = sorted(classes)
     drawn = np.random.default_rng(seed).permutation(len(ordered))[:count]

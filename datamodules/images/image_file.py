@@ -89,7 +89,9 @@ def _crop(image: Image.Image, box: NDArray[np.int32]) -> Image.Image:
     left, top, right, bottom = box.tolist()
     inside = (max(0, left), max(0, top), min(image.width, right), min(image.height, bottom))
     if inside[0] >= inside[2] or inside[1] >= inside[3]:
-        raise ValueError(f"its box {[left, top, right, bottom]} lies outside of its {image.width} x {image.height}")
+        raise ValueError(
+            f"its box {[left, top, right, bottom]} is outside of its {image.width} x {image.height} pixels"
+        )
     return image.crop(inside)
 
 
@@ -102,7 +104,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
         ValueError: if the pixels are floating-point numbers, or 32-bit integers that are not obviously 16-bit values.
     """
     if image.mode == "F":
-        raise ValueError("it holds floating-point numbers, for which it is not known what is white; save it in 8 bits")
+        raise ValueError("it holds floating-point numbers, whose range is unknown; save it in 8 bits")
     if image.mode == "I" or image.mode.startswith("I;16"):
         return _16_bits_to_rgb(image)
     if image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
@@ -114,8 +116,6 @@ def _16_bits_to_rgb(image: Image.Image) -> Image.Image:
     values = np.asarray(image).astype(np.int64)
     low, high = int(values.min()), int(values.max())
     if image.mode == "I" and not (low >= 0 and 255 < high < 2**16):
-        raise ValueError(
-            f"it holds 32-bit integers from {low} to {high}, for which it is not known what is white; save it in 8 bits"
-        )
+        raise ValueError(f"it holds 32-bit integers from {low} to {high}, whose range is unknown; save it in 8 bits")
     scaled = (values + 128) // 257
     return Image.fromarray(scaled.astype(np.uint8)).convert("RGB")

@@ -42,7 +42,7 @@ class ImageFolder(ImageDataModule):
     """Images in folders: `<class>/<image>`, or `<category>/<class>/<image>`.
 
     The classes are split between training and test, so no test class is used for training. If the root contains the
-    folders `train` and `test`, these are the split; a folder `val` beside them is the set on which checkpoints are
+    folders `train` and `test`, these are the split; a folder `val` next to them is the set on which checkpoints are
     chosen. Images are files with any suffix that Pillow can decode, in upper or lower case. Hidden files are skipped
     silently, all other files with a warning.
 

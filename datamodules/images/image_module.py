@@ -37,8 +37,8 @@ class ImageDataModule(RetrievalDataModule):
         transform: name of the paper whose transforms are used, see `reference_transform`.
         train_transform: a function from a PIL image to a tensor, used for training instead of the paper's.
         eval_transform: the same for evaluation.
-        on_error: what happens if an image cannot be decoded: `"raise"` an error, or `"skip"` it, with a warning and
-            counted.
+        on_error: what happens if an image cannot be decoded: `"raise"` raises an error; `"skip"` skips the image with a
+            warning and counts it.
         load_truncated: whether images whose files end too early are decoded up to there, and the rest is grey, as in
             the official code of Revisited Oxford and Paris; otherwise they cannot be decoded.
         val_fraction: fraction of the training classes, at least 0 and below 1, that is held out to choose checkpoints;

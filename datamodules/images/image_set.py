@@ -51,7 +51,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         (torch.Size([3, 224, 224]), tensor(7), tensor(0))
 
     Relations:
-        Use `collate` as the `collate_fn` of a loader; it leaves skipped images out of the batch.
+        Use `collate` as the `collate_fn` of a loader; it drops skipped images from the batch.
     """
 
     def __init__(
@@ -102,8 +102,8 @@ class ImageSet(Dataset[dict[str, Any]]):
         sizes = {tuple(item["images"].shape) for item in found}
         if len(sizes) > 1:
             raise ValueError(
-                f"ImageSet: images of a batch must have one size, got {sorted(sizes)[:3]}; use a transform that crops, "
-                "or eval_batch_size=1."
+                f"ImageSet: images of a batch must have the same size, got {sorted(sizes)[:3]}; use a transform that "
+                "crops, or eval_batch_size=1."
             )
         batch: dict[str, Any] = default_collate(found)
         return batch

@@ -71,7 +71,7 @@ def _chosen_rows(values: NDArray[Any] | None, chosen: NDArray[np.bool_]) -> NDAr
 
 
 class ImageTable(ImageDataModule):
-    """Images that are listed in a table. The columns `image` and `label` are required, the others are optional.
+    """Images that are listed in a table. The columns `image` and `label` are required; the others are optional.
 
     Columns may come in any order; any that are not listed here are ignored.
 
@@ -83,7 +83,7 @@ class ImageTable(ImageDataModule):
     | `split` | `train`, `val`, `test` or the name of another evaluation set |
     | `role` | in evaluation: `query`, `gallery`, `both` (also if empty) or `distractor` |
     | `box` | `left top right bottom` in pixels of the upright image; the whole image if empty |
-    | `left`, `top`, `right`, `bottom` | the same in four columns |
+    | `left`, `top`, `right`, `bottom` | the box in four columns, instead of `box` |
 
     Without the column `split`, the classes are split between training and test, so no test class is used for training.
 

@@ -155,7 +155,7 @@ def _make_index(faces: Sequence[_Face], boxes: Mapping[_Face, _Box] | None) -> I
 
 
 def _read_boxes(lists: Sequence[Path]) -> dict[_Face, _Box]:
-    """The box of each face of the release, of which each is taken once."""
+    """The box of each face of the release; a face with several rows keeps the first box."""
     boxes: dict[_Face, _Box] = {}
     skipped = 0
     differing = 0

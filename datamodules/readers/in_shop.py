@@ -187,7 +187,7 @@ class InShop(ImageDataModule):
         return images
 
     def _rows_of(self, partition: _Partition, statuses: Sequence[str]) -> NDArray[np.intp]:
-        """The positions of the images with these statuses, of which each must occur."""
+        """The positions of the images with these statuses; each status must occur."""
         for status in statuses:
             of_status = np.flatnonzero(partition.statuses == status)
             check_not_empty(type(self).__name__, self._list(PARTITION), status, of_status)

@@ -110,7 +110,7 @@ class INaturalist(ImageDataModule):
         return find_file("INaturalist", self.root, f"Inat_dataset_splits/{LISTS[split]}", LISTS[split])
 
     def _taxonomy_files(self) -> list[Path]:
-        """The files of the taxonomy that exist, of which there must be one."""
+        """The files of the taxonomy that exist; at least one must exist."""
         found = []
         for name in TAXONOMIES:
             if (self.root / name).is_file():

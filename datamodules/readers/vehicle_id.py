@@ -209,7 +209,7 @@ class VehicleID(ImageDataModule):
             )
 
     def _read_models(self) -> dict[int | None, int] | None:
-        """The number of each vehicle's model, by id, and by None that of all vehicles without one."""
+        """Map each vehicle's id to the number of its model, and None to the number for vehicles without a model."""
         owner, path = type(self).__name__, self.root / MODELS
         if not path.exists():
             return None

@@ -106,7 +106,7 @@ class VGGFace2(ImageDataModule):
         has_folders = (self.root / "train").is_dir() and (self.root / "test").is_dir()
         if has_folders and not self._has_lists():
             return None
-        return find_file("VGGFace2", self.root, f"meta/{split}_list.txt", f"{split}_list.txt", beside=split)
+        return find_file("VGGFace2", self.root, f"meta/{split}_list.txt", f"{split}_list.txt", companion=split)
 
     def _has_lists(self) -> bool:
         for split in SPLITS:

@@ -124,7 +124,7 @@ class ImageEmbedder:
         return cls(owner, module, load_transform(name), about, batch_size, num_workers, device)
 
     def embed(self, root: Path, paths: Sequence[str], names: Sequence[str]) -> Iterator[EmbeddedBatch]:
-        """Embed images batch by batch, in their order, with a progress bar if a person is watching.
+        """Embed images batch by batch, in their order, with a progress bar if the output is a terminal.
 
         Args:
             root: folder that the paths are relative to.

@@ -169,7 +169,7 @@ class RetrievalLoss(BatchLoss, ABC):
     def _plan(self, lists: RankedLists, queries: QueryRange | None) -> BlockPlan:
         """Which queries are computed, in which blocks, and with which weights."""
         if queries is not None and self.reduction == "none":
-            raise ValueError(f"{self.name}: values that are to be added up need a `reduction`, got 'none'.")
+            raise ValueError(f"{self.name}: `reduction` must be 'mean' or 'sum' for a range of `queries`, got 'none'.")
         positives = lists.count_positives()
         valid = self._has_value(positives)
         if not bool(valid.any()):
@@ -207,7 +207,7 @@ class RetrievalLoss(BatchLoss, ABC):
     def _formula(
         self, lists: RankedLists, blocks: tuple[Tensor, ...], queries: QueryRange | None
     ) -> Callable[..., Tensor]:
-        """The formula with what it needs of all lists together, which a subclass may sum up in a pass of its own."""
+        """The formula that is evaluated for each block. A subclass may compute sums over all lists here first."""
         return self.query_losses
 
     def _warn_of_no_positive(self) -> None:

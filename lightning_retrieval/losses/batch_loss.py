@@ -16,7 +16,7 @@ class BatchLoss(nn.Module):
     terms: dict[str, Tensor]
 
     def __new__(cls, *arguments: Any, **settings: Any) -> Any:
-        """Answer `temperature=`, the name in other libraries, with the name in this one."""
+        """Raise a TypeError for `temperature=`, the name in other libraries, that gives this library's name for it."""
         if "temperature" in settings:
             raise TypeError(_temperature_hint(cls))
         return super().__new__(cls)
@@ -40,6 +40,6 @@ def _temperature_hint(cls: type) -> str:
     settings = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
     names = [name for name in settings if name.startswith("tau")]
     if not names:
-        return f"{cls.__name__}: got `temperature`, but this loss has no temperature; leave it out."
+        return f"{cls.__name__}: got `temperature`, but this loss has no temperature; remove the argument."
     listed = " or ".join(f"`{name}`" for name in names)
     return f"{cls.__name__}: got `temperature`, which is called {listed} here, as in the paper; pass {names[0]}=."

@@ -80,7 +80,7 @@ def positive_ranks(
     lambda_: float,
     margin: float,
 ) -> tuple[Int[Tensor, " pos"], Float[Tensor, " pos"], Float[Tensor, " pos"]]:
-    """Of each positive the query, the differentiable rank rk among the candidates, and the rank rk+ among positives.
+    """For each positive: its query, its differentiable rank rk among candidates, and its rank rk+ among positives.
 
     Args:
         scores: similarities, higher is nearer; the scores of non-candidates are ignored.

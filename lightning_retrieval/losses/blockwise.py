@@ -87,8 +87,8 @@ class _BlockGradients:
             rows: the block's queries.
             scores: their scores, which `values` was computed from.
             values: the weighted value of each query, with a graph.
-            upstream: the gradient that arrived for each value; 1 if None. Scores belong to one query each, so their
-                gradient is scaled afterwards; the parameters belong to all, so theirs is that of the scaled sum.
+            upstream: the incoming gradient of each value; 1 if None. A score affects the value of one query only, so
+                its gradient is scaled afterwards. The parameters affect all values, so these are scaled before the sum.
         """
         if self.of_scores:
             ones, keep_graph = torch.ones_like(values), len(self.parameters) > 0

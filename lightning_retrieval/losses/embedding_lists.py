@@ -137,7 +137,7 @@ def _check_batch(owner: str, batch: RankedBatch) -> None:
 def _check_no_references(owner: str, batch: RankedBatch) -> None:
     for name, value in (("ref_labels", batch.ref_labels), ("ref_ids", batch.ref_ids)):
         if value is not None:
-            raise ValueError(f"{owner}: `{name}` came without `ref_emb`; give both or neither.")
+            raise ValueError(f"{owner}: `{name}` was given without `ref_emb`; give both or neither.")
 
 
 def _check_references(owner: str, batch: RankedBatch, ref_emb: Any) -> None:
@@ -148,7 +148,7 @@ def _check_references(owner: str, batch: RankedBatch, ref_emb: Any) -> None:
             "loss(embeddings, labels)."
         )
     if batch.ref_labels is None:
-        raise ValueError(f"{owner}: `ref_emb` came without `ref_labels`; give both or neither.")
+        raise ValueError(f"{owner}: `ref_emb` was given without `ref_labels`; give both or neither.")
     check_embeddings(owner, "ref_emb", ref_emb)
     if ref_emb.shape[1] != batch.embeddings.shape[1]:
         raise ValueError(
@@ -160,6 +160,6 @@ def _check_references(owner: str, batch: RankedBatch, ref_emb: Any) -> None:
         missing, given = "ref_ids", "ids"
         if batch.ids is None:
             missing, given = given, missing
-        raise ValueError(f"{owner}: `{given}` came without `{missing}`; with `ref_emb` give both or neither.")
+        raise ValueError(f"{owner}: `{given}` was given without `{missing}`; with `ref_emb` give both or neither.")
     if batch.ref_ids is not None:
         check_integers(owner, "ref_ids", batch.ref_ids, len(ref_emb), "ref_emb")

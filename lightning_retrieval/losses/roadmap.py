@@ -63,8 +63,8 @@ class ROADMAPLoss(WeightedSum):
         both_given = sup_ap is not None and calibration is not None
         if both_given and settings != _DEFAULTS:
             raise ValueError(
-                f"ROADMAPLoss: settings belong to the terms where both are given, got {settings}; give them to "
-                "`sup_ap` and `calibration`."
+                "ROADMAPLoss: if both terms are given, the settings must be given to them and not here, got "
+                f"{settings}; pass them to `sup_ap` and `calibration`."
             )
         given = {"sup_ap": sup_ap is not None, "calibration": calibration is not None}
         if sup_ap is None:

@@ -43,8 +43,8 @@ CANNOT_TRAIN = {
 class ThirdPartyLoss(BatchLoss):
     """A loss of another library with the call signature of this library's losses.
 
-    It is called with embeddings and labels and, if there are references, with the pairs of queries and references but
-    those of a query and its own copy. `RetrievalModule` and `WeightedSum` wrap such losses themselves.
+    It is called with embeddings and labels and, if there are references, with all pairs of queries and references
+    except those of a query and its own copy. `RetrievalModule` and `WeightedSum` wrap such losses themselves.
 
     Args:
         loss: called as `loss(embeddings, labels)` or, with references, as `loss(embeddings, labels, indices_tuple,
@@ -99,7 +99,7 @@ class ThirdPartyLoss(BatchLoss):
         if batch.queries is not None:
             raise TypeError(
                 f"{type(self.loss).__name__}: a third-party loss is not a sum over queries, so it cannot be computed "
-                "for a range of them; leave out `queries`."
+                "for a range of them; omit `queries`."
             )
         if batch.ref_emb is None or batch.ref_labels is None:
             return self.loss(batch.embeddings, finest(batch.labels))

@@ -179,7 +179,7 @@ class EmbeddingMetric(Metric):
         return query_ids[:, None] != ids
 
     def defer_error(self, message: str) -> None:
-        """Raise an error of this process at `compute`, where all processes meet and raise it too."""
+        """Store an error message of this process; `compute` then raises it on all processes."""
         if self._error is None:
             self._error = message
 

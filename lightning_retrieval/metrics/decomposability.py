@@ -55,8 +55,10 @@ def cut_into_batches(labels: Int[Tensor, " row"], classes: int, samples: int) ->
     """Cut a set into batches like those of a PK sampler.
 
     The images of each class are cut into groups of `samples` images, in random order; the last group of a class may be
-    smaller. A batch has `classes` groups of different classes, except where two rounds of groups meet. The last batch
-    is dropped if it has fewer groups, unless it is the only one. The random order is always the same.
+    smaller. Batches take `classes` groups at a time: the first group of every class, then the second groups, and so on.
+    The groups of a batch are from different classes, except in a batch that contains, for example, both first and
+    second groups. The last batch is dropped if it has fewer groups, unless it is the only one. The random order is
+    always the same.
 
     Args:
         labels: of the images of the set.

@@ -122,12 +122,12 @@ def merge_duplicates(owner: str, collected: CollectedRows) -> Rows:
 
 
 def given_only_sometimes(owner: str, name: str) -> str:
-    """The message of an error."""
+    """The error message for an argument that only some updates were given."""
     return f"{owner}: `{name}` must be given with every update or with none, got both."
 
 
 def nothing_to_compute(owner: str) -> str:
-    """The message of an error."""
+    """The error message for a metric without rows."""
     return f"{owner}: there is nothing to compute; call update with at least one row first."
 
 

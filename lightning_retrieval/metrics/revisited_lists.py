@@ -49,14 +49,15 @@ class QueryLists(NamedTuple):
             different = lists.keys() ^ self.easy.keys()
             if different:
                 raise ValueError(
-                    f"{owner}: `{name}` must have the queries of `easy`, got a difference at query {min(different)}."
+                    f"{owner}: `{name}` must have the same queries as `easy`, got a difference at query "
+                    f"{min(different)}."
                 )
         for query in self.easy:
             images = self.images(query)
             repeated = [image for image in images if images.count(image) > 1]
             if repeated:
                 raise ValueError(
-                    f"{owner}: `easy`, `hard` and `junk` must hold an image once for a query, and not the query "
+                    f"{owner}: `easy`, `hard` and `junk` must list an image only once for a query, and not the query "
                     f"itself, got image {repeated[0]} twice for query {query}."
                 )
 
@@ -65,8 +66,8 @@ class QueryLists(NamedTuple):
         missing = [query for query in queries if query not in self.easy]
         if missing:
             raise ValueError(
-                f"{owner}: `easy`, `hard` and `junk` must have all queries, got {len(missing)} of {len(queries)} "
-                f"without lists, such as query {missing[0]}."
+                f"{owner}: `easy`, `hard` and `junk` must have lists for all queries, got none for {len(missing)} of "
+                f"{len(queries)} queries, such as query {missing[0]}."
             )
 
     def images(self, query: int) -> list[int]:

@@ -51,7 +51,7 @@ def new_faiss_index(dim: int, factory: str, parameters: str) -> Any:
     if index.metric_type != faiss.METRIC_INNER_PRODUCT:  # faiss silently ignores the metric that was asked for
         raise ValueError(
             f"{OWNER}: `factory` must be one that faiss has inner products for, got {factory!r}, which gives "
-            "Euclidean distances; take another, such as 'HNSW32' or 'IVF1024,PQ16'."
+            "Euclidean distances; use another, such as 'HNSW32' or 'IVF1024,PQ16'."
         )
     inner = index
     if isinstance(index, faiss.IndexPreTransform):
@@ -88,7 +88,7 @@ def set_search_parameters(index: Any, factory: str, parameters: str) -> None:
 
 
 def train_faiss_index(index: Any, factory: str, embeddings: Tensor) -> None:
-    """Train a faiss index on a sample of rows, as many as faiss makes use of.
+    """Train a faiss index on a sample of rows, which is as large as the largest sample that faiss uses.
 
     Raises:
         ValueError: if there are too few rows.
@@ -104,7 +104,7 @@ def train_faiss_index(index: Any, factory: str, embeddings: Tensor) -> None:
     except RuntimeError as error:
         raise ValueError(
             f"{OWNER}: `factory` {factory!r} must be trained, for which {len(embeddings)} rows are not enough "
-            f"({faiss_reason(error)}); add more rows in the first call, or take Flat or fewer lists."
+            f"({faiss_reason(error)}); add more rows in the first call, or use Flat or fewer lists."
         ) from None
 
 

@@ -142,7 +142,7 @@ class RetrievalIndex:
                 self.faiss_indexes = self._empty_shards()
             raise ValueError(
                 f"{OWNER}: {rows} rows cannot be added to an index of {self.factory!r} that holds {len(self)} "
-                f"({faiss_reason(error)}); take another factory, such as Flat or HNSW32."
+                f"({faiss_reason(error)}); use another factory, such as Flat or HNSW32."
             ) from None
         self._table.add(new_ids, paths)
         if is_first and self.factory != "Flat":
@@ -226,7 +226,7 @@ class RetrievalIndex:
         return [self._table.paths[position] for position in positions.tolist()]
 
     def save(self, folder: str | Path) -> None:
-        """Write the index into a folder. An index that is there stays complete until the new one is.
+        """Write the index into a folder. An existing index in it stays complete until the new one is complete.
 
         Args:
             folder: gets the vectors, ids, paths, and a manifest with the format version and all checksums. It must not

@@ -83,7 +83,7 @@ def remove_from_shards(shards: list[Any], factory: str, ids: NDArray[np.int64]) 
             why = "because faiss does not support it"
         raise ValueError(
             f"{OWNER}: rows cannot be removed from an index of {factory!r}, {why}; build the index again without them, "
-            "or take Flat or IVF."
+            "or use Flat or IVF."
         ) from None
 
 

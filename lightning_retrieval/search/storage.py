@@ -4,7 +4,7 @@
     INDEX/files-5f0c21d4/...
     INDEX/lock
 
-All files of one version lie in one inner folder. A change writes another inner folder and then replaces the manifest in
+All files of one version are in one inner folder. A change writes another inner folder and then replaces the manifest in
 one atomic step, so a reader finds either the old version or the new one, complete. Inner folders that the manifest does
 not name are deleted after that; those that a killed process left are deleted by the next change. One process at a time
 changes the folder: it holds the lock.
@@ -32,7 +32,7 @@ Read = TypeVar("Read")
 
 
 def check_folder(owner: str, folder: Path) -> None:
-    """Raise unless an index may be written to this path: it is free, an empty folder, or holds an index.
+    """Raise unless an index may be written to this path: it does not exist, is an empty folder, or holds an index.
 
     The index may be damaged or incomplete.
 

@@ -19,10 +19,10 @@ def largest_chunk_size(embed: Callable[[Tensor], Tensor], inputs: Tensor, *, res
     """The largest `chunk_size` for `chunked_backward` that fits into the memory of the device.
 
     Tries the whole batch, then half of it (rounded up), and so on. A trial embeds that many inputs and back-propagates
-    them, twice, since the later chunks of a step find the gradients of the first. It restores gradients, the random
-    state, running statistics of normalisation layers and the autocast cache. Gradients that exist already take up
-    memory besides the trial's: call it after `zero_grad`. Each process decides for itself, so the sizes may differ, and
-    no layer of `embed` may wait for other processes, as SyncBatchNorm does.
+    them, twice, since gradients already exist when the second chunk of a step is embedded. It restores gradients, the
+    random state, running statistics of normalisation layers and the autocast cache. Gradients that exist before the
+    call take up memory in addition to those of the trial: call it after `zero_grad`. Each process decides for itself,
+    so the sizes may differ, and no layer of `embed` may wait for other processes, as SyncBatchNorm does.
 
     A failed allocation of cuBLAS or cuDNN means the same as one of torch. Any other error is raised.
 
@@ -64,8 +64,8 @@ def _fits(embed: Callable[[Tensor], Tensor], inputs: Tensor, reserve: int) -> bo
             raise
         raise torch.OutOfMemoryError(
             f"largest_chunk_size: not even one input of shape {tuple(inputs.shape[1:])} fits the memory of "
-            f"{inputs.device} beside the {reserve} bytes in reserve; use smaller inputs, a smaller network or half "
-            "precision."
+            f"{inputs.device} in addition to the {reserve} reserved bytes; use smaller inputs, a smaller network "
+            "or half precision."
         ) from error
     finally:
         torch.clear_autocast_cache()

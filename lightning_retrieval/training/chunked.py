@@ -40,7 +40,7 @@ def chunked_backward(
         embed: maps inputs (n, ...) to embeddings (n, D), each row independently. A layer that mixes the rows of its
             input (BatchNorm in train mode) sees a chunk instead of the batch. Its running statistics are updated once,
             as by one step, with the mean over the batch's rows of the chunks' means and of the chunks' own variances
-            (which ignores how far the chunks' means lie apart).
+            (which ignores the variance of the chunks' means).
         inputs: the whole batch, rows first.
         loss: maps the embeddings of the whole batch (B, D) to a scalar; may have parameters of its own.
         chunk_size: rows embedded at a time, >= 1; None embeds all at once.
@@ -96,12 +96,12 @@ def chunked_backward(
 
 
 def check_inputs(owner: str, inputs: Tensor) -> None:
-    """Raise unless `inputs` holds at least one row and is not the result of a graph."""
+    """Raise unless `inputs` holds at least one row and is not part of a graph."""
     check_tensor(owner, "inputs", inputs)
     if inputs.grad_fn is not None:
         raise ValueError(
-            f"{owner}: `inputs` must not be the result of a graph, through which each chunk would propagate again; "
-            "detach them, or make that part of `embed`."
+            f"{owner}: `inputs` must not be part of a graph, because each chunk would back-propagate through it again; "
+            "detach them, or make that graph part of `embed`."
         )
     if len(inputs) == 0:
         raise ValueError(f"{owner}: `inputs` must hold at least one row, got shape {tuple(inputs.shape)}.")

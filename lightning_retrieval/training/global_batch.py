@@ -38,14 +38,14 @@ def gather_batch(
         embeddings: this process's rows; processes may have unequal numbers of rows.
         labels: of each row.
         ids: of each row, or None on all processes.
-        gather: False keeps to this process's rows.
+        gather: False returns the rows of this process only.
         own_queries: True if each process computes the loss of its own queries: the gradient of a row then comes from
             all processes, in one exchange in the backward pass. False if each computes an equal fraction of the same
             loss: every process then has the gradient already, and nothing is communicated.
 
     Raises:
-        ValueError: on all processes, if batches differ in more than their number of rows, or, with `gather` False, in
-            that.
+        ValueError: on all processes, if batches differ in anything but their number of rows or, with `gather=False`, in
+            their number of rows.
         TypeError: on all processes, if labels or ids are not integers on one of them.
     """
     if world_size() == 1:
@@ -54,8 +54,8 @@ def gather_batch(
     if not gather:
         if len(set(counts)) > 1:
             raise ValueError(
-                f"{owner}: with gather=False the loss is the mean of the processes' losses, which needs batches of one "
-                f"size, got {counts} rows in rank order; leave gather at True, or drop the uneven batch."
+                f"{owner}: with gather=False the loss is the mean of the processes' losses, which needs batches of "
+                f"equal size, got {counts} rows in rank order; keep gather=True, or drop the uneven batch."
             )
         return GlobalBatch(embeddings, labels, ids, counts)
     all_labels, all_ids = _gather_labels_and_ids(labels, ids, counts)
@@ -64,7 +64,7 @@ def gather_batch(
 
 
 class _Form(NamedTuple):
-    """What the processes tell each other about their batches before they gather them."""
+    """What the processes exchange about their batches before they gather them."""
 
     rows: int
     dimension: int

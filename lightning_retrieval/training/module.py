@@ -56,10 +56,10 @@ class RetrievalModule(ManualTraining):
         lr_scheduler_monitor: name of the logged metric for `ReduceLROnPlateau`.
         gradient_clip_val: largest gradient, > 0; None does not clip. In half precision gradients are unscaled first.
         gradient_clip_algorithm: clip the `"norm"` of all gradients together, or each `"value"`.
-        head_lr_factor: learning rate of `embedder.head` divided by that of the rest, > 0 (FastAP, CVPR 2019: 10).
+        head_lr_factor: ratio of the learning rate of `embedder.head` to that of the rest, > 0 (FastAP, CVPR 2019: 10).
         seed: the random state of a step (dropout) is a function of (seed, step, rank); if None, the seed of
             `seed_everything`, else 0.
-        memory: embeddings of past batches to rank too; batches must have ids, and losses must accept references.
+        memory: past batches whose embeddings are ranked too; batches must have ids, and losses must accept references.
         memory_weight: None makes each query's list longer by the memory; a number adds a second term of that weight,
             the loss of the batch's queries against memory and batch without gradient (XBM's and ROADMAP's code: 1).
         gather: False restricts lists to the shard of each process, and averages the losses of the processes.
@@ -153,7 +153,7 @@ class RetrievalModule(ManualTraining):
 
         Args:
             images: as for `forward`.
-            whiten: False leaves out the whitening, for embeddings from which it is learned.
+            whiten: False skips the whitening, for embeddings from which it is learned.
         """
         embeddings: Tensor = self(images) if self.eval_scales == (1,) else multi_scale(self, images, self.eval_scales)
         if whiten and self.whitening is not None and self.whitening.learned is not None:

@@ -53,7 +53,7 @@ def check_memory(owner: str, loss: BatchLoss, memory: CrossBatchMemory | None, m
     if memory_weight is not None:
         check_finite_number(owner, "memory_weight", memory_weight)
         if memory is None:
-            raise ValueError(f"{owner}: `memory_weight` came without `memory`; give both or neither.")
+            raise ValueError(f"{owner}: `memory_weight` was given without `memory`; give both or neither.")
     if memory is not None and loss.terms_without_references:
         raise TypeError(
             f"{owner}: with a `memory` the loss must rank references without the query's own copy, which "

@@ -38,7 +38,7 @@ def make_optimizer(
     if head_lr_factor != 1 and not in_head:
         raise ValueError(
             f"{owner}: `head_lr_factor` is {head_lr_factor}, but the embedder has no `head` with parameters; name its "
-            "last layers `head`, or leave the factor at 1."
+            "last layers `head`, or keep the factor 1."
         )
     groups = []
     if rest:

@@ -102,7 +102,7 @@ class _FirstStep:
         return text
 
     def traffic(self) -> str:
-        """What each process sends in a step, as the end of that sentence; empty for one process."""
+        """The second part of the report: what each process sends in a step; empty for one process."""
         if world_size() == 1:
             return ""
         traffic = step_traffic(

@@ -49,7 +49,7 @@ class TrainingStep:
     terms: dict[str, Tensor] = field(init=False)  # this process's parts of the terms that are logged
 
     def loss(self, embeddings: Tensor) -> Tensor:
-        """This process's part of the loss, of its embeddings."""
+        """Compute this process's part of the loss from its embeddings."""
         self.batch = self._gather(embeddings)
         device = embeddings.device
         # A loss that draws random numbers draws the same on all processes.
@@ -69,7 +69,7 @@ class TrainingStep:
         return part
 
     def finish(self, part: Tensor, parameters: Iterable[nn.Parameter]) -> dict[str, Tensor]:
-        """Sum gradients over the processes, and with them the loss and its terms, which are returned.
+        """Sum the gradients, the loss and its terms over the processes; return the loss and its terms.
 
         Args:
             part: what `loss` returned, without a graph.
@@ -142,7 +142,7 @@ class TrainingStep:
         )
 
     def _ranked_batches(self) -> tuple[RankedBatch, RankedBatch | None]:
-        """What the loss ranks, and what a second term ranks besides, if there is one at this step."""
+        """What the loss ranks, and what its second term ranks; None if there is no second term at this step."""
         embeddings, labels, ids, counts = self.batch
         queries = None
         if self._divides_queries:
@@ -151,7 +151,7 @@ class TrainingStep:
         ranked = RankedBatch(embeddings, labels, ids=ids, queries=queries)
         if self.memory is None:
             return ranked, None
-        # Also before the memory has started, so that it raises for a batch before anything has changed.
+        # Called during the warm-up too, so that an invalid batch raises before any state has changed.
         is_second_term = self.memory_weight is not None
         references = self.memory.references(embeddings, labels, ids, detach=is_second_term)
         with_memory = replace(references, queries=queries)

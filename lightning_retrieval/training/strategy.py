@@ -29,7 +29,7 @@ def broadcast_buffers_at_next_forward(trainer: Any) -> None:
 
 
 def loss_scale(trainer: Any) -> float:
-    """The scale of the loss in half precision, 0 without one. It falls when an optimizer step is skipped.
+    """The scale of the loss in half precision, 0 if losses are not scaled. It falls when an optimizer step is skipped.
 
     Args:
         trainer: a `pytorch_lightning.Trainer`.

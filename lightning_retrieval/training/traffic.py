@@ -17,8 +17,9 @@ def step_traffic(
         bytes_: bytes of one element.
 
     Returns:
-        For the gathering (W - 1) / W x B (D x bytes + 16), label and id having 8 bytes each; for the exchange of
-        gradients (W - 1) / W x B D x bytes; for the all-reduce 2 (W - 1) / W x parameters x bytes.
+        The sum of (W - 1) / W x B (D x bytes + 16) for gathering, where label and id have 8 bytes each,
+        (W - 1) / W x B D x bytes for the exchange of gradients, and 2 (W - 1) / W x parameters x bytes for the
+        all-reduce.
 
     Example:
         >>> from lightning_retrieval.training.traffic import step_traffic

@@ -16,7 +16,7 @@ def check_trainer(owner: str, trainer: Any) -> None:
         trainer: a `pytorch_lightning.Trainer`.
 
     Raises:
-        ValueError: with the flag, and what to use instead.
+        ValueError: the message names the flag, and what to use instead.
     """
     if trainer.gradient_clip_val:
         raise ValueError(
@@ -25,14 +25,14 @@ def check_trainer(owner: str, trainer: Any) -> None:
         )
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
-            f"{owner}: Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) would cut the ranked lists "
-            "apart; use larger batches and embed them in chunks with chunk_size."
+            f"{owner}: Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) would split the ranked "
+            "lists; use larger batches and embed them in chunks with chunk_size."
         )
     overfit_batches = getattr(trainer, "overfit_batches", 0)
     if overfit_batches:
         raise ValueError(
-            f"{owner}: Trainer(overfit_batches={overfit_batches}) replaces the sampler, so that batches lose their "
-            "classes; use limit_train_batches instead."
+            f"{owner}: Trainer(overfit_batches={overfit_batches}) replaces the sampler, so that batches would no "
+            "longer hold several images of each class; use limit_train_batches instead."
         )
     _check_strategy(owner, trainer.strategy)
 
@@ -44,7 +44,7 @@ def check_processes(module: Any) -> None:
         module: a `RetrievalModule`.
 
     Raises:
-        ValueError: with the setting, and the cure.
+        ValueError: the message names the setting, and what to use instead.
     """
     if world_size() == 1:
         return
@@ -52,13 +52,13 @@ def check_processes(module: Any) -> None:
     if module.memory is not None and not module.gather:
         raise ValueError(
             f"{owner}: a memory must be the same on all {world_size()} processes, which gather=False does not provide; "
-            "leave gather at True."
+            "keep gather=True."
         )
     has_sync_norm = any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
     if has_sync_norm and module.chunk_size is not None:
         raise ValueError(
             f"{owner}: SyncBatchNorm waits for all processes at each chunk, but they may have unequal numbers of "
-            "chunks; set chunk_size=None, or leave out sync_batchnorm."
+            "chunks; set chunk_size=None, or remove sync_batchnorm."
         )
 
 
@@ -66,7 +66,7 @@ def _check_strategy(owner: str, strategy: Any) -> None:
     if getattr(strategy, "_ddp_kwargs", {}).get("static_graph"):
         raise ValueError(
             f"{owner}: DDPStrategy(static_graph=True) expects one backward pass through DDP per step, but here there "
-            "is none; leave it out."
+            "is none; remove it."
         )
     is_supported = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
     if not is_supported or isinstance(strategy, DeepSpeedStrategy):

@@ -44,7 +44,7 @@ def test_images_are_rgb_upright_and_cropped(tmp_path):
     )
     assert np.array_equal(boxes[0]["images"], grid[2:4, 1:3])
     assert np.array_equal(boxes[1]["images"], grid[:, :2])
-    with pytest.raises(ValueError, match=r"a\.png \(its box \[9, 9, 12, 12\] lies outside of its 6 x 4\)"):
+    with pytest.raises(ValueError, match=r"a\.png \(its box \[9, 9, 12, 12\] is outside of its 6 x 4 pixels\)"):
         boxes[2]
 
 
@@ -72,13 +72,13 @@ def test_sixteen_bits_are_scaled_to_eight(tmp_path):
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        (np.full((4, 4), 0.5, np.float32), "it holds floating-point numbers, for which"),
-        (np.full((4, 4), 65536, np.int32), "it holds 32-bit integers from 65536 to 65536, for which"),
+        (np.full((4, 4), 0.5, np.float32), "it holds floating-point numbers, whose range"),
+        (np.full((4, 4), 65536, np.int32), "it holds 32-bit integers from 65536 to 65536, whose range"),
         (np.full((4, 4), -1, np.int32), "it holds 32-bit integers from -1 to -1"),
         (np.full((4, 4), 200, np.int32), "it holds 32-bit integers from 200 to 200"),
     ],
 )
-def test_pixels_without_a_known_white_raise(tmp_path, values, sentence):
+def test_pixels_of_unknown_range_raise(tmp_path, values, sentence):
     images = ImageSet(ImageIndex([save(tmp_path / "a.tif", values)], [0]), tmp_path, as_it_is)
     with pytest.raises(ValueError, match=rf"^ImageSet: cannot read the image {tmp_path}/a\.tif \({sentence}"):
         images[0]

@@ -242,7 +242,7 @@ PLAIN = ("image", "label", "split")
         ([PLAIN, TRAIN, ("b.jpg", "1", "test")], r"in training or in evaluation, not in both, got 1 .*'1'"),
         (
             [("image", "label"), ("a.jpg", "1")],
-            r"`test_fraction` must leave classes on both sides, got 0.5 of 1 classes",
+            r"`test_fraction` must leave at least one class on each side of the split, got 0.5 of 1 classes",
         ),
     ],
 )

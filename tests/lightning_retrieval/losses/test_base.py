@@ -424,11 +424,11 @@ def bad(row, value):
         (ValueError, r"`labels` must have shape \(4,\), .* got \(4, 1, 1\)", (X, Y[:, None, None]), {}),
         (TypeError, "`ids` must be integers, got torch.float32", (X, Y), {"ids": Y.float()}),
         (ValueError, r"`ids` must have shape \(4,\), .* got \(2,\)", (X, Y), {"ids": Y[:2]}),
-        (ValueError, "`ref_emb` came without `ref_labels`", (X, Y, X), {}),
-        (ValueError, "`ref_labels` came without `ref_emb`", (X, Y, None, Y), {}),
-        (ValueError, "`ref_ids` came without `ref_emb`", (X, Y), {"ref_ids": Y}),
-        (ValueError, "`ids` came without `ref_ids`", (X, Y, X, Y), {"ids": Y}),
-        (ValueError, "`ref_ids` came without `ids`", (X, Y, X, Y), {"ref_ids": Y}),
+        (ValueError, "`ref_emb` was given without `ref_labels`", (X, Y, X), {}),
+        (ValueError, "`ref_labels` was given without `ref_emb`", (X, Y, None, Y), {}),
+        (ValueError, "`ref_ids` was given without `ref_emb`", (X, Y), {"ref_ids": Y}),
+        (ValueError, "`ids` was given without `ref_ids`", (X, Y, X, Y), {"ids": Y}),
+        (ValueError, "`ref_ids` was given without `ids`", (X, Y, X, Y), {"ref_ids": Y}),
         (ValueError, r"`ref_emb` must have the dimension of `embeddings`, got \(4, 2\) against \(4, 3\)",
          (X, Y, X[:, :2], Y), {}),
         (TypeError, "`ref_emb` must be floating point, got torch.int64", (X, Y, X.long(), Y), {}),
@@ -493,8 +493,8 @@ def test_bad_reduction(cls, reduction):
     [
         (SmoothAPLoss, "which is called `tau` here, as in the paper; pass tau=."),
         (losses.RecallAtKLoss, "which is called `tau_rank` or `tau_k` here, as in the paper; pass tau_rank=."),
-        (losses.FastAPLoss, "but this loss has no temperature; leave it out."),
-        (losses.ROADMAPLoss, "but this loss has no temperature; leave it out."),
+        (losses.FastAPLoss, "but this loss has no temperature; remove the argument."),
+        (losses.ROADMAPLoss, "but this loss has no temperature; remove the argument."),
     ],
 )
 def test_temperature_gets_a_hint(cls, hint):

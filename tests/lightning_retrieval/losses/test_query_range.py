@@ -237,7 +237,7 @@ def test_each_range_depends_on_its_own_queries_only():
 def test_values_of_each_query_cannot_be_added_up(name):
     loss = MAKE[name](reduction="none")
     x, labels, _, keywords = batch(name, False)
-    sentence = r"Loss: values that are to be added up need a `reduction`, got 'none'\."
+    sentence = r"Loss: `reduction` must be 'mean' or 'sum' for a range of `queries`, got 'none'\."
     if name == "learned":
         sentence = sentence.replace("Loss", "Learned")
     with pytest.raises(ValueError, match=sentence):
@@ -250,6 +250,6 @@ def test_third_party_losses_have_no_ranges():
     loss = WeightedSum({"ap": (1.0, SmoothAPLoss()), "pml": (1.0, ContrastiveLoss())})
     x, labels, _, keywords = batch("", False)
     with pytest.raises(
-        TypeError, match=r"^ContrastiveLoss: a third-party loss is not a sum over queries, .*; leave out `queries`\."
+        TypeError, match=r"^ContrastiveLoss: a third-party loss is not a sum over queries, .*; omit `queries`\."
     ):
         loss(x, labels, queries=QueryRange(0, 5, lambda values: values), **keywords)

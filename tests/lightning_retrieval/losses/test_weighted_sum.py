@@ -247,7 +247,7 @@ def with_nan(x):
         (TypeError, "`labels` must be integers, got torch.bool", lambda x, y: (x, y.bool())),
         (ValueError, r"`labels` must have shape \(6,\), one for each row of `embeddings`, got \(4,\)",
          lambda x, y: (x, y[:4])),
-        (ValueError, "`ref_emb` came without `ref_labels`", lambda x, y: (x, y, x)),
+        (ValueError, "`ref_emb` was given without `ref_labels`", lambda x, y: (x, y, x)),
         (ValueError, r"`ref_emb` must have the dimension of `embeddings`", lambda x, y: (x, y, x[:, :2], y)),
         (TypeError, "`ref_labels` must be integers, got torch.float32", lambda x, y: (x, y, x, y.float())),
     ],
@@ -263,17 +263,19 @@ def test_bad_input_of_every_loss(loss, error, match, change):
 def test_bad_scores_of_every_loss(loss):
     graded = isinstance(loss, HAPLoss)
     scores, relevant = torch.randn(2, 3), torch.ones(2, 3, dtype=torch.int64 if graded else torch.bool)
-    who = type(loss).__name__
+    owner = type(loss).__name__
     plain = copy.deepcopy(loss)
     plain.class_balanced = False
-    with pytest.raises(TypeError, match=rf"^{who}: `relevant` must be .*, got torch.float32"):
+    with pytest.raises(TypeError, match=rf"^{owner}: `relevant` must be .*, got torch.float32"):
         plain.from_scores(scores, relevant.float())
-    with pytest.raises(ValueError, match=rf"^{who}: `relevant` must have the shape of `scores` \(2, 3\), got \(3, 2\)"):
+    with pytest.raises(
+        ValueError, match=rf"^{owner}: `relevant` must have the shape of `scores` \(2, 3\), got \(3, 2\)"
+    ):
         plain.from_scores(scores, relevant.T)
-    with pytest.raises(ValueError, match=rf"^{who}: `scores` must hold finite numbers only"):
+    with pytest.raises(ValueError, match=rf"^{owner}: `scores` must hold finite numbers only"):
         plain.from_scores(scores * math.inf, relevant)
     plain.class_balanced = True
-    with pytest.raises(ValueError, match=rf"^{who}: `class_balanced` needs labels"):
+    with pytest.raises(ValueError, match=rf"^{owner}: `class_balanced` needs labels"):
         plain.from_scores(scores, relevant)
 
 
@@ -314,5 +316,5 @@ def test_roadmap_hands_its_settings_to_its_terms(settings):
 
 @pytest.mark.refusal
 def test_roadmap_settings_beside_both_terms():
-    with pytest.raises(ValueError, match=r"^ROADMAPLoss: settings belong to the terms .* got .*'class_balanced': True"):
+    with pytest.raises(ValueError, match=r"^ROADMAPLoss: if both terms are given, .* got .*'class_balanced': True"):
         ROADMAPLoss(0.3, SupAPLoss(), CalibrationLoss(), class_balanced=True)

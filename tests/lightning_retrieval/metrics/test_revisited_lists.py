@@ -27,7 +27,11 @@ INVALID_LISTS = {
     "no mapping": (([[0]], {5: []}, {5: []}), TypeError, "`easy` must map each query's id to ids of images, got list"),
     "no list": (({5: None}, {5: []}, {5: []}), TypeError, "`easy` must map integers .*, got None for 5"),
     "no integers": (({5: [0.5]}, {5: []}, {5: []}), TypeError, r"`easy` must map integers .*, got \[0.5\] for 5"),
-    "other queries": (({5: [0]}, {6: []}, {5: []}), ValueError, "`hard` must have the queries of `easy`, .* query 5"),
+    "other queries": (
+        ({5: [0]}, {6: []}, {5: []}),
+        ValueError,
+        "`hard` must have the same queries as .* query 5",
+    ),
     "image twice": (({5: [0]}, {5: [1]}, {5: [0]}), ValueError, "once for a query, .* got image 0 twice for query 5"),
     "query": (({5: [5]}, {5: [1]}, {5: [0]}), ValueError, "and not the query itself, got image 5 twice for query 5"),
 }

@@ -615,8 +615,8 @@ def test_largest_chunk_of_a_frozen_embedder():
 @pytest.mark.refusal
 def test_not_even_one_row_fits():
     match = (
-        r"^largest_chunk_size: not even one input of shape \(5,\) fits the memory of cpu beside the 7 bytes in "
-        "reserve; use smaller inputs, a smaller network or half precision"
+        r"^largest_chunk_size: not even one input of shape \(5,\) fits the memory of cpu in addition to the 7 reserved "
+        "bytes; use smaller inputs, a smaller network or half precision"
     )
     with pytest.raises(torch.OutOfMemoryError, match=match):
         largest_chunk_size(out_of_memory_above(0, net(), []), images(), reserve=7)

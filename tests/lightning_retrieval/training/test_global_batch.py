@@ -140,8 +140,8 @@ def test_batches_that_do_not_match_raise_on_every_rank(ranks):
         error, message = messages["rows"]
         assert error is ValueError
         assert message == (
-            "Owner: with gather=False the loss is the mean of the processes' losses, which needs batches of one size, "
-            f"got {list(range(2, 2 + world))} rows in rank order; leave gather at True, or drop the uneven batch."
+            "Owner: with gather=False the loss is the mean of the processes' losses, which needs batches of equal "
+            f"size, got {list(range(2, 2 + world))} rows in rank order; keep gather=True, or drop the uneven batch."
         )
         assert result["rows without gathering"] == (2, [2] * world)
 

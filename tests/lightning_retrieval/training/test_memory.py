@@ -600,7 +600,7 @@ def test_batches_raise_before_a_step(error, sentence, data, size, weight, start_
 
 @pytest.mark.refusal
 def test_a_weight_needs_a_memory():
-    with pytest.raises(ValueError, match=r"^RetrievalModule: `memory_weight` came without `memory`; give both or"):
+    with pytest.raises(ValueError, match=r"^RetrievalModule: `memory_weight` was given without `memory`; give"):
         RetrievalModule(net(), SmoothAPLoss(), memory_weight=1.0)
     with pytest.raises(ValueError, match=r"^RetrievalModule: `memory_weight` must be a finite number, got nan\."):
         RetrievalModule(net(), SmoothAPLoss(), memory=CrossBatchMemory(8), memory_weight=math.nan)

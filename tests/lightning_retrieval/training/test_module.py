@@ -222,7 +222,7 @@ def test_clipping_sees_unscaled_gradients(precision, chunk_size):
             {"gradient_clip_val": 0.5},
             r"Trainer\(gradient_clip_val=0\.5\) does not work .* RetrievalModule\(\.\.\., gradient_clip_val=0\.5\)",
         ),
-        ({"accumulate_grad_batches": 4}, r"Trainer\(accumulate_grad_batches=4\) would cut .* chunk_size"),
+        ({"accumulate_grad_batches": 4}, r"Trainer\(accumulate_grad_batches=4\) would split .* chunk_size"),
         ({"overfit_batches": 2}, r"Trainer\(overfit_batches=2\) replaces the sampler.* limit_train_batches"),
     ],
 )
