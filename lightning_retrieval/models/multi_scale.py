@@ -7,8 +7,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from lightning_retrieval.checks import check_positive, check_tensor
+from lightning_retrieval.checks import check_not_negative, check_positive, check_tensor
 from lightning_retrieval.ranking.similarity import normalize
+
+# Ways to combine the scales: the settings of `multi_scale` by name. "gem" is `--pooling gem` of dirtorch.
+SCALE_POOLING: dict[str, dict[str, float]] = {"mean": {"p": 1.0, "eps": 0.0}, "gem": {"p": 3.0, "eps": 1e-6}}
 
 
 def multi_scale(
@@ -16,8 +19,16 @@ def multi_scale(
     images: Float[Tensor, "batch channel height width"],
     scales: Sequence[float],
     p: float = 1.0,
+    *,
+    eps: float = 0.0,
 ) -> Float[Tensor, "batch dim"]:
-    """Embed images at several scales: the normalised mean of the normalised embeddings.
+    """Embed images at several scales: the normalised power mean of the normalised embeddings.
+
+    With x the normalised embedding at a scale, the power mean is sympow(mean over scales of sympow(x, p), 1 / p), where
+    sympow(x, p) = sign(x) max(|x|, eps)^p for each entry. With p = 1 and eps = 0 it is the mean. With eps = 0 it is the
+    `extract_ms` of filipradenovic/cnnimageretrieval-pytorch, whose exponent is that of its pooling. With p = 3 and
+    eps = 1e-6 it is the `--pooling gem` of naver/deep-image-retrieval: every entry that is smaller than
+    eps^(1 / p) = 0.01 becomes 0.01, with its sign.
 
     Resizing is bilinear, with antialiasing when an image becomes smaller, as in PIL and therefore in
     naver/deep-image-retrieval; filipradenovic/cnnimageretrieval-pytorch resizes without antialiasing.
@@ -28,6 +39,7 @@ def multi_scale(
         scales: factors of height and width, each > 0; the resulting sizes are rounded.
         p: exponent of the mean over scales, > 0: 1 is the average; larger values give larger entries more weight.
             Entries keep their signs.
+        eps: smallest absolute value that is raised to a power, >= 0; without effect if there is only one scale.
 
     Returns:
         Unit rows.
@@ -52,6 +64,7 @@ def multi_scale(
     """
     scales = check_scales("multi_scale", "scales", scales)
     check_positive("multi_scale", "p", p)
+    check_not_negative("multi_scale", "eps", eps)
     check_tensor("multi_scale", "images", images)
     if images.ndim != 4:
         raise ValueError(
@@ -59,13 +72,11 @@ def multi_scale(
         )
     if not images.is_floating_point():
         raise TypeError(f"multi_scale: `images` must be floating point, got {images.dtype}.")
-    powers = []
-    for scale in scales:
-        unit_rows = normalize(embed(_resized(images, scale)))  # (batch, dim)
-        powers.append(_signed_power(unit_rows, p))
-    # The sum serves as the mean, since the result is normalised.
-    total = torch.stack(powers).sum(0)  # (batch, dim)
-    return normalize(_signed_power(total, 1 / p))
+    unit_rows = [normalize(embed(_resized(images, scale))) for scale in scales]  # (batch, dim) each
+    if len(scales) == 1:
+        return unit_rows[0]
+    powers = _signed_power(torch.stack(unit_rows), p, eps)  # (scale, batch, dim)
+    return normalize(_signed_power(powers.mean(0), 1 / p, eps))
 
 
 def check_scales(owner: str, name: str, scales: Sequence[float]) -> tuple[float, ...]:
@@ -82,5 +93,5 @@ def _resized(images: Float[Tensor, "batch channel height width"], scale: float) 
     return interpolate(images, size=size, mode="bilinear", antialias=True)
 
 
-def _signed_power(x: Float[Tensor, "batch dim"], p: float) -> Float[Tensor, "batch dim"]:
-    return x.sign() * x.abs().pow(p)
+def _signed_power(x: Float[Tensor, "..."], p: float, eps: float) -> Float[Tensor, "..."]:
+    return x.sign() * x.abs().clamp(min=eps).pow(p)

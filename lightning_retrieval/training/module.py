@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_retrieval.checks import check_bool, check_choice, check_integer, check_positive
 from lightning_retrieval.distributed import rank
-from lightning_retrieval.models.multi_scale import check_scales, multi_scale
+from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.whitening import PCAWhitening
 from lightning_retrieval.training.batches import Unpacked, unpack
 from lightning_retrieval.training.chunk_size_search import ChunkSizeSearch
@@ -65,6 +65,7 @@ class RetrievalModule(ManualTraining):
         gather: False restricts lists to the shard of each process, and averages the losses of the processes.
         eval_scales: factors of the image size at which images are embedded in evaluation and prediction, and averaged
             (`multi_scale`); a single 1 leaves embeddings as `forward` returns them.
+        eval_scales_pooling: how the embeddings of the scales are combined: `"mean"`, or `"gem"` as in AP-GeM's code.
         whitening: applied in evaluation and prediction once it is fitted, by its `fit` or by the callback
             `LearnWhitening`.
 
@@ -102,6 +103,7 @@ class RetrievalModule(ManualTraining):
         memory_weight: float | None = None,
         gather: bool = True,
         eval_scales: Sequence[float] = (1.0,),
+        eval_scales_pooling: Literal["mean", "gem"] = "mean",
         whitening: PCAWhitening | None = None,
     ) -> None:
         super().__init__()
@@ -130,6 +132,7 @@ class RetrievalModule(ManualTraining):
         self.memory_weight = memory_weight
         self.whitening = rebuild_optional(owner, "whitening", whitening, PCAWhitening)
         self.eval_scales = check_scales(owner, "eval_scales", eval_scales)
+        self.eval_scales_pooling = check_choice(owner, "eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING))
         self.chunk_size: int | Literal["auto"] | None = check_chunk_size(owner, chunk_size)
         self.gather = check_bool(owner, "gather", gather)
         self.gradient_clip_val = check_clip_value(owner, gradient_clip_val)
@@ -155,7 +158,11 @@ class RetrievalModule(ManualTraining):
             images: as for `forward`.
             whiten: False skips the whitening, for embeddings from which it is learned.
         """
-        embeddings: Tensor = self(images) if self.eval_scales == (1,) else multi_scale(self, images, self.eval_scales)
+        only_original_size = self.eval_scales == (1,)
+        if only_original_size:
+            embeddings: Tensor = self(images)
+        else:
+            embeddings = multi_scale(self, images, self.eval_scales, **SCALE_POOLING[self.eval_scales_pooling])
         if whiten and self.whitening is not None and self.whitening.learned is not None:
             embeddings = self.whitening(embeddings)
         return embeddings

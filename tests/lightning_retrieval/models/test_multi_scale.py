@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.functional import normalize
 
 from lightning_retrieval import multi_scale
+from lightning_retrieval.models.multi_scale import SCALE_POOLING
 
 
 class RecordsSizes:
@@ -42,6 +43,53 @@ def test_power_mean_keeps_signs():
     torch.testing.assert_close(found[0], normalize(torch.tensor([mean]))[0])
 
 
+def sympow(x, p, eps=1e-6):
+    """`sympow` of dirtorch's pool(), for one number."""
+    return math.copysign(max(abs(x), eps) ** p, x) if x else 0.0
+
+
+def gem_by_loops(rows):
+    """dirtorch's `--pooling gem` for the unit rows of all scales, then the normalisation."""
+    mean_of_cubes = [sum(sympow(x, 3) for x in column) / len(rows) for column in zip(*rows)]
+    pooled = [sympow(x, 1 / 3) for x in mean_of_cubes]
+    return [x / math.hypot(*pooled) for x in pooled]
+
+
+def embeds_rows(rows):
+    """A network whose embeddings of the images at each scale are given."""
+    given = iter(torch.tensor(rows, dtype=torch.float64))
+    return lambda images: next(given)[None]
+
+
+def test_gem_raises_small_entries_to_one_hundredth():
+    """Two scales give the same row: without `eps` it is the result, with it (0.01, 1, -0.01), normalised."""
+    row, images = [0.005, 1.0, -0.002], torch.rand(1, 1, 4, 4)
+    unit = [x / math.hypot(*row) for x in row]
+    found = multi_scale(embeds_rows([row, row]), images, (0.5, 1), p=3)
+    torch.testing.assert_close(found, torch.tensor([unit], dtype=torch.float64))
+    found = multi_scale(embeds_rows([row, row]), images, (0.5, 1), **SCALE_POOLING["gem"])
+    pooled = [0.01, unit[1], -0.01]
+    expected = torch.tensor([[x / math.hypot(*pooled) for x in pooled]], dtype=torch.float64)
+    torch.testing.assert_close(found, expected)
+
+
+def test_gem_against_loops():
+    """Entries with one sign and with both, below and above the floor, and zero."""
+    rows = torch.randn(3, 64, dtype=torch.float64)
+    rows[:, 3], rows[:, 4] = torch.tensor([1e-9, 1e-8, -1e-7], dtype=torch.float64), 0.0
+    rows = rows / rows.norm(dim=1, keepdim=True)
+    expected = gem_by_loops(rows.tolist())
+    found = multi_scale(embeds_rows(rows.tolist()), torch.rand(1, 1, 4, 4), (0.5, 1, 2), p=3.0, eps=1e-6)
+    torch.testing.assert_close(found[0], torch.tensor(expected, dtype=torch.float64))
+    assert found[0, 4] == 0
+
+
+def test_one_scale_is_not_pooled():
+    row = [0.6, 0.8, 1e-4]
+    found = multi_scale(embeds_rows([row]), torch.rand(1, 1, 4, 4), (0.5,), p=3.0, eps=1e-6)
+    torch.testing.assert_close(found[0], normalize(torch.tensor(row, dtype=torch.float64), dim=0))
+
+
 def test_resizing_equals_pil():
     pixels = (255 * torch.rand(20, 30, generator=torch.Generator().manual_seed(0))).to(torch.uint8)
     by_pil = torch.from_numpy(np.array(Image.fromarray(pixels.numpy()).resize((15, 10), Image.Resampling.BILINEAR)))
@@ -64,6 +112,7 @@ def test_a_resized_image_has_at_least_one_pixel():
         ({"scales": 0.5}, ValueError, "`scales` must hold at least one scale.* got 0.5"),
         ({"scales": (1, 0)}, ValueError, "`scales` must be a finite number > 0, got 0"),
         ({"p": 0.0}, ValueError, "`p` must be a finite number > 0, got 0.0"),
+        ({"eps": -1e-6}, ValueError, "`eps` must be a finite number >= 0, got -1e-06"),
         ({"images": torch.rand(3, 4, 4)}, ValueError, r"`images` must have shape .* got \(3, 4, 4\)"),
         ({"images": torch.ones(1, 3, 4, 4, dtype=torch.uint8)}, TypeError, "`images` must be floating .* torch.uint8"),
     ],

@@ -72,6 +72,21 @@ def test_evaluation_and_prediction_take_scales_and_whitening(tmp_path):
         torch.testing.assert_close(model.embed(IMAGES, whiten=False), plain)
 
 
+def test_the_pooling_of_the_scales_is_chosen_and_kept_in_the_checkpoint(tmp_path):
+    model = module(eval_scales=SCALES, eval_scales_pooling="gem")
+    with torch.no_grad():
+        mean = multi_scale(model.embedder.eval(), IMAGES, SCALES)
+        gem = multi_scale(model.embedder, IMAGES, SCALES, p=3.0, eps=1e-6)
+        assert torch.equal(model.embed(IMAGES), gem)
+    assert not torch.allclose(mean, gem, atol=1e-3)
+    run = trainer(tmp_path)
+    run.fit(model, loader())
+    run.save_checkpoint(tmp_path / "model.ckpt")
+    loaded = RetrievalModule.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True)
+    assert loaded.eval_scales_pooling == "gem"
+    assert module().eval_scales_pooling == "mean"
+
+
 def test_one_scale_leaves_embeddings_as_they_are():
     model = module()
     with torch.no_grad():
@@ -117,5 +132,8 @@ def test_a_checkpoint_from_before_gets_a_whitening(tmp_path):
 def test_invalid_settings_raise():
     with pytest.raises(ValueError, match=re.escape("RetrievalModule: `eval_scales` must hold at least one scale")):
         module(eval_scales=())
+    message = r"RetrievalModule: `eval_scales_pooling` must be one of 'mean', 'gem', got 'max'\."
+    with pytest.raises(ValueError, match=message):
+        module(eval_scales_pooling="max")
     with pytest.raises(TypeError, match=r"RetrievalModule: `whitening` must be a .*PCAWhitening, got Linear"):
         module(whitening=nn.Linear(2, 2))
