@@ -37,7 +37,8 @@ class INaturalist(ImageDataModule):
     In the test each image is a query, and all other test images are its gallery. `root` contains `train_val2018/` and
     Smooth-AP's split lists, directly or in `Inat_dataset_splits/`; for `levels` also `train2018.json`, `val2018.json`
     or `categories.json` of the official release. A class is an official category; its category, for
-    `sampler="category"`, is the supercategory (birds, plants, ...).
+    `sampler="category"`, is the supercategory (birds, plants, ...). If several supercategories share a category id, it
+    is one class in each of them, as in Smooth-AP's code, with names such as `Aves/9`.
 
     Args:
         root: the folder that contains `train_val2018/`.
@@ -52,7 +53,8 @@ class INaturalist(ImageDataModule):
     Raises:
         FileNotFoundError: if a list, or the taxonomy for `levels`, is missing.
         ValueError: if `levels` are unknown or in another order, a line is not the path of an image in the folder of its
-            category or occurs twice, or the taxonomy lacks a category.
+            category or occurs twice, or the taxonomy lacks a category; with `levels` also if several supercategories
+            share a category id.
 
     Example:
         >>> from pathlib import Path
@@ -92,15 +94,28 @@ class INaturalist(ImageDataModule):
         if self.levels is not None:
             taxonomy = self._read_taxonomy()
         train, test = _read_list(self._list("train")), _read_list(self._list("test"))
+        shared = _shared_numbers([train, test])
+        if shared and taxonomy is not None:
+            raise ValueError(
+                f"INaturalist: `levels` need each category id in one supercategory, got {min(shared)} in several; set "
+                "levels=None."
+            )
         # The splits have supercategories in common, which therefore have the same numbers in both.
         categories, _ = class_numbers(train.supercategories + test.supercategories)
         return {
-            "train": self._make_index(train, categories[: len(train.paths)], taxonomy),
-            "test": self._make_index(test, categories[len(train.paths) :], taxonomy),
+            "train": self._make_index(train, categories[: len(train.paths)], taxonomy, shared),
+            "test": self._make_index(test, categories[len(train.paths) :], taxonomy, shared),
         }
 
-    def _make_index(self, images: _Images, categories: NDArray[np.int64], taxonomy: _Taxonomy | None) -> ImageIndex:
-        labels, names = class_numbers(images.category_ids)
+    def _make_index(
+        self, images: _Images, categories: NDArray[np.int64], taxonomy: _Taxonomy | None, shared: set[int]
+    ) -> ImageIndex:
+        """The index of a list; a category id that several supercategories share is one class in each of them."""
+        keys = _class_keys(images, shared)
+        labels, _ = class_numbers(keys)
+        names = []
+        for category_id, supercategory in sorted(set(keys)):
+            names.append(f"{supercategory}/{category_id}".lstrip("/"))
         levels = None
         if taxonomy is not None:
             levels = self._labels_of_levels(taxonomy, labels, names)
@@ -183,6 +198,27 @@ def _read_list(path: Path) -> _Images:
         raise ValueError(f"INaturalist: {path} must name at least one image, got none.")
     check_unique("INaturalist", path, "image", images.paths)
     return images
+
+
+def _shared_numbers(lists: Sequence[_Images]) -> set[int]:
+    """The category ids that several supercategories share."""
+    supercategory_of: dict[int, str] = {}
+    shared: set[int] = set()
+    for images in lists:
+        for category_id, supercategory in zip(images.category_ids, images.supercategories):
+            if supercategory_of.setdefault(category_id, supercategory) != supercategory:
+                shared.add(category_id)
+    return shared
+
+
+def _class_keys(images: _Images, shared: set[int]) -> list[tuple[int, str]]:
+    """What identifies the class of each image: its category id and, if the id is shared, its supercategory."""
+    keys = []
+    for category_id, supercategory in zip(images.category_ids, images.supercategories):
+        if category_id not in shared:
+            supercategory = ""
+        keys.append((category_id, supercategory))
+    return keys
 
 
 def _read_categories(path: Path) -> _Taxonomy:

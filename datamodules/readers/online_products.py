@@ -13,6 +13,7 @@ from lightning_retrieval.datamodules.files.lists import (
     check_not_empty,
     check_unique,
     join_paths,
+    line_number,
     parse_integers,
     read_columns,
 )
@@ -49,7 +50,8 @@ class StanfordOnlineProducts(ImageDataModule):
 
     Raises:
         FileNotFoundError: if a list or the images are missing; the message suggests where they may be.
-        ValueError: if the header of a list differs, a line lacks a field, or an id is not an integer or occurs twice.
+        ValueError: if the header of a list differs, a line lacks a field, an id is not an integer or occurs twice, or a
+            class is in two super classes.
 
     Example:
         >>> from pathlib import Path
@@ -105,12 +107,14 @@ class StanfordOnlineProducts(ImageDataModule):
         owner = type(self).__name__
         image_ids, class_ids, super_class_ids, paths = read_columns(owner, path, len(COLUMNS), header=COLUMNS)
         check_not_empty(owner, path, split, paths)
-        return _Products(
+        products = _Products(
             parse_integers(owner, path, "image_id", image_ids),
             parse_integers(owner, path, "class_id", class_ids),
             parse_integers(owner, path, "super_class_id", super_class_ids),
             paths,
         )
+        _check_one_super_class_each(owner, path, products)
+        return products
 
     def _image_folder(self, example: str) -> str:
         """The folder below the root that contains the folders of images."""
@@ -127,3 +131,14 @@ class StanfordOnlineProducts(ImageDataModule):
         check_unique(type(self).__name__, path, "path", paths)
         labels, names = class_numbers(products.class_ids)
         return ImageIndex(paths, labels, categories=categories, names=names)
+
+
+def _check_one_super_class_each(owner: str, path: Path, products: _Products) -> None:
+    super_class_of: dict[int, int] = {}
+    for row, (product, super_class) in enumerate(zip(products.class_ids, products.super_class_ids), 1):
+        first = super_class_of.setdefault(product, super_class)
+        if first != super_class:
+            raise ValueError(
+                f"{owner}: each class_id must have one super_class_id, got {product} with {first} and with "
+                f"{super_class} in line {line_number(path, row)} of {path}."
+            )

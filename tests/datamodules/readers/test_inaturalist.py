@@ -161,3 +161,20 @@ def test_a_truncated_image_is_named(tmp_path):
     truncate(tmp_path / paths["train"][1])
     with pytest.raises(ValueError, match=rf"cannot read the image .*{paths['train'][1]}"):
         INaturalist(tmp_path, **QUICK).train_set[1]
+
+
+def test_a_number_that_supercategories_share_is_one_class_in_each(tmp_path):
+    """Smooth-AP's code identifies a class by its supercategory and its number."""
+    write_inaturalist(tmp_path, images=False)
+    lists = tmp_path / "Inat_dataset_splits"
+    folders = ["Plantae/10", "Aves/9", "Plantae/9", "Aves/9", "Aves/100", "Aves/9"]
+    lines = [f"train_val2018/{folder}/{i}.jpg\n" for i, folder in enumerate(folders)]
+    write_text(lists / "Inaturalist_train_set1.txt", "".join(lines))
+    write_text(lists / "Inaturalist_test_set1.txt", "train_val2018/Insecta/9/a.jpg\ntrain_val2018/Aves/7/b.jpg\n")
+    splits = INaturalist(tmp_path).splits
+    assert list(splits["train"].names) == ["Aves/9", "Plantae/9", "10", "100"]
+    assert splits["train"].labels.tolist() == [2, 0, 1, 0, 3, 0]
+    assert list(splits["test"].names) == ["7", "Insecta/9"]
+    assert splits["test"].labels.tolist() == [1, 0]
+    with pytest.raises(ValueError, match=r"^INaturalist: `levels` need each category id in one super.*, got 9 in sev"):
+        INaturalist(tmp_path, levels=["species", "genus"]).prepare_data()

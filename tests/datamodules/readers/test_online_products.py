@@ -91,6 +91,12 @@ INVALID = {
         "11319 mug",
         "`super_class_id` must be integers .*, got 'mug'",
     ),
+    "class in two categories": (
+        "train",
+        "2 8 12 ",
+        "2 8 7 ",
+        r"each class_id must have one super_class_id, got 8 with 12 and with 7 in line 3 of .*Ebay_train.txt\.",
+    ),
     "class in both splits": ("test", "13 11319", "13 9", "not in both, got 1 in train and test, such as '9'"),
     "path out of the root": ("test", "2 cabinet", "2 ../cabinet", r"must lie inside the root, got '\.\./cabinet_final"),
     "first path out of the root": ("train", "12 toaster", "12 ../toaster", "must lie inside the root, got"),
