@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import sys
 import threading
 import time
 from pathlib import Path
@@ -196,3 +197,16 @@ def _children():
             if command and not any(kept in command for kept in KEPT_PROCESSES):
                 found[int(pid)] = command.strip()[:80]
     return found
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """A module on sys.path that nobody has imported; its name, and the file that importing it writes."""
+    folder = tmp_path / "planted"
+    folder.mkdir()
+    written = folder / "written"
+    source = f"from torch import nn\nopen({str(written)!r}, 'w').close()\nclass Net(nn.Linear):\n    pass\n"
+    (folder / "planted_module.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
+    yield "planted_module", written
+    sys.modules.pop("planted_module", None)

@@ -10,13 +10,21 @@ from lightning_retrieval.cli.embedding import UnreadableImage
 
 
 def add_embedding_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--batch_size`, `--num_workers` and `--device` to a parser."""
+    """Add `--batch_size`, `--num_workers`, `--device` and `--import_module` to a parser."""
     device = "cpu"
     if torch.cuda.is_available():
         device = "cuda"
     parser.add_argument("--batch_size", type=int, default=32, help="number of images embedded at a time, default 32")
     parser.add_argument("--num_workers", type=int, default=0, help="number of processes that read images, default 0")
     parser.add_argument("--device", default=device, help=f"device that the model runs on, default {device}")
+    parser.add_argument(
+        "--import_module",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="module with classes of the checkpoint that are not of this library, torch, torchvision, timm or "
+        "pytorch_metric_learning; it is imported, which runs its code",
+    )
 
 
 def report_unreadable(command: str, images: Sequence[UnreadableImage]) -> int:

@@ -1,12 +1,15 @@
 """`lightning-retrieval fit`, `validate`, `test` and `predict`: LightningCLI with compact help."""
 
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 
 from lightning_retrieval.cli.help import CompactHelpFormatter
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
+from lightning_retrieval.training.hyperparameters import check_command_line_hyperparameters
 from lightning_retrieval.training.module import RetrievalModule
 from lightning_retrieval.training.run_folder import run_folder
 
@@ -60,10 +63,15 @@ class RetrievalCLI(LightningCLI):
         )
 
     def _parse_ckpt_path(self) -> None:
-        """Stop if the checkpoint is damaged, before Lightning reads hyperparameters from it."""
+        """Stop if the checkpoint is damaged or names strange modules, before Lightning parses its hyperparameters."""
         subcommand = self.config.subcommand
+        checkpoint = self.config[subcommand].get("ckpt_path")
+        owner = f"lightning-retrieval {subcommand}"
         try:
-            check_checkpoint(f"lightning-retrieval {subcommand}", self.config[subcommand].get("ckpt_path"))
+            check_checkpoint(owner, checkpoint)
+            if checkpoint and Path(checkpoint).is_file():
+                saved = torch.load(checkpoint, map_location="meta", weights_only=True)
+                check_command_line_hyperparameters(owner, saved.get("hyper_parameters") or {})
         except ValueError as error:
             self.parser.error(str(error))
         super()._parse_ckpt_path()

@@ -11,6 +11,7 @@ from lightning_retrieval.cli.messages import command_line_message
 from lightning_retrieval.cli.transforms import TRANSFORMS
 from lightning_retrieval.search.index import RetrievalIndex
 from lightning_retrieval.search.recall import RECALL_AT
+from lightning_retrieval.training.class_paths import import_named_module
 
 TRANSFORM_SOURCES = {
     "argument": "",
@@ -30,6 +31,8 @@ def index(args: Sequence[str]) -> int:
     """
     settings = vars(_parser().parse_args(args))
     try:
+        for module in settings.pop("import_module"):
+            import_named_module("index", "--import_module", module)
         made, unreadable = index_images(**settings)
     except (OSError, ValueError) as error:
         print(command_line_message("index", error, settings), file=sys.stderr)

@@ -14,6 +14,7 @@ from lightning_retrieval.cli.messages import command_line_message, printable
 from lightning_retrieval.cli.page import result_page
 from lightning_retrieval.cli.search_images import QueryResult, search_images
 from lightning_retrieval.search.index import RetrievalIndex
+from lightning_retrieval.training.class_paths import import_named_module
 
 
 def search(args: Sequence[str]) -> int:
@@ -47,6 +48,8 @@ def _search(options: argparse.Namespace) -> tuple[list[QueryResult], list[Unread
         raise ValueError(
             f"search: `--images` must be the folder of the index's images, got {images}, which is not a folder."
         )
+    for module in options.import_module:
+        import_named_module("search", "--import_module", module)
     index = RetrievalIndex.load(options.index, mapped=True)
     if options.parameters is not None:
         index.set_parameters(options.parameters)

@@ -7,13 +7,15 @@ is unpickled.
 
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from torch import nn
 
-from lightning_retrieval.training.class_paths import class_path, load_class
+from lightning_retrieval.training.class_paths import check_config_paths, class_path, load_class
 
 T = TypeVar("T")
+INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
 
 
 def describe(value: Any) -> Any:
@@ -96,6 +98,29 @@ def rebuild_factory(owner: str, name: str, value: Any, kind: type[Any] | tuple[t
             f"{owner}: `{name}` must be callable, such as functools.partial(torch.optim.SGD, lr=0.1), got {value!r}."
         )
     return value
+
+
+def check_command_line_hyperparameters(owner: str, saved: Mapping[str, Any]) -> None:
+    """Raise if a checkpoint of LightningCLI would import modules that the user has not imported; nothing is imported.
+
+    jsonargparse rebuilds the module of such a checkpoint from a config, and imports what the config names.
+
+    Args:
+        owner: prefix of error messages.
+        saved: the hyperparameters of the checkpoint, without those that the caller replaces.
+
+    Raises:
+        ValueError: with the argument and the module.
+    """
+    settings = dict(saved)
+    instantiator = settings.pop("_instantiator", None)
+    if instantiator not in (None, *INSTANTIATORS):
+        raise ValueError(
+            f"{owner}: a checkpoint must name {INSTANTIATORS[0]} as `_instantiator` or nothing, got {instantiator!r}."
+        )
+    check_config_paths(owner, "_class_path", settings.pop("_class_path", None))
+    for name, value in settings.items():
+        check_config_paths(owner, name, value)
 
 
 def _describe_object(value: Any) -> dict[str, Any]:

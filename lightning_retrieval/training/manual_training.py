@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
+from lightning_fabric.utilities.cloud_io import _load
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from lightning_retrieval.training.checkpoint_files import check_checkpoint, verify_checkpoints
-from lightning_retrieval.training.hyperparameters import describe
+from lightning_retrieval.training.hyperparameters import check_command_line_hyperparameters, describe
 from lightning_retrieval.training.run_report import log_facts
 from lightning_retrieval.training.schedulers import step_plateau_schedulers, step_schedulers
 from lightning_retrieval.training.strategy import broadcast_buffers_at_next_forward, loss_scale
@@ -78,19 +79,33 @@ class ManualTraining(pl.LightningModule):
         return super().configure_callbacks()
 
     @_restricted_classmethod
-    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Self:  # noqa: N805
-        """Rebuild a module from a checkpoint, as Lightning does, after its checksums have been compared.
+    def load_from_checkpoint(
+        cls,  # noqa: N805
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Rebuild a module from a checkpoint, as Lightning does, after its checksums and class paths have been checked.
 
         Args:
             checkpoint_path: a path, an address or a stream.
-            args: as in Lightning.
-            kwargs: as in Lightning, such as `weights_only=True`, and constructor arguments.
+            map_location: device, or function of `torch.load`.
+            hparams_file: YAML or CSV file of hyperparameters that replace those of the checkpoint.
+            strict: whether the names of the weights must be those of the module.
+            weights_only: False also unpickles what can run code.
+            kwargs: constructor arguments that replace those of the checkpoint.
 
         Raises:
-            ValueError: if the file is damaged.
+            ValueError: if the file is damaged, or names a class whose module is neither imported nor in one of
+                `class_paths.TRUSTED_PACKAGES`.
         """
         check_checkpoint(cls.__name__, checkpoint_path)
-        return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+        if hparams_file is None:
+            _check_class_paths(cls, checkpoint_path, weights_only, kwargs)
+        return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Convert to the run's precision before the weights are loaded; Lightning does so afterwards."""
@@ -136,3 +151,26 @@ class ManualTraining(pl.LightningModule):
         """Step `ReduceLROnPlateau` in a run without validation."""
         if not self.trainer.enable_validation:
             step_plateau_schedulers(self, self.lr_scheduler_monitor)
+
+
+def _check_class_paths(
+    cls: type[pl.LightningModule], checkpoint_path: Any, weights_only: bool | None, replaced: Mapping[str, Any]
+) -> None:
+    """Raise if rebuilding the module of a checkpoint would import modules that the user has not imported.
+
+    Args:
+        cls: class of the module.
+        checkpoint_path: path, URL or binary stream, which is left at its position.
+        weights_only: as for `load_from_checkpoint`.
+        replaced: hyperparameters that the checkpoint does not determine.
+    """
+    is_stream = hasattr(checkpoint_path, "seek")
+    if is_stream:
+        position = checkpoint_path.tell()
+    saved = _load(checkpoint_path, map_location="meta", weights_only=weights_only)
+    if is_stream:
+        checkpoint_path.seek(position)
+    hyperparameters = saved.get(cls.CHECKPOINT_HYPER_PARAMS_KEY) or {}
+    if "_instantiator" in hyperparameters:  # otherwise the constructor looks the classes up
+        used = {name: value for name, value in hyperparameters.items() if name not in replaced}
+        check_command_line_hyperparameters(cls.__name__, used)

@@ -1,9 +1,45 @@
 """A checkpoint records the transform that its data module evaluated with."""
 
+import io
+
 import pytest
 import torch
+from torch import nn
 
-from lightning_retrieval.cli.checkpoint import recorded_transform
+from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval.cli.checkpoint import load_checkpoint, recorded_transform
+from lightning_retrieval.cli.main import main
+from tests.lightning_retrieval.cli.example_config import EXAMPLE, IGNORED
+from tests.lightning_retrieval.cli.glyph_commands import save_checkpoint
+
+NET = {"class_path": "planted_module.Net", "init_args": {"in_features": 4, "out_features": 2}}
+LINEAR = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 4, "out_features": 2}}
+LOSS = {"class_path": "lightning_retrieval.SmoothAPLoss", "init_args": {"tau": 0.1}}
+WEIGHTED = {"class_path": "lightning_retrieval.WeightedSum", "init_args": {"losses": {"ap": [1.0, NET]}}}
+COMMAND_LINE = {
+    "_instantiator": "pytorch_lightning.cli.instantiate_module",
+    "_class_path": "lightning_retrieval.RetrievalModule",
+    "embedder": LINEAR,
+    "loss": LOSS,
+}
+STRANGE = {
+    "described": {"embedder": NET, "loss": LOSS},
+    "nested": {"embedder": LINEAR, "loss": WEIGHTED},
+    "module": {**COMMAND_LINE, "_class_path": "planted_module.Net"},
+    "command_line": {**COMMAND_LINE, "embedder": NET},
+    "command_line_nested": {**COMMAND_LINE, "loss": WEIGHTED},
+    "path_alone": {**COMMAND_LINE, "embedder": "planted_module.Net"},
+    "yaml": {**COMMAND_LINE, "optimizer": "{class_path: planted_module.Net}"},
+    "callable": {**COMMAND_LINE, "optimizer": "planted_module.Net"},
+    "instantiator": {**COMMAND_LINE, "_instantiator": "planted_module.Net"},
+}
+
+
+def write_checkpoint(path, hyperparameters):
+    """A checkpoint of a linear layer with other hyperparameters."""
+    save_checkpoint(path, RetrievalModule(nn.Linear(4, 2), SmoothAPLoss()))
+    torch.save({**torch.load(path, weights_only=True), "hyper_parameters": hyperparameters}, path)
+    return path
 
 
 @pytest.mark.parametrize(
@@ -16,3 +52,53 @@ from lightning_retrieval.cli.checkpoint import recorded_transform
 )
 def test_recorded_transform(state, name):
     assert recorded_transform(state) == name
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", STRANGE)
+def test_checkpoint_imports_no_module_of_its_own(planted, tmp_path, name):
+    path = write_checkpoint(tmp_path / "model.ckpt", STRANGE[name])
+    with pytest.raises(ValueError, match=r"^RetrievalModule: .*planted_module"):
+        RetrievalModule.load_from_checkpoint(path)
+    with pytest.raises(ValueError, match=r"^RetrievalModule: .*planted_module"):
+        RetrievalModule.load_from_checkpoint(io.BytesIO(path.read_bytes()))
+    with pytest.raises(ValueError, match=r"^index: `checkpoint` must be .* \(RetrievalModule: .*planted_module"):
+        load_checkpoint("index", path)
+    assert not planted[1].exists()
+
+
+@pytest.mark.slow
+@pytest.mark.refusal
+@pytest.mark.filterwarnings(*IGNORED)
+@pytest.mark.parametrize("name", ["command_line", "command_line_nested", "module", "path_alone", "yaml"])
+def test_fit_imports_no_module_of_a_checkpoint(planted, tmp_path, capsys, name):
+    path = write_checkpoint(tmp_path / "model.ckpt", STRANGE[name])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["validate", f"--config={EXAMPLE}", f"--ckpt_path={path}"])
+    assert "planted_module.Net, whose module is not imported" in capsys.readouterr().err
+    assert not planted[1].exists()
+
+
+@pytest.mark.parametrize("name", ["described", "command_line"])
+def test_classes_of_modules_that_the_user_has_imported_are_rebuilt(planted, tmp_path, name):
+    path = write_checkpoint(tmp_path / "model.ckpt", STRANGE[name])
+    net = __import__(planted[0]).Net
+    assert type(RetrievalModule.load_from_checkpoint(path).embedder) is net
+    assert type(load_checkpoint("index", path)[0].embedder) is net
+
+
+@pytest.mark.parametrize("name", ["described", "command_line"])
+def test_an_object_in_place_of_a_strange_class_needs_no_import(planted, tmp_path, name):
+    path = write_checkpoint(tmp_path / "model.ckpt", STRANGE[name])
+    module = RetrievalModule.load_from_checkpoint(path, embedder=nn.Linear(4, 2), loss=SmoothAPLoss(), strict=True)
+    assert type(module.embedder) is nn.Linear
+    assert not planted[1].exists()
+
+
+def test_command_imports_the_modules_that_the_user_names(planted, tmp_path, capsys):
+    path = write_checkpoint(tmp_path / "model.ckpt", STRANGE["command_line"])
+    arguments = ["index", f"--checkpoint={path}", f"--images={tmp_path / 'none'}", f"--output={tmp_path / 'index'}"]
+    for option in ([], [f"--import_module={planted[0]}"]):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main([*arguments, *option])
+        assert planted[1].exists() == bool(option)

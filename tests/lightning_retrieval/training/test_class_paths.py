@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import importlib
 import inspect
 
 import jsonargparse
@@ -13,7 +14,8 @@ from torch import nn
 
 import lightning_retrieval
 from lightning_retrieval import callbacks, datamodules, losses, metrics, models
-from lightning_retrieval.training.class_paths import class_path, load_class
+from lightning_retrieval.training import class_paths
+from lightning_retrieval.training.class_paths import check_config_paths, class_path, import_named_module, load_class
 from lightning_retrieval.training.hyperparameters import describe
 
 PUBLIC_CLASSES = {
@@ -93,3 +95,72 @@ def test_hyperparameters_have_the_class_paths_that_lightning_cli_writes(capsys):
     assert config["model"]["class_path"] == describe(lightning_retrieval.RetrievalModule)["class_path"]
     for name in ("embedder", "loss", "optimizer"):
         assert module.hparams[name]["class_path"] == written[name]["class_path"]
+
+
+NOT_IMPORTED = (
+    r"names planted_module\.Net, whose module is not imported, and loading a checkpoint imports only "
+    r"lightning_retrieval, pytorch_metric_learning, timm, torch, torchvision; import planted_module first"
+)
+
+
+@pytest.mark.refusal
+def test_a_module_that_is_not_imported_is_not_imported_for_a_class(planted):
+    module, written = planted
+    with pytest.raises(ValueError, match=rf"^Test: `net` {NOT_IMPORTED}"):
+        load_class("Test", "net", f"{module}.Net", nn.Module)
+    assert not written.exists()
+    imported = importlib.import_module(module)
+    assert written.exists()  # so the file shows an import
+    assert load_class("Test", "net", f"{module}.Net", nn.Module) is imported.Net
+
+
+def test_modules_of_trusted_packages_are_imported_for_a_class(planted, monkeypatch):
+    module, written = planted
+    monkeypatch.setattr(class_paths, "TRUSTED_PACKAGES", (module,))
+    assert load_class("Test", "net", f"{module}.Net", nn.Module).__module__ == module
+    assert written.exists()
+
+
+def test_a_class_within_a_class_of_an_imported_module_is_found():
+    assert load_class("Test", "thing", f"{__name__}.Outer.Inner", object) is Outer.Inner
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ("planted_module.Net", "net"),
+        ({"class_path": "planted_module.Net"}, "net"),
+        ({"class_path": "Embedder", "init_args": {"backbone": {"class_path": "planted_module.Net"}}}, "backbone"),
+        ({"class_path": "Embedder", "dict_kwargs": {"head": ["planted_module.Net"]}}, "head"),
+        ([{"layers": [1, {"class_path": "planted_module.Net"}]}], "layers"),
+        ("{class_path: planted_module.Net}", "class_path"),
+        ("'planted_module.Net'", "net"),
+        (" planted_module.Net", "net"),
+        ({"embedder.class_path": "planted_module.Net"}, "embedder.class_path"),
+    ],
+)
+def test_config_names_no_module_that_is_not_imported(planted, config, name):
+    name = name.replace("class_path", "net") if isinstance(config, str) else name
+    with pytest.raises(ValueError, match=rf"^Test: `{name}` {NOT_IMPORTED}"):
+        check_config_paths("Test", "net", config)
+    assert not planted[1].exists()
+
+
+def test_config_of_known_classes_and_plain_values_is_accepted():
+    config = {"class_path": "torch.nn.Linear", "init_args": {"weights": "resnet50.a1_in1k", "x": [1, 0.5, None, True]}}
+    check_config_paths("Test", "net", [config, "Embedder", "val/mAP", "{", "a: b", "", ".", "no_such_module.Thing"])
+
+
+def test_module_that_the_user_names_is_imported(planted):
+    module, written = planted
+    import_named_module("Test", "--import_module", module)
+    assert written.exists()
+    check_config_paths("Test", "net", f"{module}.Net")
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("module", ["no_such_module", "", "torch.no_such_module"])
+def test_module_that_cannot_be_imported(module):
+    with pytest.raises(ValueError, match=rf"Test: `module` must name a module that can be imported, got {module} \("):
+        import_named_module("Test", "module", module)
