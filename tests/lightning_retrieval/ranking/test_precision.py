@@ -118,3 +118,31 @@ def test_a_setting_of_one_backend_is_overridden_and_restored(backends):
     with ieee_products():
         assert [backend.fp32_precision for backend in backends] == ["ieee", "ieee"]
     assert [backend.fp32_precision for backend in backends] == ["tf32", "ieee"]
+
+
+def values_on_a_gpu():
+    torch.manual_seed(1)
+    metrics = RetrievalMetrics((1,), query_expansion=QueryExpansion(k=2)).to("cuda")
+    metrics.update(torch.randn(12, 4).cuda(), LABELS.cuda(), torch.arange(12).cuda())
+    return {name: value.item() for name, value in metrics.compute().items()}
+
+
+@pytest.mark.gpu
+def test_a_gpu_ranks_without_tf32(reduced_precision, stand_in_for_kernels):
+    before = tf32_products(stand_in_for_kernels)
+    found = values_on_a_gpu()
+    assert tf32_products(stand_in_for_kernels) == before
+    if stand_in_for_kernels is not None:
+        torch.randn(8, 8).cuda() @ torch.randn(8, 8).cuda()
+        assert tf32_products(stand_in_for_kernels) == before + 1  # such a product is counted
+    torch.set_float32_matmul_precision("highest")
+    assert values_on_a_gpu() == found
+
+
+def tf32_products(kernels):
+    """The number of products in TF32 so far, which only a pretend GPU counts."""
+    if kernels is None:
+        return 0
+    from pretend import counters
+
+    return counters()["tf32"]
