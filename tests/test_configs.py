@@ -51,7 +51,7 @@ LANDMARKS = {f"{DATA}.classes_per_batch": 3, f"{DATA}.eval_batch_size": 1}  # th
 
 
 class Run(NamedTuple):
-    """The function that writes the data set, and the overrides beside the root and `EVERY_RUN`."""
+    """The function that writes the data set, and the overrides in addition to the root and `EVERY_RUN`."""
 
     tree: Callable[[Path], Any]
     overrides: dict[str, Any]

@@ -45,7 +45,7 @@ class Entry:
         without: {contract: reason} of the contracts that it does not have.
         not_attributes: {setting: reason} of constructor settings that are not attributes of the same name.
         not_moved: {attribute: reason} of attributes whose tensors `to` and `double` leave as they are.
-        not_resumed: {attribute: reason} of attributes that a training run changes and that its state leaves out.
+        not_resumed: {attribute: reason} of attributes that a training run changes and that its state does not contain.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)

@@ -107,7 +107,7 @@ def test_wheel_of_the_sdist_holds_the_same_files(built):
 def test_command_is_installed_and_prints_its_help():
     command = Path(sys.executable).with_name("lightning-retrieval")
     if not command.exists():
-        pytest.skip("lightning-retrieval is not installed beside this Python")
+        pytest.skip("lightning-retrieval is not installed next to this Python")
     done = subprocess.run([command, "--help"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "fit" in done.stdout

@@ -73,7 +73,7 @@ def die_half_way(opener, data):
 
 
 def one_start(rank, world_size, folder, when, workers, die_writing):
-    """Train from the last checkpoint, or from scratch where there is none, to the end."""
+    """Train from the last checkpoint, or from scratch if there is none, to the end."""
     pl.seed_everything(5)
     embedder = Embedder(nn.Sequential(GlyphNet(width=4), nn.Dropout(0.2)), 16)
     module = RetrievalModule(
@@ -123,16 +123,16 @@ def start(folder, when, workers, kill_at=None, die_writing=None, delay=0.0):
 def killed_run(folder, when="steps", workers=0, kills=0, dies_writing=False):
     """The checkpoint of the end of a run killed that often, at steps that the name of its folder decides."""
     folder.mkdir()
-    choose, saids = random.Random(folder.name), []
+    choose, outputs = random.Random(folder.name), []
     steps = sorted(choose.sample(range(1, STEPS - 4), kills))
     for number, step in enumerate(steps):
         if dies_writing and number == kills - 1:
-            saids.append(start(folder, when, workers, die_writing=step))
-            assert "dies writing" in saids[-1]
+            outputs.append(start(folder, when, workers, die_writing=step))
+            assert "dies writing" in outputs[-1]
         else:
-            saids.append(start(folder, when, workers, kill_at=step, delay=2 * PAUSE * choose.random()))
-    saids.append(start(folder, when, workers))
-    begins = [int(said.split("step ", 1)[1].split("\n")[0]) for said in saids]
+            outputs.append(start(folder, when, workers, kill_at=step, delay=2 * PAUSE * choose.random()))
+    outputs.append(start(folder, when, workers))
+    begins = [int(output.split("step ", 1)[1].split("\n")[0]) for output in outputs]
     return {**torch.load(folder / "end.ckpt", weights_only=True), "begins": begins}
 
 

@@ -59,7 +59,7 @@ def read_image(
             image. Pillow rotates TIFF files itself, so for these there is no difference.
 
     Raises:
-        ValueError: if the box lies outside of the image, or it is not known which pixel values are white.
+        ValueError: if the box is outside of the image, or the range of the pixel values is unknown (see `to_rgb`).
         Exception: any error of Pillow, if the file cannot be decoded.
     """
     with _truncated_images(load_truncated), Image.open(path) as file:

@@ -122,7 +122,7 @@ def merge_duplicates(owner: str, collected: CollectedRows) -> Rows:
 
 
 def given_only_sometimes(owner: str, name: str) -> str:
-    """The error message for an argument that only some updates were given."""
+    """The error message for an argument that was given with some updates only."""
     return f"{owner}: `{name}` must be given with every update or with none, got both."
 
 

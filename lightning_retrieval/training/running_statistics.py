@@ -20,7 +20,7 @@ class RunningStatistics:
     Args:
         embed: maps inputs to embeddings.
         rows: rows of the whole batch.
-        watched: False leaves the layers alone, for a batch that is a single chunk.
+        watched: False does nothing to the layers, for a batch that is a single chunk.
     """
 
     def __init__(self, embed: Callable[[Tensor], Tensor], rows: int, *, watched: bool = True) -> None:

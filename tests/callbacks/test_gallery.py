@@ -123,11 +123,11 @@ def test_queries_are_chosen_by_their_ap(tmp_path, order, monkeypatch):
         model, loader(), verbose=False
     )
     ap = aps(model)
-    places = [0, 1, 2, 3] if order == "hardest" else [0, 7, 14, 21]
+    positions = [0, 1, 2, 3] if order == "hardest" else [0, 7, 14, 21]
     with Image.open(tmp_path / "retrieval/test.png") as picture:
         pixels = np.asarray(picture)
     assert len(set(ap.round(6))) == 22
-    for row, query in enumerate(ap.argsort()[places]):
+    for row, query in enumerate(ap.argsort()[positions]):
         assert np.array_equal(tile(pixels, row, 0)[4:-4, 4:-4], inside(Tiles().images[query]))
         title = pixels[36 + 98 * row - 18 : 36 + 98 * row, 6:86]
         assert (title < 128).any()

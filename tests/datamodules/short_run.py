@@ -52,12 +52,12 @@ def fit_and_validate(data: ImageDataModule, steps: int = 2) -> dict[str, float]:
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def refuse_then_skip_truncated(kind: type[ImageDataModule], root: Path, path: str, **settings: Any) -> None:
+def raise_then_skip_truncated(kind: type[ImageDataModule], root: Path, path: str, **settings: Any) -> None:
     """Truncate an image of the evaluation set: an error names its path, or it is skipped with a warning and counted."""
     truncate(root / path)
-    refusing = kind(root, **SETTINGS, **settings)
+    raising = kind(root, **SETTINGS, **settings)
     with pytest.raises(ValueError, match=re.escape(f"cannot read the image {root / path} (")):
-        _ids(refusing)
+        _ids(raising)
     skipping = kind(root, on_error="skip", **SETTINGS, **settings)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

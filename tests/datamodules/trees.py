@@ -1,4 +1,4 @@
-"""Writes small trees of images in the official layouts of the data sets."""
+"""Writes small trees of images in the official directory structures of the data sets."""
 
 from pathlib import Path
 from typing import Literal

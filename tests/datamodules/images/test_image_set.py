@@ -56,11 +56,11 @@ def test_augmentation_is_determined_by_the_seed_of_the_index(tmp_path):
 def test_unreadable_images_do_not_count_in_the_evaluation(tmp_path, batch, roles, instances):
     """Whatever the size of batches; also the frames of a video of which others can be read."""
     labels = [0, 1, 1, 1, 0, 0, 0, 1]
-    names = [f"{place}.png" for place in range(8)]
-    for place, name in enumerate(names):
-        picture(tmp_path / name, size=(4 + place, 9 - place))
-    for place in (2, 3, 6):
-        (tmp_path / names[place]).write_text("not an image")
+    names = [f"{position}.png" for position in range(8)]
+    for position, name in enumerate(names):
+        picture(tmp_path / name, size=(4 + position, 9 - position))
+    for position in (2, 3, 6):
+        (tmp_path / names[position]).write_text("not an image")
     index = ImageIndex(names, labels, roles=roles, instances=instances)
     images = ImageSet(index, tmp_path, TINY, on_error="skip")
     found, wanted = RetrievalMetrics((1, 2)), RetrievalMetrics((1, 2))
@@ -72,7 +72,7 @@ def test_unreadable_images_do_not_count_in_the_evaluation(tmp_path, batch, roles
 
     for part in DataLoader(images, batch, collate_fn=ImageSet.collate):
         add(found, part)
-    add(wanted, ImageSet.collate([images[place] for place in (0, 1, 4, 5, 7)]))
+    add(wanted, ImageSet.collate([images[position] for position in (0, 1, 4, 5, 7)]))
     assert found.compute() == wanted.compute()
     assert images.skipped == ["2.png", "3.png", "6.png"]
 
@@ -84,11 +84,11 @@ def test_unreadable_images_raise_or_are_skipped_and_counted(tmp_path):
     (tmp_path / "text.jpg").write_text("not an image")
     names = ["good.png", "cut.png", "text.jpg", "missing.png"]
     images = ImageSet(ImageIndex(names, range(4)), tmp_path, as_it_is)
-    for place, kind in ((1, ValueError), (2, ValueError), (3, FileNotFoundError)):
+    for position, kind in ((1, ValueError), (2, ValueError), (3, FileNotFoundError)):
         with pytest.raises(
-            kind, match=rf"^ImageSet: cannot read the image {tmp_path / names[place]} .*on_error='skip'"
+            kind, match=rf"^ImageSet: cannot read the image {tmp_path / names[position]} .*on_error='skip'"
         ):
-            images[place]
+            images[position]
     images = ImageSet(ImageIndex(names, range(4)), tmp_path, as_it_is, on_error="skip")
     with pytest.warns(UserWarning, match=r"^ImageSet: skipped .*cut\.png, .*; skipped so far: 1"):
         assert images[1]["skipped"] == str(tmp_path / "cut.png")
@@ -116,8 +116,8 @@ def test_images_skipped_by_workers_are_counted_in_the_training_process(tmp_path)
     names = [f"{i}.png" for i in range(8)]
     for name in names:
         picture(tmp_path / name)
-    for place in (1, 4, 6):
-        (tmp_path / names[place]).write_text("not an image")
+    for position in (1, 4, 6):
+        (tmp_path / names[position]).write_text("not an image")
     images = ImageSet(ImageIndex(names, range(8)), tmp_path, as_it_is, on_error="skip")
     loader = DataLoader(images, 2, num_workers=2, collate_fn=ImageSet.collate)
     assert torch.cat([batch["ids"] for batch in loader]).tolist() == [0, 2, 3, 5, 7]

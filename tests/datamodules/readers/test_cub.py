@@ -5,7 +5,7 @@ import re
 import pytest
 
 from lightning_retrieval.datamodules.readers.cub import CUB200
-from tests.datamodules.short_run import SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
+from tests.datamodules.short_run import SETTINGS, fit_and_validate, raise_then_skip_truncated, replace
 from tests.datamodules.trees import write_cub
 
 ALBATROSS = "001.Black_footed_Albatross/Black_footed_Albatross"
@@ -55,7 +55,7 @@ def test_fit_and_validate(tmp_path, num_workers, boxes):
 
 def test_a_truncated_image_raises_or_is_skipped(tmp_path):
     written = write_cub(tmp_path)
-    refuse_then_skip_truncated(CUB200, tmp_path, f"images/{written[-2][1]}")
+    raise_then_skip_truncated(CUB200, tmp_path, f"images/{written[-2][1]}")
 
 
 PATHS, CLASSES, BOXES = "images.txt", "image_class_labels.txt", "bounding_boxes.txt"

@@ -15,7 +15,7 @@ from torch import nn
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import IJBC
-from tests.datamodules.short_run import SETTINGS, refuse_then_skip_truncated, replace
+from tests.datamodules.short_run import SETTINGS, raise_then_skip_truncated, replace
 from tests.datamodules.small_ijbc import write_ijbc, write_ijbc_repack
 from tests.datamodules.trees import write_image
 
@@ -25,7 +25,7 @@ STRUCTURES = {"release": (write_ijbc, "protocols"), "re-pack": (write_ijbc_repac
 
 
 def groups(keys):
-    """Which places have one key, as sets that do not depend on the keys' names."""
+    """The sets of positions that have the same key; they do not depend on the names of the keys."""
     return {frozenset(position for position, other in enumerate(keys) if other == key) for key in keys}
 
 
@@ -209,7 +209,7 @@ def test_training_raises_before_anything_is_evaluated(tmp_path):
 def test_a_truncated_image_raises_or_is_skipped(tmp_path, structure):
     STRUCTURES[structure][0](tmp_path)
     path = {"release": "images/img/16.jpg", "re-pack": "loose_crop/9.jpg"}[structure]
-    refuse_then_skip_truncated(IJBC, tmp_path, path)
+    raise_then_skip_truncated(IJBC, tmp_path, path)
 
 
 INVALID = {

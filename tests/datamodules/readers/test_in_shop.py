@@ -6,7 +6,7 @@ import pytest
 
 from lightning_retrieval.datamodules.images.image_index import ROLES
 from lightning_retrieval.datamodules.readers.in_shop import InShop
-from tests.datamodules.short_run import SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
+from tests.datamodules.short_run import SETTINGS, fit_and_validate, raise_then_skip_truncated, replace
 from tests.datamodules.trees import write_in_shop
 
 STRUCTURES = {"as unpacked": ("Eval/", "Img/"), "flat": ("", ""), "Anno": ("Anno/", "Img/"), "Eval": ("Eval/", "")}
@@ -79,7 +79,7 @@ def test_only_queries_have_a_gallery_and_only_the_gallery_is_ranked(tmp_path):
 
 def test_a_truncated_image_raises_or_is_skipped(tmp_path):
     write_in_shop(tmp_path)
-    refuse_then_skip_truncated(InShop, tmp_path, FIRST)
+    raise_then_skip_truncated(InShop, tmp_path, FIRST)
 
 
 def test_the_cache_distinguishes_boxes_and_resolutions(tmp_path):

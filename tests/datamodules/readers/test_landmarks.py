@@ -19,7 +19,7 @@ def test_urls_are_looked_for_by_their_last_part(tmp_path, images, folder):
     splits = LandmarksClean(tmp_path, images=images).splits
     assert described(splits["train"]) == written["train"]
     assert described(splits["test"]) == written["val"]
-    # The splits share their landmarks and so the numbers of these.
+    # Both splits have the same landmarks, and so the same numbers of landmarks.
     assert list(splits["train"].names) == list(splits["test"].names) == ["3", "20", "100"]
     assert splits["train"].labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert splits["test"].labels.tolist() == [2, 2, 0, 0]

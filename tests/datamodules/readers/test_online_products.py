@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from lightning_retrieval.datamodules.readers.online_products import StanfordOnlineProducts
-from tests.datamodules.short_run import SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
+from tests.datamodules.short_run import SETTINGS, fit_and_validate, raise_then_skip_truncated, replace
 from tests.datamodules.trees import write_online_products
 
 STRUCTURES = {"as unpacked": ("", ""), "online_products": ("Info_Files/", "images/"), "mixed": ("Info_Files/", "")}
@@ -69,7 +69,7 @@ def test_the_cache_gives_what_was_read(tmp_path):
 
 def test_a_truncated_image_raises_or_is_skipped(tmp_path):
     written = write_online_products(tmp_path)
-    refuse_then_skip_truncated(StanfordOnlineProducts, tmp_path, written["test"][2][0])
+    raise_then_skip_truncated(StanfordOnlineProducts, tmp_path, written["test"][2][0])
 
 
 INVALID = {

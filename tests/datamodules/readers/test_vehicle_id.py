@@ -8,7 +8,7 @@ import torch
 from lightning_retrieval.datamodules import DataReport, ImageSet
 from lightning_retrieval.datamodules.readers.vehicle_id import VehicleID
 from lightning_retrieval.metrics import RandomGalleryMetrics
-from tests.datamodules.short_run import SETTINGS, fit_and_validate, refuse_then_skip_truncated, replace
+from tests.datamodules.short_run import SETTINGS, fit_and_validate, raise_then_skip_truncated, replace
 from tests.datamodules.trees import write_image, write_vehicle_id
 from tests.datamodules.trees_more import SMALL
 
@@ -146,7 +146,7 @@ def test_fit_with_batches_of_two_models(tmp_path):
 
 def test_a_truncated_image_raises_or_is_skipped(tmp_path):
     written = write_vehicle_id(tmp_path)
-    refuse_then_skip_truncated(VehicleID, tmp_path, f"image/{written['small'][3][0]}.jpg")
+    raise_then_skip_truncated(VehicleID, tmp_path, f"image/{written['small'][3][0]}.jpg")
 
 
 INVALID = {

@@ -1,4 +1,4 @@
-"""`lightning-retrieval check`: counts beside the published ones, its exit codes and its error messages."""
+"""`lightning-retrieval check`: counts next to the published ones, its exit codes and its error messages."""
 
 import itertools
 

@@ -302,7 +302,7 @@ def test_weight_of_the_loss():
 
 
 def test_the_query_itself():
-    """It is never in its own list: left out of the batch by its place, of references by its id."""
+    """It is never in its own list: excluded from the batch by its index, and from references by its id."""
     x, labels = torch.randn(2, 3), torch.tensor([4, 4])
     assert SmoothAPLoss(0.3)(x, labels).item() == 0.0
     r, ref_labels = torch.cat([x, torch.randn(3, 3)]), torch.tensor([4, 4, 0, 1, 2])

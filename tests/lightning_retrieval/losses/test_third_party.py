@@ -18,12 +18,13 @@ SETTINGS = {
     "RankedListLoss": {"margin": 0.5, "Tn": 0.1},
 }
 CLASSIFIER = {"num_classes": 4, "embedding_size": 4}
-# They are no losses by themselves, but bases; or call another loss, whose answer is then theirs.
+# These are base classes, or wrappers that return the value of another loss.
 BASES = {"BaseMetricLossFunction", "EmbeddingRegularizerMixin", "GenericPairLoss", "WeightRegularizerMixin"}
 WRAPPERS = {"BaseLossWrapper", "CrossBatchMemory", "MultipleLosses", "SelfSupervisedLoss"}
 CLASSES = {name: cls for name, cls in vars(pml).items() if inspect.isclass(cls) and name not in BASES | WRAPPERS}
 KNOWN = sorted(name for name in ACCEPT_REFERENCES if name in CLASSES)
-# They take references, but the first counts the own copy; the others take places of references for those of queries.
+# They accept references, but NCALoss counts the query's own copy, and the others mistake indices of references for
+# those of queries.
 OTHERWISE = {"NCALoss", "LiftedStructureLoss", "ThresholdConsistentMarginLoss"}
 
 E, Y = torch.randn(9, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.arange(9) // 3
@@ -54,7 +55,7 @@ def pairs(labels, ref_labels, ids, ref_ids):
 
 
 def loss_of_batch(name, references):
-    """The batch by itself, or against its copy in another order, each query's own left out; None if it raises."""
+    """The batch alone, or against its copy in another order without each query's own copy; None if it raises."""
     order = torch.tensor([4, 8, 0, 7, 2, 3, 6, 1, 5])
     arguments = (E, Y, pairs(Y, Y[order], IDS, IDS[order]), E[order], Y[order]) if references else (E, Y)
     try:
@@ -95,7 +96,7 @@ def test_which_losses_can_be_trained(name):
 
 @pytest.mark.refusal
 @pytest.mark.parametrize("name", sorted(set(CANNOT_TRAIN) & set(CLASSES)))
-def test_losses_that_cannot_be_trained_are_refused_at_construction(name):
+def test_losses_that_cannot_be_trained_raise_at_construction(name):
     message = rf"^{name}: the loss cannot be trained, because it .*; use a loss of this library, or one of .*\.$"
     with pytest.raises(TypeError, match=message):
         RetrievalModule(Embedder("glyph_net", 8), make(name))

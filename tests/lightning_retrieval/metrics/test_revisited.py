@@ -183,7 +183,7 @@ def test_none_found_at_all_is_zero():
 
 
 def test_queries_that_are_missing_are_not_evaluated():
-    """Their images could not be read: the dataset has said so."""
+    """Their images could not be read, of which the dataset has warned."""
     gallery, queries = torch.randn(30, 4), torch.randn(6, 4)
     easy, hard, junk = draw_lists(6, 30)
     all_lists = [dict(enumerate(of_all, 30)) for of_all in (easy, hard, junk)]

@@ -18,7 +18,7 @@ def test_removed_rows_are_no_longer_found(factory, shards):
     assert ids[:left].tolist() == (1000 - torch.arange(left)).tolist()
     assert not set(ids[left:].tolist()) & set(gone.tolist())
     assert index.paths(ids[:left]) == [f"é/{i}.jpg" for i in range(left)]
-    index.add(vectors()[left:], ids=gone)  # there is room for them again
+    index.add(vectors()[left:], ids=gone)  # the same ids can be added again
     assert index.search(vectors()[left:], 1)[1][:, 0].tolist() == gone.tolist()
 
 

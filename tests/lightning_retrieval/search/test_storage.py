@@ -125,7 +125,9 @@ def test_a_save_deletes_what_a_killed_process_left(tmp_path):
     built(rows=60).save(tmp_path / "index")
     assert len(RetrievalIndex.load(tmp_path / "index")) == 60
     assert sorted(re.sub(r"-\w{8}$", "", name) for name in os.listdir(tmp_path / "index")) == NAMES
-    assert mapped.search(vectors(1), 1)[1].tolist() == [[1000]]  # who has the old files open keeps them
+    assert mapped.search(vectors(1), 1)[1].tolist() == [
+        [1000]
+    ]  # a process that has the old files open can still read them
 
 
 FILES = ["vectors-0.faiss", "vectors-1.faiss", "ids.npy", "paths.npy", "path-ends.npy"]
