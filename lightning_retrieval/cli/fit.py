@@ -6,8 +6,10 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from pytorch_lightning.utilities import rank_zero_info
 
 from lightning_retrieval.cli.help import CompactHelpFormatter
+from lightning_retrieval.cli.resume import CheckpointOnInterrupt, find_last_checkpoint
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.hyperparameters import check_command_line_hyperparameters
 from lightning_retrieval.training.module import RetrievalModule
@@ -52,7 +54,11 @@ def fit(args: Any = None) -> None:
 
 
 class RetrievalCLI(LightningCLI):
-    """LightningCLI with one additional option: `fit --test_after_fit true` evaluates the test set after training."""
+    """LightningCLI that evaluates after training, and resumes.
+
+    `fit --test_after_fit true` evaluates the test set after training. `fit --ckpt_path last` continues the newest
+    earlier run of the same model and data.
+    """
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
@@ -75,6 +81,21 @@ class RetrievalCLI(LightningCLI):
         except ValueError as error:
             self.parser.error(str(error))
         super()._parse_ckpt_path()
+
+    def before_fit(self) -> None:
+        """Leave a checkpoint when Ctrl-C is pressed, and find the one that `--ckpt_path last` asks for."""
+        trainer: Any = self.trainer
+        trainer.callbacks.append(CheckpointOnInterrupt())
+        if self.config_init.fit.ckpt_path != "last":
+            return
+        config = self._parser("fit").dump(self.config.fit, skip_none=False)
+        try:
+            found = find_last_checkpoint("lightning-retrieval fit", trainer, config)
+        except FileNotFoundError as error:
+            self.parser.error(str(error))
+        if found is not None:
+            rank_zero_info(f"--ckpt_path last: continuing from {found}.")
+            self.config_init.fit.ckpt_path = str(found)
 
     def after_fit(self) -> None:
         if not self.config[self.config.subcommand].test_after_fit:

@@ -1,0 +1,129 @@
+"""`fit --ckpt_path last` continues the run of this config that Ctrl-C ended, and no other."""
+
+import os
+import shutil
+import signal
+
+import pytest
+import pytorch_lightning as pl
+import torch
+
+from lightning_retrieval.cli.main import main
+from tests.lightning_retrieval.cli.example_config import IGNORED, SMALL, write_example
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings(
+        *IGNORED,
+        "ignore:You're resuming from a checkpoint that ended before the epoch ended",
+        "ignore:RetrievalEvaluation. val metrics cover",
+        "ignore:`ModelCheckpoint.monitor='val/mAP'.` could not find",  # the validation that was interrupted
+        "ignore:Checkpoint directory .* exists and is not empty",
+    ),
+]
+
+SHORT = [
+    *SMALL,
+    "--trainer.max_epochs=2",
+    "--trainer.limit_train_batches=3",
+    "--trainer.check_val_every_n_epoch=1",
+    "--trainer.num_sanity_val_steps=0",
+    "--data.init_args.classes_per_batch=4",
+    "--test_after_fit=false",
+]
+CALLBACK = "--trainer.callbacks+=tests.lightning_retrieval.cli.test_resume.PressCtrlC"
+
+
+class PressCtrlC(pl.Callback):
+    """Sends the signal of Ctrl-C, in a step or in a validation, after a number of steps."""
+
+    def __init__(self, steps: int, during: str) -> None:
+        self.steps, self.during = steps, during
+
+    def press(self, trainer, during):
+        if trainer.global_step == self.steps and during == self.during:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def on_before_optimizer_step(self, trainer, *_):
+        self.press(trainer, "step")
+
+    def on_validation_batch_start(self, trainer, *_):
+        self.press(trainer, "validation")
+
+
+@pytest.fixture(autouse=True)
+def sigint():
+    """Lightning ignores further signals once Ctrl-C has ended a run, because the process ends."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def fit(folder, *options):
+    folder.mkdir(exist_ok=True)
+    main(["fit", "--config", str(write_example(folder)), *SHORT, *options])
+
+
+def interrupt(folder, steps, during, *options):
+    with pytest.raises(SystemExit, match=r"^1$"):
+        fit(folder, *options, CALLBACK, f"--trainer.callbacks.steps={steps}", f"--trainer.callbacks.during={during}")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end(folder, version):
+    return torch.load(folder / f"glyphs/version_{version}/checkpoints/last.ckpt", weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    fit(folder)
+    return end(folder, 0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "during", "saved"),
+    [(1, "step", 2), (3, "step", 4), (3, "validation", 3)],  # a step that has begun is completed
+)
+def test_last_continues_after_ctrl_c(steps, during, saved, whole, tmp_path, caplog):
+    interrupt(tmp_path, steps, during)
+    left = tmp_path / "glyphs/version_0/checkpoints/last-interrupted.ckpt"
+    assert torch.load(left, weights_only=True)["global_step"] == saved
+    fit(tmp_path, "--ckpt_path=last")
+    assert f"--ckpt_path last: continuing from {left}." in caplog.text
+    resumed = end(tmp_path, 1)
+    assert resumed["global_step"] == whole["global_step"] == 6
+    assert all(torch.equal(resumed["state_dict"][name], value) for name, value in whole["state_dict"].items())
+
+
+def test_last_takes_the_newest_run_of_the_same_model_and_data(tmp_path, caplog):
+    interrupt(tmp_path, 1, "step")
+    checkpoints = tmp_path / "glyphs/version_0/checkpoints"
+    for other, settings in {"version_1": "tau: 0.01", "version_2": "classes_per_batch: 4"}.items():
+        run = tmp_path / "glyphs" / other
+        shutil.copytree(checkpoints, run / "checkpoints")
+        config = (checkpoints.parent / "config.yaml").read_text()
+        assert config.count(settings) == 1
+        (run / "config.yaml").write_text(config.replace(settings, settings.replace("4", "5").replace("0.01", "0.02")))
+    fit(tmp_path, "--ckpt_path=last", "--trainer.max_epochs=1")
+    assert f"continuing from {checkpoints / 'last-interrupted.ckpt'}." in caplog.text
+
+
+@pytest.mark.refusal
+def test_last_stops_if_there_is_no_checkpoint(tmp_path, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        fit(tmp_path, "--ckpt_path=last")
+    message = (
+        "lightning-retrieval fit: `--ckpt_path last` must have a checkpoint of an earlier run of this config, but "
+        f"{tmp_path / 'glyphs'} has 0 runs, 0 of them with the same model and data"
+    )
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "glyphs").exists()
+
+
+def test_a_folder_of_ones_own_is_left_to_lightning(tmp_path):
+    folder = f"--trainer.callbacks.dirpath={tmp_path / 'own'}"
+    checkpoint = "--trainer.callbacks+=pytorch_lightning.callbacks.ModelCheckpoint"
+    with pytest.warns(UserWarning, match="there is no last checkpoint available"):
+        interrupt(tmp_path, 1, "step", checkpoint, folder, "--ckpt_path=last")
+    assert torch.load(tmp_path / "glyphs/version_0/checkpoints/last-interrupted.ckpt", weights_only=True)
