@@ -38,8 +38,11 @@ class ImageIndex:
         names: names of the classes, in the order of the labels 0, 1, ...; or None.
 
     Raises:
-        ValueError: if there is no image, the lengths differ, a path leaves the root or contains `./` or `//`, a box
-            contains no pixel or does not fit into 32 bits, or an instance has images of several classes.
+        TypeError: if `paths` is a string, or labels, categories, levels, roles or instances are not integers.
+        ValueError: if there is no image, the lengths differ, a path leaves the root or contains `./` or `//`, a role is
+            not from 0 to 3, images with one label at a level have different labels at the next, a box contains no pixel
+            or does not fit into 32 bits, an image (with its box, if there are boxes) has two labels and no `instances`
+            are given, or an instance has images of several classes.
 
     Example:
         >>> from lightning_retrieval.datamodules import ImageIndex
@@ -63,19 +66,23 @@ class ImageIndex:
         instances: Any = None,
         names: Sequence[str] | None = None,
     ) -> None:
+        if isinstance(paths, (str, bytes)):
+            raise TypeError(f"ImageIndex: `paths` must be a sequence of strings, got one {type(paths).__name__}.")
         if not isinstance(paths, PackedStrings):
             paths = PackedStrings(paths)
         self.paths = paths
-        self.labels: NDArray[np.int64] = np.asarray(labels, dtype=np.int64)
-        self.categories: NDArray[np.int64] | None = _optional_array(categories, np.int64)
-        self.levels: NDArray[np.int64] | None = _optional_array(levels, np.int64)
+        self.labels: NDArray[np.int64] = _integer_array("labels", labels)
+        self.categories: NDArray[np.int64] | None = _optional_array("categories", categories)
+        self.levels: NDArray[np.int64] | None = _optional_array("levels", levels)
         self.boxes = _box_array(boxes)
-        self.roles: NDArray[np.uint8] | None = _optional_array(roles, np.uint8)
-        self.instances: NDArray[np.int64] | None = _optional_array(instances, np.int64)
+        self.roles = _role_array(roles)
+        self.instances: NDArray[np.int64] | None = _optional_array("instances", instances)
         self.names = None if names is None else PackedStrings(names)
         _check_lengths(self)
         _check_paths(self.paths)
         _check_boxes(self)
+        _check_levels(self)
+        _check_one_label_each(self)
         _check_instances(self)
 
     def __len__(self) -> int:
@@ -99,6 +106,14 @@ class ImageIndex:
         if self.boxes is None:
             return (self.paths[position],)
         return (self.paths[position], *self.boxes[position].tolist())
+
+    def hashes(self) -> NDArray[np.int64]:
+        """A hash of the `key` of each image; a set of millions of paths would take much memory."""
+        hashes = np.fromiter(map(hash, self.paths), np.int64, len(self))
+        if self.boxes is not None:
+            for side in self.boxes.T:
+                hashes = hashes * np.int64(1_000_003) + side  # wraps around
+        return hashes
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """All parts of the index as named arrays."""
@@ -125,10 +140,28 @@ class ImageIndex:
         return index
 
 
-def _optional_array(values: Any, dtype: Any) -> NDArray[Any] | None:
+def _integer_array(name: str, values: Any) -> NDArray[np.int64]:
+    array = np.asarray(values)
+    is_empty = array.size == 0
+    if not is_empty and not np.issubdtype(array.dtype, np.integer):
+        raise TypeError(f"ImageIndex: `{name}` must be integers of 64 bits, got {array.dtype}.")
+    return array.astype(np.int64, copy=False)
+
+
+def _optional_array(name: str, values: Any) -> NDArray[np.int64] | None:
     if values is None:
         return None
-    return np.asarray(values, dtype=dtype)
+    return _integer_array(name, values)
+
+
+def _role_array(roles: Any) -> NDArray[np.uint8] | None:
+    if roles is None:
+        return None
+    numbers = _integer_array("roles", roles)
+    invalid = np.flatnonzero((numbers < Role.JUNK) | (numbers > Role.BOTH))
+    if len(invalid):
+        raise ValueError(f"ImageIndex: `roles` must be from 0 to 3, got {numbers[invalid[0]]}; take them from ROLES.")
+    return numbers.astype(np.uint8)
 
 
 def _box_array(boxes: Any) -> NDArray[np.int32] | None:
@@ -171,6 +204,43 @@ def _check_boxes(index: ImageIndex) -> None:
             f"ImageIndex: `boxes` must contain at least one pixel, got {index.boxes[first].tolist()} for "
             f"{index.paths[first]} ({len(empty)} such boxes)."
         )
+
+
+def _check_levels(index: ImageIndex) -> None:
+    """Check that the levels nest: images with one label at a level have one label at the next, coarser one."""
+    if index.levels is None:
+        return
+    if index.levels.ndim != 2:
+        raise ValueError(f"ImageIndex: `levels` must be (images, levels), got shape {index.levels.shape}.")
+    columns = index.levels.T
+    for level in range(len(columns) - 1):
+        _, first_image, group = np.unique(columns[level], return_index=True, return_inverse=True)
+        coarser = columns[level + 1]
+        different = np.flatnonzero(coarser != coarser[first_image][group])
+        if len(different):
+            second = int(different[0])
+            first = int(first_image[group[second]])
+            raise ValueError(
+                f"ImageIndex: `levels` must nest, the finest first, got {index.levels[first].tolist()} for "
+                f"{index.paths[first]} and {index.levels[second].tolist()} for {index.paths[second]}."
+            )
+
+
+def _check_one_label_each(index: ImageIndex) -> None:
+    """Check that no image has two labels. Distractors have none, and an image of two instances may show two classes."""
+    if index.instances is not None:
+        return
+    hashes = index.hashes()
+    if len(np.unique(hashes)) == len(hashes):
+        return
+    first_with: dict[tuple[Any, ...], int] = {}
+    for position in np.flatnonzero(index.labels != DISTRACTOR).tolist():
+        first = first_with.setdefault(index.key(position), position)
+        if index.labels[first] != index.labels[position]:
+            raise ValueError(
+                f"ImageIndex: `labels` must be the same each time that an image is listed with one box or without any, "
+                f"got {index.labels[[first, position]].tolist()} for {index.paths[position]}."
+            )
 
 
 def _check_instances(index: ImageIndex) -> None:

@@ -29,7 +29,7 @@ def check_no_shared_images(owner: str, splits: Mapping[str, ImageIndex]) -> None
     if "train" not in splits or len(splits) == 1:
         return
     train = splits["train"]
-    train_hashes = np.sort(_hashes(train))
+    train_hashes = np.sort(train.hashes())
     for name, index in splits.items():
         if name == "train":
             continue
@@ -46,16 +46,7 @@ def check_no_shared_images(owner: str, splits: Mapping[str, ImageIndex]) -> None
 
 
 def _positions_with_hash_in(index: ImageIndex, sorted_hashes: NDArray[np.int64]) -> list[int]:
-    hashes = _hashes(index)
+    hashes = index.hashes()
     nearest = np.searchsorted(sorted_hashes, hashes).clip(max=len(sorted_hashes) - 1)
     positions: list[int] = np.flatnonzero(sorted_hashes[nearest] == hashes).tolist()
     return positions
-
-
-def _hashes(index: ImageIndex) -> NDArray[np.int64]:
-    """A hash of each image and its box; a set of millions of paths would take much memory."""
-    hashes = np.fromiter(map(hash, index.paths), np.int64, len(index))
-    if index.boxes is not None:
-        for side in index.boxes.T:
-            hashes = hashes * np.int64(1_000_003) + side  # wraps around
-    return hashes

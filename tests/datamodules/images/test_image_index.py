@@ -80,9 +80,46 @@ def test_instances_with_several_classes_raise():
     with pytest.raises(
         ValueError, match=r"^ImageIndex: `instances` must have one label each, got \[2, 3\] for instance 7 \(b and d\)"
     ):
-        ImageIndex("abcd", [1, 2, 2, 3], instances=[4, 7, 7, 7])
+        ImageIndex(list("abcd"), [1, 2, 2, 3], instances=[4, 7, 7, 7])
     with pytest.raises(ValueError, match=r"^ImageIndex: `instances` must have one entry for each of 2 paths, got 3"):
-        ImageIndex("ab", [1, 1], instances=[1, 2, 3])
+        ImageIndex(list("ab"), [1, 1], instances=[1, 2, 3])
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("arguments", "error", "sentence"),
+    [
+        ({"paths": "ab"}, TypeError, r"`paths` must be a sequence of strings, got one str\."),
+        ({"paths": b"ab"}, TypeError, r"`paths` must be a sequence of strings, got one bytes\."),
+        ({"labels": [0.5, 1.0]}, TypeError, r"`labels` must be integers of 64 bits, got float64\."),
+        ({"labels": ["1", "2"]}, TypeError, "`labels` must be integers of 64 bits, got <U1"),
+        ({"labels": [1, 10**30]}, TypeError, "`labels` must be integers of 64 bits, got object"),
+        ({"categories": [0.0, 1.0]}, TypeError, "`categories` must be integers"),
+        ({"roles": [1, 4]}, ValueError, r"`roles` must be from 0 to 3, got 4; take them from ROLES\."),
+        ({"roles": [-1, 1]}, ValueError, "`roles` must be from 0 to 3, got -1"),
+        ({"roles": [257, 1]}, ValueError, "`roles` must be from 0 to 3, got 257"),
+        ({"levels": [[5, 1], [5, 2]]}, ValueError, r"`levels` must nest, .* got \[5, 1\] for a and \[5, 2\] for b\."),
+        ({"levels": [0, 1]}, ValueError, r"`levels` must be \(images, levels\), got shape \(2,\)\."),
+        ({"paths": ["a", "a"]}, ValueError, r"`labels` must be the same .*, got \[0, 1\] for a\."),
+        ({"paths": ["a", "a"], "boxes": [[0, 0, 2, 2]] * 2}, ValueError, r"`labels` must be the same .*, got \[0, 1\]"),
+    ],
+)
+def test_contradictions_raise(arguments, error, sentence):
+    with pytest.raises(error, match=f"^ImageIndex: {sentence}"):
+        ImageIndex(**{"paths": ["a", "b"], "labels": [0, 1], **arguments})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"boxes": [[0, 0, 2, 2], [0, 0, 2, 3]]},
+        {"labels": [1, 1]},
+        {"labels": [1, -1]},
+        {"instances": [4, 5]},  # as in IJB-C, where a few faces have two names
+    ],
+)
+def test_an_image_may_be_listed_twice_without_a_contradiction(arguments):
+    assert len(ImageIndex(**{"paths": ["a", "a"], "labels": [0, 1], **arguments})) == 2
 
 
 class Touching(Dataset):
