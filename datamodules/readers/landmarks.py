@@ -80,8 +80,8 @@ class LandmarksClean(ImageDataModule):
         """The lists, and the folders of the images, whose modification times change when a file is added or removed."""
         lists = self._lists().values()
         folders = set[Path]()
-        for folder, _, _ in os.walk(self.root / self.images):
-            folders.add(Path(folder))
+        for walked, _, _ in os.walk(self.root / self.images):
+            folders.add(Path(walked))
         for path in lists:
             for row in read_rows("LandmarksClean", path, 2, more=True):
                 if not _is_url(row[0]):
