@@ -2,14 +2,30 @@
 
 from typing import Any
 
+from pytorch_lightning.callbacks import (
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    SpikeDetection,
+    StochasticWeightAveraging,
+)
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from torch import nn
 
 from lightning_retrieval.distributed import world_size
 
+# Callbacks that need automatic optimization: what they would do, and the cure. Methods of the Tuner use two of them.
+WRONG_CALLBACKS = {
+    StochasticWeightAveraging: "trains on in the epoch that it adds; use EMAWeightAveraging or WeightAveraging",
+    LearningRateFinder: "does not see the loss of manual optimization; compare a few short runs instead",
+    BatchSizeFinder: "would change the ranked lists; use chunk_size='auto', which fits any batch in memory",
+    GradientAccumulationScheduler: "would cut the ranked lists apart; use larger batches and set chunk_size",
+    SpikeDetection: "does not see the loss of manual optimization; leave it out",
+}
+
 
 def check_trainer(owner: str, trainer: Any) -> None:
-    """Raise if a flag of the Trainer would break the ranked lists or the sum of gradients.
+    """Raise if a flag or a callback of the Trainer would break the ranked lists or the sum of gradients.
 
     Args:
         owner: name of the module's class.
@@ -34,6 +50,7 @@ def check_trainer(owner: str, trainer: Any) -> None:
             f"{owner}: Trainer(overfit_batches={overfit_batches}) replaces the sampler, so that batches would no "
             "longer hold several images of each class; use limit_train_batches instead."
         )
+    _check_callbacks(owner, trainer.callbacks)
     _check_strategy(owner, trainer.strategy)
 
 
@@ -60,6 +77,13 @@ def check_processes(module: Any) -> None:
             f"{owner}: SyncBatchNorm waits for all processes at each chunk, but they may have unequal numbers of "
             "chunks; set chunk_size=None, or remove sync_batchnorm."
         )
+
+
+def _check_callbacks(owner: str, callbacks: list[Any]) -> None:
+    for callback in callbacks:
+        for kind, reason in WRONG_CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise ValueError(f"{owner}: the callback {kind.__name__} of Lightning {reason}.")
 
 
 def _check_strategy(owner: str, strategy: Any) -> None:
