@@ -22,7 +22,7 @@ class WeightedSum(BatchLoss):
 
     Raises:
         ValueError: if there is no term, or a weight is not finite.
-        TypeError: if a loss is not a module or a weight not a number.
+        TypeError: if `losses` is not a mapping, a loss is not a module or a weight not a number.
 
     Example:
         >>> import torch
@@ -40,6 +40,11 @@ class WeightedSum(BatchLoss):
     def __init__(self, losses: Mapping[str, tuple[float, nn.Module]]) -> None:
         super().__init__()
         owner = type(self).__name__
+        if not isinstance(losses, Mapping):
+            raise TypeError(
+                f"{owner}: `losses` must map a name to (weight, loss), got {type(losses).__name__}; pass "
+                '{"ap": (1.0, SmoothAPLoss()), ...}.'
+            )
         if not losses:
             raise ValueError(f"{owner}: `losses` must hold at least one term, got {losses!r}.")
         self.weights: dict[str, float] = {}

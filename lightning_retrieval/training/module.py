@@ -42,7 +42,8 @@ class RetrievalModule(ManualTraining):
 
     Subclass it freely: `forward`, `unpack_batch`, `embed` and `configure_optimizers` are meant to be overridden. The
     constructor arguments of a subclass are stored in checkpoints as plain values (numbers, strings, lists, dicts); pass
-    any others to `load_from_checkpoint` again.
+    any others to `load_from_checkpoint` again. A subclass that builds its own embedder or loss must name its arguments
+    instead of accepting `**kwargs`: a checkpoint holds all arguments, and loading passes on those that are accepted.
 
     Args:
         embedder: maps images to embeddings (batch, D); `lightning_retrieval.Embedder` or any module.

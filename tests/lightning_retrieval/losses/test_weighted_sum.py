@@ -218,6 +218,8 @@ def test_numbers_of_a_wrong_type(cls, name, value):
         (ROADMAPLoss, TypeError, "`lambda_` must be a number, got None", {"lambda_": None}),
         (ROADMAPLoss, TypeError, r"`losses` must map a name to \(weight, loss\), got \(0.5, 3\)", {"sup_ap": 3}),
         (WeightedSum, ValueError, r"`losses` must hold at least one term, got \{\}", {"losses": {}}),
+        (WeightedSum, TypeError, r"`losses` must map a name to \(weight, loss\), got list; pass \{",
+         {"losses": [SmoothAPLoss()]}),
         (WeightedSum, ValueError, r"`losses\['a'\]` must be a finite number, got nan",
          {"losses": {"a": (math.nan, SmoothAPLoss())}}),
         (WeightedSum, TypeError, r"`losses` must map a name to \(weight, loss\), got .*'f'.* for 'a'",
