@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 
 import lightning_retrieval.models.whitening
 from lightning_retrieval import PCAWhitening, RetrievalMetrics
-from tests.lightning_retrieval.postprocessing_cases import OFFICIAL, official_cases, rows, tensor
+from tests.lightning_retrieval.official_cases import OFFICIAL, official_cases, rows, tensor
 
 
 def test_nan_passes_through_so_that_a_metric_can_name_the_ids():

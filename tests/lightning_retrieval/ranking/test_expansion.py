@@ -7,7 +7,7 @@ import torch
 
 import lightning_retrieval.ranking.expansion
 from lightning_retrieval import DatabaseAugmentation, QueryExpansion
-from tests.lightning_retrieval.postprocessing_cases import OFFICIAL, official_cases, rows, tensor
+from tests.lightning_retrieval.official_cases import OFFICIAL, official_cases, rows, tensor
 
 
 @official_cases("alpha_qe")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "postprocessing.json").read_text())["cases"]
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "official_cases.json").read_text())["cases"]
 OFFICIAL = {"rtol": 0, "atol": 1e-10}
 
 
