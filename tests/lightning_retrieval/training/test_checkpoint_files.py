@@ -17,10 +17,6 @@ from lightning_retrieval.cli.checkpoint import load_checkpoint
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers", "ignore:You defined a `validation_step` but", "ignore:.*`predict_step`"
-)
-
 
 def new_module():
     torch.manual_seed(0)
