@@ -15,10 +15,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings(
         *IGNORED,
-        "ignore:You're resuming from a checkpoint that ended before the epoch ended",
         "ignore:RetrievalEvaluation. val metrics cover",
-        "ignore:`ModelCheckpoint.monitor='val/mAP'.` could not find",  # the validation that was interrupted
-        "ignore:Checkpoint directory .* exists and is not empty",
     ),
 ]
 
