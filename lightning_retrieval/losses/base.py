@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
-from lightning_retrieval.checks import check_choice
+from lightning_retrieval.checks import check_bool, check_choice
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.blockwise import BlockPlan, QueryValues, WeightedMean, cut_into_blocks
 from lightning_retrieval.losses.embedding_lists import EmbeddingLists
@@ -57,8 +57,8 @@ class RetrievalLoss(BatchLoss, ABC):
     ) -> None:
         super().__init__()
         self.reduction: Reduction = check_choice(self.name, "reduction", reduction, ("mean", "sum", "none"))
-        self.class_balanced = class_balanced
-        self.include_self = include_self
+        self.class_balanced = check_bool(self.name, "class_balanced", class_balanced)
+        self.include_self = check_bool(self.name, "include_self", include_self)
         self._warned_of_no_positive = False
 
     @property

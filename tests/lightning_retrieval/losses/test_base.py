@@ -509,3 +509,14 @@ def test_a_miners_tuple_gets_a_hint(cls):
     match = rf"^{cls.__name__}: `ref_emb` must be a tensor, got a tuple of 4, as the miners of .* need no miner"
     with pytest.raises(TypeError, match=match):
         cls()(X, Y, pairs)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("value", ["False", "no", 1, 0, None])
+@pytest.mark.parametrize("name", ["class_balanced", "include_self"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_flags_must_be_true_or_false(loss, name, value):
+    if name not in inspect.signature(loss).parameters:
+        pytest.skip(f"{loss.__name__} has no {name}")
+    with pytest.raises(TypeError, match=rf"`{name}` must be True or False, got {value!r}\."):
+        loss(**{name: value})
