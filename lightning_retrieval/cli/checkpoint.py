@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_retrieval.training.checkpoint_files import check_checkpoint
+from lightning_retrieval.training.checkpoint_files import find_damage
 from lightning_retrieval.training.module import RetrievalModule
 
 
@@ -27,7 +27,12 @@ def load_checkpoint(owner: str, checkpoint: Path) -> tuple[RetrievalModule, str 
     """
     if not checkpoint.is_file():
         raise FileNotFoundError(f"{owner}: `checkpoint` must be a file that training wrote, got {checkpoint}.")
-    check_checkpoint(owner, checkpoint)
+    damage = find_damage(checkpoint)
+    if damage is not None:
+        raise ValueError(
+            f"{owner}: `checkpoint` must be the checkpoint of a RetrievalModule that can be rebuilt from it, got "
+            f"{checkpoint}, which is damaged: {damage}."
+        )
     try:
         saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
         module = _rebuild(saved)

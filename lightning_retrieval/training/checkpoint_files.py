@@ -29,19 +29,28 @@ def check_checkpoint(owner: str, checkpoint: Any) -> None:
     Cost:
         The file is read once. Checksums that `torch.serialization.set_crc32_options(False)` left out count as damage.
     """
-    if isinstance(checkpoint, (str, Path)):
-        if not Path(checkpoint).is_file():
-            return
-        with open(checkpoint, "rb") as stream:
-            damage = _find_damage(stream)
-    elif hasattr(checkpoint, "seekable") and checkpoint.seekable():
-        position = checkpoint.tell()
-        damage = _find_damage(checkpoint)
-        checkpoint.seek(position)
-    else:
-        return
+    damage = find_damage(checkpoint)
     if damage is not None:
         raise ValueError(f"{owner}: the checkpoint {checkpoint} is damaged, {damage}; take another checkpoint.")
+
+
+def find_damage(checkpoint: Any) -> str | None:
+    """What is wrong with a checkpoint file; None if nothing is, or if it is not checked (see `check_checkpoint`).
+
+    Args:
+        checkpoint: a path, or a stream.
+    """
+    if isinstance(checkpoint, (str, Path)):
+        if not Path(checkpoint).is_file():
+            return None
+        with open(checkpoint, "rb") as stream:
+            return _find_damage(stream)
+    if not (hasattr(checkpoint, "seekable") and checkpoint.seekable()):
+        return None
+    position = checkpoint.tell()
+    damage = _find_damage(checkpoint)
+    checkpoint.seek(position)
+    return damage
 
 
 class VerifiedCheckpoints(CheckpointIO):

@@ -97,7 +97,9 @@ def test_damaged_checkpoints_are_named(name, damaged, intact):
 
 
 def test_index_names_a_damaged_checkpoint(damaged):
-    with pytest.raises(ValueError, match=r"^index_images: the checkpoint .*damaged\.ckpt is damaged, the checksum"):
+    with pytest.raises(
+        ValueError, match=r"^index_images: `checkpoint` must be .*damaged\.ckpt, which is damaged: the checksum"
+    ):
         load_checkpoint("index_images", damaged)
 
 
