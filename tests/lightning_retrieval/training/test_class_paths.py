@@ -78,9 +78,9 @@ def test_class_within_a_function_has_a_name_that_cannot_be_imported():
 def test_hyperparameters_have_the_class_paths_that_lightning_cli_writes(capsys):
     from lightning_retrieval.cli.main import main
 
-    # By name only: jsonargparse writes a path that it is given as it is.
+    # By names that no other library uses; jsonargparse writes a path that it is given as it is.
     arguments = ["--model=RetrievalModule", "--model.embedder=Embedder", "--model.embedder.backbone=glyph_net"]
-    arguments += ["--model.loss=FastAPLoss", "--model.optimizer=AdamW", "--data=Glyphs"]
+    arguments += ["--model.loss=SupAPLoss", "--model.optimizer=AdamW", "--data=Glyphs"]
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["fit", *arguments, "--print_config"])
     config = yaml.safe_load(capsys.readouterr().out)
@@ -89,7 +89,7 @@ def test_hyperparameters_have_the_class_paths_that_lightning_cli_writes(capsys):
     optimizer = functools.partial(torch.optim.AdamW, lr=0.1)
     assert config["data"]["class_path"] == class_path(datamodules.Glyphs)
     module = lightning_retrieval.RetrievalModule(
-        lightning_retrieval.Embedder("glyph_net", 8), lightning_retrieval.FastAPLoss(), optimizer=optimizer
+        lightning_retrieval.Embedder("glyph_net", 8), lightning_retrieval.SupAPLoss(), optimizer=optimizer
     )
     assert isinstance(module, pl.LightningModule)
     assert config["model"]["class_path"] == describe(lightning_retrieval.RetrievalModule)["class_path"]
