@@ -13,7 +13,7 @@ from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from tests.callbacks.glyph_runs import BATCHES, SMALL_LISTS, fit_glyphs, small_glyphs
 
-pytestmark = [pytest.mark.filterwarnings(message) for message in SMALL_LISTS]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(*SMALL_LISTS)]
 
 
 @pytest.fixture(scope="module")

@@ -29,6 +29,7 @@ class ValuesOf(RetrievalEvaluation):
         return metrics
 
 
+@pytest.mark.slow
 def test_best_is_the_highest_number_of_the_run(tmp_path, glyphs):
     values = iter([0.9, math.nan, 0.6, 0.4, math.nan])
     evaluation = ValuesOf(values)
@@ -49,12 +50,14 @@ class Interrupt(pl.Callback):
             raise RuntimeError("the machine was stopped")
 
 
+@pytest.mark.slow
 def test_interrupted_run_logs_its_best(tmp_path, glyphs):
     with pytest.raises(RuntimeError, match=r"^the machine was stopped$"):
         fit_glyphs(CSVLogger(tmp_path, "csv"), glyphs, tmp_path, callbacks=[Interrupt()])
     assert yaml.safe_load((tmp_path / "csv/version_0/hparams.yaml").read_text())["best"]["val/mAP"] > 0
 
 
+@pytest.mark.slow
 def test_best_of_a_resumed_run_includes_its_first_part(tmp_path, glyphs):
     fit_glyphs(False, glyphs, tmp_path, epochs=1)
     (last,) = tmp_path.rglob("last.ckpt")

@@ -51,6 +51,7 @@ def test_figure_is_in_the_log_folder(tmp_path, logger):
     assert [step for step, _ in curve.losses] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_resumed_run_continues_the_curve(tmp_path):
     whole, first, second = TrainingCurve(), TrainingCurve(), TrainingCurve()
     fit(tmp_path / "whole", whole, epochs=4)

@@ -225,6 +225,7 @@ def test_two_processes_learn_the_same(tmp_path, root, run_processes):
     assert_same(loaded.whitening.learned, PCAWhitening(dim=3).fit(rows).learned)
 
 
+@pytest.mark.slow
 def test_whitening_in_a_config(tmp_path, capsys):
     callbacks = [
         {"class_path": "lightning_retrieval.callbacks.LearnWhitening", "init_args": {"images": 200}},

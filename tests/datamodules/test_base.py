@@ -102,6 +102,7 @@ def test_a_subclass_can_build_its_sampler_from_the_training_set(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), module.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_a_data_module_trains_on_all_classes():
     data = GlyphsWithAllClasses()
     _, (batch,) = fit(data, limit_train_batches=1, max_epochs=1)

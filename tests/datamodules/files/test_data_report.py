@@ -48,6 +48,7 @@ def test_a_check_reports_the_warnings_of_reading_once(tmp_path):
     assert [line[:5] for line in str(report).splitlines() if "skipped 1 images" in line] == ["probl"]
 
 
+@pytest.mark.slow
 def test_a_report_with_file_names_in_another_encoding_is_printed(tmp_path):
     name = b"a/caf\xe9.jpg".decode(errors="surrogateescape")
     for path in ("a/1.jpg", name, "b/1.jpg"):

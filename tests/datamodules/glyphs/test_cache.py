@@ -76,6 +76,7 @@ def test_a_damaged_cache_is_drawn_again(
     assert equal(load_glyph_images(small_cache.parent), whole)  # and it is in the cache again
 
 
+@pytest.mark.slow
 def test_two_processes_can_draw_at_the_same_time(drawn_glyphs: GlyphImages, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", LOAD, str(tmp_path)]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
@@ -87,6 +88,7 @@ def test_two_processes_can_draw_at_the_same_time(drawn_glyphs: GlyphImages, tmp_
     assert equal(load_glyph_images(tmp_path), drawn_glyphs)
 
 
+@pytest.mark.slow
 def test_a_process_killed_before_the_file_is_renamed_does_no_harm(drawn_glyphs: GlyphImages, tmp_path: Path) -> None:
     killed = (
         "import os, signal; from lightning_retrieval.datamodules.glyphs import cache; "

@@ -9,6 +9,7 @@ import pytest
 from lightning_retrieval.cli.main import COMMANDS, main
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
     [[sys.executable, "-m", "lightning_retrieval.cli"], [Path(sys.executable).with_name("lightning-retrieval")]],

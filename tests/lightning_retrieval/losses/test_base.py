@@ -337,6 +337,7 @@ def test_labels_of_any_size_and_kind():
     assert torch.equal(balanced(x, names[labels]), balanced(x, labels))
 
 
+@pytest.mark.slow
 def test_one_class_of_three_hundred():
     x, labels = torch.randn(340, 8), torch.arange(340).sub(299).clamp(min=0)
     value, gradient = value_and_gradient(SmoothAPLoss(), x, labels)
@@ -384,6 +385,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * unit)
 """
 
 
+@pytest.mark.slow
 def test_memory_of_a_large_batch():
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

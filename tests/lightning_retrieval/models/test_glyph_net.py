@@ -22,6 +22,7 @@ def test_channels_last_gives_the_same_features():
     torch.testing.assert_close(net(images.to(memory_format=torch.channels_last)), expected)
 
 
+@pytest.mark.slow
 def test_it_learns_a_few_glyphs():
     torch.manual_seed(0)
     glyphs = torch.rand(4, 1, 32, 32).round().repeat(4, 1, 1, 1)

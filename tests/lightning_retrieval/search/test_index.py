@@ -79,6 +79,7 @@ def test_a_loaded_index_gives_the_same_results(factory, mapped, tmp_path):
         assert other.ids[-2:].tolist() == [1001, 1002]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "row", "besides"),  # as docs/scaling.md has them
     [

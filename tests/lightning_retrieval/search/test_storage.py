@@ -52,6 +52,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [500, 2048, 5000])  # the last write of ids, of paths, and of vectors fails
 @pytest.mark.parametrize("factory", ["Flat", "IVF2,Flat"])
 def test_a_full_disk_leaves_the_old_index(factory, limit, tmp_path):
