@@ -14,8 +14,8 @@ check:  ## ruff, and mypy against the installed wheel
 test:  ## all tests
 	$(PYTHON) -m pytest
 
-test-fast:  ## the core's tests without the slow ones, on two cores
-	$(PYTHON) -m pytest -n 2 -m "not slow"
+test-fast:  ## the core's tests that are neither slow nor start several processes, and the contracts, on two cores
+	$(PYTHON) -m pytest -n 2 -m "not slow and not distributed" tests/lightning_retrieval tests/test_*.py
 
 test-dist:  ## the tests that run in several processes
 	$(PYTHON) -m pytest -m distributed

@@ -67,6 +67,7 @@ def trained(folder, **settings):
     return path
 
 
+@pytest.mark.slow
 def test_transform_is_the_one_that_the_checkpoint_names(tmp_path, capsys):
     trained(tmp_path, transform="roadmap")
     code, out, err = command(capsys, *indexing(tmp_path, tmp_path / "index"))
@@ -78,6 +79,7 @@ def test_transform_is_the_one_that_the_checkpoint_names(tmp_path, capsys):
     assert out.startswith("images prepared with the transform 'plain'\n")
 
 
+@pytest.mark.slow
 @pytest.mark.refusal
 def test_transform_is_required_if_training_used_a_custom_one(tmp_path, capsys):
     trained(tmp_path, eval_transform=MEDIUM)
@@ -96,6 +98,7 @@ def photo():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", ["plain", "roadmap", "ap_gem"])
 def test_images_are_upright_and_in_colour_whatever_the_file_format(colour, transform, tmp_path, capsys, monkeypatch):
     def download(*args, **keywords):

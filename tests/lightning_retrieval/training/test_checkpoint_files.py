@@ -105,7 +105,8 @@ def test_index_names_a_damaged_checkpoint(damaged):
 
 @pytest.mark.parametrize("subcommand", ["fit", "validate", "test", "predict"])
 def test_the_command_line_names_a_damaged_checkpoint(subcommand, damaged, capsys):
-    options = ["--model=RetrievalModule", "--model.embedder=torch.nn.Identity", "--model.loss=SmoothAPLoss"]
+    loss = "lightning_retrieval.SmoothAPLoss"  # pytorch-metric-learning has a loss of the same name
+    options = ["--model=RetrievalModule", "--model.embedder=torch.nn.Identity", f"--model.loss={loss}"]
     data = "--data=lightning_retrieval.datamodules.Glyphs"
     with pytest.raises(SystemExit, match=r"^2$"):
         main([subcommand, *options, data, f"--ckpt_path={damaged}"])
