@@ -10,7 +10,6 @@ from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 from torch.optim import Optimizer
-from typing_extensions import Self
 
 from lightning_retrieval.training.checkpoint_files import check_checkpoint, verify_checkpoints
 from lightning_retrieval.training.hyperparameters import check_command_line_hyperparameters, describe
@@ -87,7 +86,7 @@ class ManualTraining(pl.LightningModule):
         strict: bool | None = None,
         weights_only: bool | None = None,
         **kwargs: Any,
-    ) -> Self:
+    ) -> Any:  # not Self, which a run-time type checker cannot resolve in a decorated method
         """Rebuild a module from a checkpoint, as Lightning does, after its checksums and class paths have been checked.
 
         Args:
