@@ -1,9 +1,15 @@
-"""Random states of a step and of a chunk: those of the CPU and of all devices, here of an accelerator of generators."""
+"""Random states of a step and of a chunk: those of the CPU, of GPUs and of an accelerator made of generators."""
+
+import contextlib
 
 import pytest
 import torch
+from torch import nn
+from torchvision.ops import StochasticDepth
 
+from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.random_state import RandomState, step_random_state
+from tests.lightning_retrieval.training.small_chunks import SIZES, chunk_by_chunk, gradients_of, images, net, smooth_ap
 
 
 class Accelerator:
@@ -70,3 +76,84 @@ def test_the_numbers_of_a_step_depend_on_seed_step_and_rank():
 
     assert drawn(3, 4, 0) == drawn(3, 4, 0)
     assert len({drawn(3, 4, 0), drawn(4, 4, 0), drawn(3, 5, 0), drawn(3, 4, 1)}) == 4
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("noise", [nn.Dropout(0.5), StochasticDepth(0.5, "row"), StochasticDepth(0.5, "batch")])
+def test_dropout_draws_the_same_numbers_again(noise, size):
+    embed, x = net(noise=noise), images()
+    torch.manual_seed(5)
+    expected = chunk_by_chunk(embed, x, smooth_ap, size)
+    plain, state = gradients_of(embed), torch.get_rng_state()
+    torch.manual_seed(5)
+    value = chunked_backward(embed, x, smooth_ap, size)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(gradients_of(embed), plain)
+    # Whatever comes next sees the random numbers that it would have seen after one embedding of the batch.
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_without_the_replay_dropout_would_differ(monkeypatch):
+    embed, x = net(dropout=0.5), images()
+    torch.manual_seed(5)
+    chunk_by_chunk(embed, x, smooth_ap, 4)
+    plain = gradients_of(embed)
+    monkeypatch.setattr(RandomState, "replayed", lambda self: contextlib.nullcontext())
+    torch.manual_seed(5)
+    chunked_backward(embed, x, smooth_ap, 4)
+    assert not torch.allclose(gradients_of(embed)[0], plain[0])
+
+
+def test_random_state_is_put_back_when_the_embedder_fails():
+    embed, x, calls = net(dropout=0.5), images(), []
+
+    def fails(chunk):
+        calls.append(len(chunk))
+        if len(calls) == 4:  # the first chunk's second time
+            torch.rand(7)
+            raise RuntimeError("no more")
+        return embed(chunk)
+
+    torch.manual_seed(5)
+    for chunk in x.split(4):
+        embed(chunk)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    with pytest.raises(RuntimeError, match="no more"):
+        chunked_backward(fails, x, smooth_ap, 4)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [None, 4])
+def test_dropout_on_a_gpu_draws_the_same_numbers_again(size):
+    embed, x = net(dropout=0.5).cuda(), images().cuda()
+    torch.manual_seed(5)
+    expected = chunk_by_chunk(embed, x, smooth_ap, size)
+    plain, state = gradients_of(embed), torch.cuda.get_rng_state()
+    torch.manual_seed(5)
+    value = chunked_backward(embed, x, smooth_ap, size)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(gradients_of(embed), plain)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("size", [None, 4])
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_dropout_draws_the_same_numbers_again_on_a_gpu_without_inputs(device, size):
+    # The images lie on the CPU, and the network on a GPU that need not be the current one.
+    layers, x = net(dropout=0.5).to(device), images()
+
+    def embed(chunk):
+        return layers(chunk.to(device))
+
+    torch.manual_seed(5)
+    expected = chunk_by_chunk(embed, x, smooth_ap, size)
+    plain, state = gradients_of(layers), torch.cuda.get_rng_state(device)
+    torch.manual_seed(5)
+    value = chunked_backward(embed, x, smooth_ap, size)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(gradients_of(layers), plain)
+    assert torch.equal(torch.cuda.get_rng_state(device), state)

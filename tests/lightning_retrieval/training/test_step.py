@@ -1,4 +1,4 @@
-"""The way from `training_step` to the formula of a paper: how many functions of the library it passes through."""
+"""The way from `training_step` to the formula of a paper, and what stops a step before the weights change."""
 
 import sys
 from pathlib import Path
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval import CalibrationLoss, CrossBatchMemory, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.losses import calibration, smooth_ap
+from tests.lightning_retrieval.training.small_training import ROWS, SGD, Gives, assert_same, batches, fit, net
 
 REPOSITORY = Path(__file__).parents[3]
 PACKAGES = tuple(f"{REPOSITORY / name}/" for name in ("lightning_retrieval", "callbacks", "datamodules"))
@@ -63,3 +64,42 @@ def test_a_memory_does_not_make_the_way_longer(monkeypatch):
 def test_a_mean_over_pairs_is_at_most_eight_frames_away(monkeypatch):
     frames = frames_to_the_formula(monkeypatch, calibration, "calibration_sums", CalibrationLoss())
     assert len(frames) <= MOST_FRAMES, frames
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("ids", [False, True])
+def test_nan_embeddings_stop_training_before_the_weights_change(ids):
+    first, second = batches(2)
+    second[0][[2, 5]] = torch.nan
+    data = [(*batch, torch.arange(100, 100 + ROWS)) if ids else batch for batch in (first, second)]
+    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), chunk_size=3, optimizer=SGD)
+    which = r"ids \[102, 105\]" if ids else r"rows \[2, 5\]"
+    sentence = rf"^RetrievalModule: .* NaN or inf in 2 of 10 rows at step 1 \(seen on rank 0\), the first for {which};"
+    with pytest.raises(ValueError, match=sentence):
+        fit(module, data)
+    plain = RetrievalModule(net(), SmoothAPLoss(tau=0.1), chunk_size=3, optimizer=SGD)
+    fit(plain, [first])
+    assert_same(module, plain)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (Gives(value=float("nan")), r"the loss is nan at step 0\."),
+        (Gives(shape=(2,)), r"`loss` must return a scalar, got tensor\(\[1\., 1\.\].*set its reduction"),
+        (SmoothAPLoss(reduction="none"), r"`loss` must return a scalar, got tensor\("),
+    ],
+)
+def test_losses_that_are_not_a_finite_scalar_raise(loss, sentence):
+    module = RetrievalModule(net(), loss, optimizer=SGD)
+    with pytest.raises(ValueError, match=rf"^RetrievalModule: {sentence}"):
+        fit(module, batches())
+    assert_same(module.embedder, net())
+
+
+@pytest.mark.refusal
+def test_labels_of_another_length_raise():
+    images, labels = batches(1)[0]
+    with pytest.raises(ValueError, match=r"one label for each image, got 9 labels for 10 images\."):
+        fit(RetrievalModule(net(), SmoothAPLoss()), [(images, labels[:9])])

@@ -1,0 +1,75 @@
+"""A small network, batches for it and a short run, for tests of RetrievalModule."""
+
+import functools
+
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+SGD = functools.partial(torch.optim.SGD, lr=0.5)
+ROWS = 10
+CHUNKS = [None, 3, 7]  # of ten rows: one chunk, 3 + 3 + 3 + 1, 7 + 3
+
+
+def net(dropout: float = 0.0) -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 4)).double()
+
+
+def batches(steps: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (
+            torch.randn(ROWS, 6, generator=generator, dtype=torch.float64),
+            torch.randint(3, (ROWS,), generator=generator),
+        )
+        for _ in range(steps)
+    ]
+
+
+def trainer(**kwargs) -> pl.Trainer:
+    return pl.Trainer(
+        **{"max_epochs": 1, "accelerator": "cpu", "enable_checkpointing": False, "logger": False, **kwargs},
+        devices=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def fit(module, data, validation=None, **kwargs) -> pl.Trainer:
+    run = trainer(**kwargs)
+    loaders = [DataLoader(x, batch_size=None) if isinstance(x, list) else x for x in (data, validation)]
+    run.fit(module, *loaders)
+    return run
+
+
+def assert_same(module: nn.Module, expected: nn.Module) -> None:
+    """Parameters equal but for rounding in float64, and none at all compared would be an error."""
+    assert len(list(expected.parameters())) > 0
+    for (name, value), (_, other) in zip(module.named_parameters(), expected.named_parameters(), strict=True):
+        torch.testing.assert_close(value, other, rtol=0, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+
+
+class Log(pl.Callback):
+    """Keeps the loss and the learning rates of each step."""
+
+    def __init__(self):
+        self.losses, self.rates = [], []
+
+    def on_train_batch_start(self, trainer, *_):
+        self.rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
+
+    def on_train_batch_end(self, trainer, *_):
+        self.losses.append(float(trainer.callback_metrics["train/loss"]))
+
+
+class Gives(nn.Module):
+    """A loss that answers with something else."""
+
+    def __init__(self, shape=(), value=1.0):
+        super().__init__()
+        self.shape, self.value = shape, value
+
+    def forward(self, embeddings, labels):
+        return (embeddings.sum() * 0 + self.value).expand(self.shape)

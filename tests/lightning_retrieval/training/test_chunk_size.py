@@ -1,0 +1,220 @@
+"""The largest chunk that fits into memory, found by trial without a trace."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_retrieval.training.chunk_size import largest_chunk_size
+from lightning_retrieval.training.chunked import chunked_backward
+from tests.lightning_retrieval.training.small_chunks import (
+    batch_norm,
+    gradients_of,
+    images,
+    net,
+    net_with,
+    smooth_ap,
+    statistics_of,
+)
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, most):
+        ctx.fails = len(x) > most
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fails:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return gradient, None
+
+
+def out_of_memory_above(most, embed, calls, in_backward=False):
+    def embed_or_fail(x):
+        calls.append(len(x))
+        y = embed(x)
+        if in_backward:
+            return FailsInBackward.apply(y, most)
+        if len(x) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return y
+
+    return embed_or_fail
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize(
+    ("most", "tried"),
+    [
+        (11, [11]),
+        (50, [11]),
+        (10, [11, 6]),
+        (5, [11, 6, 3]),
+        (3, [11, 6, 3]),
+        (2, [11, 6, 3, 2]),
+        (1, [11, 6, 3, 2, 1]),
+    ],
+)
+def test_largest_chunk_is_found_by_halving(most, tried, in_backward):
+    calls = []
+    assert largest_chunk_size(out_of_memory_above(most, net(), calls, in_backward), images()) == tried[-1]
+    assert list(dict.fromkeys(calls)) == tried
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("most", [11, 3])
+def test_looking_for_the_largest_chunk_leaves_no_trace(most, in_backward):
+    embed, x = nn.Sequential(net_with(batch_norm(0.1)), nn.Dropout(0.5)), images()
+    free = torch.ones(3, dtype=torch.float64, requires_grad=True)  # a leaf in no module
+    x.requires_grad_()
+    smooth_ap(embed[0](images()))
+    embed[0][0].weight.grad = torch.ones_like(embed[0][0].weight)
+    leaves = [*embed.parameters(), free, x]
+    gradients, before, buffers = [p.grad for p in leaves], statistics_of(embed[0][2]), list(embed.buffers())
+    state = torch.get_rng_state()
+
+    def embedder(chunk):  # the graph does not show what a reentrant checkpoint runs
+        return free * checkpoint(embed, chunk, use_reentrant=True)
+
+    with torch.no_grad():
+        assert largest_chunk_size(out_of_memory_above(most, embedder, [], in_backward), x) == most
+    assert all(p.grad is gradient for p, gradient in zip(leaves, gradients, strict=True))
+    assert torch.equal(gradients[0], torch.ones(16, 5))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(now is then for now, then in zip(embed.buffers(), buffers, strict=True))
+    assert all(torch.equal(now, then) for now, then in zip(embed.buffers(), before.values(), strict=True))
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_a_trial_has_a_graph_and_meets_the_gradients_of_a_chunk_before():
+    embed, seen, reserved = net(), [], 54321
+
+    def watched(x):
+        held = any(
+            type(o) is torch.Tensor and o.dtype == torch.uint8 and o.nbytes == reserved for o in gc.get_objects()
+        )
+        seen.append((torch.is_grad_enabled(), embed[0].weight.grad is not None, held))
+        return embed(x)
+
+    with torch.no_grad():
+        largest_chunk_size(watched, images(), reserve=reserved)
+    assert seen == [(True, False, True), (True, True, True)]
+
+
+def test_largest_chunk_under_autocast():
+    embed, x = net(dtype=torch.float32), images(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = chunked_backward(embed, x, smooth_ap, 3)
+    plain = gradients_of(embed)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            assert largest_chunk_size(out_of_memory_above(3, embed, []), x) == 3
+        assert torch.equal(chunked_backward(embed, x, smooth_ap, 3), expected)
+    assert all(torch.equal(gradient, then) for gradient, then in zip(gradients_of(embed), plain, strict=True))
+
+
+OF_CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+OF_CUDNN = "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
+NO_ENGINE = "FIND was unable to find an engine to execute this computation"
+
+
+def fails_above(most, message):
+    embed = net()
+
+    def embed_or_fail(x):
+        if len(x) > most:
+            raise RuntimeError(message)
+        return embed(x)
+
+    return embed_or_fail
+
+
+@pytest.mark.parametrize("message", [OF_CUBLAS, OF_CUDNN, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED", NO_ENGINE])
+def test_failed_allocations_of_other_libraries_make_chunks_smaller(message):
+    assert largest_chunk_size(fails_above(5, message), images()) == 3
+
+
+@pytest.mark.parametrize("message", [OF_CUBLAS, OF_CUDNN])
+def test_one_row_for_which_another_library_cannot_allocate(message):
+    with pytest.raises(torch.OutOfMemoryError, match="not even one input") as caught:
+        largest_chunk_size(fails_above(0, message), images())
+    assert str(caught.value.__cause__) == message
+
+
+@pytest.mark.parametrize("message", [NO_ENGINE, "CUDA error: device-side assert triggered"])
+def test_errors_that_are_not_about_memory_are_raised(message):
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        largest_chunk_size(fails_above(0, message), images())
+
+
+def test_largest_chunk_of_a_frozen_embedder():
+    assert largest_chunk_size(net().requires_grad_(False), images()) == 11
+
+
+@pytest.mark.refusal
+def test_not_even_one_row_fits():
+    match = (
+        r"^largest_chunk_size: not even one input of shape \(5,\) fits the memory of cpu in addition to the 7 reserved "
+        "bytes; use smaller inputs, a smaller network or half precision"
+    )
+    with pytest.raises(torch.OutOfMemoryError, match=match):
+        largest_chunk_size(out_of_memory_above(0, net(), []), images(), reserve=7)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("error", "sentence", "inputs", "reserve"),
+    [
+        (ValueError, r"`inputs` must hold at least one row, got shape \(0, 5\)\.", torch.zeros(0, 5), 0),
+        (TypeError, r"`inputs` must be a tensor, got list\.", [1.0], 0),
+        (ValueError, r"`reserve` must be an integer >= 0, got -1\.", torch.zeros(4, 5), -1),
+        (TypeError, r"`reserve` must be an integer >= 0, got 0\.5 \(float\)\.", torch.zeros(4, 5), 0.5),
+    ],
+)
+def test_bad_input_to_largest_chunk_size(error, sentence, inputs, reserve):
+    with pytest.raises(error, match=f"^largest_chunk_size: {sentence}"):
+        largest_chunk_size(nn.Linear(5, 2), inputs, reserve=reserve)
+
+
+@pytest.mark.refusal
+def test_an_embedder_without_a_tensor_has_no_largest_chunk():
+    with pytest.raises(TypeError, match=r"^largest_chunk_size: `embed's result` must be a tensor, got NoneType"):
+        largest_chunk_size(lambda x: None, images())
+
+
+@pytest.mark.gpu
+def test_largest_chunk_on_a_gpu():
+    mib = 1 << 20
+    x = torch.rand(64, mib // 4, device="cuda")  # 1 MiB for each row
+    scale = torch.ones((), device="cuda", requires_grad=True)
+
+    def embed(chunk):
+        for _ in range(8):  # each keeps its result for the backward pass
+            chunk = (scale * chunk).tanh()
+        return chunk[:, :3]
+
+    def step(size):
+        scale.grad = None
+        return chunked_backward(embed, x, lambda y: y.square().mean(), size)
+
+    step(1)  # so that what the first use allocates is there
+    scale.grad = None
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties("cuda").total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 448 * mib) / total)
+    try:
+        size = largest_chunk_size(embed, x)
+        assert 1 < size < 64
+        assert scale.grad is None
+        assert largest_chunk_size(embed, x, reserve=336 * mib) < size
+        torch.cuda.empty_cache()
+        step(size)
+        with pytest.raises(torch.OutOfMemoryError):
+            step(2 * size)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.empty_cache()

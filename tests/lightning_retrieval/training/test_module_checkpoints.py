@@ -1,0 +1,197 @@
+"""Checkpoints of a RetrievalModule: runs that continue as they would have, modules that are rebuilt."""
+
+import copy
+import functools
+import inspect
+
+import pytest
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
+
+from lightning_retrieval import Embedder, RetrievalModule, ROADMAPLoss, SmoothAPLoss, SupAPLoss, WeightedSum
+from lightning_retrieval.datamodules import RetrievalDataModule
+from tests.lightning_retrieval.training.small_training import SGD, Gives, Log, assert_same, fit, net, trainer
+
+
+class Points(torch.utils.data.Dataset):
+    """Twenty-six vectors of seven classes."""
+
+    labels = torch.arange(26) // 4
+
+    def __init__(self):
+        self.images = torch.randn(26, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def __len__(self):
+        return 26
+
+    def __getitem__(self, index):
+        return {"images": self.images[index], "labels": self.labels[index], "ids": torch.tensor(int(index))}
+
+
+class PointData(RetrievalDataModule):
+    train_set = val_set = test_set = Points()
+
+
+def resumable() -> RetrievalModule:
+    """Dropout, Adam's moments and a schedule of each step: everything that a resumed run could lose."""
+    return RetrievalModule(
+        net(dropout=0.3),
+        SmoothAPLoss(tau=0.1),
+        chunk_size=4,
+        optimizer=functools.partial(torch.optim.AdamW, lr=0.02),
+        lr_scheduler=functools.partial(OneCycleLR, max_lr=0.02, total_steps=12),
+        lr_scheduler_interval="step",
+    )
+
+
+def test_a_run_resumed_between_or_in_epochs_continues_as_it_would_have(tmp_path):
+    """Four epochs of three batches; a checkpoint after each step."""
+    save, log = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1), Log()
+    whole, data = resumable(), {"classes_per_batch": 3, "samples_per_class": 3, "seed": 1}
+    kwargs = {"max_epochs": 4, "limit_val_batches": 0}
+    trainer(callbacks=[save, log], enable_checkpointing=True, **kwargs).fit(whole, datamodule=PointData(**data))
+    assert len(log.rates) == len({rate for (rate,) in log.rates}) == 12
+    for step in (6, 4, 11):  # after two epochs, after one batch of the second, before the last batch
+        part, rest = resumable(), Log()
+        path = tmp_path / f"step={step}.ckpt"
+        run = trainer(callbacks=[rest], **kwargs)
+        run.fit(part, datamodule=PointData(**data), ckpt_path=path, weights_only=True)
+        assert (rest.rates, run.global_step) == (log.rates[step:], 12)
+        assert rest.losses == log.losses[step:]
+        assert_same(part, whole)
+
+
+def test_a_run_in_double_precision_is_resumed_bit_by_bit(tmp_path):
+    """Lightning restores the weights before it has made the module double."""
+    whole, second = (RetrievalModule(net(0.2).float(), SmoothAPLoss(tau=0.1), optimizer=SGD) for _ in range(2))
+    settings = {"precision": "64-true", "limit_val_batches": 0}
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2)
+    points = {"classes_per_batch": 3, "samples_per_class": 3, "seed": 1}
+    trainer(**settings, callbacks=[save], enable_checkpointing=True).fit(whole, datamodule=PointData(**points))
+    trainer(**settings).fit(second, datamodule=PointData(**points), ckpt_path=tmp_path / "step=2.ckpt")
+    assert next(second.parameters()).dtype == torch.float64
+    assert_same(second, whole)
+    for found, expected in zip(second.parameters(), whole.parameters()):
+        assert torch.equal(found, expected)
+
+
+def small_module(**kwargs) -> RetrievalModule:
+    return RetrievalModule(
+        Embedder("glyph_net", 8, pooling="avg"),
+        SmoothAPLoss(tau=0.05, class_balanced=True),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.25, momentum=0.5),
+        lr_scheduler=functools.partial(ExponentialLR, gamma=0.5),
+        gradient_clip_val=2.0,
+        **kwargs,
+    )
+
+
+def saved(module, path):
+    data = [(torch.rand(8, 1, 32, 32), torch.arange(8) // 2)]
+    fit(module, data).save_checkpoint(path)
+    assert torch.load(path, weights_only=True)["global_step"] == 1
+    return path
+
+
+def test_a_checkpoint_rebuilds_the_module(tmp_path):
+    module = small_module(seed=12)
+    path = saved(module, tmp_path / "m.ckpt")
+    again = RetrievalModule.load_from_checkpoint(path, weights_only=True)
+    assert again.state_dict().keys() == module.state_dict().keys()
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in module.state_dict().items())
+    assert repr(again.embedder) == repr(module.embedder)
+    assert repr(again.loss) == repr(module.loss)
+    assert (again.optimizer.func, again.optimizer.keywords) == (torch.optim.SGD, {"lr": 0.25, "momentum": 0.5})
+    assert (again.lr_scheduler.func, again.lr_scheduler.keywords) == (ExponentialLR, {"gamma": 0.5})
+    assert (again.gradient_clip_val, again.seed) == (2.0, 12)
+    assert dict(again.hparams) == dict(module.hparams)
+
+
+class Tagged(RetrievalModule):
+    """A subclass of one's own: another argument, another form of batch, another forward."""
+
+    def __init__(self, embedder: nn.Module, loss: nn.Module, factor: float = 1.0, **kwargs):
+        super().__init__(embedder, loss, **kwargs)
+        self.factor = factor
+
+    def forward(self, images):
+        return self.factor * self.embedder(images)
+
+    def unpack_batch(self, batch):
+        return batch["x"], batch["y"], None
+
+
+def test_a_short_subclass_with_an_argument_of_its_own(tmp_path):
+    assert len(inspect.getsource(Tagged).splitlines()) < 40
+    module = Tagged(Embedder("glyph_net", 8), SmoothAPLoss(), factor=3.0, chunk_size=None, seed=4)
+    fit(module, [{"x": torch.rand(8, 1, 32, 32), "y": torch.arange(8) // 2}]).save_checkpoint(tmp_path / "t.ckpt")
+    again = Tagged.load_from_checkpoint(tmp_path / "t.ckpt", weights_only=True)
+    assert (again.factor, again.seed) == (3.0, 4)
+    images = torch.rand(3, 1, 32, 32)
+    assert torch.equal(again.eval()(images), module.eval()(images))
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "path"),
+    [
+        ("embedder", net(), r"torch\.nn\.Sequential"),
+        ("loss", Gives(shape=()), r".*Gives"),
+        ("optimizer", lambda groups: torch.optim.SGD(groups, lr=0.5), r"builtins\.function"),
+    ],
+)
+@pytest.mark.refusal
+def test_what_cannot_be_described_has_to_be_passed_again(tmp_path, name, given, path):
+    arguments = {"embedder": Embedder("glyph_net", 8), "loss": SmoothAPLoss(), "optimizer": SGD}
+    if name == "loss":
+        given.helper = nn.Linear(1, 1)
+        given.shape = given.helper  # no plain value
+    module = RetrievalModule(**{**arguments, name: copy.deepcopy(given)})
+    run = trainer()
+    run.strategy.connect(module)
+    run.save_checkpoint(tmp_path / "m.ckpt")
+    with pytest.raises(
+        ValueError, match=rf"`{name}` was a {path} whose .* load_from_checkpoint\(path, {name}=\.\.\.\)"
+    ):
+        RetrievalModule.load_from_checkpoint(tmp_path / "m.ckpt", weights_only=True)
+    again = RetrievalModule.load_from_checkpoint(tmp_path / "m.ckpt", weights_only=True, **{name: given})
+    assert_same(again, module)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("class_path", "error", "sentence"),
+    [
+        ("torch.nn.Nothing", ValueError, r"`embedder` names the class torch\.nn\.Nothing, which cannot be imported"),
+        ("os.system", TypeError, r"`embedder` names os\.system, which is not a class of the kind needed here"),
+        ("torch.optim.SGD", TypeError, r"`embedder` names torch\.optim\.SGD, which is not a class of the kind"),
+    ],
+)
+def test_a_description_can_name_only_what_is_needed(class_path, error, sentence):
+    with pytest.raises(error, match=rf"^RetrievalModule: {sentence}"):
+        RetrievalModule({"class_path": class_path, "init_args": {}}, SmoothAPLoss())
+
+
+def test_a_checkpoint_rebuilds_a_loss_made_of_losses(tmp_path):
+    module = RetrievalModule(Embedder("glyph_net", 8), ROADMAPLoss(0.3, SupAPLoss(tau=0.2)))
+    path = saved(module, tmp_path / "roadmap.ckpt")
+    rebuilt = RetrievalModule.load_from_checkpoint(path, weights_only=True)
+    assert repr(rebuilt.loss) == repr(module.loss)
+    assert rebuilt.loss.sup_ap.tau == 0.2
+    weighted = RetrievalModule(Embedder("glyph_net", 8), WeightedSum({"ap": (0.7, SmoothAPLoss(tau=0.3))}))
+    rebuilt = RetrievalModule.load_from_checkpoint(saved(weighted, tmp_path / "sum.ckpt"), weights_only=True)
+    assert repr(rebuilt.loss) == repr(weighted.loss)
+
+
+class Saves(RetrievalModule):
+    """Calls Lightning's save_hyperparameters by itself, with an argument that is not plain."""
+
+    def __init__(self, embedder: nn.Module, loss: nn.Module, extra: object = None) -> None:
+        super().__init__(embedder, loss)
+        self.save_hyperparameters(ignore=["embedder", "loss"])
+
+
+def test_a_subclass_that_saves_its_hyperparameters_itself_writes_plain_checkpoints(tmp_path):
+    path = saved(Saves(Embedder("glyph_net", 8), SmoothAPLoss(), extra=torch.ones(2)), tmp_path / "m.ckpt")
+    assert torch.load(path, weights_only=True)["hyper_parameters"]["extra"]["class_path"] == "torch.Tensor"
