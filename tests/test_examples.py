@@ -73,7 +73,10 @@ def test_subclass(cut_down, capsys):
     assert "val/mAP" in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore:RetrievalEvaluation. val metrics cover 2 of:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:RetrievalEvaluation. val metrics cover 2 of:UserWarning",
+    "ignore:RetrievalModule. BatchNorm sees 128 images at a time:UserWarning",
+)
 def test_a_loss_of_pytorch_metric_learning(cut_down):
     runpy.run_path(str(EXAMPLES / "pml_loss.py"), run_name="__main__")
     assert [trainer.global_step for trainer in cut_down] == [2, 2]

@@ -302,8 +302,8 @@ def test_a_fit_reports_once_what_its_lists_are_and_what_a_step_sends(one, two):
 def test_a_memory_without_gathering_raises_on_both_ranks(two):
     for rank in two:
         assert rank["memory without gathering"] == (
-            "RetrievalModule: a memory must be the same on all 2 processes, which gather=False does not provide; leave "
-            "gather at True."
+            "RetrievalModule: a memory must be the same on all 2 processes, which gather=False does not provide; keep "
+            "gather=True."
         )
 
 
