@@ -70,7 +70,8 @@ def _rebuild(saved: dict[str, Any]) -> RetrievalModule:
     stream = io.BytesIO()
     torch.save(needed, stream)
     stream.seek(0)
-    return RetrievalModule.load_from_checkpoint(stream, map_location="cpu", weights_only=True)
+    module: RetrievalModule = RetrievalModule.load_from_checkpoint(stream, map_location="cpu", weights_only=True)
+    return module
 
 
 def _without_pretrained_weights(described: Any) -> Any:
