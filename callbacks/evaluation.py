@@ -20,6 +20,7 @@ from lightning_retrieval.callbacks.loaders import (
 )
 from lightning_retrieval.callbacks.log_values import log_without_sync
 from lightning_retrieval.callbacks.results_table import results_table
+from lightning_retrieval.checks import check_bool, check_callable
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 
@@ -48,7 +49,8 @@ class RetrievalEvaluation(pl.Callback):
 
     Raises:
         ValueError: if a k is below 1, or if `before_fit` is set and there is no test set.
-        TypeError: if the module's step does not return `embeddings` and `labels`.
+        TypeError: if a flag is not a bool, or `query_expansion` or `database_augmentation` cannot be called; in an
+            evaluation, if the module's step does not return `embeddings` and `labels`.
 
     Example:
         >>> import pytorch_lightning as pl
@@ -71,13 +73,18 @@ class RetrievalEvaluation(pl.Callback):
         database_augmentation: DatabaseAugmentation | None = None,
         embeddings_on_cpu: bool = False,
     ) -> None:
+        owner = "RetrievalEvaluation"
         validated = RetrievalMetrics(ks, map_ks)  # raises now what it would raise after the first epoch
         self.ks = validated.ks
         self.map_ks = validated.map_ks
-        self.before_fit = before_fit
+        if query_expansion is not None:
+            check_callable(owner, "query_expansion", query_expansion)
+        if database_augmentation is not None:
+            check_callable(owner, "database_augmentation", database_augmentation)
+        self.before_fit = check_bool(owner, "before_fit", before_fit)
         self.query_expansion = query_expansion
         self.database_augmentation = database_augmentation
-        self.embeddings_on_cpu = embeddings_on_cpu
+        self.embeddings_on_cpu = check_bool(owner, "embeddings_on_cpu", embeddings_on_cpu)
         self.sets: list[EvaluationSet] = []  # with their embeddings, from the start of an evaluation to its end
         self.results: dict[str, dict[str, float]] = {}  # of the last evaluation: "val", "test" and "untrained"
         self.best: dict[str, float] = {}

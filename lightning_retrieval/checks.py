@@ -5,7 +5,7 @@ argument.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -66,6 +66,23 @@ def check_flag(owner: str, name: str, value: bool | None) -> bool | None:
     if value is not None and not isinstance(value, bool):
         raise TypeError(f"{owner}: `{name}` must be True, False or None, got {value!r}.")
     return value
+
+
+def check_callable(owner: str, name: str, value: Any) -> Any:
+    """Return `value`; raise unless it can be called."""
+    if not callable(value):
+        raise TypeError(f"{owner}: `{name}` must be callable, got {value!r} ({type(value).__name__}).")
+    return value
+
+
+def check_strings(owner: str, name: str, values: Any) -> None:
+    """Raise unless `values` is a sequence of strings; a single string is none, though it is one of characters."""
+    is_sequence = isinstance(values, Collection) and not isinstance(values, (str, bytes, Mapping, Set))
+    if not is_sequence:
+        raise TypeError(f"{owner}: `{name}` must be a sequence of strings, got one {type(values).__name__}.")
+    for value in values:
+        if not isinstance(value, str):
+            raise TypeError(f"{owner}: `{name}` must hold strings only, got {value!r} ({type(value).__name__}).")
 
 
 def check_tensor(owner: str, name: str, value: Any) -> None:

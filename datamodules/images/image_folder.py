@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_retrieval.checks import check_integer
+from lightning_retrieval.checks import check_bool, check_integer
 from lightning_retrieval.datamodules.images.class_folders import SPLITS, ClassFolders, is_split, list_folder
 from lightning_retrieval.datamodules.images.classes import check_test_fraction, split_by_class
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
@@ -60,6 +60,7 @@ class ImageFolder(ImageDataModule):
     Raises:
         FileNotFoundError: if `root` does not exist.
         ValueError: if there are no class folders with images, or `test_fraction` leaves no class in one of the sets.
+        TypeError: if `categories` is not a bool.
 
     Example:
         >>> from pathlib import Path
@@ -87,7 +88,7 @@ class ImageFolder(ImageDataModule):
     ) -> None:
         super().__init__(root, **settings)
         self.test_fraction = check_test_fraction("ImageFolder", test_fraction)
-        self.categories = categories
+        self.categories = check_bool("ImageFolder", "categories", categories)
         self.split_seed = check_integer("ImageFolder", "split_seed", split_seed, least=0)
 
     def sources(self) -> list[Path]:

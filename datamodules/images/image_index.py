@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_retrieval.checks import check_strings
 from lightning_retrieval.ranking.roles import Role
 from lightning_retrieval.search.packed_strings import PackedStrings
 
@@ -38,7 +39,8 @@ class ImageIndex:
         names: names of the classes, in the order of the labels 0, 1, ...; or None.
 
     Raises:
-        TypeError: if `paths` is a string, or labels, categories, levels, roles or instances are not integers.
+        TypeError: if `paths` or `names` is no sequence of strings, or labels, categories, levels, roles or instances
+            are not integers.
         ValueError: if there is no image, the lengths differ, a path leaves the root or contains `./` or `//`, a role is
             not from 0 to 3, images with one label at a level have different labels at the next, a box contains no pixel
             or does not fit into 32 bits, an image (with its box, if there are boxes) has two labels and no `instances`
@@ -66,18 +68,14 @@ class ImageIndex:
         instances: Any = None,
         names: Sequence[str] | None = None,
     ) -> None:
-        if isinstance(paths, (str, bytes)):
-            raise TypeError(f"ImageIndex: `paths` must be a sequence of strings, got one {type(paths).__name__}.")
-        if not isinstance(paths, PackedStrings):
-            paths = PackedStrings(paths)
-        self.paths = paths
+        self.paths = _packed("paths", paths)
         self.labels: NDArray[np.int64] = _integer_array("labels", labels)
         self.categories: NDArray[np.int64] | None = _optional_array("categories", categories)
         self.levels: NDArray[np.int64] | None = _optional_array("levels", levels)
         self.boxes = _box_array(boxes)
         self.roles = _role_array(roles)
         self.instances: NDArray[np.int64] | None = _optional_array("instances", instances)
-        self.names = None if names is None else PackedStrings(names)
+        self.names = None if names is None else _packed("names", names)
         _check_lengths(self)
         _check_paths(self.paths)
         _check_boxes(self)
@@ -138,6 +136,13 @@ class ImageIndex:
         if "names" in arrays:
             index.names = PackedStrings.from_arrays(arrays["names"], arrays["name_ends"])
         return index
+
+
+def _packed(name: str, strings: PackedStrings | Sequence[str]) -> PackedStrings:
+    if isinstance(strings, PackedStrings):
+        return strings
+    check_strings("ImageIndex", name, strings)
+    return PackedStrings(strings)
 
 
 def _integer_array(name: str, values: Any) -> NDArray[np.int64]:

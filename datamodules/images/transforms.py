@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torchvision.transforms import InterpolationMode, v2
 
-from lightning_retrieval.checks import check_choice
+from lightning_retrieval.checks import check_bool, check_choice
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 ReferenceName = Literal["plain", "smooth_ap", "roadmap", "ap_gem"]
@@ -37,6 +37,7 @@ def reference_transform(name: ReferenceName, *, train: bool) -> Callable[[Any], 
 
     Raises:
         ValueError: if the name is unknown.
+        TypeError: if `train` is not a bool.
 
     Example:
         >>> from PIL import Image
@@ -48,6 +49,7 @@ def reference_transform(name: ReferenceName, *, train: bool) -> Callable[[Any], 
         Random numbers are drawn from torch's generator, which `ImageSet` seeds for each training image.
     """
     check_choice("reference_transform", "name", name, REFERENCE_NAMES)
+    check_bool("reference_transform", "train", train)
     make_steps = _TRAIN[name] if train else _EVAL[name]
     to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
     transform: Callable[[Any], torch.Tensor] = v2.Compose([*make_steps(), *to_tensor])

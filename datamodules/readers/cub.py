@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from lightning_retrieval.checks import check_bool
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import (
     check_not_empty,
@@ -47,6 +48,7 @@ class CUB200(ImageDataModule):
         FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
         ValueError: if a line lacks a field, an id is not an integer, occurs twice or is missing in another list, a
             class is not from 1 to 200, or a box is not four finite numbers.
+        TypeError: if `boxes` is not a bool.
 
     Example:
         >>> from lightning_retrieval.datamodules import CUB200
@@ -69,7 +71,7 @@ class CUB200(ImageDataModule):
 
     def __init__(self, root: str | Path, *, boxes: bool = False, **settings: Any) -> None:
         super().__init__(root, **settings)
-        self.boxes = boxes
+        self.boxes = check_bool(type(self).__name__, "boxes", boxes)
 
     def sources(self) -> list[Path]:
         """The lists of images, of their classes and, if `boxes`, of their boxes."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_retrieval.checks import check_bool
 from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import (
@@ -59,6 +60,7 @@ class InShop(ImageDataModule):
         ValueError: if both `boxes` and `high_res` are set; if the number of images in a list differs from its first
             line, the header differs, a line lacks a field, an image occurs twice, a status is unknown, or an image has
             no box.
+        TypeError: if `boxes` or `high_res` is not a bool.
 
     Example:
         >>> from lightning_retrieval.datamodules import InShop
@@ -88,13 +90,14 @@ class InShop(ImageDataModule):
 
     def __init__(self, root: str | Path, *, boxes: bool = False, high_res: bool = False, **settings: Any) -> None:
         super().__init__(root, **settings)
+        owner = type(self).__name__
+        self.boxes = check_bool(owner, "boxes", boxes)
+        self.high_res = check_bool(owner, "high_res", high_res)
         if boxes and high_res:
             raise ValueError(
-                f"{type(self).__name__}: `boxes` and `high_res` must not both be True, since the boxes are in pixels "
+                f"{owner}: `boxes` and `high_res` must not both be True, since the boxes are in pixels "
                 "of the images of 256 x 256; set one of them."
             )
-        self.boxes = boxes
-        self.high_res = high_res
 
     def sources(self) -> list[Path]:
         """The partition and, if `boxes`, the list of boxes."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from PIL import Image
 from torch import Tensor
 
-from lightning_retrieval.checks import check_integer
+from lightning_retrieval.checks import check_bool, check_integer
 from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import check_not_empty, check_unique, join_paths, read_lines
@@ -93,7 +93,7 @@ class _Revisited(ImageDataModule):
         super().__init__(common, transform=transform, eval_batch_size=eval_batch_size, **settings)
         self.folder = folder
         self.distractors = distractor_folder
-        self.crop_queries = crop_queries
+        self.crop_queries = check_bool(type(self).__name__, "crop_queries", crop_queries)
         self.image_size = check_integer(type(self).__name__, "image_size", image_size, least=1)
 
     @property
@@ -228,6 +228,7 @@ class RevisitedOxford(_Revisited):
             where it may be.
         ValueError: if the pickle asks for anything but plain values and arrays (no code in it is run), has the format
             of the original protocol, or has any invalid value.
+        TypeError: if `crop_queries` is not a bool, or `image_size` is not an integer.
 
     Example:
         >>> import pickle
@@ -279,6 +280,7 @@ class RevisitedParis(_Revisited):
     Raises:
         FileNotFoundError: as in `RevisitedOxford`.
         ValueError: as in `RevisitedOxford`.
+        TypeError: as in `RevisitedOxford`.
 
     Example:
         >>> from lightning_retrieval.datamodules import RevisitedParis

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_retrieval.checks import check_choice
+from lightning_retrieval.checks import check_bool, check_choice
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import (
     check_not_empty,
@@ -78,6 +78,7 @@ class VehicleID(ImageDataModule):
         ValueError: if a size or the protocol is unknown; if a line lacks a field, a vehicle's id is not an integer, an
             image occurs twice or with two vehicles, or a vehicle has no images; or if no vehicle of a test set has two
             images for `"reid"`.
+        TypeError: if `select_by_vid` is not a bool.
 
     Example:
         >>> from lightning_retrieval.datamodules import VehicleID
@@ -116,7 +117,7 @@ class VehicleID(ImageDataModule):
         owner = type(self).__name__
         self.sizes = _check_sizes(owner, sizes)
         self.protocol: ProtocolName = check_choice(owner, "protocol", protocol, ("retrieval", "reid"))
-        self.select_by_vid = select_by_vid
+        self.select_by_vid = check_bool(owner, "select_by_vid", select_by_vid)
 
     def sources(self) -> list[Path]:
         """The lists, for `select_by_vid` that of all images, and that of the models if it exists."""

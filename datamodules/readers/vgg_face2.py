@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_retrieval.checks import check_bool
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import check_unique, read_csv_header, read_csv_rows, read_lines
 from lightning_retrieval.datamodules.images.classes import class_numbers
@@ -41,6 +42,7 @@ class VGGFace2(ImageDataModule):
     Raises:
         FileNotFoundError: if neither lists nor folders exist, or the files of the boxes are missing.
         ValueError: if a line is not the path of an image in a person's folder, or an image occurs twice or has no box.
+        TypeError: if `boxes` is not a bool.
 
     Example:
         >>> from pathlib import Path
@@ -67,7 +69,7 @@ class VGGFace2(ImageDataModule):
 
     def __init__(self, root: str | Path, *, boxes: bool = False, **settings: Any) -> None:
         super().__init__(root, **settings)
-        self.boxes = boxes
+        self.boxes = check_bool(type(self).__name__, "boxes", boxes)
 
     def sources(self) -> list[Path]:
         """The lists, or the folders if there are no lists, and the files of the boxes."""

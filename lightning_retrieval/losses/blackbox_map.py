@@ -17,7 +17,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_finite_number, check_integer, check_not_negative, check_positive
+from lightning_retrieval.checks import (
+    check_finite,
+    check_finite_number,
+    check_integer,
+    check_not_negative,
+    check_positive,
+)
 from lightning_retrieval.losses.blackbox_ap import BlackboxAPLoss
 from lightning_retrieval.losses.score_lists import ScoreLists
 
@@ -112,6 +118,8 @@ class BlackboxMAPLoss(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         """Restore the memory from a checkpoint."""
+        for scores, _ in state["memory"]:
+            check_finite("BlackboxMAPLoss", "state", scores)
         self.memory = [(scores, targets) for scores, targets in state["memory"]]
 
     def extra_repr(self) -> str:

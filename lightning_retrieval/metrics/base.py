@@ -10,7 +10,15 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
 
-from lightning_retrieval.checks import check_finite, check_integers, check_labels, check_matrix, check_tensor
+from lightning_retrieval.checks import (
+    check_bool,
+    check_callable,
+    check_finite,
+    check_integers,
+    check_labels,
+    check_matrix,
+    check_tensor,
+)
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.metrics.gathering import (
     UNSHARDED,
@@ -46,7 +54,8 @@ class EmbeddingMetric(Metric):
     Raises:
         ValueError: if shapes do not fit, an embedding is not finite, one id has two labels, or there are several
             processes and no ids. With several processes, all of them raise at `compute`.
-        TypeError: if embeddings are not floating point, or labels, ids or instances are not integers.
+        TypeError: if embeddings are not floating point, labels, ids or instances are not integers, `embeddings_on_cpu`
+            is not a bool, or `query_expansion` or `database_augmentation` cannot be called.
     """
 
     is_differentiable = False
@@ -68,9 +77,14 @@ class EmbeddingMetric(Metric):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        owner = type(self).__name__
+        if query_expansion is not None:
+            check_callable(owner, "query_expansion", query_expansion)
+        if database_augmentation is not None:
+            check_callable(owner, "database_augmentation", database_augmentation)
         self.query_expansion = query_expansion
         self.database_augmentation = database_augmentation
-        self.embeddings_on_cpu = embeddings_on_cpu
+        self.embeddings_on_cpu = check_bool(owner, "embeddings_on_cpu", embeddings_on_cpu)
         self._error: str | None = None
         self._over_processes: bool | None = None  # whether `compute` gathers over processes; None outside of `compute`
         self._cached_values: dict[str, Tensor] | None = (
@@ -128,11 +142,13 @@ class EmbeddingMetric(Metric):
         Unlike the method of torchmetrics it does not replace the states: `gather` does the communication, with any
         number of rows on each process, and leaves the rows of this process as they are.
         """
+        check_bool(type(self).__name__, "should_sync", should_sync)
         is_available = distributed_available or self.distributed_available_fn
         self._over_processes = should_sync and is_available() and dist.get_world_size(self.process_group) > 1
 
     def unsync(self, should_unsync: bool = True) -> None:
         """Undo `sync`. torchmetrics calls this after `compute`."""
+        check_bool(type(self).__name__, "should_unsync", should_unsync)
         self._over_processes = None
 
     def gather(self) -> tuple[Rows, Shard]:
@@ -217,6 +233,12 @@ class EmbeddingMetric(Metric):
         for name, values in optional.items():
             if values is not None:
                 getattr(self, name).append(values.detach().long())
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        """Load the rows of a checkpoint, if they were made persistent; raise if an embedding is not finite."""
+        super()._load_from_state_dict(*arguments)
+        for embeddings in self.embeddings:
+            check_finite(type(self).__name__, "state_dict", embeddings)
 
     def _check_like_earlier_updates(
         self, embeddings: Tensor, labels: Tensor, optional: dict[str, Tensor | None]

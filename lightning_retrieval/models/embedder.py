@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_retrieval.checks import check_choice, check_integer
+from lightning_retrieval.checks import check_bool, check_choice, check_integer
 from lightning_retrieval.models.backbones import build_backbone, check_features, check_no_weights, feature_shape
 from lightning_retrieval.models.pooling import GeM, GlobalAvgPool, GlobalMaxPool
 from lightning_retrieval.ranking.similarity import normalize as l2_normalize
@@ -43,7 +43,8 @@ class Embedder(nn.Module):
     Raises:
         ValueError: if the backbone, the weights or the pooling is unknown, a length is below 1, weights are given
             for a backbone that has none, or the features have another shape than (N, C, H, W) or (N, C).
-        TypeError: if the backbone is neither a name nor a module, or does not return a tensor.
+        TypeError: if the backbone is neither a name nor a module, or does not return a tensor, or if a flag is not a
+            bool.
 
     Example:
         >>> import torch
@@ -85,10 +86,10 @@ class Embedder(nn.Module):
         super().__init__()
         self.embedding_dim = check_integer("Embedder", "embedding_dim", embedding_dim, 1)
         self.pooling: Pooling = check_choice("Embedder", "pooling", pooling, tuple(POOLINGS))
-        self.normalize = normalize
+        self.normalize = check_bool("Embedder", "normalize", normalize)
         self.weights = weights
-        self.layer_norm = layer_norm
-        self.freeze_batch_norm = freeze_batch_norm
+        self.layer_norm = check_bool("Embedder", "layer_norm", layer_norm)
+        self.freeze_batch_norm = check_bool("Embedder", "freeze_batch_norm", freeze_batch_norm)
         if feature_dim is not None:
             check_integer("Embedder", "feature_dim", feature_dim, 1)
         self._set_backbone(backbone, weights)
@@ -135,7 +136,7 @@ class Embedder(nn.Module):
 
     def train(self: Self, mode: bool = True) -> Self:
         """Set the training mode, except that a frozen batch norm stays in eval mode."""
-        super().train(mode)
+        super().train(check_bool("Embedder", "mode", mode))
         self._freeze()
         return self
 

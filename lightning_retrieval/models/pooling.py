@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_positive
+from lightning_retrieval.checks import check_bool, check_positive
 
 
 def gem(
@@ -53,7 +53,7 @@ class GeM(nn.Module):
 
     Raises:
         ValueError: if `p` or `eps` is not a finite number > 0.
-        TypeError: if `p` or `eps` is not a number.
+        TypeError: if `p` or `eps` is not a number, or `learnable` is not a bool.
 
     Example:
         >>> import torch
@@ -81,7 +81,7 @@ class GeM(nn.Module):
         super().__init__()
         initial_p = torch.tensor([float(check_positive("GeM", "p", p))])
         self.eps = check_positive("GeM", "eps", eps)
-        self.learnable = learnable
+        self.learnable = check_bool("GeM", "learnable", learnable)
         if learnable:
             self.p = nn.Parameter(initial_p)
         else:

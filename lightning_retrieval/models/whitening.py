@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_embeddings, check_integer, check_matrix, check_not_negative
+from lightning_retrieval.checks import check_embeddings, check_finite, check_integer, check_matrix, check_not_negative
 from lightning_retrieval.ranking.similarity import normalize
 
 _FIT_ROWS = 8192  # rows that are converted to float64 at a time
@@ -154,6 +154,8 @@ class PCAWhitening(nn.Module):
         if state is None:
             self.learned = None
             return
+        for part in PrincipalComponents._fields:
+            check_finite("PCAWhitening", f"state['{part}']", state[part])
         found = len(state["components"])
         if self.dim is not None and found < self.dim:
             raise ValueError(

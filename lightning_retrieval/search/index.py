@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.checks import check_integer, check_integers
+from lightning_retrieval.checks import check_bool, check_integer, check_integers, check_strings
 from lightning_retrieval.search.faiss_index import faiss_reason, load_faiss, new_faiss_index, set_search_parameters
 from lightning_retrieval.search.id_table import IdTable
 from lightning_retrieval.search.packed_strings import PackedStrings
@@ -122,14 +122,14 @@ class RetrievalIndex:
         Raises:
             ValueError: if shapes do not fit, an embedding is not finite, an id is negative or in the index already,
                 there are too few rows for the training, faiss cannot add rows, or the index is memory-mapped.
-            TypeError: if embeddings are not floating point, or ids are not integers.
+            TypeError: if embeddings are not floating point, ids are not integers, or `paths` is no sequence of strings.
         """
         self._check_not_mapped("add to")
         check_rows("embeddings", embeddings, self.dim)
         rows = len(embeddings)
         new_ids = self._table.new_ids(ids, rows)
-        if paths is not None and len(paths) != rows:
-            raise ValueError(f"{OWNER}: `paths` must have one entry for each of {rows} rows, got {len(paths)}.")
+        if paths is not None:
+            _check_paths(paths, rows)
         check_finite_rows(embeddings, new_ids, paths)
 
         is_first = len(self) == 0 and rows > 0
@@ -259,7 +259,10 @@ class RetrievalIndex:
         Raises:
             FileNotFoundError: if the folder or one of its files does not exist.
             ValueError: if the index is damaged, or has an unknown format version.
+            TypeError: if `mapped` or `verify` is not a bool.
         """
+        check_bool(OWNER, "mapped", mapped)
+        check_bool(OWNER, "verify", verify)
         read = functools.partial(cls._read, mapped=mapped)
         return read_folder(OWNER, Path(folder), verify, read)
 
@@ -308,3 +311,10 @@ class RetrievalIndex:
         faiss = load_faiss()
         vars(self).update(state)
         self.faiss_indexes = [faiss.deserialize_index(serialized) for serialized in state["faiss_indexes"]]
+
+
+def _check_paths(paths: Sequence[str], rows: int) -> None:
+    """Raise unless there is one string for each row."""
+    check_strings(OWNER, "paths", paths)
+    if len(paths) != rows:
+        raise ValueError(f"{OWNER}: `paths` must have one entry for each of {rows} rows, got {len(paths)}.")

@@ -11,6 +11,7 @@ from pytorch_lightning.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_retrieval.checks import check_flag
 from lightning_retrieval.training.checkpoint_files import check_checkpoint, verify_checkpoints
 from lightning_retrieval.training.hyperparameters import check_command_line_hyperparameters, describe
 from lightning_retrieval.training.run_report import log_facts
@@ -100,7 +101,10 @@ class ManualTraining(pl.LightningModule):
         Raises:
             ValueError: if the file is damaged, or names a class whose module is neither imported nor in one of
                 `class_paths.TRUSTED_PACKAGES`.
+            TypeError: if `strict` or `weights_only` is not True, False or None.
         """
+        check_flag(cls.__name__, "strict", strict)
+        check_flag(cls.__name__, "weights_only", weights_only)
         check_checkpoint(cls.__name__, checkpoint_path)
         if hparams_file is None:
             _check_class_paths(cls, checkpoint_path, weights_only, kwargs)

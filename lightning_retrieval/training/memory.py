@@ -15,7 +15,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_embeddings, check_integer, check_integers, check_labels
+from lightning_retrieval.checks import (
+    check_bool,
+    check_embeddings,
+    check_finite,
+    check_integer,
+    check_integers,
+    check_labels,
+)
 from lightning_retrieval.losses.ranked_batch import RankedBatch
 
 
@@ -51,7 +58,7 @@ class CrossBatchMemory(nn.Module):
     Raises:
         ValueError: if a number is out of its range; at a call, if shapes do not match those of the stored rows, a batch
             is larger than `size`, or an embedding is not finite.
-        TypeError: if a number is not an integer; at a call, if `ids` are missing.
+        TypeError: if a number is not an integer; at a call, if `ids` are missing or `detach` is not a bool.
 
     Example:
         >>> import torch
@@ -112,6 +119,7 @@ class CrossBatchMemory(nn.Module):
         Returns:
             What a loss is called with: `loss(**batch.keywords())`.
         """
+        check_bool("CrossBatchMemory", "detach", detach)
         batch = self._validated(embeddings, labels, ids)
         if detach:
             batch = batch._replace(embeddings=batch.embeddings.detach())
@@ -158,6 +166,7 @@ class CrossBatchMemory(nn.Module):
         rows = None
         if state["rows"] is not None:
             stored = _Rows(*state["rows"])
+            check_finite("CrossBatchMemory", "state", stored.embeddings, stored.ids)
             self._check_like_stored(stored.embeddings, stored.labels)
             rows = _Rows(*(part[: self.size].clone() for part in stored))
         self._rows = rows

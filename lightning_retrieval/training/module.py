@@ -159,6 +159,7 @@ class RetrievalModule(ManualTraining):
             images: as for `forward`.
             whiten: False skips the whitening, for embeddings from which it is learned.
         """
+        check_bool(type(self).__name__, "whiten", whiten)
         only_original_size = self.eval_scales == (1,)
         if only_original_size:
             embeddings: Tensor = self(images)

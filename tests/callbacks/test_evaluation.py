@@ -119,6 +119,13 @@ def test_embeddings_are_freed_when_evaluation_ends():
 
 
 @pytest.mark.refusal
+@pytest.mark.parametrize("name", ["query_expansion", "database_augmentation"])
+def test_post_processing_that_cannot_be_called_raises_in_the_constructor(name):
+    with pytest.raises(TypeError, match=rf"^RetrievalEvaluation: `{name}` must be callable, got 'x' \(str\)\.$"):
+        RetrievalEvaluation(**{name: "x"})
+
+
+@pytest.mark.refusal
 def test_ks_are_validated_in_the_constructor():
     with pytest.raises(ValueError, match=r"`ks` must be an integer >= 1, got 0\."):
         RetrievalEvaluation(ks=(1, 0))

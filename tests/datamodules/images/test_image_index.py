@@ -24,7 +24,7 @@ def test_an_index_can_be_sliced_and_converted_to_arrays():
         roles=[1, 2, 3],
         boxes=[[0, 0, 2, 2]] * 3,
         instances=[9, 9, -7],
-        names="xy",
+        names=["x", "y"],
     )
     part = index[np.array([2, 0])]
     assert list(part.paths) == ["c", "a"]
@@ -90,6 +90,8 @@ def test_instances_with_several_classes_raise():
     ("arguments", "error", "sentence"),
     [
         ({"paths": "ab"}, TypeError, r"`paths` must be a sequence of strings, got one str\."),
+        ({"paths": ["a", None]}, TypeError, r"`paths` must hold strings only, got None \(NoneType\)\."),
+        ({"names": "ab"}, TypeError, r"`names` must be a sequence of strings, got one str\."),
         ({"paths": b"ab"}, TypeError, r"`paths` must be a sequence of strings, got one bytes\."),
         ({"labels": [0.5, 1.0]}, TypeError, r"`labels` must be integers of 64 bits, got float64\."),
         ({"labels": ["1", "2"]}, TypeError, "`labels` must be integers of 64 bits, got <U1"),

@@ -78,6 +78,17 @@ def test_memory_is_part_of_checkpoints_and_can_be_reset():
 
 
 @pytest.mark.refusal
+def test_a_checkpoint_with_scores_that_are_not_finite_raises():
+    loss = BlackboxMAPLoss(batch_memory=2)
+    loss(torch.randn(4, 4), torch.eye(4, dtype=torch.bool))
+    damaged = loss.state_dict()
+    damaged["_extra_state"]["memory"][0][0][2, 1] = float("inf")
+    sentence = r"^BlackboxMAPLoss: `state` must hold finite numbers only, got NaN or inf in 1 of 4 rows \(2\)\.$"
+    with pytest.raises(ValueError, match=sentence):
+        BlackboxMAPLoss(batch_memory=2).load_state_dict(damaged)
+
+
+@pytest.mark.refusal
 @pytest.mark.parametrize(
     ("error", "match", "arguments"),
     [

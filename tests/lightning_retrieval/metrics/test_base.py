@@ -102,6 +102,25 @@ def test_embeddings_that_are_not_finite_are_named_by_their_ids():
 
 
 @pytest.mark.refusal
+@pytest.mark.parametrize("name", ["query_expansion", "database_augmentation"])
+def test_post_processing_that_cannot_be_called_raises_in_the_constructor(name):
+    with pytest.raises(TypeError, match=rf"^RetrievalMetrics: `{name}` must be callable, got 'x' \(str\)\.$"):
+        RetrievalMetrics(**{name: "x"})
+
+
+@pytest.mark.refusal
+def test_a_state_dict_with_rows_that_are_not_finite_raises():
+    metrics = RetrievalMetrics()
+    metrics.persistent(True)
+    metrics.update(X, Y)
+    state = metrics.state_dict()
+    state["embeddings"][0][3, 0] = math.nan
+    sentence = r"^RetrievalMetrics: `state_dict` must hold finite numbers only, got NaN or inf in 1 of 4 rows \(3\)\.$"
+    with pytest.raises(ValueError, match=sentence):
+        RetrievalMetrics().load_state_dict(state)
+
+
+@pytest.mark.refusal
 @pytest.mark.parametrize("first", [None, torch.arange(4)])
 def test_ids_with_some_updates_only(first):
     match = "RetrievalMetrics: `ids` must be given with every update or with none, got both"

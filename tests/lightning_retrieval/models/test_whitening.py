@@ -108,6 +108,15 @@ def test_a_checkpoint_is_truncated_to_fewer_directions():
     assert torch.equal(cut(others), PCAWhitening(dim=2).fit(learned_from)(others))
 
 
+@pytest.mark.refusal
+@pytest.mark.parametrize("part", ["mean", "components", "variances"])
+def test_a_checkpoint_that_is_not_finite_raises(part):
+    damaged = PCAWhitening().fit(rows(20, 5)).state_dict()
+    damaged["_extra_state"][part][1] = float("nan")
+    with pytest.raises(ValueError, match=rf"^PCAWhitening: `state\['{part}'\]` must hold finite numbers only"):
+        PCAWhitening().load_state_dict(damaged)
+
+
 def test_a_checkpoint_without_whitening_leaves_it_unlearned():
     model = nn.Sequential(nn.Linear(2, 2), PCAWhitening())
     model.load_state_dict(nn.Sequential(nn.Linear(2, 2)).state_dict(), strict=True)

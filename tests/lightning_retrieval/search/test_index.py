@@ -174,6 +174,8 @@ NAN_ROWS = vectors(8).index_put((torch.tensor([2, 5]),), torch.tensor(float("nan
         (lambda i: i.add(vectors(2), torch.tensor([1])), ValueError, r"`ids` must have shape \(2,\)"),
         (lambda i: i.add(vectors(2), torch.rand(2)), TypeError, "`ids` must be integers, got torch.float32"),
         (lambda i: i.add(vectors(2), paths=["a"]), ValueError, "`paths` must have one entry for each of 2 rows, got 1"),
+        (lambda i: i.add(vectors(3), paths="abc"), TypeError, r"`paths` must be a sequence of strings, got one str\.$"),
+        (lambda i: i.add(vectors(2), paths=["a", 1]), TypeError, r"`paths` must hold strings only, got 1 \(int\)"),
         (lambda i: i.remove(torch.tensor([999, 3])), ValueError, "`ids` must be in the index, got 3, which is not"),
         (lambda i: i.paths(torch.tensor([5000])), ValueError, "`ids` must be in the index, got 5000, which is not"),
     ],

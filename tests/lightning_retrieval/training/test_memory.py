@@ -276,6 +276,19 @@ def test_a_checkpoint_of_another_network_raises():
     assert len(empty) == 3
 
 
+@pytest.mark.refusal
+def test_a_checkpoint_with_rows_that_are_not_finite_raises_and_changes_nothing():
+    memory, other = CrossBatchMemory(5), CrossBatchMemory(5)
+    memory.update(*batch_of())
+    other.update(*batch_of())
+    damaged = other.state_dict()
+    damaged["_extra_state"]["rows"][0][1, 0] = float("nan")
+    sentence = r"^CrossBatchMemory: `state` must hold finite numbers only, got NaN or inf in 1 of 3 rows \(ids 1\)\.$"
+    with pytest.raises(ValueError, match=sentence):
+        memory.load_state_dict(damaged)
+    assert memory.get_extra_state()["rows"][0].isfinite().all()
+
+
 # --- losses
 
 LOSSES = {
