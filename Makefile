@@ -34,3 +34,4 @@ bench:  ## speed and memory: each benchmark prints a table
 	$(PYTHON) benchmarks/samplers.py
 	$(PYTHON) benchmarks/data.py
 	$(PYTHON) benchmarks/search.py
+	$(PYTHON) benchmarks/startup.py

@@ -1,88 +1,85 @@
 """Train image retrieval directly for Average Precision, with PyTorch Lightning.
 
-What needs Lightning is imported when it is first used: losses, metrics, models and chunked backward work without it.
+Each name is imported when it is first used, so that a command that needs no torch starts at once, and losses, metrics,
+models and chunked backward work without Lightning.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lightning_retrieval.losses import (
-    BlackboxAPLoss,
-    BlackboxRecallLoss,
-    CalibrationLoss,
-    FastAPLoss,
-    HAPLoss,
-    QuantizedAPLoss,
-    RecallAtKLoss,
-    ROADMAPLoss,
-    SmoothAPLoss,
-    SupAPLoss,
-    WeightedSum,
-    blackbox_rank,
-)
-from lightning_retrieval.metrics import RetrievalMetrics
-from lightning_retrieval.models import Embedder, PCAWhitening
-from lightning_retrieval.models.multi_scale import multi_scale
-from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
-from lightning_retrieval.search.index import RetrievalIndex
-from lightning_retrieval.training.chunk_size import largest_chunk_size
-from lightning_retrieval.training.chunked import chunked_backward
-from lightning_retrieval.training.memory import CrossBatchMemory
-
-if TYPE_CHECKING:
-    from lightning_retrieval.callbacks import RetrievalEvaluation
-    from lightning_retrieval.datamodules import PKSampler, RetrievalDataLoader
-    from lightning_retrieval.training.module import RetrievalModule
-
-__all__ = [
-    "BlackboxAPLoss",
-    "BlackboxRecallLoss",
-    "CalibrationLoss",
-    "CrossBatchMemory",
-    "DatabaseAugmentation",
-    "Embedder",
-    "FastAPLoss",
-    "HAPLoss",
-    "PCAWhitening",
-    "PKSampler",
-    "QuantizedAPLoss",
-    "QueryExpansion",
-    "ROADMAPLoss",
-    "RecallAtKLoss",
-    "RetrievalDataLoader",
-    "RetrievalEvaluation",
-    "RetrievalIndex",
-    "RetrievalMetrics",
-    "RetrievalModule",
-    "SmoothAPLoss",
-    "SupAPLoss",
-    "WeightedSum",
-    "blackbox_rank",
-    "chunked_backward",
-    "largest_chunk_size",
-    "multi_scale",
-]
 __version__ = "0.1.0"
+
+PACKAGES = ("callbacks", "datamodules", "losses", "metrics", "models", "ranking", "search", "training")
+# Each public name and the module of this package that it is imported from.
+MODULES = {
+    "BlackboxAPLoss": "losses",
+    "BlackboxRecallLoss": "losses",
+    "CalibrationLoss": "losses",
+    "CrossBatchMemory": "training.memory",
+    "DatabaseAugmentation": "ranking.expansion",
+    "Embedder": "models",
+    "FastAPLoss": "losses",
+    "HAPLoss": "losses",
+    "PCAWhitening": "models",
+    "PKSampler": "datamodules",
+    "QuantizedAPLoss": "losses",
+    "QueryExpansion": "ranking.expansion",
+    "ROADMAPLoss": "losses",
+    "RecallAtKLoss": "losses",
+    "RetrievalDataLoader": "datamodules",
+    "RetrievalEvaluation": "callbacks",
+    "RetrievalIndex": "search.index",
+    "RetrievalMetrics": "metrics",
+    "RetrievalModule": "training.module",
+    "SmoothAPLoss": "losses",
+    "SupAPLoss": "losses",
+    "WeightedSum": "losses",
+    "blackbox_rank": "losses",
+    "chunked_backward": "training.chunked",
+    "largest_chunk_size": "training.chunk_size",
+    "multi_scale": "models.multi_scale",
+}
+
+if TYPE_CHECKING:  # type checkers export what is imported `as` itself; a computed list would hide it from them
+    from lightning_retrieval.callbacks import RetrievalEvaluation as RetrievalEvaluation
+    from lightning_retrieval.datamodules import PKSampler as PKSampler
+    from lightning_retrieval.datamodules import RetrievalDataLoader as RetrievalDataLoader
+    from lightning_retrieval.losses import BlackboxAPLoss as BlackboxAPLoss
+    from lightning_retrieval.losses import BlackboxRecallLoss as BlackboxRecallLoss
+    from lightning_retrieval.losses import CalibrationLoss as CalibrationLoss
+    from lightning_retrieval.losses import FastAPLoss as FastAPLoss
+    from lightning_retrieval.losses import HAPLoss as HAPLoss
+    from lightning_retrieval.losses import QuantizedAPLoss as QuantizedAPLoss
+    from lightning_retrieval.losses import RecallAtKLoss as RecallAtKLoss
+    from lightning_retrieval.losses import ROADMAPLoss as ROADMAPLoss
+    from lightning_retrieval.losses import SmoothAPLoss as SmoothAPLoss
+    from lightning_retrieval.losses import SupAPLoss as SupAPLoss
+    from lightning_retrieval.losses import WeightedSum as WeightedSum
+    from lightning_retrieval.losses import blackbox_rank as blackbox_rank
+    from lightning_retrieval.metrics import RetrievalMetrics as RetrievalMetrics
+    from lightning_retrieval.models import Embedder as Embedder
+    from lightning_retrieval.models import PCAWhitening as PCAWhitening
+    from lightning_retrieval.models.multi_scale import multi_scale as multi_scale
+    from lightning_retrieval.ranking.expansion import DatabaseAugmentation as DatabaseAugmentation
+    from lightning_retrieval.ranking.expansion import QueryExpansion as QueryExpansion
+    from lightning_retrieval.search.index import RetrievalIndex as RetrievalIndex
+    from lightning_retrieval.training.chunk_size import largest_chunk_size as largest_chunk_size
+    from lightning_retrieval.training.chunked import chunked_backward as chunked_backward
+    from lightning_retrieval.training.memory import CrossBatchMemory as CrossBatchMemory
+    from lightning_retrieval.training.module import RetrievalModule as RetrievalModule
+else:
+    __all__ = sorted(MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "RetrievalModule":
-        from lightning_retrieval.training.module import RetrievalModule
-
-        return RetrievalModule
-    if name == "RetrievalEvaluation":
-        from lightning_retrieval.callbacks import RetrievalEvaluation
-
-        return RetrievalEvaluation
-    if name == "PKSampler":
-        from lightning_retrieval.datamodules import PKSampler
-
-        return PKSampler
-    if name == "RetrievalDataLoader":
-        from lightning_retrieval.datamodules import RetrievalDataLoader
-
-        return RetrievalDataLoader
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in PACKAGES:
+        return import_module(f"{__name__}.{name}")
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *MODULES, *PACKAGES})

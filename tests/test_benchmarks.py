@@ -26,6 +26,7 @@ COLUMNS = {
         *("factory", "parameters", "shards", "build", "search", "product alone", "ratio"),
         *("recall@10", "bytes a row", "added MiB"),
     },
+    "startup": {"command", "CPU time", "imports alone", "ratio"},
 }
 
 
@@ -43,7 +44,8 @@ def test_a_benchmark_prints_and_writes_its_table(name, tmp_path):
     for column in COLUMNS[name]:
         assert column in done.stdout
         assert any(row.get(column) is not None for row in results)
-    assert max(row.get("added MiB") or 0 for row in results) > 0
+    if "added MiB" in COLUMNS[name]:
+        assert max(row.get("added MiB") or 0 for row in results) > 0
     timings = [value for row in results for value in row.values() if isinstance(value, dict)]
     assert timings
     assert all(0 < t["lowest"] <= t["median"] <= t["highest"] for t in timings)

@@ -40,6 +40,7 @@ MAY_PRINT = {
     "lightning_retrieval/cli/search.py",
 }
 MAY_IMPORT_BY_NAME = {
+    "lightning_retrieval/__init__.py",  # imports each public name when it is first used
     "lightning_retrieval/training/class_paths.py",  # rebuilds a class from the path that a checkpoint holds
 }
 

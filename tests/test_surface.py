@@ -5,13 +5,17 @@ After an intended change, add a line to CHANGELOG.md and write the file again:
     python tests/test_surface.py
 """
 
+import ast
 import importlib
 import inspect
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 from torch import nn
+
+import lightning_retrieval
 
 FILE = Path(__file__).with_name("api_surface.json")
 PACKAGES = (
@@ -71,6 +75,23 @@ def changes(old, new):
         for key in sorted({*before, *after})
         if before.get(key) != after.get(key)
     ]
+
+
+def test_the_root_imports_each_name_from_where_type_checkers_see_it():
+    tree = ast.parse(Path(lightning_retrieval.__file__).read_text(encoding="utf-8"))
+    seen = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("lightning_retrieval."):
+            seen.update({alias.asname: node.module for alias in node.names})
+    assert seen == {name: f"lightning_retrieval.{module}" for name, module in lightning_retrieval.MODULES.items()}
+
+
+def test_packages_are_attributes_of_the_root():
+    program = (
+        "import lightning_retrieval as lr; print(lr.losses.SmoothAPLoss is lr.SmoothAPLoss, hasattr(lr, 'lossses'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "True False\n", done.stderr
 
 
 def test_public_names_and_signatures_are_those_listed():

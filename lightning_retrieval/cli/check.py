@@ -8,10 +8,25 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from lightning_retrieval import datamodules
 from lightning_retrieval.cli.messages import printable
 
 PROGRAM = "lightning-retrieval check"
+# The data modules that help names; a test compares them with those that exist. Importing them takes seconds.
+DATA_MODULES = (
+    "CUB200",
+    "Glyphs",
+    "IJBC",
+    "INaturalist",
+    "ImageFolder",
+    "ImageTable",
+    "InShop",
+    "LandmarksClean",
+    "RevisitedOxford",
+    "RevisitedParis",
+    "StanfordOnlineProducts",
+    "VGGFace2",
+    "VehicleID",
+)
 
 
 def check(args: Sequence[str]) -> int:
@@ -23,9 +38,7 @@ def check(args: Sequence[str]) -> int:
     Returns:
         The exit code: 0 if all is as published, 1 if not, 2 if the data set cannot be read.
     """
-    known = data_modules()
-    settings = _parse(args, known)
-    data_module = known[settings.pop("data")]
+    data_module, settings = _parse(args)
     try:
         report = data_module(**settings).check()
     except (OSError, ValueError) as error:
@@ -40,6 +53,8 @@ def check(args: Sequence[str]) -> int:
 
 def data_modules() -> dict[str, Any]:
     """The data modules that can be checked, by name."""
+    from lightning_retrieval import datamodules
+
     found = {}
     for name, value in vars(datamodules).items():
         if inspect.isclass(value) and hasattr(value, "check") and not inspect.isabstract(value):
@@ -47,21 +62,26 @@ def data_modules() -> dict[str, Any]:
     return found
 
 
-def _parse(args: Sequence[str], known: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a data module, and its name under `data`."""
-    names = sorted(known)
+def _parse(args: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """The class of a data module, and its settings."""
     first = argparse.ArgumentParser(PROGRAM, add_help=False)
-    first.add_argument("--data", choices=names)
+    first.add_argument("--data")
     named, rest = first.parse_known_args(args)
 
     parser = ArgumentParser(
         PROGRAM,
         description="Check the directory structure of a data set before training. "
-        f"--data is one of {', '.join(names)}.",
+        f"--data is one of {', '.join(DATA_MODULES)}.",
     )
-    parser.add_argument("--data", required=True, choices=names, help="the data module")
-    if named.data is not None:
-        parser.add_class_arguments(known[named.data], fail_untyped=False, sub_configs=True)
-        rest = ["--data", named.data, *rest]
-    settings: dict[str, Any] = parser.instantiate_classes(parser.parse_args(rest)).as_dict()
-    return settings
+    if named.data is None:
+        parser.add_argument("--data", required=True, metavar="NAME", help="the data module")
+        parser.parse_args(args)  # ends the program, with the help or an error
+    known = data_modules()
+    parser.add_argument("--data", choices=sorted(known), metavar="NAME", help="the data module")
+    data_module = known.get(named.data)
+    if data_module is not None:
+        parser.add_class_arguments(data_module, fail_untyped=False, sub_configs=True)
+    parsed = parser.parse_args(["--data", named.data, *rest])
+    settings: dict[str, Any] = parser.instantiate_classes(parsed).as_dict()
+    del settings["data"]
+    return data_module, settings

@@ -14,7 +14,8 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from lightning_retrieval.checks import check_choice, check_integer
 from lightning_retrieval.cli.checkpoint import load_checkpoint
 from lightning_retrieval.cli.messages import printable
-from lightning_retrieval.cli.transforms import TRANSFORMS, choose_transform, image_channels, load_transform
+from lightning_retrieval.cli.transform_names import TRANSFORMS
+from lightning_retrieval.cli.transforms import choose_transform, image_channels, load_transform
 from lightning_retrieval.datamodules import ImageIndex, ImageSet
 from lightning_retrieval.search.files import file_digest
 from lightning_retrieval.training.module import RetrievalModule
@@ -89,7 +90,14 @@ class ImageEmbedder:
 
     @classmethod
     def load(
-        cls, owner: str, checkpoint: Path, *, transform: str | None, batch_size: int, num_workers: int, device: str
+        cls,
+        owner: str,
+        checkpoint: Path,
+        *,
+        transform: str | None,
+        batch_size: int,
+        num_workers: int,
+        device: str | None,
     ) -> "ImageEmbedder":
         """Load the model of a checkpoint.
 
@@ -99,7 +107,7 @@ class ImageEmbedder:
             transform: one of `TRANSFORMS`; if None, see `choose_transform`.
             batch_size: number of images embedded at a time; 1 with `"ap_gem"`, which keeps the sizes of images.
             num_workers: number of processes that read images.
-            device: device that the model runs on.
+            device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
 
         Raises:
             FileNotFoundError: if the checkpoint does not exist.
@@ -120,6 +128,8 @@ class ImageEmbedder:
         }
         if name == "ap_gem":
             batch_size = 1
+        if device is None:
+            device = _default_device()
         module = _move(owner, module, device).eval()
         return cls(owner, module, load_transform(name), about, batch_size, num_workers, device)
 
@@ -223,6 +233,12 @@ def _reason(error: Exception) -> str:
     if lines and lines[0]:
         return lines[0]
     return type(error).__name__
+
+
+def _default_device() -> str:
+    if torch.cuda.is_available():
+        return "cuda"
+    return "cpu"
 
 
 def _move(owner: str, module: RetrievalModule, device: str) -> RetrievalModule:

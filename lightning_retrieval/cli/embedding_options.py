@@ -3,20 +3,17 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from lightning_retrieval.cli.embedding import UnreadableImage
+if TYPE_CHECKING:
+    from lightning_retrieval.cli.embedding import UnreadableImage
 
 
 def add_embedding_options(parser: argparse.ArgumentParser) -> None:
     """Add `--batch_size`, `--num_workers`, `--device` and `--import_module` to a parser."""
-    device = "cpu"
-    if torch.cuda.is_available():
-        device = "cuda"
     parser.add_argument("--batch_size", type=int, default=32, help="number of images embedded at a time, default 32")
     parser.add_argument("--num_workers", type=int, default=0, help="number of processes that read images, default 0")
-    parser.add_argument("--device", default=device, help=f"device that the model runs on, default {device}")
+    parser.add_argument("--device", help="device that the model runs on, default cuda if there is one, else cpu")
     parser.add_argument(
         "--import_module",
         action="append",
@@ -27,7 +24,7 @@ def add_embedding_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def report_unreadable(command: str, images: Sequence[UnreadableImage]) -> int:
+def report_unreadable(command: str, images: Sequence["UnreadableImage"]) -> int:
     """Print the images that could not be read to standard error; the exit code is 1 if there are any, else 0."""
     for image in images:
         print(f"{command}: {image}; skipped.", file=sys.stderr)

@@ -15,12 +15,6 @@ from lightning_retrieval.training.hyperparameters import check_command_line_hype
 from lightning_retrieval.training.module import RetrievalModule
 from lightning_retrieval.training.run_folder import run_folder
 
-OTHER_SUBCOMMANDS = """\
-other subcommands:
-    check               Check the directory structure of a data set: --data NAME --root DIR
-    index               Embed the images in a folder: --checkpoint C --images DIR --output INDEX
-    search              Find the nearest images in an index: --index INDEX IMAGE..."""
-
 MORE_HELP = """\
 --data.help lightning_retrieval.datamodules.CUB200 shows the settings of a class, as do --model.help,
 --trainer.logger.help, --trainer.callbacks.help and others. `lightning-retrieval check --help` lists the data modules.
@@ -35,8 +29,6 @@ def fit(args: Any = None) -> None:
     """
     parser_settings: dict[str, Any] = {
         "prog": "lightning-retrieval",
-        "description": "Train image retrieval directly for Average Precision.",
-        "epilog": OTHER_SUBCOMMANDS,
     }
     for subcommand in ("fit", "validate", "test", "predict"):
         parser_settings[subcommand] = {"epilog": MORE_HELP}

@@ -1,17 +1,17 @@
-"""`lightning-retrieval index`: arguments and output."""
+"""`lightning-retrieval index`: arguments and output. The work, which needs torch, is imported after parsing."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_retrieval.cli.embedding_options import add_embedding_options, report_unreadable
-from lightning_retrieval.cli.index_images import index_images
 from lightning_retrieval.cli.messages import command_line_message
-from lightning_retrieval.cli.transforms import TRANSFORMS
-from lightning_retrieval.search.index import RetrievalIndex
-from lightning_retrieval.search.recall import RECALL_AT
-from lightning_retrieval.training.class_paths import import_named_module
+from lightning_retrieval.cli.transform_names import TRANSFORMS
+
+if TYPE_CHECKING:
+    from lightning_retrieval.search.index import RetrievalIndex
 
 TRANSFORM_SOURCES = {
     "argument": "",
@@ -30,6 +30,10 @@ def index(args: Sequence[str]) -> int:
         The exit code: 0 if all images could be read, 1 if some could not, 2 if no index was made.
     """
     settings = vars(_parser().parse_args(args))
+
+    from lightning_retrieval.cli.index_images import index_images
+    from lightning_retrieval.training.class_paths import import_named_module
+
     try:
         for module in settings.pop("import_module"):
             import_named_module("index", "--import_module", module)
@@ -43,7 +47,9 @@ def index(args: Sequence[str]) -> int:
     return report_unreadable("index", unreadable)
 
 
-def _summary(made: RetrievalIndex) -> str:
+def _summary(made: "RetrievalIndex") -> str:
+    from lightning_retrieval.search.recall import RECALL_AT
+
     images = f"{len(made)} images"
     if len(made) == 1:
         images = "1 image"

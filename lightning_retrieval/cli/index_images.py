@@ -28,7 +28,7 @@ def index_images(
     shards: int = 1,
     batch_size: int = 32,
     num_workers: int = 0,
-    device: str = "cpu",
+    device: str | None = None,
 ) -> tuple[RetrievalIndex, list[UnreadableImage]]:
     """Embed all images below a folder, and save an index of them.
 
@@ -45,7 +45,7 @@ def index_images(
         shards: number of parts of the index.
         batch_size: number of images embedded at a time; 1 with `"ap_gem"`, which keeps the sizes of images.
         num_workers: number of processes that read images.
-        device: device that the model runs on.
+        device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
 
     Returns:
         The index, and the images that could not be read.

@@ -5,12 +5,25 @@
     lightning-retrieval index --checkpoint C --images DIR --output INDEX
     lightning-retrieval search --index INDEX IMAGE...
 
-A subcommand's module is imported when the subcommand is called.
+A subcommand's module is imported when the subcommand is called, so that help appears without waiting for torch.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
+
+LIGHTNING_COMMANDS = {
+    "fit": "Train a model, and evaluate it during training: --config FILE",
+    "validate": "Evaluate a model on the validation set: --config FILE --ckpt_path C",
+    "test": "Evaluate a model on the test set: --config FILE --ckpt_path C",
+    "predict": "Embed the prediction set: --config FILE --ckpt_path C",
+}
+OTHER_COMMANDS = {
+    "check": "Check the directory structure of a data set: --data NAME --root DIR",
+    "index": "Embed the images in a folder: --checkpoint C --images DIR --output INDEX",
+    "search": "Find the nearest images in an index: --index INDEX IMAGE...",
+}
 
 
 def main(args: Any = None) -> None:
@@ -22,32 +35,43 @@ def main(args: Any = None) -> None:
     given = args
     if args is None:
         given = sys.argv[1:]
-    if isinstance(given, (list, tuple)) and given:
-        command = COMMANDS.get(given[0])
-        if command is not None:
-            sys.exit(command(given[1:]))
+    if isinstance(given, (list, tuple)):
+        command = _parse_command(given)
+        if command in OTHER_COMMANDS:
+            sys.exit(_run(command, given[1:]))
 
     from lightning_retrieval.cli.fit import fit
 
     fit(args)
 
 
-def _check(args: Sequence[str]) -> int:
-    from lightning_retrieval.cli.check import check
+def _parse_command(args: Sequence[str]) -> str:
+    """The subcommand; the program ends here with its help or with an error if none is given."""
+    parser = argparse.ArgumentParser(
+        "lightning-retrieval",
+        description="Train image retrieval directly for Average Precision.",
+        epilog="lightning-retrieval COMMAND --help shows the options of a command.",
+    )
+    descriptions = {**LIGHTNING_COMMANDS, **OTHER_COMMANDS}
+    if not args:
+        parser.error(f"a command is required: {', '.join(descriptions)}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
+    for name, description in descriptions.items():
+        commands.add_parser(name, help=description, add_help=False)
+    parsed: str = parser.parse_args(args[:1]).command
+    return parsed
 
-    return check(args)
 
+def _run(command: str, args: Sequence[str]) -> int:
+    if command == "check":
+        from lightning_retrieval.cli.check import check
 
-def _index(args: Sequence[str]) -> int:
-    from lightning_retrieval.cli.index import index
+        return check(args)
+    if command == "index":
+        from lightning_retrieval.cli.index import index
 
-    return index(args)
+        return index(args)
 
-
-def _search(args: Sequence[str]) -> int:
     from lightning_retrieval.cli.search import search
 
     return search(args)
-
-
-COMMANDS = {"check": _check, "index": _index, "search": _search}

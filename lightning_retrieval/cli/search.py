@@ -1,4 +1,4 @@
-"""`lightning-retrieval search`: arguments and output."""
+"""`lightning-retrieval search`: arguments and output. The work, which needs torch, is imported after parsing."""
 
 import argparse
 import json
@@ -6,15 +6,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning_retrieval.cli.embedding import UnreadableImage
 from lightning_retrieval.cli.embedding_options import add_embedding_options, report_unreadable
 from lightning_retrieval.cli.messages import command_line_message, printable
-from lightning_retrieval.cli.page import result_page
-from lightning_retrieval.cli.search_images import QueryResult, search_images
-from lightning_retrieval.search.index import RetrievalIndex
-from lightning_retrieval.training.class_paths import import_named_module
+
+if TYPE_CHECKING:
+    from lightning_retrieval.cli.embedding import UnreadableImage
+    from lightning_retrieval.cli.search_images import QueryResult
 
 
 def search(args: Sequence[str]) -> int:
@@ -39,8 +38,12 @@ def search(args: Sequence[str]) -> int:
     return report_unreadable("search", unreadable)
 
 
-def _search(options: argparse.Namespace) -> tuple[list[QueryResult], list[UnreadableImage]]:
+def _search(options: argparse.Namespace) -> tuple[list["QueryResult"], list["UnreadableImage"]]:
     """Search, and write the page if one was asked for."""
+    from lightning_retrieval.cli.search_images import search_images
+    from lightning_retrieval.search.index import RetrievalIndex
+    from lightning_retrieval.training.class_paths import import_named_module
+
     page, images = options.html, options.images
     if page is not None and (page.is_dir() or not page.parent.is_dir()):
         raise ValueError(f"search: `--html` must be a file in an existing folder, got {page}.")
@@ -69,8 +72,10 @@ def _search(options: argparse.Namespace) -> tuple[list[QueryResult], list[Unread
     return results, unreadable
 
 
-def _write_page(page: Path, results: Sequence[QueryResult], images: Path, about: str) -> None:
+def _write_page(page: Path, results: Sequence["QueryResult"], images: Path, about: str) -> None:
     """Write the page, and print a warning if images of the results cannot be read."""
+    from lightning_retrieval.cli.page import result_page
+
     source, missing = result_page(results, images, about)
     partial = page.with_name(f"{page.name}.part")
     partial.write_text(source, encoding="utf-8")
@@ -84,14 +89,14 @@ def _write_page(page: Path, results: Sequence[QueryResult], images: Path, about:
         )
 
 
-def _table(result: QueryResult) -> str:
+def _table(result: "QueryResult") -> str:
     rows = [
         f"{hit.rank:>4}  {hit.similarity:>10.4f}  {hit.distance:>8.4f}  {printable(hit.path)}" for hit in result.hits
     ]
     return "\n".join([printable(result.query), "rank  similarity  distance  path", *rows])
 
 
-def _plain(results: Sequence[QueryResult], unreadable: Sequence[UnreadableImage]) -> dict[str, Any]:
+def _plain(results: Sequence["QueryResult"], unreadable: Sequence["UnreadableImage"]) -> dict[str, Any]:
     """The results as plain values for JSON."""
     queries = []
     for result in results:

@@ -45,7 +45,7 @@ def search_images(
     checkpoint: Path | None = None,
     batch_size: int = 32,
     num_workers: int = 0,
-    device: str = "cpu",
+    device: str | None = None,
 ) -> tuple[list[QueryResult], list[UnreadableImage]]:
     """Find the images nearest to each query.
 
@@ -57,7 +57,7 @@ def search_images(
         checkpoint: file of the model; if None, the file that the index was made with.
         batch_size: number of images embedded at a time.
         num_workers: number of processes that read images.
-        device: device that the model runs on.
+        device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
 
     Returns:
         The result of each query that could be read, and the queries that could not.

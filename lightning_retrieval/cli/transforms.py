@@ -8,11 +8,9 @@ import torch
 from torch import Tensor, nn
 from torchvision.transforms.v2 import functional
 
+from lightning_retrieval.cli.transform_names import GLYPHS, TRANSFORMS
 from lightning_retrieval.datamodules import reference_transform
-from lightning_retrieval.datamodules.images.transforms import REFERENCE_NAMES, ReferenceName
-
-GLYPHS = "glyphs"
-TRANSFORMS = (*REFERENCE_NAMES, GLYPHS)
+from lightning_retrieval.datamodules.images.transforms import ReferenceName
 
 
 def choose_transform(

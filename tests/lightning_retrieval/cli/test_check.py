@@ -5,6 +5,7 @@ import itertools
 import pytest
 from PIL import Image
 
+from lightning_retrieval.cli.check import DATA_MODULES, data_modules
 from lightning_retrieval.cli.main import main
 from tests.lightning_retrieval.cli.example_config import IGNORED
 
@@ -60,3 +61,11 @@ def test_data_modules_are_known_by_name(capsys):
     code, out, _ = checked(capsys, "--data", "InShop", "--help")
     assert code == 0
     assert "--high_res" in out
+
+
+def test_help_names_the_data_modules_that_exist(capsys):
+    assert list(DATA_MODULES) == sorted(data_modules())
+    code, out, _ = checked(capsys, "--help")
+    assert code == 0
+    for name in DATA_MODULES:
+        assert name in out

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_retrieval.cli.main import COMMANDS, main
+from lightning_retrieval.cli.main import LIGHTNING_COMMANDS, OTHER_COMMANDS, main
 
 
 @pytest.mark.slow
@@ -20,8 +20,34 @@ def test_both_ways_to_start_the_program(program):
     assert done.stdout.startswith("usage: lightning-retrieval index ")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", OTHER_COMMANDS)
 def test_subcommand(command, capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         main([command, "--help"])
     assert capsys.readouterr().out.startswith(f"usage: lightning-retrieval {command} ")
+
+
+WITHOUT_TORCH = """
+import sys
+from lightning_retrieval.cli.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    assert "torch" not in sys.modules and "pytorch_lightning" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("args", [["--help"], ["index", "--help"], ["search", "--help"], ["check", "--help"]])
+def test_help_appears_without_an_import_of_torch(args):
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *args], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(" ".join(["usage: lightning-retrieval", *args[:-1], ""]))
+
+
+@pytest.mark.parametrize("args", [["fot"], []])
+def test_error_for_an_unknown_or_missing_command_names_every_command(args, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(args)
+    printed = capsys.readouterr().err
+    for command in (*LIGHTNING_COMMANDS, *OTHER_COMMANDS):
+        assert command in printed
