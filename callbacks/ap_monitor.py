@@ -26,6 +26,7 @@ from lightning_retrieval.losses import (
 from lightning_retrieval.losses.ranked_batch import RankedBatch
 from lightning_retrieval.losses.third_party import ThirdPartyLoss, original_loss
 from lightning_retrieval.metrics.decomposability import decomposability_gap
+from lightning_retrieval.ranking.float64 import float64_device, to_float64
 from lightning_retrieval.ranking.labels import finest
 
 # Losses that are 1 - AP of smooth ranks or histograms.
@@ -54,7 +55,7 @@ def sums_of_ap(surrogate: RetrievalLoss | None, batch: RankedBatch) -> Float[Ten
         batch: what the loss ranks, and which of the queries are those of this process.
     """
     local = _own_queries(batch)
-    sums = batch.embeddings.new_zeros(3, dtype=torch.float64)
+    sums = torch.zeros(3, dtype=torch.float64, device=float64_device(batch.embeddings.device))
     if len(local.embeddings) == 0:
         return sums
     exact = BlackboxAPLoss(margin=0.0)  # its ranks are exact: without a margin its value is 1 - AP
@@ -90,7 +91,7 @@ def _ap_per_query(loss: RetrievalLoss, batch: RankedBatch) -> Float[Tensor, " qu
     loss._warned_of_no_positive = True  # the original loss gives the warning
     # `forward` is called instead of the module, because the copy has the hooks of the original, also the monitor's.
     values: Tensor = loss.forward(**batch.keywords())
-    return 1 - values.double()
+    return 1 - to_float64(values)
 
 
 class APMonitor(pl.Callback):
@@ -196,7 +197,7 @@ class APMonitor(pl.Callback):
         if self._classes == 0:
             counts = torch.unique(finest(batch.labels), return_counts=True)[1]
             self._classes = len(counts)
-            self._samples = max(2, round(float(counts.double().mean())))
+            self._samples = max(2, round(float(to_float64(counts).mean())))
         self._sums = sums_of_ap(find_surrogate(loss), batch)
 
     def _log_gaps(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

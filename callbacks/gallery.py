@@ -134,7 +134,7 @@ class RetrievalGallery(EvaluationFigure):
         rows, _ = metrics.gather()
         lists = metrics.query_gallery(rows)
         ids, ap = query_ap(metrics, lists.query_ids)
-        chosen = choose_queries(ids, ap, self.queries, self.order)
+        chosen = choose_queries(ids, ap, self.queries, self.order).to(lists.query_ids.device)
         hits_of_queries = nearest_images(metrics, lists, chosen, self.k)
         if not trainer.is_global_zero or not hits_of_queries:
             return None

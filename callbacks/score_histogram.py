@@ -12,6 +12,7 @@ from lightning_retrieval.callbacks.log_values import log_without_sync
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.metrics.curves import pair_counts
+from lightning_retrieval.ranking.float64 import to_float64
 
 _FINE_BINS = 20_000  # from -1 to 1, in which pairs are counted before the occupied range is known
 _COLOURS = {"positive": "tab:green", "negative": "tab:red"}
@@ -77,7 +78,8 @@ class ScoreHistogram(EvaluationFigure):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: RetrievalMetrics, dataset: Any, prefix: str
     ) -> Drawing:
         counts, edges = occupied_bins(pair_counts(metrics, _FINE_BINS), self.bins)
-        fractions = counts / counts.sum(1, keepdim=True, dtype=torch.float64)  # NaN if there are no pairs
+        pairs_of_bin = to_float64(counts)
+        fractions = pairs_of_bin / pairs_of_bin.sum(1, keepdim=True)  # NaN if there are no pairs
         overlap = fractions.amin(0).sum()
         log_without_sync(pl_module, {f"{prefix}score_overlap": overlap})
         densities = fractions.nan_to_num().cpu() / edges.diff()

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_retrieval.distributed import sum_over_ranks
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.retrieval import RetrievalMetrics
+from lightning_retrieval.ranking.float64 import float64_device
 from lightning_retrieval.ranking.precision import ieee_products
 from lightning_retrieval.ranking.ranks import PositiveRanks, positive_ranks
 
@@ -30,7 +31,7 @@ def mean_precision(metrics: RetrievalMetrics, steps: int = 100) -> Float[Tensor,
     rows, shard = metrics.gather()
     lists = metrics.query_gallery(rows)
     shape = (len(lists.queries), steps + 1)
-    values = torch.full(shape, torch.nan, dtype=torch.float64, device=rows.ids.device)
+    values = torch.full(shape, torch.nan, dtype=torch.float64, device=float64_device(rows.ids.device))
     if len(lists.queries) > 0 and len(lists.gallery) > 0:
         values.zero_()
         blocks = positive_ranks(

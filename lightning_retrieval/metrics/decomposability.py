@@ -15,6 +15,7 @@ from lightning_retrieval.metrics.gathering import Rows
 from lightning_retrieval.metrics.query_gallery import query_gallery
 from lightning_retrieval.metrics.retrieval import RetrievalMetrics, query_values
 from lightning_retrieval.metrics.table import QueryMetric
+from lightning_retrieval.ranking.float64 import float64_device
 from lightning_retrieval.ranking.similarity import normalize
 
 _AP = QueryMetric(average_precision, "AP", "mAP")
@@ -33,7 +34,7 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
     """
     rows, shard = metrics.gather()
     batches = cut_into_batches(rows.labels[:, 0].cpu(), classes, samples)
-    sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=rows.ids.device)
+    sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=float64_device(rows.ids.device))
     for index in range(shard.index, len(batches), shard.count):
         batch = _select(rows, batches[index])
         lists = query_gallery(batch, metrics.query_expansion, metrics.database_augmentation)

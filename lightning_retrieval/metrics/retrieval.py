@@ -14,6 +14,7 @@ from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.gathering import UNSHARDED, Rows, Shard
 from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.metrics.table import QueryMetric, metrics_table
+from lightning_retrieval.ranking.float64 import float64_device
 from lightning_retrieval.ranking.ranks import positive_ranks
 
 
@@ -30,11 +31,13 @@ def query_values(
         group: the process group of the shards.
 
     Returns:
-        `"ids"` and `"labels"` (query,) int64, and the values (query,) of each metric under its name, float64.
+        `"ids"` and `"labels"` (query,) int64, and the values (query,) of each metric under its name, float64; on the
+        CPU if the device of the ids has no float64.
     """
     shape = (len(lists.queries), len(metrics))
-    table = torch.zeros(shape, dtype=torch.float64, device=lists.query_ids.device)
-    columns = {"ids": lists.query_ids, "labels": lists.query_labels[:, 0]}
+    device = float64_device(lists.query_ids.device)
+    table = torch.zeros(shape, dtype=torch.float64, device=device)
+    columns = {"ids": lists.query_ids.to(device), "labels": lists.query_labels[:, 0].to(device)}
     for index, metric in enumerate(metrics):
         columns[metric.per_query] = table[:, index]
     if len(lists.queries) == 0 or len(lists.gallery) == 0:
@@ -43,7 +46,7 @@ def query_values(
         _rank_shard(lists, metrics, shard, columns)
         if shard.count > 1:
             dist.all_reduce(table, group=group)  # other processes have zeros for each query: the sum is exact
-    by_id = lists.query_ids.argsort()
+    by_id = columns["ids"].argsort()
     return {name: column[by_id] for name, column in columns.items()}
 
 

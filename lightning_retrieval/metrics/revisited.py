@@ -33,6 +33,7 @@ from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.gathering import Shard
 from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.metrics.revisited_lists import SETUPS, Kind, ListedImages, QueryLists
+from lightning_retrieval.ranking.float64 import float64_device
 from lightning_retrieval.ranking.precision import ieee_products
 from lightning_retrieval.ranking.ranks import count_at_least
 
@@ -194,9 +195,10 @@ class RevisitedMetrics(EmbeddingMetric):
         ranked = self.query_gallery(rows)
         query_ids = ranked.query_ids.tolist()
         self._lists.check_queries(type(self).__name__, query_ids)
+        device = float64_device(rows.ids.device)
         if len(query_ids) == 0 or len(ranked.gallery) == 0:
             names = ["mAP", *(f"mP@{k}" for k in self.ks)]
-            no_values = torch.full((len(query_ids),), torch.nan, dtype=torch.float64, device=rows.ids.device)
+            no_values = torch.full((len(query_ids),), torch.nan, dtype=torch.float64, device=device)
             return dict.fromkeys(SETUPS, dict.fromkeys(names, no_values))
         listed = self._lists.find(query_ids, ranked.gallery_ids)
         scores, counts = self._scores_and_counts(ranked, listed, shard)
@@ -207,10 +209,10 @@ class RevisitedMetrics(EmbeddingMetric):
             rank = counts - _count_chosen(scores, is_removed)
             total = [self._lists.positives(query, kinds) for query in query_ids]
             values[setup] = setup_values(
-                rank,
-                _count_chosen(scores, is_positive),
-                is_positive,
-                torch.tensor(total, device=scores.device),
+                rank.to(device),
+                _count_chosen(scores, is_positive).to(device),
+                is_positive.to(device),
+                torch.tensor(total, device=device),
                 self.ks,
             )
         return values

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_embeddings, check_finite, check_integer, check_matrix, check_not_negative
+from lightning_retrieval.ranking.float64 import float64_device
 from lightning_retrieval.ranking.similarity import normalize
 
 _FIT_ROWS = 8192  # rows that are converted to float64 at a time
@@ -30,8 +31,9 @@ def principal_components(embeddings: Float[Tensor, "batch from_dim"], dim: int) 
     """The `dim` principal directions of the rows with the largest variance, computed and returned in float64.
 
     Of a direction and its opposite, both of which are valid, the one with a positive largest entry is returned, so that
-    all machines agree.
+    all machines agree. If the device of the rows has no float64, they are copied to the CPU.
     """
+    embeddings = embeddings.to(float64_device(embeddings.device))
     mean = embeddings.mean(0, dtype=torch.float64)
     scatter = mean.new_zeros(len(mean), len(mean))
     for block in embeddings.split(_FIT_ROWS):
@@ -118,7 +120,7 @@ class PCAWhitening(nn.Module):
         dtype = torch.promote_types(embeddings.dtype, torch.float32)
         if self.power:
             _check_variances(found.variances, from_dim, dtype)
-        self.learned = PrincipalComponents(*(part.to(dtype) for part in found))
+        self.learned = PrincipalComponents(*(part.to(dtype).to(embeddings.device) for part in found))
         return self
 
     def forward(self, embeddings: Float[Tensor, "batch from_dim"]) -> Float[Tensor, "batch dim"]:

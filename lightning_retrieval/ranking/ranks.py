@@ -5,7 +5,7 @@ the model. Scores are computed for one block of queries at a time; the whole (qu
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_retrieval.ranking.float64 import float64_device
 from lightning_retrieval.ranking.precision import ieee_products
 
 # The last digits of a matrix product depend on its shape. Two rules make scores independent of how the work is
@@ -92,6 +93,16 @@ class PositiveRanks:
         shares_all = (self.level == self.levels).long()
         return PositiveRanks(self.queries, self.rank, self.first_tied, shares_all, levels=1)
 
+    def to(self, device: torch.device) -> "PositiveRanks":
+        """The same ranks on this device."""
+        return replace(
+            self,
+            queries=self.queries.to(device),
+            rank=self.rank.to(device),
+            first_tied=self.first_tied.to(device),
+            level=self.level.to(device),
+        )
+
     def sum_at_least(self, weights: Shaped[Tensor, "query pos"]) -> Shaped[Tensor, "query pos"]:
         """For each positive the sum of the weights of all columns that score at least as high, itself included."""
         return _sum_from_here(weights).gather(1, self.first_tied)
@@ -118,6 +129,9 @@ def positive_ranks(
         shard: which shard of the blocks to count, from 0.
         num_shards: number of shards. It changes which blocks are counted here, not their boundaries.
 
+    Yields:
+        The ranks of a block, on the device that computes float64 numbers for the labels' device.
+
     Cost:
         Memory for one block of scores and a few tensors of its size. The time is that of the matrix product plus a few
         passes over the scores if all positives rank high, or a sort of the scores if they do not; it grows with the
@@ -143,7 +157,8 @@ def positive_ranks(
         column, missing = _positive_columns(first[index], last[index], self_index[index], columns)
         level = _shared_levels(query_labels[index], gallery_labels, column).masked_fill(missing, 0)
         positives = scores.gather(1, column).masked_fill(missing, torch.inf)
-        yield _block_ranks(scores, positives, level, index, query_labels.shape[1])
+        ranks = _block_ranks(scores, positives, level, index, query_labels.shape[1])
+        yield ranks.to(float64_device(device))
 
 
 def count_at_least(
