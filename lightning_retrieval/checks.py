@@ -11,60 +11,96 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Settings outside of these make float32 overflow or underflow somewhere in a formula, so that a loss becomes NaN.
+SMALLEST, LARGEST = 1e-12, 1e12
+LARGEST_INTEGER = 2**63 - 1  # of a tensor of int64
 
-def check_positive(owner: str, name: str, value: float) -> float:
-    """Return `value`; raise unless it is a finite number > 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{owner}: `{name}` must be a number > 0, got {value!r} ({type(value).__name__}).")
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{owner}: `{name}` must be a finite number > 0, got {value!r}.")
+FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def short_repr(value: Any) -> str:
+    """What an error message shows of a value: one line of at most 100 characters, whatever its `repr` does."""
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:
+        text = object.__repr__(value)
+    if len(text) > 100:
+        return f"{text[:97]}..."
+    return text
+
+
+def check_positive(owner: str, name: str, value: float, *, least: float = SMALLEST, most: float = LARGEST) -> float:
+    """Return `value`; raise unless it is a number > 0, from `least` to `most`."""
+    if not _is_number(value):
+        raise TypeError(f"{owner}: `{name}` must be a number > 0, got {short_repr(value)} ({type(value).__name__}).")
+    if not (_is_finite(value) and value > 0):
+        raise ValueError(f"{owner}: `{name}` must be a finite number > 0, got {short_repr(value)}.")
+    if not least <= value <= most:
+        raise ValueError(f"{owner}: `{name}` must be from {least:g} to {most:g}, got {short_repr(value)}.")
     return value
 
 
-def check_finite_number(owner: str, name: str, value: float) -> float:
-    """Return `value`; raise unless it is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{owner}: `{name}` must be a number, got {value!r} ({type(value).__name__}).")
-    if not math.isfinite(value):
-        raise ValueError(f"{owner}: `{name}` must be a finite number, got {value!r}.")
+def check_finite_number(
+    owner: str, name: str, value: float, *, least: float = -LARGEST, most: float = LARGEST
+) -> float:
+    """Return `value`; raise unless it is a number from `least` to `most`."""
+    if not _is_number(value):
+        raise TypeError(f"{owner}: `{name}` must be a number, got {short_repr(value)} ({type(value).__name__}).")
+    if not _is_finite(value):
+        raise ValueError(f"{owner}: `{name}` must be a finite number, got {short_repr(value)}.")
+    if not least <= value <= most:
+        raise ValueError(f"{owner}: `{name}` must be from {least:g} to {most:g}, got {short_repr(value)}.")
     return value
 
 
-def check_not_negative(owner: str, name: str, value: float) -> float:
-    """Return `value`; raise unless it is a finite number >= 0."""
-    if check_finite_number(owner, name, value) < 0:
-        raise ValueError(f"{owner}: `{name}` must be a finite number >= 0, got {value!r}.")
-    return value
+def check_not_negative(owner: str, name: str, value: float, *, most: float = LARGEST) -> float:
+    """Return `value`; raise unless it is a number >= 0, at most `most`."""
+    if _is_number(value) and value < 0:
+        raise ValueError(f"{owner}: `{name}` must be a finite number >= 0, got {short_repr(value)}.")
+    return check_finite_number(owner, name, value, least=0, most=most)
 
 
-def check_integer(owner: str, name: str, value: int, least: int) -> int:
-    """Return `value`; raise unless it is an integer >= `least`."""
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_finite(value: float) -> bool:
+    """Whether a number is finite. No integer is infinite, but float() raises OverflowError for a very large one."""
+    return isinstance(value, int) or math.isfinite(value)
+
+
+def check_integer(owner: str, name: str, value: int, least: int, most: int = LARGEST_INTEGER) -> int:
+    """Return `value`; raise unless it is an integer from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{owner}: `{name}` must be an integer >= {least}, got {value!r} ({type(value).__name__}).")
+        raise TypeError(
+            f"{owner}: `{name}` must be an integer >= {least}, got {short_repr(value)} ({type(value).__name__})."
+        )
     if value < least:
-        raise ValueError(f"{owner}: `{name}` must be an integer >= {least}, got {value}.")
+        raise ValueError(f"{owner}: `{name}` must be an integer >= {least}, got {short_repr(value)}.")
+    if value > most:
+        raise ValueError(f"{owner}: `{name}` must be an integer from {least} to {most}, got {short_repr(value)}.")
     return value
 
 
 def check_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> Any:
-    """Return `value`; raise unless it is one of `choices`."""
-    if value not in choices:
+    """Return `value`; raise unless it is one of `choices`. 0 is not False, and 1 is not True."""
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
         listed = ", ".join(map(repr, choices))
-        raise ValueError(f"{owner}: `{name}` must be one of {listed}, got {value!r}.")
+        raise ValueError(f"{owner}: `{name}` must be one of {listed}, got {short_repr(value)}.")
     return value
 
 
 def check_bool(owner: str, name: str, value: bool) -> bool:
     """Return `value`; raise unless it is True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{owner}: `{name}` must be True or False, got {value!r}.")
+        raise TypeError(f"{owner}: `{name}` must be True or False, got {short_repr(value)}.")
     return value
 
 
 def check_flag(owner: str, name: str, value: bool | None) -> bool | None:
     """Return `value`; raise unless it is True, False or None."""
     if value is not None and not isinstance(value, bool):
-        raise TypeError(f"{owner}: `{name}` must be True, False or None, got {value!r}.")
+        raise TypeError(f"{owner}: `{name}` must be True, False or None, got {short_repr(value)}.")
     return value
 
 
@@ -86,9 +122,31 @@ def check_strings(owner: str, name: str, values: Any) -> None:
 
 
 def check_tensor(owner: str, name: str, value: Any) -> None:
-    """Raise unless `value` is a tensor."""
+    """Raise unless `value` is a dense tensor that holds numbers. No number is read."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{owner}: `{name}` must be a tensor, got {type(value).__name__}.")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{owner}: `{name}` must be a dense tensor, got the layout {value.layout}; call to_dense().")
+    if value.device.type == "meta":
+        raise ValueError(f"{owner}: `{name}` must hold numbers, got a tensor on the device meta, which has none.")
+
+
+def check_float(owner: str, name: str, value: Any) -> None:
+    """Raise unless `value` is a dense tensor of float16, bfloat16, float32 or float64."""
+    check_tensor(owner, name, value)
+    if not value.is_floating_point():
+        raise TypeError(f"{owner}: `{name}` must be floating point, got {value.dtype}.")
+    if value.dtype not in FLOAT_TYPES:
+        listed = ", ".join(map(str, FLOAT_TYPES))
+        raise TypeError(f"{owner}: `{name}` must have one of the dtypes {listed}, got {value.dtype}.")
+
+
+def check_device(owner: str, name: str, value: Any, device: torch.device, of: str) -> None:
+    """Raise if `value` is a tensor on another device than this one, which is that of the argument `of`."""
+    if isinstance(value, Tensor) and value.device != device:
+        raise ValueError(
+            f"{owner}: `{name}` must be on the device of `{of}`, {device}, got {value.device}; move it there."
+        )
 
 
 def check_embeddings(owner: str, name: str, embeddings: Tensor, ids: Tensor | None = None) -> None:
@@ -102,8 +160,7 @@ def check_matrix(owner: str, name: str, embeddings: Tensor) -> None:
     check_tensor(owner, name, embeddings)
     if embeddings.ndim != 2 or embeddings.shape[1] == 0:
         raise ValueError(f"{owner}: `{name}` must have shape (rows, D) with D > 0, got {tuple(embeddings.shape)}.")
-    if not embeddings.is_floating_point():
-        raise TypeError(f"{owner}: `{name}` must be floating point, got {embeddings.dtype}.")
+    check_float(owner, name, embeddings)
 
 
 def check_finite(owner: str, name: str, values: Tensor, ids: Tensor | None = None) -> None:
@@ -129,8 +186,15 @@ def is_integer(values: Tensor) -> bool:
     return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
 
 
-def check_integers(owner: str, name: str, values: Tensor, rows: int, of: str) -> None:
-    """Raise unless `values` holds one integer for each of the `rows` rows of the argument `of`."""
+def check_integers(
+    owner: str, name: str, values: Tensor, rows: int, of: str, *, device: torch.device | None = None
+) -> None:
+    """Raise unless `values` holds one integer for each of the `rows` rows of the argument `of`.
+
+    With `device`, the device of that argument, it must be on the same one.
+    """
+    if device is not None:
+        check_device(owner, name, values, device, of)
     check_tensor(owner, name, values)
     if not is_integer(values):
         raise TypeError(f"{owner}: `{name}` must be integers, got {values.dtype}.")
@@ -140,8 +204,16 @@ def check_integers(owner: str, name: str, values: Tensor, rows: int, of: str) ->
         )
 
 
-def check_labels(owner: str, name: str, labels: Tensor, rows: int, of: str) -> None:
-    """Raise unless each of the `rows` rows of the argument `of` has one integer, or several, finest level first."""
-    if isinstance(labels, Tensor) and labels.ndim == 2 and labels.shape[1] > 0:
+def check_labels(
+    owner: str, name: str, labels: Tensor, rows: int, of: str, *, device: torch.device | None = None
+) -> None:
+    """Raise unless each of the `rows` rows of the argument `of` has one integer, or several, finest level first.
+
+    With `device`, the device of that argument, they must be on the same one.
+    """
+    if device is not None:
+        check_device(owner, name, labels, device, of)
+    check_tensor(owner, name, labels)
+    if labels.ndim == 2 and labels.shape[1] > 0:
         labels = labels[:, 0]
     check_integers(owner, name, labels, rows, of)

@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_retrieval.checks import check_finite, check_positive, check_tensor
+from lightning_retrieval.checks import check_finite, check_float, check_positive, check_tensor
 
 TINY = 1e-8  # the official code divides by lambda + TINY
 
@@ -67,6 +67,7 @@ def blackbox_rank(scores: Float[Tensor, "*lists length"], lambda_: float = 4.0) 
             "blackbox_rank: `scores` must be floating point with lists along the last dimension, got "
             f"{scores.dtype} of shape {tuple(scores.shape)}."
         )
+    check_float("blackbox_rank", "scores", scores)
     check_finite("blackbox_rank", "scores", scores)
     ranks: Tensor = _Rank.apply(scores.to(torch.promote_types(scores.dtype, torch.float32)), lambda_)
     return ranks

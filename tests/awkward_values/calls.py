@@ -1,0 +1,184 @@
+"""A valid call of something public, and what is wrong with its answer to an awkward value."""
+
+import inspect
+import math
+import re
+import signal
+import typing
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from beartype import BeartypeConf
+from beartype.door import is_bearable
+
+from tests.awkward_values.values import awkward_values
+
+SECONDS = 2.0  # that a call may take
+ERRORS = (ValueError, TypeError, FileNotFoundError)
+INT_FOR_FLOAT = BeartypeConf(is_pep484_tower=True)
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A valid call, in which each argument is replaced by each awkward value.
+
+    Args:
+        owner: what error messages must name, a class or a function.
+        function: is called with keyword arguments only.
+        arguments: makes the arguments anew for each call. All parameters of the signature must be among them, except
+            `**settings`, of which any may be.
+        signature: the function or class whose annotations say which values are valid; `function` itself if None.
+        use: is called with the result and returns what must be right: neither None nor NaN nor infinite.
+        accepts: {argument: names of awkward values} that are right in spite of the annotation.
+        without: {argument: reason} of the arguments that stay as they are.
+    """
+
+    owner: str
+    function: Callable[..., Any]
+    arguments: Callable[[], dict[str, Any]] = dict
+    signature: Callable[..., Any] | None = None
+    use: Callable[[Any], Any] = lambda result: result
+    accepts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    without: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def signed(self):
+        return self.signature or self.function
+
+
+class TooLong(BaseException):
+    """A call took too long. No `except Exception` catches it."""
+
+
+def complaints(call):
+    """One line for each awkward value whose answer is not accepted, and for what is wrong with the table itself."""
+    found = missing_arguments(call)
+    problem = problem_of_valid_call(call)
+    if problem:
+        return [*found, problem]
+    hints = annotations(call.signed)
+    for argument, valid in call.arguments().items():
+        if argument in call.without:
+            continue
+        for name, value in awkward_values(valid).items():
+            fits = is_of_type(value, hints[argument]) or name in call.accepts.get(argument, ())
+            problem = problem_of(call, argument, value, fits)
+            if problem:
+                found.append(f"{call.owner}: {argument}={name} {problem}")
+    return found
+
+
+def missing_arguments(call):
+    """A line if parameters of the signature are not in the table."""
+    parameters = inspect.signature(call.signed).parameters.values()
+    named = {parameter.name for parameter in parameters if parameter.kind not in VARIABLE} - {"self"}
+    missing = sorted(named - call.arguments().keys())
+    if missing:
+        return [f"{call.owner}: the table gives no value for {missing}"]
+    return []
+
+
+def problem_of_valid_call(call):
+    """What is wrong with the result of the valid call, None if nothing."""
+    with time_limit(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = call.use(call.function(**call.arguments()))
+    if not is_right(result):
+        return f"{call.owner}: the valid call returns {result!r}"
+    return None
+
+
+def problem_of(call, argument, value, fits):
+    """What is wrong with the answer to an awkward value, None if nothing.
+
+    Args:
+        call: the valid call.
+        argument: the argument that is replaced.
+        value: the awkward value.
+        fits: whether the value is valid as far as its type goes. Others must not be accepted.
+    """
+    arguments = {**call.arguments(), argument: value}
+    accepted = False
+    try:
+        with time_limit(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = call.function(**arguments)
+            accepted = True
+            used = call.use(result)
+    except TooLong:
+        return f"took more than {SECONDS} seconds"
+    except Exception as error:
+        if accepted and not fits:
+            return "was accepted, though its type is wrong, and failed later"
+        return problem_of_error(error, call.owner, argument)
+    if not fits:
+        return "was accepted, though its type is wrong"
+    if not is_right(used):
+        return f"gave {str(used)[:100]}"
+    return None
+
+
+def problem_of_error(error, owner, argument):
+    """What is wrong with an error, None if it is of an accepted type and names owner and argument."""
+    message = " ".join(str(error).split())
+    named = owner in message and re.search(rf"\b{argument}\b", message)
+    if type(error) in ERRORS and named:
+        return None
+    return f"raised {type(error).__name__}: {message[:150]}"
+
+
+def annotations(function):
+    """{parameter: annotation}; those of a class include the parameters that its bases take as `**settings`."""
+    if not isinstance(function, type):
+        return typing.get_type_hints(function)
+    found = {}
+    for base in reversed(function.__mro__):
+        if "__init__" in vars(base) and base is not object:
+            found |= typing.get_type_hints(base.__init__)
+    return found
+
+
+def is_of_type(value, annotation):
+    """Whether a value has the annotated type. True is no number, unless the annotation names bool."""
+    if isinstance(value, bool):
+        return annotation in (bool, Any, object) or bool in typing.get_args(annotation)
+    return is_bearable(value, annotation, conf=INT_FOR_FLOAT)
+
+
+def is_right(result):
+    """Whether a result is there and all its numbers are finite."""
+    if result is None:
+        return False
+    if isinstance(result, torch.Tensor):
+        return not result.is_meta and bool(torch.isfinite(result).all())
+    if isinstance(result, Mapping):
+        return all(map(is_right, result.values()))
+    if isinstance(result, (list, tuple)):
+        return all(map(is_right, result))
+    if isinstance(result, float):
+        return math.isfinite(result)
+    return True
+
+
+@contextmanager
+def time_limit():
+    """Raise TooLong inside the `with` block after `SECONDS`, where the system has such a signal."""
+    if not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def stop(*_):
+        raise TooLong
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)

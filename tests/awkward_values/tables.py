@@ -1,0 +1,26 @@
+"""All tables of valid calls, and the public names that have none yet.
+
+A table maps each name to its valid calls: usually the constructor and the main methods.
+"""
+
+from tests.awkward_values import losses
+
+TABLES = (losses.CALLS,)
+# The public names that are in no table yet, by package. A new public name belongs into a table.
+NOT_COVERED = {
+    "losses": ["BlackboxAPLoss", "BlackboxMAPLoss", "BlackboxRecallLoss", "CalibrationLoss", "FastAPLoss", "HAPLoss",
+               "PairLoss", "QuantizedAPLoss", "ROADMAPLoss", "RecallAtKLoss", "RetrievalLoss", "SmoothAPLoss",
+               "SupAPLoss", "WeightedSum"],
+    "metrics": ["EmbeddingMetric", "RandomGalleryMetrics", "RetrievalMetrics", "RevisitedMetrics"],
+    "models": ["Embedder", "GeM", "GlobalAvgPool", "GlobalMaxPool", "GlyphNet", "PCAWhitening", "gem", "multi_scale"],
+    "ranking": ["DatabaseAugmentation", "QueryExpansion"],
+    "training": ["CrossBatchMemory", "RetrievalModule", "chunked_backward", "largest_chunk_size"],
+    "search": ["RetrievalIndex"],
+    "callbacks": ["APMonitor", "LearnWhitening", "PrecisionRecallCurve", "RetrievalEvaluation", "RetrievalGallery",
+                  "RetrievalWandbLogger", "ScoreHistogram", "TrainingCurve"],
+    "datamodules": ["AllClassesSampler", "CUB200", "CategorySampler", "DataReport", "GlobalBatchSampler",
+                    "GlyphDataset", "Glyphs", "IJBC", "INaturalist", "ImageDataModule", "ImageFolder", "ImageIndex",
+                    "ImageSet", "ImageTable", "InShop", "LandmarksClean", "PKSampler", "RetrievalDataLoader",
+                    "RetrievalDataModule", "RevisitedOxford", "RevisitedParis", "StanfordOnlineProducts", "VGGFace2",
+                    "VehicleID", "item_generator", "reference_transform", "resume_position"],
+}  # fmt: skip
