@@ -5,7 +5,10 @@ argument.
 """
 
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence, Set
+from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +40,7 @@ def check_positive(owner: str, name: str, value: float, *, least: float = SMALLE
         raise ValueError(f"{owner}: `{name}` must be a finite number > 0, got {short_repr(value)}.")
     if not least <= value <= most:
         raise ValueError(f"{owner}: `{name}` must be from {least:g} to {most:g}, got {short_repr(value)}.")
-    return value
+    return _plain(value)
 
 
 def check_finite_number(
@@ -50,7 +53,7 @@ def check_finite_number(
         raise ValueError(f"{owner}: `{name}` must be a finite number, got {short_repr(value)}.")
     if not least <= value <= most:
         raise ValueError(f"{owner}: `{name}` must be from {least:g} to {most:g}, got {short_repr(value)}.")
-    return value
+    return _plain(value)
 
 
 def check_not_negative(owner: str, name: str, value: float, *, most: float = LARGEST) -> float:
@@ -61,7 +64,8 @@ def check_not_negative(owner: str, name: str, value: float, *, most: float = LAR
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Whether a value is a number, also one of NumPy's types. A bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _is_finite(value: float) -> bool:
@@ -69,9 +73,18 @@ def _is_finite(value: float) -> bool:
     return isinstance(value, int) or math.isfinite(value)
 
 
+def _plain(value: float) -> float:
+    """A number of Python's types in place of one of NumPy's, which a checkpoint could not hold."""
+    if isinstance(value, (int, float)):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value)
+
+
 def check_integer(owner: str, name: str, value: int, least: int, most: int = LARGEST_INTEGER) -> int:
     """Return `value`; raise unless it is an integer from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(
             f"{owner}: `{name}` must be an integer >= {least}, got {short_repr(value)} ({type(value).__name__})."
         )
@@ -79,7 +92,15 @@ def check_integer(owner: str, name: str, value: int, least: int, most: int = LAR
         raise ValueError(f"{owner}: `{name}` must be an integer >= {least}, got {short_repr(value)}.")
     if value > most:
         raise ValueError(f"{owner}: `{name}` must be an integer from {least} to {most}, got {short_repr(value)}.")
-    return value
+    return value if isinstance(value, int) else int(value)
+
+
+def check_counts(owner: str, name: str, values: Sequence[int], *, may_be_empty: bool = False) -> tuple[int, ...]:
+    """The values as a tuple; raise unless they are a sequence of integers >= 1; `may_be_empty` allows none."""
+    is_sequence = isinstance(values, Sequence) and not isinstance(values, (str, bytes))
+    if not is_sequence or not (values or may_be_empty):
+        raise ValueError(f"{owner}: `{name}` must hold integers >= 1, such as (1, 10), got {short_repr(values)}.")
+    return tuple(check_integer(owner, name, value, least=1) for value in values)
 
 
 def check_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> Any:
@@ -107,18 +128,59 @@ def check_flag(owner: str, name: str, value: bool | None) -> bool | None:
 def check_callable(owner: str, name: str, value: Any) -> Any:
     """Return `value`; raise unless it can be called."""
     if not callable(value):
-        raise TypeError(f"{owner}: `{name}` must be callable, got {value!r} ({type(value).__name__}).")
+        raise TypeError(f"{owner}: `{name}` must be callable, got {short_repr(value)} ({type(value).__name__}).")
+    return value
+
+
+def check_instance(owner: str, name: str, value: Any, kind: type) -> None:
+    """Raise unless `value` is an instance of a class."""
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"{owner}: `{name}` must be an instance of {kind.__name__}, got {short_repr(value)} "
+            f"({type(value).__name__})."
+        )
+
+
+def check_string(owner: str, name: str, value: str) -> str:
+    """Return `value`; raise unless it is a string."""
+    if not isinstance(value, str):
+        raise TypeError(f"{owner}: `{name}` must be a string, got {short_repr(value)} ({type(value).__name__}).")
     return value
 
 
 def check_strings(owner: str, name: str, values: Any) -> None:
     """Raise unless `values` is a sequence of strings; a single string is none, though it is one of characters."""
-    is_sequence = isinstance(values, Collection) and not isinstance(values, (str, bytes, Mapping, Set))
-    if not is_sequence:
+    is_sequence = isinstance(values, Collection) and not isinstance(values, (str, bytes, Mapping, Set, Tensor))
+    if not is_sequence or getattr(values, "ndim", 1) != 1:
         raise TypeError(f"{owner}: `{name}` must be a sequence of strings, got one {type(values).__name__}.")
     for value in values:
         if not isinstance(value, str):
-            raise TypeError(f"{owner}: `{name}` must hold strings only, got {value!r} ({type(value).__name__}).")
+            raise TypeError(
+                f"{owner}: `{name}` must hold strings only, got {short_repr(value)} ({type(value).__name__})."
+            )
+
+
+def check_mapping(owner: str, name: str, value: Any) -> None:
+    """Raise unless `value` is a mapping, such as a dict."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{owner}: `{name}` must be a dict, got {short_repr(value)} ({type(value).__name__}).")
+
+
+def check_path(owner: str, name: str, value: str | os.PathLike[str]) -> Path:
+    """The path, in which `~` is replaced by the home folder; raise unless it is a string or a path, and not empty."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(
+            f"{owner}: `{name}` must be a string or a path, got {short_repr(value)} ({type(value).__name__})."
+        )
+    text = os.fspath(value)
+    if not text or "\0" in text:
+        raise ValueError(f"{owner}: `{name}` must be the path of a file or a folder, got {text!r}.")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(
+            f"{owner}: `{name}` must not begin with ~, because the home folder is not known, got {text!r}."
+        ) from None
 
 
 def check_tensor(owner: str, name: str, value: Any) -> None:
