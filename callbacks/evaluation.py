@@ -29,10 +29,11 @@ class RetrievalEvaluation(pl.Callback):
     """Computes `RetrievalMetrics` over each validation and test set, and logs `val/mAP`, `test/R@1` and so on.
 
     The module's `validation_step` and `test_step` return a dict with `embeddings`, `labels` and, if the batches have
-    them, `ids`, `roles` (1 for a query, 2 for a gallery image, 3 for both) and `instances` (the images of an instance
-    are averaged). All processes compute and log the same values, so `ModelCheckpoint(monitor="val/mAP", mode="max")`
-    and early stopping work. Several evaluation sets are logged as `val/0/mAP` and `val/1/mAP`, or by the names of a
-    dict of data loaders, as `val/small/mAP`. The sanity check is skipped, because it sees only a part of the set.
+    them, `ids`, `roles` (1 for a query, 2 for a gallery image, 3 for both), `instances` (the images of an instance are
+    averaged) and `cameras` (images of the query's own label and camera are not in its list). All processes compute and
+    log the same values, so `ModelCheckpoint(monitor="val/mAP", mode="max")` and early stopping work. Several evaluation
+    sets are logged as `val/0/mAP` and `val/1/mAP`, or by the names of a dict of data loaders, as `val/small/mAP`. The
+    sanity check is skipped, because it sees only a part of the set.
 
     A data set with an evaluation protocol of its own has a method `metrics(ks, **settings)` that returns another
     `EmbeddingMetric`, as `lightning_retrieval.callbacks.loaders.MetricProvider` declares.

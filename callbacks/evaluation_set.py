@@ -87,7 +87,8 @@ class EvaluationSet:
         masks = {}
         if roles is not None:
             masks = {"is_query": has_role(roles, Role.QUERY), "is_gallery": has_role(roles, Role.GALLERY)}
-        self.metrics.update(embeddings, outputs["labels"], ids, **masks, instances=outputs.get("instances"))
+        optional = {name: outputs.get(name) for name in ("instances", "cameras")}
+        self.metrics.update(embeddings, outputs["labels"], ids, **masks, **optional)
 
     def compute(self) -> dict[str, Tensor]:
         """Compute the metrics, under their names with the prefix."""

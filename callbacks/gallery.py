@@ -60,7 +60,7 @@ def nearest_images(
     with ieee_products():
         scores = lists.queries[queries.to(device)] @ lists.gallery.T  # (chosen, gallery)
     scores = scores.to(ids.device)
-    scores.masked_fill_(~metrics.is_candidate(chosen, ids), -torch.inf)
+    scores.masked_fill_(~metrics.is_candidate(lists, queries), -torch.inf)
     relevant = metrics.is_relevant(chosen, lists.query_labels[queries], ids, lists.gallery_labels)
     best = scores.topk(min(k, len(ids)), dim=1)
     results = []

@@ -16,7 +16,7 @@ ROLES = {"query": Role.QUERY, "gallery": Role.GALLERY, "both": Role.BOTH, "distr
 DISTRACTOR = -1  # the label of distractors
 _OUTSIDE_ROOT = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")  # an absolute path, or a part `..`
 _NOT_NORMALIZED = re.compile(r"(^|/)\./|//|/\.?$")  # parts that allow several spellings of one path
-_COLUMNS = ("labels", "categories", "levels", "boxes", "roles", "instances")
+_COLUMNS = ("labels", "categories", "levels", "boxes", "roles", "instances", "cameras")
 
 
 def leaves_root(path: str) -> bool:
@@ -36,15 +36,17 @@ class ImageIndex:
         roles: the role of each image in evaluation, from `ROLES`; `both` if None.
         instances: what each image shows, any integers. In evaluation the embeddings of the images of one instance, such
             as the frames of a video, are averaged and count as one. If None, each image counts by itself.
+        cameras: the camera or the sequence that each image is from, any integers. In evaluation, images of the query's
+            own class and camera are not in its list, as in Market-1501. If None, only the query itself is not.
         names: names of the classes, in the order of the labels 0, 1, ...; or None.
 
     Raises:
-        TypeError: if `paths` or `names` is no sequence of strings, or labels, categories, levels, roles or instances
-            are not integers.
+        TypeError: if `paths` or `names` is no sequence of strings, or labels, categories, levels, roles, instances or
+            cameras are not integers.
         ValueError: if there is no image, the lengths differ, a path leaves the root or contains `./` or `//`, a role is
             not from 0 to 3, images with one label at a level have different labels at the next, a box contains no pixel
             or does not fit into 32 bits, an image (with its box, if there are boxes) has two labels and no `instances`
-            are given, or an instance has images of several classes.
+            are given, or an instance has images of several classes or cameras.
 
     Example:
         >>> from lightning_retrieval.datamodules import ImageIndex
@@ -66,6 +68,7 @@ class ImageIndex:
         boxes: Any = None,
         roles: Any = None,
         instances: Any = None,
+        cameras: Any = None,
         names: Sequence[str] | None = None,
     ) -> None:
         self.paths = _packed("paths", paths)
@@ -75,6 +78,7 @@ class ImageIndex:
         self.boxes = _box_array(boxes)
         self.roles = _role_array(roles)
         self.instances: NDArray[np.int64] | None = _optional_array("instances", instances)
+        self.cameras: NDArray[np.int64] | None = _optional_array("cameras", cameras)
         self.names = None if names is None else _packed("names", names)
         _check_lengths(self)
         _check_paths(self.paths)
@@ -252,12 +256,16 @@ def _check_instances(index: ImageIndex) -> None:
     if index.instances is None:
         return
     _, first_image, instance_of_image = np.unique(index.instances, return_index=True, return_inverse=True)
-    label_of_instance = index.labels[first_image]
-    different = np.flatnonzero(index.labels != label_of_instance[instance_of_image])
-    if len(different):
-        second = int(different[0])
-        first = int(first_image[instance_of_image[second]])
-        raise ValueError(
-            f"ImageIndex: `instances` must have one label each, got {index.labels[[first, second]].tolist()} for "
-            f"instance {index.instances[first]} ({index.paths[first]} and {index.paths[second]})."
-        )
+    annotations = {"label": index.labels}
+    if index.cameras is not None:
+        annotations["camera"] = index.cameras
+    for name, values in annotations.items():
+        value_of_instance = values[first_image]
+        different = np.flatnonzero(values != value_of_instance[instance_of_image])
+        if len(different):
+            second = int(different[0])
+            first = int(first_image[instance_of_image[second]])
+            raise ValueError(
+                f"ImageIndex: `instances` must have one {name} each, got {values[[first, second]].tolist()} for "
+                f"instance {index.instances[first]} ({index.paths[first]} and {index.paths[second]})."
+            )

@@ -20,8 +20,9 @@ PLACEHOLDER_SIZE = (224, 224)  # pixels of the black image that replaces an eval
 
 
 class ImageSet(Dataset[dict[str, Any]]):
-    """A map-style dataset of dicts with `images`, `labels`, `ids` and, if the index has them, `roles` and `instances`.
+    """A map-style dataset of dicts with `images`, `labels` and `ids`, read from files.
 
+    The dicts also have `roles`, `instances` and `cameras`, if the index has them, for `RetrievalEvaluation`.
     Images are decoded to RGB (also from 16 bits), rotated as their EXIF orientation requires, and cropped to their box.
     If an image cannot be decoded, an error with its path is raised, or it is skipped with a warning and counted.
 
@@ -82,6 +83,8 @@ class ImageSet(Dataset[dict[str, Any]]):
             self._for_metrics["roles"] = torch.from_numpy(index.roles)
         if index.instances is not None:
             self._for_metrics["instances"] = torch.from_numpy(index.instances)
+        if index.cameras is not None:
+            self._for_metrics["cameras"] = torch.from_numpy(index.cameras)
         self._skipped = torch.zeros(len(index), dtype=torch.bool).share_memory_()  # shared with the workers
 
     @property
@@ -155,6 +158,8 @@ class ImageSet(Dataset[dict[str, Any]]):
         instances = self._for_metrics.get("instances")
         if instances is not None:
             item["instances"] = instances.max() + 1 + position
+        if "cameras" in self._for_metrics:
+            item["cameras"] = self._for_metrics["cameras"][position]
         return item
 
     def _raise_or_count(self, position: int, error: Exception) -> None:

@@ -17,9 +17,9 @@ from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 from lightning_retrieval.datamodules.images.table_columns import (
     check_unique_images,
     parse_boxes,
-    parse_categories,
     parse_images,
     parse_labels,
+    parse_numbers,
     parse_roles,
     parse_splits,
 )
@@ -37,6 +37,7 @@ class ImageRows:
         categories: numbers of the categories, or None.
         boxes: (rows, 4), or None.
         roles: numbers of the roles, or None.
+        cameras: numbers of the cameras, or None.
     """
 
     images: list[str]
@@ -45,6 +46,7 @@ class ImageRows:
     categories: NDArray[np.int64] | None
     boxes: NDArray[np.int32] | None
     roles: NDArray[np.uint8] | None
+    cameras: NDArray[np.int64] | None
 
     def index(self, name: str, chosen: NDArray[np.bool_]) -> ImageIndex:
         """The index of the chosen rows, which form the split `name`; its classes are numbered 0, 1, ..."""
@@ -60,6 +62,7 @@ class ImageRows:
             categories=_chosen_rows(self.categories, chosen),
             boxes=_chosen_rows(self.boxes, chosen),
             roles=_chosen_rows(roles, chosen),
+            cameras=_chosen_rows(self.cameras, chosen),
             names=names,
         )
 
@@ -82,6 +85,7 @@ class ImageTable(ImageDataModule):
     | `category` | a coarser class, for `sampler="category"` |
     | `split` | `train`, `val`, `test` or the name of another evaluation set |
     | `role` | in evaluation: `query`, `gallery`, `both` (also if empty) or `distractor` |
+    | `camera` | the camera or the sequence; in evaluation, images of the query's class and camera are not in its list |
     | `box` | `left top right bottom` in pixels of the upright image; the whole image if empty |
     | `left`, `top`, `right`, `bottom` | the box in four columns, instead of `box` |
 
@@ -155,7 +159,8 @@ class ImageTable(ImageDataModule):
         check_unique_images(table, images, boxes)
         if roles is not None:
             _check_queries_and_gallery(path, splits, roles, distractors)
-        rows = ImageRows(images, labels, distractors, parse_categories(table), boxes, roles)
+        categories, cameras = parse_numbers(table, "category"), parse_numbers(table, "camera")
+        rows = ImageRows(images, labels, distractors, categories, boxes, roles, cameras)
         names = dict.fromkeys(["train", *sorted(set(splits.tolist()))])
         return {name: rows.index(name, splits == name) for name in names}
 

@@ -16,7 +16,7 @@ from lightning_retrieval.datamodules.files.record_warnings import record_warning
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
 from lightning_retrieval.search.packed_strings import PackedStrings
 
-VERSION = 3  # of the file format
+VERSION = 4  # of the file format
 
 
 def read_cached(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,16 +92,16 @@ def parse_splits(table: TextTable) -> NDArray[Any] | None:
     return np.array(splits)
 
 
-def parse_categories(table: TextTable) -> NDArray[np.int64] | None:
-    """The number of each image's category, the same in all splits; None without the column `category`."""
-    if "category" not in table.columns:
+def parse_numbers(table: TextTable, column: Literal["category", "camera"]) -> NDArray[np.int64] | None:
+    """The number of each image's category or camera, the same in all splits; None without this column."""
+    if column not in table.columns:
         return None
-    texts = table.columns["category"]
-    table.check(find_rows(texts, is_empty), "`category` must not be empty in any row")
-    categories = np.array(texts)
+    texts = table.columns[column]
+    table.check(find_rows(texts, is_empty), f"`{column}` must not be empty in any row")
+    values = np.array(texts)
     if all(map(is_integer, texts)):
-        categories = categories.astype(np.int64)
-    numbers, _ = class_numbers(categories)
+        values = values.astype(np.int64)
+    numbers, _ = class_numbers(values)
     return numbers
 
 

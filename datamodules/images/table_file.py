@@ -9,7 +9,7 @@ from typing import Any
 from lightning_retrieval.datamodules.files.lists import read_csv_header, read_csv_rows
 
 SIDES = ("left", "top", "right", "bottom")
-COLUMNS = ("image", "label", "category", "split", "role", "box", *SIDES)
+COLUMNS = ("image", "label", "category", "split", "role", "camera", "box", *SIDES)
 PARQUET_SUFFIXES = (".parquet", ".pq")
 
 

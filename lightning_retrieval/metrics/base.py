@@ -34,7 +34,10 @@ from lightning_retrieval.metrics.query_gallery import QueryGallery, query_galler
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.ranking.roles import Role
 
-_STATES = ("embeddings", "labels", "ids", "roles", "instances")
+_STATES = ("embeddings", "labels", "ids", "roles", "instances", "cameras")
+
+
+Indices = Int[Tensor, " chosen"] | slice
 
 
 class EmbeddingMetric(Metric):
@@ -52,10 +55,10 @@ class EmbeddingMetric(Metric):
         kwargs: arguments of `torchmetrics.Metric`, such as `sync_on_compute` and `process_group`.
 
     Raises:
-        ValueError: if shapes do not fit, an embedding is not finite, one id has two labels, or there are several
-            processes and no ids. With several processes, all of them raise at `compute`.
-        TypeError: if embeddings are not floating point, labels, ids or instances are not integers, `embeddings_on_cpu`
-            is not a bool, or `query_expansion` or `database_augmentation` cannot be called.
+        ValueError: if shapes do not fit, an embedding is not finite, one id has two labels or two cameras, or there are
+            several processes and no ids. With several processes, all of them raise at `compute`.
+        TypeError: if embeddings are not floating point, labels, ids, instances or cameras are not integers,
+            `embeddings_on_cpu` is not a bool, or `query_expansion` or `database_augmentation` cannot be called.
     """
 
     is_differentiable = False
@@ -67,6 +70,7 @@ class EmbeddingMetric(Metric):
     ids: list[Tensor]
     roles: list[Tensor]
     instances: list[Tensor]
+    cameras: list[Tensor]
 
     def __init__(
         self,
@@ -90,7 +94,7 @@ class EmbeddingMetric(Metric):
         self._cached_values: dict[str, Tensor] | None = (
             None  # values that `compute` found, valid until the next `update`
         )
-        for name in _STATES:  # `ids` and `instances` stay empty if none are given
+        for name in _STATES:  # `ids`, `instances` and `cameras` stay empty if none are given
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
     def update(
@@ -101,6 +105,7 @@ class EmbeddingMetric(Metric):
         is_query: Bool[Tensor, " batch"] | None = None,
         is_gallery: Bool[Tensor, " batch"] | None = None,
         instances: Int[Tensor, " batch"] | None = None,
+        cameras: Int[Tensor, " batch"] | None = None,
     ) -> None:
         """Add a batch.
 
@@ -114,10 +119,13 @@ class EmbeddingMetric(Metric):
             is_gallery: which rows are in the gallery; all if None.
             instances: the images of one instance, such as the frames of a video, are averaged and count as one image
                 with the least of their ids. Each image counts for itself if None.
+            cameras: the camera or the sequence that each image is from, any integers. Images with the query's own
+                (finest) label and camera are not in its list, as in Market-1501. If None, only the query itself is not.
         """
         self._cached_values = None
         try:
-            self._append(embeddings, labels, ids, is_query, is_gallery, instances)
+            optional = {"ids": ids, "instances": instances, "cameras": cameras}
+            self._append(embeddings, labels, is_query, is_gallery, optional)
         except (TypeError, ValueError) as error:
             if world_size() == 1 or not self.sync_on_compute:
                 raise
@@ -190,9 +198,24 @@ class EmbeddingMetric(Metric):
         """Whether each row is relevant for each query: whether they share the finest label."""
         return finest(query_labels)[:, None] == finest(labels)
 
-    def is_candidate(self, query_ids: Int[Tensor, " query"], ids: Int[Tensor, " row"]) -> Bool[Tensor, "query row"]:
-        """Whether each row is in the list of each query, relevant or not. The query itself is not."""
-        return query_ids[:, None] != ids
+    def is_candidate(
+        self, lists: QueryGallery, queries: Indices, gallery: Indices = slice(None)
+    ) -> Bool[Tensor, "query row"]:
+        """Whether each of these images of the gallery is in the list of each of these queries, relevant or not.
+
+        The query itself is not, and neither are images of its own label and camera, if there are cameras.
+
+        Args:
+            lists: queries and gallery.
+            queries: indices of queries.
+            gallery: indices of images of the gallery; all if not given.
+        """
+        is_other = lists.query_ids[queries, None] != lists.gallery_ids[gallery]
+        if lists.query_cameras is None or lists.gallery_cameras is None:
+            return is_other
+        other_label = lists.query_labels[queries, :1] != lists.gallery_labels[gallery, 0]
+        other_camera = lists.query_cameras[queries, None] != lists.gallery_cameras[gallery]
+        return is_other & (other_label | other_camera)
 
     def defer_error(self, message: str) -> None:
         """Store an error message of this process; `compute` then raises it on all processes."""
@@ -203,20 +226,18 @@ class EmbeddingMetric(Metric):
         self,
         embeddings: Tensor,
         labels: Tensor,
-        ids: Tensor | None,
         is_query: Tensor | None,
         is_gallery: Tensor | None,
-        instances: Tensor | None,
+        optional: dict[str, Tensor | None],
     ) -> None:
         owner = type(self).__name__
         check_matrix(owner, "embeddings", embeddings)
         rows = len(embeddings)
         check_labels(owner, "labels", labels, rows, "embeddings")
-        optional = {"ids": ids, "instances": instances}
         for name, values in optional.items():
             if values is not None:
                 check_integers(owner, name, values, rows, "embeddings")
-        check_finite(owner, "embeddings", embeddings, ids)
+        check_finite(owner, "embeddings", embeddings, optional["ids"])
         roles = torch.zeros(rows, dtype=torch.int64, device=embeddings.device)
         roles += _roles_of_mask(owner, "is_query", is_query, Role.QUERY, roles)
         roles += _roles_of_mask(owner, "is_gallery", is_gallery, Role.GALLERY, roles)
@@ -272,6 +293,7 @@ class EmbeddingMetric(Metric):
             ids=_concatenated(self.ids),
             roles=dim_zero_cat(self.roles),
             instances=_concatenated(self.instances),
+            cameras=_concatenated(self.cameras),
         )
 
     def _embeddings_device(self) -> torch.device:

@@ -13,7 +13,7 @@ from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.retrieval import RetrievalMetrics
 from lightning_retrieval.ranking.float64 import float64_device
 from lightning_retrieval.ranking.precision import ieee_products
-from lightning_retrieval.ranking.ranks import PositiveRanks, positive_ranks
+from lightning_retrieval.ranking.ranks import PositiveRanks
 
 _BLOCK_QUERIES, _BLOCK_GALLERY = 256, 1 << 16  # size of a block of scores
 
@@ -29,21 +29,12 @@ def mean_precision(metrics: RetrievalMetrics, steps: int = 100) -> Float[Tensor,
         steps: number of steps from recall 0 to 1.
     """
     rows, shard = metrics.gather()
-    lists = metrics.query_gallery(rows)
+    lists = metrics.query_gallery(rows._replace(labels=rows.labels[:, :1]))
     shape = (len(lists.queries), steps + 1)
     values = torch.full(shape, torch.nan, dtype=torch.float64, device=float64_device(rows.ids.device))
     if len(lists.queries) > 0 and len(lists.gallery) > 0:
         values.zero_()
-        blocks = positive_ranks(
-            lists.queries,
-            lists.query_labels[:, :1].contiguous(),
-            lists.gallery,
-            lists.gallery_labels[:, :1].contiguous(),
-            lists.self_index,
-            shard=shard.index,
-            num_shards=shard.count,
-        )
-        for ranks in blocks:
+        for ranks in lists.positive_ranks(shard):
             values[ranks.queries] = interpolated_precision(ranks, steps)
     values = sum_over_ranks(values)  # other processes have zeros for each query: the sum is exact
     return values[~values[:, 0].isnan()].mean(0)
@@ -68,7 +59,6 @@ def pair_counts(metrics: EmbeddingMetric, bins: int) -> Int[Tensor, "2 bins"]:
     rows, shard = metrics.gather()
     lists = metrics.query_gallery(rows)
     device = rows.ids.device
-    column = torch.arange(len(lists.gallery_ids), device=device)
     counts = torch.zeros(2 * bins, dtype=torch.int64, device=device)
     # The boundaries of the blocks do not depend on the number of processes, so the scores' last digits do not either.
     for start in range(shard.index * _BLOCK_QUERIES, len(lists.query_ids), shard.count * _BLOCK_QUERIES):
@@ -84,6 +74,6 @@ def pair_counts(metrics: EmbeddingMetric, bins: int) -> Int[Tensor, "2 bins"]:
                 lists.query_ids[block], lists.query_labels[block], lists.gallery_ids[part], lists.gallery_labels[part]
             )
             bin_index += bins * ~is_relevant
-            is_other = lists.self_index[block, None] != column[part]
-            counts += torch.bincount(bin_index[is_other], minlength=2 * bins)
+            is_candidate = metrics.is_candidate(lists, block, part)
+            counts += torch.bincount(bin_index[is_candidate], minlength=2 * bins)
     return sum_over_ranks(counts).view(2, bins)

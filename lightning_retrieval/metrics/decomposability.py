@@ -47,9 +47,9 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
 
 def _select(rows: Rows, batch: Int[Tensor, " batch"]) -> Rows:
     """The rows of a batch as if a metric had been updated with them, with the finest level of their labels."""
-    chosen = batch.sort().values.to(rows.ids.device)
-    embeddings = rows.embeddings[chosen.to(rows.embeddings.device)].to(rows.ids.device)
-    return Rows(normalize(embeddings), rows.labels[chosen, :1], rows.ids[chosen], rows.roles[chosen])
+    chosen = rows.select(batch.sort().values.to(rows.ids.device))
+    embeddings = normalize(chosen.embeddings.to(rows.ids.device))
+    return chosen._replace(embeddings=embeddings, labels=chosen.labels[:, :1])
 
 
 def cut_into_batches(labels: Int[Tensor, " row"], classes: int, samples: int) -> list[Int[Tensor, " batch"]]:

@@ -25,6 +25,15 @@ class Rows(NamedTuple):
     labels: Int[Tensor, "row level"]
     ids: Int[Tensor, " row"]
     roles: Int[Tensor, " row"]
+    cameras: Int[Tensor, " row"] | None = None
+
+    def select(self, chosen: Shaped[Tensor, " row"]) -> "Rows":
+        """The rows that a mask or a tensor of indices selects."""
+        cameras = self.cameras
+        if cameras is not None:
+            cameras = cameras[chosen]
+        embeddings = self.embeddings[chosen.to(self.embeddings.device)]
+        return Rows(embeddings, self.labels[chosen], self.ids[chosen], self.roles[chosen], cameras)
 
 
 class CollectedRows(NamedTuple):
@@ -35,6 +44,7 @@ class CollectedRows(NamedTuple):
     ids: Int[Tensor, " row"] | None
     roles: Int[Tensor, " row"]
     instances: Int[Tensor, " row"] | None
+    cameras: Int[Tensor, " row"] | None
 
 
 class RowFormat(NamedTuple):
@@ -45,6 +55,7 @@ class RowFormat(NamedTuple):
     label_shape: tuple[int, ...]
     has_ids: bool
     has_instances: bool
+    has_cameras: bool
 
 
 @dataclass(frozen=True)
@@ -102,8 +113,8 @@ def merge_duplicates(owner: str, collected: CollectedRows) -> Rows:
     """Sort the rows by id, keep the first of each id with the roles of all, and average the images of each instance.
 
     Raises:
-        ValueError: if ids or instances were given for some rows only, label levels do not nest, or one id or one
-            instance has two labels.
+        ValueError: if ids, instances or cameras were given for some rows only, label levels do not nest, or one id or
+            one instance has two labels or two cameras.
     """
     error = _incomplete_column(owner, collected)
     if error is not None:
@@ -113,9 +124,11 @@ def merge_duplicates(owner: str, collected: CollectedRows) -> Rows:
     if ids is None:
         ids = torch.arange(len(labels), device=labels.device)
     check_nesting(owner, labels)
-    first, roles = _first_of_each(owner, "id", ids, labels, collected.roles)
+    first, roles = _first_of_each(owner, "id", ids, labels, collected.roles, collected.cameras)
     embeddings = normalize(collected.embeddings[first.to(collected.embeddings.device)])
     rows = Rows(embeddings, labels[first], ids[first], roles)
+    if collected.cameras is not None:
+        rows = rows._replace(cameras=collected.cameras[first])
     if collected.instances is None:
         return rows
     return _average_instances(owner, rows, collected.instances[first])
@@ -132,11 +145,11 @@ def nothing_to_compute(owner: str) -> str:
 
 
 def _incomplete_column(owner: str, rows: CollectedRows) -> str | None:
-    """The message of an error if ids or instances were given for some rows only.
+    """The message of an error if ids, instances or cameras were given for some rows only.
 
     `update` raises an error for such rows, but `forward` of torchmetrics joins rows without a check.
     """
-    for name, column in (("ids", rows.ids), ("instances", rows.instances)):
+    for name, column in (("ids", rows.ids), ("instances", rows.instances), ("cameras", rows.cameras)):
         if column is not None and len(column) != len(rows.labels):
             return given_only_sometimes(owner, name)
     return None
@@ -149,6 +162,7 @@ def _format_of(rows: CollectedRows) -> RowFormat:
         label_shape=tuple(rows.labels.shape[1:]),
         has_ids=rows.ids is not None,
         has_instances=rows.instances is not None,
+        has_cameras=rows.cameras is not None,
     )
 
 
@@ -183,8 +197,15 @@ def _no_rows(row_format: RowFormat, device: torch.device, embeddings_device: tor
         labels=integers.new_empty(0, *row_format.label_shape),
         ids=integers,
         roles=integers,
-        instances=integers if row_format.has_instances else None,
+        instances=_none_unless(row_format.has_instances, integers),
+        cameras=_none_unless(row_format.has_cameras, integers),
     )
+
+
+def _none_unless(is_given: bool, column: Int[Tensor, " row"]) -> Int[Tensor, " row"] | None:
+    if is_given:
+        return column
+    return None
 
 
 def _gather_column(
@@ -208,15 +229,23 @@ def _first_of_each(
     values: Int[Tensor, " row"],
     labels: Int[Tensor, "row level"],
     roles: Int[Tensor, " row"],
+    cameras: Int[Tensor, " row"] | None,
 ) -> tuple[Int[Tensor, " value"], Int[Tensor, " value"]]:
     """The first row of each value, in ascending order of the values, and the union of the roles of all its rows."""
     unique, inverse = torch.unique(values, return_inverse=True)
     positions = torch.arange(len(values), device=values.device)
     first = torch.full_like(unique, len(values)).scatter_reduce(0, inverse, positions, "amin")
-    differs = (labels != labels[first][inverse]).any(1)
-    if bool(differs.any()):
-        wrong = int(values[differs.nonzero()[0, 0]])
-        raise ValueError(f"{owner}: `{name}s` must have one label each, got {name} {wrong} with two different labels.")
+    annotations = {"label": labels}
+    if cameras is not None:
+        annotations["camera"] = cameras[:, None]
+    for annotation, column in annotations.items():
+        differs = (column != column[first][inverse]).any(1)
+        if bool(differs.any()):
+            wrong = int(values[differs.nonzero()[0, 0]])
+            raise ValueError(
+                f"{owner}: `{name}s` must have one {annotation} each, got {name} {wrong} with two different "
+                f"{annotation}s."
+            )
     union = torch.zeros_like(unique)
     for role in (Role.QUERY, Role.GALLERY):
         of_role = torch.zeros_like(unique).scatter_reduce(0, inverse, roles & int(role), "amax")
@@ -226,12 +255,11 @@ def _first_of_each(
 
 def _average_instances(owner: str, rows: Rows, instances: Int[Tensor, " row"]) -> Rows:
     """One row for each instance: the mean of its unit rows, again of unit length, with the least of its ids."""
-    first, roles = _first_of_each(owner, "instance", instances, rows.labels, rows.roles)
+    first, roles = _first_of_each(owner, "instance", instances, rows.labels, rows.roles, rows.cameras)
     sizes = torch.unique(instances, return_counts=True)[1]
     by_instance = instances.argsort(stable=True)
     by_id = first.argsort()  # rows are in the order of their ids, so the first row of an instance has its least id
     device = rows.embeddings.device
     sums = torch.segment_reduce(rows.embeddings[by_instance.to(device)], "sum", lengths=sizes.to(device))
-    embeddings = normalize(sums[by_id.to(device)])
-    first = first[by_id]
-    return Rows(embeddings, rows.labels[first], rows.ids[first], roles[by_id])
+    means = normalize(sums[by_id.to(device)])
+    return rows.select(first[by_id])._replace(embeddings=means, roles=roles[by_id])

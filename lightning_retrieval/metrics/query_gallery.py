@@ -1,13 +1,14 @@
 """Queries and gallery of an evaluation set, as they are ranked."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.metrics.gathering import Rows
+from lightning_retrieval.metrics.gathering import Rows, Shard
+from lightning_retrieval.ranking.ranks import PositiveRanks, positive_ranks
 from lightning_retrieval.ranking.roles import Role, has_role
 
 
@@ -22,6 +23,8 @@ class QueryGallery(NamedTuple):
         gallery_ids: dataset index of each image of the gallery.
         gallery_labels: finest level first.
         self_index: index of each query itself in the gallery, or -1 if it is not there.
+        query_cameras: the camera of each query, or None.
+        gallery_cameras: the camera of each image of the gallery, or None.
     """
 
     queries: Float[Tensor, "query dim"]
@@ -31,6 +34,22 @@ class QueryGallery(NamedTuple):
     gallery_ids: Int[Tensor, " gallery"]
     gallery_labels: Int[Tensor, "gallery level"]
     self_index: Int[Tensor, " query"]
+    query_cameras: Int[Tensor, " query"] | None = None
+    gallery_cameras: Int[Tensor, " gallery"] | None = None
+
+    def positive_ranks(self, shard: Shard) -> Iterator[PositiveRanks]:
+        """The ranks of the positives of the queries of a shard, one block of queries at a time."""
+        return positive_ranks(
+            self.queries,
+            self.query_labels,
+            self.gallery,
+            self.gallery_labels,
+            self.self_index,
+            query_cameras=self.query_cameras,
+            gallery_cameras=self.gallery_cameras,
+            shard=shard.index,
+            num_shards=shard.count,
+        )
 
 
 def query_gallery(
@@ -60,7 +79,7 @@ def query_gallery(
             gallery = database_augmentation(gallery)
         if query_expansion is not None:
             queries = query_expansion(queries, gallery, self_index.to(device))
-    return QueryGallery(
+    lists = QueryGallery(
         queries=queries,
         query_ids=rows.ids[query_rows],
         query_labels=rows.labels[query_rows],
@@ -69,6 +88,9 @@ def query_gallery(
         gallery_labels=rows.labels[gallery_rows],
         self_index=self_index,
     )
+    if rows.cameras is None:
+        return lists
+    return lists._replace(query_cameras=rows.cameras[query_rows], gallery_cameras=rows.cameras[gallery_rows])
 
 
 def _order_by_label(labels: Int[Tensor, "row level"]) -> Int[Tensor, " row"]:

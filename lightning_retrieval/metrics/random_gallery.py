@@ -22,8 +22,7 @@ def draw_one_of_each(labels: Int[Tensor, " row"], generator: torch.Generator) ->
 
 
 def _with_any_role(rows: Rows) -> Rows:
-    kept = has_role(rows.roles, Role.BOTH)
-    return Rows(rows.embeddings[kept.to(rows.embeddings.device)], rows.labels[kept], rows.ids[kept], rows.roles[kept])
+    return rows.select(has_role(rows.roles, Role.BOTH))
 
 
 class RandomGalleryMetrics(RetrievalMetrics):

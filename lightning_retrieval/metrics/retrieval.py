@@ -15,7 +15,6 @@ from lightning_retrieval.metrics.gathering import UNSHARDED, Rows, Shard
 from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.metrics.table import QueryMetric, metrics_table
 from lightning_retrieval.ranking.float64 import float64_device
-from lightning_retrieval.ranking.ranks import positive_ranks
 
 
 def query_values(
@@ -52,15 +51,6 @@ def query_values(
 
 def _rank_shard(lists: QueryGallery, metrics: Sequence[QueryMetric], shard: Shard, columns: dict[str, Tensor]) -> None:
     """Rank the queries of one shard and write the values of each metric to the column of its name."""
-    blocks = positive_ranks(
-        lists.queries,
-        lists.query_labels,
-        lists.gallery,
-        lists.gallery_labels,
-        lists.self_index,
-        shard=shard.index,
-        num_shards=shard.count,
-    )
     progress = tqdm(
         total=-(-len(lists.queries) // shard.count),
         desc="Ranking",
@@ -70,7 +60,7 @@ def _rank_shard(lists: QueryGallery, metrics: Sequence[QueryMetric], shard: Shar
         disable=None if shard.index == 0 else True,  # None: disabled if the output is not a terminal
     )
     with progress:
-        for ranks in blocks:
+        for ranks in lists.positive_ranks(shard):
             for metric in metrics:
                 columns[metric.per_query][ranks.queries] = metric.values(ranks)
             progress.update(len(ranks.queries))

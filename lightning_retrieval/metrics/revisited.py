@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.metrics.base import EmbeddingMetric
+from lightning_retrieval.metrics.base import EmbeddingMetric, Indices
 from lightning_retrieval.metrics.gathering import Shard
 from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.metrics.revisited_lists import SETUPS, Kind, ListedImages, QueryLists
@@ -77,8 +77,8 @@ def setup_values(
 class RevisitedMetrics(EmbeddingMetric):
     """mAP and mP@k in the setups easy, medium and hard of Revisited Oxford and Paris.
 
-    The lists alone define which images are relevant or junk; labels are ignored. Pass `is_query` and `is_gallery` to
-    `update`.
+    The lists alone define which images are relevant or junk; labels and cameras are ignored. Pass `is_query` and
+    `is_gallery` to `update`.
 
     Args:
         easy: for each query's id the ids of the images that are easy to find.
@@ -178,9 +178,12 @@ class RevisitedMetrics(EmbeddingMetric):
             found[row] = torch.isin(ids, torch.tensor(relevant, dtype=torch.int64, device=ids.device))
         return found
 
-    def is_candidate(self, query_ids: Int[Tensor, " query"], ids: Int[Tensor, " row"]) -> Bool[Tensor, "query row"]:
-        """Whether each row is in the list of each query. Junk and the query itself are not."""
-        found = super().is_candidate(query_ids, ids)
+    def is_candidate(
+        self, lists: QueryGallery, queries: Indices, gallery: Indices = slice(None)
+    ) -> Bool[Tensor, "query row"]:
+        """Whether each of these images is in the list of each of these queries. Junk and the query itself are not."""
+        query_ids, ids = lists.query_ids[queries], lists.gallery_ids[gallery]
+        found = query_ids[:, None] != ids
         for row, query in enumerate(query_ids.tolist()):
             junk = torch.tensor(list(self.junk.get(query, ())), dtype=torch.int64, device=ids.device)
             found[row] &= ~torch.isin(ids, junk)

@@ -115,6 +115,8 @@ def positive_ranks(
     gallery_labels: Int[Tensor, "gallery level"],
     self_index: Int[Tensor, " query"],
     *,
+    query_cameras: Int[Tensor, " query"] | None = None,
+    gallery_cameras: Int[Tensor, " gallery"] | None = None,
     shard: int = 0,
     num_shards: int = 1,
 ) -> Iterator[PositiveRanks]:
@@ -126,6 +128,9 @@ def positive_ranks(
         gallery: unit rows, sorted by the last level of their labels.
         gallery_labels: sorted by the last level.
         self_index: index of the query itself in the gallery, where it is excluded from its list, or -1.
+        query_cameras: the camera of each query. Images of the query's own finest label and camera are excluded from its
+            list; none if there are no cameras.
+        gallery_cameras: the camera of each image of the gallery; given together with `query_cameras`.
         shard: which shard of the blocks to count, from 0.
         num_shards: number of shards. It changes which blocks are counted here, not their boundaries.
 
@@ -156,6 +161,12 @@ def positive_ranks(
         _exclude_self(scores, self_index[index])
         column, missing = _positive_columns(first[index], last[index], self_index[index], columns)
         level = _shared_levels(query_labels[index], gallery_labels, column).masked_fill(missing, 0)
+        if query_cameras is not None and gallery_cameras is not None:
+            same_camera = gallery_cameras[column.clamp(max=size - 1)] == query_cameras[index, None]
+            is_excluded = same_camera & (level == query_labels.shape[1])
+            _exclude(scores, column, is_excluded)
+            missing |= is_excluded
+            level = level.masked_fill(is_excluded, 0)
         positives = scores.gather(1, column).masked_fill(missing, torch.inf)
         ranks = _block_ranks(scores, positives, level, index, query_labels.shape[1])
         yield ranks.to(float64_device(device))
@@ -204,6 +215,14 @@ def _exclude_self(scores: Float[Tensor, "query gallery"], self_index: Int[Tensor
     """Set the score of each query with itself to -inf."""
     in_gallery = (self_index >= 0).nonzero()[:, 0]
     scores[in_gallery, self_index[in_gallery]] = -torch.inf
+
+
+def _exclude(
+    scores: Float[Tensor, "query gallery"], column: Int[Tensor, "query pos"], is_excluded: Bool[Tensor, "query pos"]
+) -> None:
+    """Set the scores of the excluded columns to -inf."""
+    row, index = is_excluded.nonzero(as_tuple=True)
+    scores[row, column[row, index]] = -torch.inf
 
 
 def _positive_columns(

@@ -233,11 +233,11 @@ class RetrievalModule(ManualTraining):
         return min(self.chunk_size, len(images))
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
-        """Embeddings, labels and, if the batch has them, ids, roles and instances, for `RetrievalEvaluation`."""
+        """What `RetrievalEvaluation` needs: embeddings, labels and, if given, ids, roles, instances and cameras."""
         images, labels, ids = self.unpack_batch(batch)
         output = {"embeddings": self.embed(images), "labels": labels}
         if isinstance(batch, dict):
-            output |= {name: batch[name] for name in ("roles", "instances") if name in batch}
+            output |= {name: batch[name] for name in ("roles", "instances", "cameras") if name in batch}
         if ids is not None:
             output["ids"] = ids
         return output

@@ -43,3 +43,23 @@ def test_results_have_the_prefix_of_the_set():
     assert len(evaluation_set.dataset) == 23
     evaluation_set.metrics.update(torch.eye(3), torch.tensor([1, 1, 2]), torch.arange(3))
     assert {"val/small/mAP", "val/small/R@1"} <= evaluation_set.compute().keys()
+
+
+def test_cameras_of_the_batches_reach_the_metric():
+    """Batches that are dicts with cameras, as an ImageSet's are: `val/mAP` is that of lists without the same camera."""
+    points, labels = labelled_points(2).tensors
+    cameras = torch.arange(len(labels)) % 2
+    items = []
+    for row, point in enumerate(points):
+        items.append({"images": point, "labels": labels[row], "ids": torch.tensor(row), "cameras": cameras[row]})
+    module = PointsModule()
+    loader = DataLoader(items, batch_size=5)
+    (logged,) = make_trainer(RetrievalEvaluation(KS)).validate(module, loader, verbose=False)
+    metrics, without = RetrievalMetrics(KS), RetrievalMetrics(KS)
+    with torch.no_grad():
+        embeddings = module.eval()(points)
+    metrics.update(embeddings, labels, cameras=cameras)
+    without.update(embeddings, labels)
+    expected = {f"val/{name}": value.item() for name, value in metrics.compute().items()}
+    assert logged == pytest.approx(expected, abs=1e-9)
+    assert abs(logged["val/mAP"] - without.compute()["mAP"].item()) > 1e-3

@@ -304,7 +304,7 @@ def test_queries_have_lists_of_gallery_images_only():
     assert lists_of(metrics, torch.arange(6) + 50, 4) == expected
 
 
-@pytest.mark.parametrize("kind", ["plain", "expanded", "instances"])
+@pytest.mark.parametrize("kind", ["plain", "expanded", "instances", "cameras"])
 def test_lists_have_the_ap_of_their_caption(kind):
     """The lists are those of the metrics: after post-processing, and with one entry for each instance."""
     embeddings, labels = torch.randn(60, 4), torch.arange(60) % 5
@@ -313,6 +313,8 @@ def test_lists_have_the_ap_of_their_caption(kind):
         settings = {"query_expansion": QueryExpansion(k=4), "database_augmentation": DatabaseAugmentation(k=4)}
     if kind == "instances":
         given = {"instances": torch.arange(60) % 30}
+    if kind == "cameras":
+        given = {"cameras": torch.arange(60) // 20}
     metrics = RetrievalMetrics(**settings)
     metrics.update(embeddings, labels, torch.arange(60), **given)
     table = metrics.per_query()

@@ -24,12 +24,13 @@ def test_an_index_can_be_sliced_and_converted_to_arrays():
         roles=[1, 2, 3],
         boxes=[[0, 0, 2, 2]] * 3,
         instances=[9, 9, -7],
+        cameras=[6, 6, 5],
         names=["x", "y"],
     )
     part = index[np.array([2, 0])]
     assert list(part.paths) == ["c", "a"]
     assert (part.labels.tolist(), part.categories.tolist(), part.roles.tolist()) == ([2, 4], [0, 1], [3, 1])
-    assert part.instances.tolist() == [-7, 9]
+    assert (part.instances.tolist(), part.cameras.tolist()) == ([-7, 9], [5, 6])
     assert list(part.names) == ["x", "y"]
     again = ImageIndex.from_arrays(index.arrays())
     assert list(again.paths) == ["a", "b", "c"]
@@ -83,6 +84,10 @@ def test_instances_with_several_classes_raise():
         ImageIndex(list("abcd"), [1, 2, 2, 3], instances=[4, 7, 7, 7])
     with pytest.raises(ValueError, match=r"^ImageIndex: `instances` must have one entry for each of 2 paths, got 3"):
         ImageIndex(list("ab"), [1, 1], instances=[1, 2, 3])
+    with pytest.raises(
+        ValueError, match=r"^ImageIndex: `instances` must have one camera each, got \[5, 6\] for instance 4 \(a and c\)"
+    ):
+        ImageIndex(list("abc"), [1, 1, 1], instances=[4, 7, 4], cameras=[5, 5, 6])
 
 
 @pytest.mark.refusal
@@ -97,6 +102,8 @@ def test_instances_with_several_classes_raise():
         ({"labels": ["1", "2"]}, TypeError, "`labels` must be integers of 64 bits, got <U1"),
         ({"labels": [1, 10**30]}, TypeError, "`labels` must be integers of 64 bits, got object"),
         ({"categories": [0.0, 1.0]}, TypeError, "`categories` must be integers"),
+        ({"cameras": ["c1", "c2"]}, TypeError, "`cameras` must be integers"),
+        ({"cameras": [1]}, ValueError, "`cameras` must have one entry for each of 2 paths, got 1"),
         ({"roles": [1, 4]}, ValueError, r"`roles` must be from 0 to 3, got 4; take them from ROLES\."),
         ({"roles": [-1, 1]}, ValueError, "`roles` must be from 0 to 3, got -1"),
         ({"roles": [257, 1]}, ValueError, "`roles` must be from 0 to 3, got 257"),

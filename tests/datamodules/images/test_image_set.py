@@ -36,6 +36,10 @@ def test_items_hold_the_annotations_of_the_index(tmp_path):
     assert batch["instances"].tolist() == [-1, 30]
     assert batch["instances"].dtype == torch.int64
     assert "roles" not in batch
+    assert "cameras" not in batch
+    people = ImageSet(ImageIndex(["a.png"] * 2, [7, 7], cameras=[2, 1]), tmp_path, as_it_is)
+    batch = ImageSet.collate([people[1], people[0]])
+    assert (batch["cameras"].tolist(), batch["cameras"].dtype) == ([1, 2], torch.int64)
 
 
 def test_augmentation_is_determined_by_the_seed_of_the_index(tmp_path):
@@ -53,7 +57,8 @@ def test_augmentation_is_determined_by_the_seed_of_the_index(tmp_path):
 @pytest.mark.parametrize("batch", [1, 2, 4])
 @pytest.mark.parametrize("roles", [None, [1, 1, 1, 2, 2, 3, 2, 2]])
 @pytest.mark.parametrize("instances", [None, [0, 1, 1, 1, 5, 5, 5, 7]])
-def test_unreadable_images_do_not_count_in_the_evaluation(tmp_path, batch, roles, instances):
+@pytest.mark.parametrize("cameras", [None, [0, 0, 0, 0, 1, 1, 0, 0]])
+def test_unreadable_images_do_not_count_in_the_evaluation(tmp_path, batch, roles, instances, cameras):
     """Whatever the size of batches; also the frames of a video of which others can be read."""
     labels = [0, 1, 1, 1, 0, 0, 0, 1]
     names = [f"{position}.png" for position in range(8)]
@@ -61,14 +66,17 @@ def test_unreadable_images_do_not_count_in_the_evaluation(tmp_path, batch, roles
         picture(tmp_path / name, size=(4 + position, 9 - position))
     for position in (2, 3, 6):
         (tmp_path / names[position]).write_text("not an image")
-    index = ImageIndex(names, labels, roles=roles, instances=instances)
+    if instances and cameras:
+        cameras = [camera % 2 for camera in instances]
+    index = ImageIndex(names, labels, roles=roles, instances=instances, cameras=cameras)
     images = ImageSet(index, tmp_path, TINY, on_error="skip")
     found, wanted = RetrievalMetrics((1, 2)), RetrievalMetrics((1, 2))
 
     def add(metrics, part):
         roles = part.get("roles", torch.full_like(part["labels"], 3))
         rows = part["images"].flatten(1) + 0.1
-        metrics.update(rows, part["labels"], part["ids"], roles & 1 > 0, roles & 2 > 0, part.get("instances"))
+        optional = {name: part.get(name) for name in ("instances", "cameras")}
+        metrics.update(rows, part["labels"], part["ids"], roles & 1 > 0, roles & 2 > 0, **optional)
 
     for part in DataLoader(images, batch, collate_fn=ImageSet.collate):
         add(found, part)

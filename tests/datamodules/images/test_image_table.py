@@ -116,6 +116,32 @@ def test_categories_have_one_number_in_all_splits(tmp_path):
     assert splits["test"].categories.tolist() == [1, 0]
 
 
+def test_cameras_have_one_number_in_all_splits(tmp_path):
+    rows = [("image", "label", "camera", "split")]
+    for i, camera in enumerate(["c3", "c1", "c3", "c2", "c1"]):
+        rows.append((f"{i}.jpg", i, camera, "train" if i < 3 else "test"))
+    splits = read(write_csv(tmp_path, *rows))
+    assert splits["train"].cameras.tolist() == [2, 0, 2]
+    assert splits["test"].cameras.tolist() == [1, 0]
+    with pytest.raises(ValueError, match=r"^ImageTable: `camera` must not be empty in any row, at line 3 of"):
+        read(write_csv(tmp_path, rows[0], rows[1], ("b.jpg", "9", "", "test")))
+
+
+def test_the_protocol_of_market_1501(tmp_path):
+    """The positives of two of the three queries are under their own cameras, so these queries are skipped."""
+    paths = [f"{i}.jpg" for i in range(10)]
+    write_images(tmp_path, paths)
+    labels = ["x", "x", "y", "y", "z", "z", "z", "z", "u", "u"]
+    split = ["train"] * 4 + ["val"] * 6
+    roles = [""] * 4 + ["query", "query", "gallery", "gallery", "query", "gallery"]
+    cameras = ["1", "2", "1", "2", "1", "2", "1", "1", "3", "3"]
+    rows = zip(paths, labels, split, roles, cameras, strict=True)
+    root = write_csv(tmp_path, ("image", "label", "split", "role", "camera"), *rows)
+    logged = fit_and_validate(ImageTable(root, "images.csv", **QUICK))
+    assert logged["val/skipped_queries"] == 2
+    assert 0 < logged["val/mAP"] <= 1
+
+
 @pytest.mark.parametrize("columns", [1, 4])
 def test_boxes_are_cropped_to_the_image_and_may_be_empty(tmp_path, columns):
     write_images(tmp_path, ["0.png", "1.png", "2.png"])

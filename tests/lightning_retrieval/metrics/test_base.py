@@ -84,6 +84,8 @@ def test_an_empty_batch_changes_nothing():
         (ValueError, r"`is_query` must be bool of shape \(4,\), got torch.int64 of shape \(4,\)", (X, Y, None, Y)),
         (ValueError, r"`is_gallery` must be bool of shape \(4,\), got torch.bool of shape \(3,\)",
          (X, Y, None, None, B[:3])),
+        (TypeError, "`cameras` must be integers, got torch.float32", (X, Y, None, None, None, None, X[:, 0])),
+        (ValueError, r"`cameras` must have shape \(4,\), .* got \(3,\)", (X, Y, None, None, None, None, Y[:3])),
     ],
 )  # fmt: skip
 def test_invalid_input(error, match, args):
@@ -134,6 +136,16 @@ def test_ids_with_some_updates_only(first):
     metrics(X, Y, second)  # which forgets the first while it computes the second
     with pytest.raises(ValueError, match=match):
         metrics.compute()
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("first", [None, torch.arange(4)])
+def test_cameras_with_some_updates_only(first):
+    second = torch.arange(4) if first is None else None
+    metrics = RetrievalMetrics()
+    metrics.update(X, Y, cameras=first)
+    with pytest.raises(ValueError, match=r"^RetrievalMetrics: `cameras` must be given with every update or with none"):
+        metrics.update(X, Y, cameras=second)
 
 
 @pytest.mark.refusal

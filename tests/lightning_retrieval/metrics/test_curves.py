@@ -48,6 +48,35 @@ def test_mean_precision_looks_at_the_finest_level():
     assert torch.equal(mean_precision(with_levels), mean_precision(filled("all")))
 
 
+def test_mean_precision_with_classes_in_another_order_than_their_groups():
+    """The finest labels are not in ascending order within the order of the coarse ones."""
+    rows, labels = points()
+    plain, with_levels = RetrievalMetrics((1,)), RetrievalMetrics((1,))
+    plain.update(rows, labels, IDS)
+    with_levels.update(rows, torch.stack([labels, labels % 3], 1), IDS)
+    assert torch.equal(mean_precision(with_levels), mean_precision(plain))
+
+
+def test_pairs_of_one_label_and_camera_are_not_counted():
+    """Nor are they in the lists of the precision."""
+    rows, labels = points()
+    cameras = torch.arange(len(labels)) % 4
+    metrics = RetrievalMetrics((1,))
+    metrics.update(rows, labels, IDS, cameras=cameras)
+    same_label = labels[:, None] == labels
+    listed = ~(same_label & (cameras[:, None] == cameras)).fill_diagonal_(True)
+    expected = [int((listed & same_label).sum()), int((listed & ~same_label).sum())]
+    assert pair_counts(metrics, 20).sum(1).tolist() == expected
+    unit = torch.nn.functional.normalize(rows, dim=1).numpy()
+    aps = []
+    for query in range(len(labels)):
+        relevant, scores = same_label[query][listed[query]].numpy(), (unit @ unit[query])[listed[query].numpy()]
+        if relevant.any():
+            precision, recall, _ = precision_recall_curve(relevant, scores.round(12))
+            aps.append([precision[:-1][recall[:-1] >= level / 4 - 1e-12].max() for level in range(5)])
+    assert mean_precision(metrics, 4).numpy() == pytest.approx(np.mean(aps, axis=0), abs=1e-9)
+
+
 @pytest.mark.parametrize("kind", ["all", "queries apart"])
 def test_every_pair_is_counted_once(kind):
     bins = 20

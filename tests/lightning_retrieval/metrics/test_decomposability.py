@@ -5,6 +5,7 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score
 
+from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.metrics.decomposability import cut_into_batches, decomposability_gap
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 from tests.lightning_retrieval.metrics.evaluation_set import IDS, SIZE, filled, lists, points
@@ -46,6 +47,12 @@ def test_there_is_no_gap_where_the_batch_is_the_set(expanded):
     metrics = filled("all")
     if expanded:
         metrics.query_expansion, metrics.database_augmentation = QueryExpansion(k=5), DatabaseAugmentation(k=5)
+    assert float(decomposability_gap(metrics, 10_000, 10_000)) == pytest.approx(0, abs=1e-12)
+
+
+def test_batches_exclude_the_same_camera_too():
+    metrics, (rows, labels) = RetrievalMetrics((1,)), points()
+    metrics.update(rows, labels, IDS, cameras=IDS % 3)
     assert float(decomposability_gap(metrics, 10_000, 10_000)) == pytest.approx(0, abs=1e-12)
 
 

@@ -232,6 +232,56 @@ def test_loops_over_several_blocks():
     assert compute(x, labels) == pytest.approx(expected, abs=1e-12)
 
 
+def market_1501(unit, labels, cameras, queries, gallery, k):
+    """The protocol of Market-1501 as re-identification code computes it, one sorted list at a time."""
+    first, aps, skipped = [], [], 0
+    for query in queries:
+        order = gallery[np.argsort(-(unit[gallery] @ unit[query]))]
+        removed = (labels[order] == labels[query]) & (cameras[order] == cameras[query])
+        hits = (labels[order] == labels[query])[~removed]
+        if not hits.any():
+            skipped += 1
+            continue
+        first.append(hits[:k].any())
+        precision = np.cumsum(hits) / np.arange(1, len(hits) + 1)
+        aps.append(precision[hits].mean())
+    return {"mAP": np.mean(aps), f"R@{k}": np.mean(first), "skipped_queries": skipped}
+
+
+def test_market_1501():
+    random = np.random.default_rng(5)
+    labels, cameras = random.integers(0, 40, 300), random.integers(0, 4, 300)
+    labels[40:60], cameras[40:60] = -1, 9  # distractors, which are no queries
+    labels[7], cameras[labels == labels[7]] = 5, 2  # one person under one camera only
+    x = random.normal(size=(300, 6))
+    queries, gallery = np.arange(40), np.arange(40, 300)
+    expected = market_1501(x / np.linalg.norm(x, axis=1, keepdims=True), labels, cameras, queries, gallery, 4)
+    is_query = torch.arange(300) < 40
+    given = {"is_query": is_query, "is_gallery": ~is_query, "cameras": torch.tensor(cameras)}
+    found = compute(torch.tensor(x), torch.tensor(labels), ks=(4,), **given)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-12)
+    assert expected["skipped_queries"] > 0
+    assert abs(compute(torch.tensor(x), torch.tensor(labels), ks=(4,), is_query=is_query)["mAP"] - found["mAP"]) > 1e-3
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data(), labels=st.lists(st.integers(-2, 2), min_size=2, max_size=25))
+def test_loops_with_cameras(data, labels):
+    """Every image is a query, and ties count; images of the query's label and camera are in no list of its own."""
+    names = st.lists(st.integers(-(2**40), 2**40), min_size=3, max_size=3, unique=True)
+    cameras = data.draw(st.lists(st.sampled_from(data.draw(names)), min_size=len(labels), max_size=len(labels)))
+    relevant, candidate = leave_one_out(labels)
+    for q, of_query in enumerate(candidate):
+        for r in range(len(labels)):
+            of_query[r] &= labels[q] != labels[r] or cameras[q] != cameras[r]
+    x = quarters(len(labels))
+    if not any(a and b for row, listed in zip(relevant, candidate) for a, b in zip(row, listed)):
+        return  # no query has a value
+    expected = by_loops((x @ x.T).tolist(), relevant, candidate)
+    found = compute(x, torch.tensor(labels), cameras=torch.tensor(cameras))
+    assert found == pytest.approx(expected, abs=1e-12)
+
+
 def test_map_at_k():
     """Divided by min(k, R), against scikit-learn where k is the whole list, and a loop elsewhere."""
     x, labels = torch.randn(60, 5, dtype=torch.float64), torch.randint(0, 6, (60,))

@@ -73,6 +73,26 @@ def table_of_the_shards(this, world):
     return {**metrics.compute(), **metrics.per_query()}
 
 
+def cameras():
+    """The camera of each instance; images of one instance have one camera."""
+    return torch.arange(ROWS) // 2 % 5 - 2
+
+
+def cameras_of_the_whole_set():
+    labels, instances = levels_and_instances()
+    metrics = RetrievalMetrics((1, 5), (3,), sync_on_compute=False)
+    metrics.update(whole_set()[0], labels, torch.arange(ROWS), instances=instances, cameras=cameras())
+    return {**metrics.compute(), **metrics.per_query()}
+
+
+def cameras_of_the_shards(this, world):
+    x, (labels, instances) = whole_set()[0], levels_and_instances()
+    metrics = RetrievalMetrics((1, 5), (3,), embeddings_on_cpu=True)
+    for batch in shards(world)[this].split(50):
+        metrics.update(x[batch], labels[batch], batch, instances=instances[batch], cameras=cameras()[batch])
+    return {**metrics.compute(), **metrics.per_query()}
+
+
 def message_of(metrics, embeddings, labels, ids=None):
     """The error message of `compute` after an update."""
     metrics.update(embeddings, labels, ids)
@@ -105,6 +125,7 @@ def in_each_process(this, world):
     return {
         "metrics": metrics_of_the_shards(this, world),
         "table": table_of_the_shards(this, world),
+        "cameras": cameras_of_the_shards(this, world),
         "messages": messages,
         "afterwards": afterwards,
     }
@@ -138,6 +159,13 @@ def test_metrics_of_levels_and_instances_are_bit_equal_too(ranks):
     assert 0 < expected["H-AP"].mean() < 1
 
 
+def test_metrics_with_cameras_are_bit_equal_too(ranks):
+    expected = cameras_of_the_whole_set()
+    for result in ranks:
+        assert_bit_equal(result["cameras"], expected)
+    assert expected["skipped_queries"] > table_of_the_whole_set()["skipped_queries"]
+
+
 def test_metrics_keep_the_rows_of_their_rank_after_compute(ranks):
     for result in ranks:
         _, rows_given, rows_kept = result["metrics"]
@@ -149,10 +177,12 @@ def test_metrics_raise_the_same_error_on_every_rank(ranks):
     expected = {
         "no ids": f"RetrievalMetrics: `ids` must be given if there are several processes, got none on {world}",
         "dimension": "RetrievalMetrics: rows must have the same format on all processes, got [RowFormat(dim=5, "
-        "dtype='torch.float32', label_shape=(), has_ids=True, has_instances=False), RowFormat(dim=8, ",
+        "dtype='torch.float32', label_shape=(), has_ids=True, has_instances=False, has_cameras=False), "
+        "RowFormat(dim=8, ",
         "dtype": "RetrievalMetrics: rows must have the same format on all processes, got [RowFormat(dim=8, "
-        "dtype='torch.float32', label_shape=(), has_ids=True, has_instances=False), RowFormat(dim=8, "
-        "dtype='torch.float64', label_shape=(), has_ids=True, has_instances=False)]",
+        "dtype='torch.float32', label_shape=(), has_ids=True, has_instances=False, has_cameras=False), "
+        "RowFormat(dim=8, "
+        "dtype='torch.float64', label_shape=(), has_ids=True, has_instances=False, has_cameras=False)]",
         "not finite": "RetrievalMetrics: `embeddings` must hold finite numbers only, got NaN or inf in 1 of 4 rows "
         "(ids 2), on rank 1.",
         "two labels": "RetrievalMetrics: `ids` must have one label each, got id 0 with two different labels",
@@ -234,6 +264,23 @@ def test_one_instance_with_two_labels():
     metrics = RetrievalMetrics()
     metrics.update(X, Y, torch.arange(4), instances=torch.tensor([1, 2, 2, 3]))
     with pytest.raises(ValueError, match="`instances` must have one label each, got instance 2 with two different"):
+        metrics.compute()
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"ids": [5, 6, 7, 5]}, "`ids` must have one camera each, got id 5 with two different cameras"),
+        ({"instances": [1, 1, 2, 2]}, "`instances` must have one camera each, got instance 1 with two different"),
+    ],
+)
+def test_one_image_with_two_cameras(given, sentence):
+    metrics = RetrievalMetrics()
+    given = {"ids": [0, 1, 2, 3], **given}
+    tensors = {name: torch.tensor(values) for name, values in given.items()}
+    metrics.update(X, torch.zeros(4).long(), **tensors, cameras=torch.tensor([0, 1, 2, 3]))
+    with pytest.raises(ValueError, match=f"^RetrievalMetrics: {sentence}"):
         metrics.compute()
 
 

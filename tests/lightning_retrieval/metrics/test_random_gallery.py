@@ -58,6 +58,23 @@ def test_rows_without_a_role_are_skipped():
     assert whole.compute()["mAP"] == part.compute()["mAP"]
 
 
+def test_cameras_exclude_the_only_positive():
+    """Each list has one positive; under the query's own camera it is not in the list, and the query is skipped."""
+    x, labels = torch.randn(30, 5), torch.arange(30) % 5
+    metrics = RandomGalleryMetrics(ks=(1,), draws=2)
+    metrics.update(x, labels, torch.arange(30), cameras=torch.arange(30) // 15)
+    everything = RandomGalleryMetrics(ks=(1,), draws=2)
+    everything.update(x, labels, torch.arange(30))
+    skipped = metrics.per_query()["AP"].isnan()
+    assert skipped.any()
+    assert torch.equal(metrics.per_query()["AP"][~skipped], everything.per_query()["AP"][~skipped])
+    of_gallery = everything.per_query()["ids"]
+    for draw, values in zip(of_gallery.split(25), skipped.split(25)):
+        gallery = sorted(set(range(30)) - set(draw.tolist()))
+        camera_of_label = {row % 5: row // 15 for row in gallery}
+        assert values.tolist() == [camera_of_label[row % 5] == row // 15 for row in draw.tolist()]
+
+
 def test_labels_with_a_single_image_only():
     metrics = RandomGalleryMetrics(ks=(1,))
     metrics.update(torch.randn(4, 3), torch.arange(4))

@@ -88,6 +88,31 @@ def test_embeddings_on_the_cpu_and_a_gallery_in_chunks(monkeypatch):
     assert {name: value.item() for name, value in metrics.compute().items()} == whole
 
 
+def test_a_query_with_positives_under_its_own_camera_only_is_skipped():
+    labels, cameras = torch.tensor([0, 0, 1, 1, 2]), torch.tensor([4, 4, 4, 5, 5])
+    metrics = RetrievalMetrics(ks=(1,))
+    metrics.update(torch.randn(5, 3), labels, torch.arange(5), cameras=cameras)
+    assert metrics.compute()["skipped_queries"] == 3
+    assert metrics.per_query()["AP"].isnan().tolist() == [True, True, False, False, True]
+
+
+def test_one_camera_for_each_image_changes_nothing():
+    x, labels = torch.randn(300, 5), torch.randint(0, 40, (300,))
+    assert compute(x, labels, cameras=torch.arange(300)) == compute(x, labels)
+
+
+def test_cameras_with_embeddings_on_the_cpu_in_any_batches(monkeypatch):
+    x, labels, cameras = torch.randn(900, 6), torch.randint(0, 30, (900,)), torch.randint(0, 3, (900,))
+    whole = compute(x, labels, cameras=cameras)
+    monkeypatch.setattr(ranks, "_GALLERY_CHUNK", 384)
+    monkeypatch.setattr(ranks, "_rows_of_a_chunk", lambda gallery, device: ranks._GALLERY_CHUNK)
+    metrics = RetrievalMetrics(ks=KS, embeddings_on_cpu=True)
+    for part in torch.arange(900).split(250):
+        metrics.update(x[part], labels[part], part, cameras=cameras[part])
+    assert {name: value.item() for name, value in metrics.compute().items()} == whole
+    assert whole != compute(x, labels)
+
+
 def test_number_of_ranked_images():
     metrics = RetrievalMetrics(ks=(1, 3))
     metrics.update(X, Y)

@@ -170,3 +170,45 @@ def test_equal_embeddings_have_equal_scores(gallery, dim, dtype):
     for query, pairs in as_dict(positive_ranks(g, labels[:, None], g, labels[:, None], own)).items():
         among = positives[labels[query]] - 1
         assert pairs == [(gallery - 1, among)] * among
+
+
+def ranks_without_same_camera(given, query_cameras, gallery_cameras):
+    """{query: [(rank, number of shared levels) of each positive, worst first]}, one candidate at a time."""
+    queries, query_labels, gallery, gallery_labels, own = given
+    scores = (4 * queries @ gallery.T).round().tolist()
+    result = {}
+    for query, row in enumerate(scores):
+        listed = []
+        for image in range(len(gallery)):
+            same_label = bool(query_labels[query, 0] == gallery_labels[image, 0])
+            same_camera = bool(query_cameras[query] == gallery_cameras[image])
+            if image != own[query] and not (same_label and same_camera):
+                listed.append(image)
+        pairs = []
+        for image in listed:
+            shared = int((query_labels[query] == gallery_labels[image]).sum())
+            if shared > 0:
+                pairs.append((sum(row[other] >= row[image] for other in listed), shared))
+        result[query] = sorted(pairs, key=lambda pair: (-pair[0], -pair[1]))
+    return result
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("path", PATHS)
+def test_the_same_label_under_the_same_camera_is_not_in_the_list(path, levels, monkeypatch):
+    monkeypatch.setattr(ranks, "_MAX_COUNTED_FRACTION", PATHS[path])
+    monkeypatch.setattr(ranks, "_MAX_BLOCK_SCORES", 1)
+    queries, query_labels, gallery, gallery_labels, own = problem(classes=12)
+    if levels == 2:
+        query_labels = torch.cat([query_labels, query_labels // 3], 1)
+        gallery_labels = torch.cat([gallery_labels, gallery_labels // 3], 1)
+    given = (queries, query_labels, gallery, gallery_labels, own)
+    gallery_cameras = torch.randint(0, 3, (len(gallery),)) - 1
+    query_cameras = torch.where(own >= 0, gallery_cameras[own], torch.randint(0, 3, (len(queries),)) - 1)
+    found = {}
+    for block in positive_ranks(*given, query_cameras=query_cameras, gallery_cameras=gallery_cameras):
+        for query, rank, level in zip(block.queries.tolist(), block.rank, block.level):
+            found[query] = list(zip(rank[level > 0].tolist(), level[level > 0].tolist()))
+    assert found == ranks_without_same_camera(given, query_cameras, gallery_cameras)
+    everything = ranks_without_same_camera(given, query_cameras, torch.full_like(gallery_cameras, 7))
+    assert sum(map(len, found.values())) < sum(map(len, everything.values()))
