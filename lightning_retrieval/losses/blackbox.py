@@ -18,7 +18,8 @@ number of positives; a loss weight or a gradient scale does not change the direc
 on the gradient of the loss's own mean; ties count against the model.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -73,27 +74,59 @@ def blackbox_rank(scores: Float[Tensor, "*lists length"], lambda_: float = 4.0) 
     return ranks
 
 
-def positive_ranks(
+class SortedLists(NamedTuple):
+    """Ranked lists of scores that are sorted once, and then searched as often as needed."""
+
+    negatives: Float[Tensor, "query gallery"]  # ascending; the entries of positives and non-candidates are -inf, first
+    column: Int[Tensor, "query gallery"]  # where each entry of `negatives` stands in the score matrix
+    query: Int[Tensor, " pos"]  # of each positive, ascending
+    positives: Float[Tensor, " pos"]
+    length: Int[Tensor, " query"]  # number of candidates
+
+
+def sort_lists(
     scores: Float[Tensor, "query gallery"],
     relevant: Bool[Tensor, "query gallery"],
     candidate: Bool[Tensor, "query gallery"],
-    *,
-    lambda_: float,
     margin: float,
-) -> tuple[Int[Tensor, " pos"], Float[Tensor, " pos"], Float[Tensor, " pos"]]:
-    """For each positive: its query, its differentiable rank rk among candidates, and its rank rk+ among positives.
+) -> SortedLists:
+    """Sort the lists of a score matrix, without a gradient.
 
     Args:
         scores: similarities, higher is nearer; the scores of non-candidates are ignored.
         relevant: the positives of each query, all of them candidates.
         candidate: the items in each query's list.
-        lambda_: length of the interpolation, > 0, for gradients with respect to ranks divided by the list's length.
         margin: alpha of section 4.2 (eq. 15), which makes ranks robust: alpha / 2 is subtracted from the scores of the
             positives and added to those of the others.
     """
-    query = relevant.nonzero()[:, 0]
-    shifted = scores - margin * (relevant.to(scores.dtype) - 0.5)
-    rank, rank_among_positives = _PositiveRank.apply(shifted, relevant, candidate, lambda_)
+    scores = scores.detach()
+    query, column = relevant.nonzero(as_tuple=True)  # (pos,), (pos,)
+    positives = scores[query, column] - margin / 2
+    others = scores.masked_fill(~candidate | relevant, -torch.inf) + margin / 2
+    negatives, order = others.sort(dim=1)  # (query, gallery)
+    return SortedLists(negatives, order, query, positives, candidate.sum(1))
+
+
+def positive_ranks(
+    scores: Float[Tensor, "query gallery"],
+    relevant: Bool[Tensor, "query gallery"],
+    lists: SortedLists,
+    *,
+    lambda_: float,
+    past: Sequence[SortedLists] = (),
+) -> tuple[Int[Tensor, " pos"], Float[Tensor, " pos"], Float[Tensor, " pos"]]:
+    """For each positive: its query, its differentiable rank rk among candidates, and its rank rk+ among positives.
+
+    Args:
+        scores: similarities, higher is nearer, to which the gradient flows.
+        relevant: the positives of each query.
+        lists: `sort_lists` of the same scores.
+        lambda_: length of the interpolation, > 0, for gradients with respect to ranks divided by the list's length.
+        past: lists of the same queries in past batches, with which these lists are joined. Their positives are
+            returned, too; their scores have no gradient.
+    """
+    column = relevant.nonzero()[:, 1]
+    query, rank, rank_among_positives = _PositiveRank.apply(scores, column, (lists, *past), lambda_)
     return query, rank, rank_among_positives
 
 
@@ -126,36 +159,63 @@ class _PositiveRank(torch.autograd.Function):
     """Ranks of each positive among all candidates and among the positives; in backward only the positives move."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, relevant: Tensor, candidate: Tensor, lambda_: float) -> tuple[Tensor, Tensor]:
-        query, i = relevant.nonzero(as_tuple=True)  # (pos,), (pos,)
-        s = scores[query, i]  # (pos,)
-        negatives, order = scores.masked_fill(~candidate | relevant, -torch.inf).sort(dim=1)  # (query, gallery)
+    def forward(
+        ctx: Any, scores: Tensor, column: Tensor, lists: tuple[SortedLists, ...], lambda_: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query, by_query = torch.cat([part.query for part in lists]).sort(stable=True)  # (pos,), (pos,)
+        s = torch.cat([part.positives for part in lists])[by_query]  # (pos,)
         rank_among_positives = _count_positives_at_least(query, s)
-        rank = _count_at_least(negatives, query, s) + rank_among_positives
-        scale = candidate.sum(1, dtype=scores.dtype) * lambda_  # (query,): lambda, for ranks divided by the length
-        ctx.save_for_backward(negatives, order, query, i, s, rank, scale)
-        ctx.lambda_ = lambda_
+        rank = _count_negatives_at_least(lists, query, s) + rank_among_positives
+        length = torch.stack([part.length for part in lists]).sum(0)  # (query,)
+        scale = length.to(scores.dtype) * lambda_  # (query,): lambda, for ranks divided by the length
+        ctx.save_for_backward(column, query, by_query, s, rank, scale)
+        ctx.lists, ctx.lambda_ = lists, lambda_
         rank_among_positives = rank_among_positives.to(scores.dtype)
-        ctx.mark_non_differentiable(rank_among_positives)
-        return rank.to(scores.dtype), rank_among_positives
+        ctx.mark_non_differentiable(query, rank_among_positives)
+        return query, rank.to(scores.dtype), rank_among_positives
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        negatives, order, query, i, s, rank, scale = ctx.saved_tensors
+    def backward(ctx: Any, _: Tensor, grad: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
+        column, query, by_query, s, rank, scale = ctx.saved_tensors
+        lists: tuple[SortedLists, ...] = ctx.lists
+        present = lists[0]
         moved = s + scale[query] * grad  # (pos,)
-        moved_rank = _count_at_least(negatives, query, moved) + _count_positives_at_least(query, moved)
-        gallery = negatives.shape[1]
-        # The rank of a negative increases by one for each positive that moves from below its score to its score or
-        # above, and decreases by one for each that moves below it. In the sorted list this adds 1 to all ranks from the
-        # position of `s` on, and subtracts 1 from all ranks from the position of `moved` on.
-        change = negatives.new_zeros(len(negatives), gallery + 1)
-        for values, sign in ((s, 1.0), (moved, -1.0)):
-            position = gallery - _count_at_least(negatives, query, values, strictly=True)
-            change.index_put_((query, position), change.new_tensor(sign), accumulate=True)
-        gradient = torch.empty_like(negatives).scatter_(1, order, change.cumsum_(1)[:, :-1])
-        gradient[query, i] = (moved_rank - rank).to(gradient.dtype)
+        gradient = _rank_changes_of_negatives(present, query, s, moved)
+        # Only the positives of the present batch, which come first within a query, have a gradient.
+        here = (by_query < len(present.query)).nonzero()[:, 0]
+        moved_rank = _count_positives_at_least(query, moved)[here]
+        moved_rank += _count_negatives_at_least(lists, query[here], moved[here])
+        gradient[present.query, column] = (moved_rank - rank[here]).to(gradient.dtype)
         return gradient.div_(scale[:, None] * (1 + TINY / ctx.lambda_)), None, None, None
+
+
+def _rank_changes_of_negatives(
+    lists: SortedLists, query: Int[Tensor, " pos"], s: Float[Tensor, " pos"], moved: Float[Tensor, " pos"]
+) -> Float[Tensor, "query gallery"]:
+    """How much the rank of each negative increases if the positives move from `s` to `moved`.
+
+    It increases by one for each positive that moves from below its score to its score or above, and decreases by one
+    for each that moves below it. In the sorted list this adds 1 to all ranks from the position of `s` on, and subtracts
+    1 from all ranks from the position of `moved` on.
+    """
+    negatives = lists.negatives
+    gallery = negatives.shape[1]
+    change = negatives.new_zeros(len(negatives), gallery + 1)
+    for values, sign in ((s, 1.0), (moved, -1.0)):
+        position = gallery - _count_at_least(negatives, query, values, strictly=True)
+        change.index_put_((query, position), change.new_tensor(sign), accumulate=True)
+    return torch.empty_like(negatives).scatter_(1, lists.column, change.cumsum_(1)[:, :-1])
+
+
+def _count_negatives_at_least(
+    lists: Sequence[SortedLists], query: Int[Tensor, " pos"], values: Float[Tensor, " pos"]
+) -> Int[Tensor, " pos"]:
+    """How many negatives of the query in all lists are at least as large as each value."""
+    count = torch.zeros_like(query)
+    for part in lists:
+        count += _count_at_least(part.negatives, query, values)
+    return count
 
 
 def _count_at_least(

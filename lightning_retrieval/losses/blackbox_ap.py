@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_not_negative, check_positive
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.blackbox import positive_ranks
+from lightning_retrieval.losses.blackbox import positive_ranks, sort_lists
 
 
 def blackbox_ap(
@@ -31,7 +31,8 @@ def blackbox_ap(
         lambda_: length of the interpolation, > 0.
         margin: alpha, >= 0.
     """
-    query, rank, rank_among_positives = positive_ranks(scores, relevant, candidate, lambda_=lambda_, margin=margin)
+    lists = sort_lists(scores, relevant, candidate, margin)
+    query, rank, rank_among_positives = positive_ranks(scores, relevant, lists, lambda_=lambda_)
     precision = rank_among_positives / rank  # (pos,)
     sum_of_precisions = scores.new_zeros(len(scores)).index_add(0, query, precision)  # (query,)
     return 1 - sum_of_precisions / relevant.sum(1)

@@ -8,14 +8,16 @@ Each column of a score matrix (images, classes) is a class that ranks the images
     loss  = (1 - interclass_coef) L_mAP + interclass_coef L_APC
 
 Section 4.3: the scores of past batches, which have no gradient, make the lists longer. As in the official code, they
-are added to the lists of L_mAP only.
+are added to the lists of L_mAP only. Each batch is sorted once, when it comes; later its sorted scores are searched.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.checks import (
     check_finite,
@@ -24,25 +26,55 @@ from lightning_retrieval.checks import (
     check_not_negative,
     check_positive,
 )
+from lightning_retrieval.losses.blackbox import SortedLists, positive_ranks, sort_lists
 from lightning_retrieval.losses.blackbox_ap import BlackboxAPLoss
 from lightning_retrieval.losses.score_lists import ScoreLists
 
 
-def weighted_map_loss(
+def map_loss(
     scores: Float[Tensor, "query gallery"],
     relevant: Bool[Tensor, "query gallery"],
+    lists: SortedLists,
     *,
-    weight: float,
     lambda_: float,
-    margin: float,
+    past: Sequence[SortedLists] = (),
 ) -> Float[Tensor, ""]:
-    """weight x (1 - mAP over the rows), 0 if the weight is 0.
+    """1 - mAP over the rows that have a positive (eq. 22), in lists that past batches make longer.
 
-    In backward, lambda acts on the gradient of the whole loss, which contains the weight.
+    Its gradient is computed at once, so lambda acts on the gradient of this loss alone, and not on a weight.
+
+    Args:
+        scores: higher is nearer.
+        relevant: the positives of each query.
+        lists: `sort_lists` of the same scores, with every item as a candidate.
+        lambda_: length of the interpolation, > 0.
+        past: lists of the same queries in past batches.
     """
-    if weight == 0:
-        return scores.new_zeros(())
-    return weight * BlackboxAPLoss(lambda_ * weight, margin).from_scores(scores, relevant)
+    leaf = scores.detach().requires_grad_()
+    with torch.enable_grad():
+        query, rank, rank_among_positives = positive_ranks(leaf, relevant, lists, lambda_=lambda_, past=past)
+        count = torch.bincount(query, minlength=len(scores))  # (query,): positives
+        queries = (count > 0).sum().clamp(min=1)
+        weight = 1 / (count * queries)[query].to(rank.dtype)  # (pos,)
+        loss = (weight * (1 - rank_among_positives / rank)).sum()
+    (gradient,) = torch.autograd.grad(loss, leaf)
+    value: Tensor = _WithGradient.apply(scores, loss.detach(), gradient)
+    return value
+
+
+class _WithGradient(torch.autograd.Function):
+    """A value whose gradient with respect to the scores is known already."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        return grad * gradient, None, None
 
 
 class BlackboxMAPLoss(nn.Module):
@@ -88,6 +120,7 @@ class BlackboxMAPLoss(nn.Module):
             raise ValueError(f"BlackboxMAPLoss: `interclass_coef` must be from 0 to 1, got {interclass_coef}.")
         self.batch_memory = check_integer("BlackboxMAPLoss", "batch_memory", batch_memory, least=0)
         self.memory: list[tuple[Tensor, Tensor]] = []
+        self._sorted_memory: list[SortedLists] = []
 
     def forward(self, scores: Float[Tensor, "image level"], targets: Bool[Tensor, "image level"]) -> Float[Tensor, ""]:
         """The loss of a batch, whose scores then enter the memory.
@@ -97,20 +130,27 @@ class BlackboxMAPLoss(nn.Module):
             targets: which images belong to which classes.
         """
         self._check(scores, targets)
-        past_scores = [past.to(scores) for past, _ in self.memory]
-        past_targets = [past.to(targets.device) for _, past in self.memory]
-        all_scores = torch.cat([*past_scores, scores])  # (past and present images, classes)
-        all_targets = torch.cat([*past_targets, targets])
-        settings = {"lambda_": self.lambda_, "margin": self.margin}
-        L_mAP = weighted_map_loss(all_scores.T, all_targets.T, weight=1 - self.interclass_coef, **settings)
-        one_list, one_target_list = scores.reshape(1, -1), targets.reshape(1, -1)
-        L_APC = weighted_map_loss(one_list, one_target_list, weight=self.interclass_coef, **settings)
-        self._remember(scores.detach(), targets)
-        return L_mAP + L_APC
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        self._sort_memory(scores)
+        class_scores, class_targets = scores.T.contiguous(), targets.T.contiguous()  # (classes, images)
+        lists = self._sort(class_scores, class_targets)
+        loss = scores.new_zeros(())
+        if self.interclass_coef < 1:
+            weight = 1 - self.interclass_coef
+            settings = {"lambda_": self.lambda_ * weight, "past": self._sorted_memory}
+            loss = weight * map_loss(class_scores, class_targets, lists, **settings)
+        if self.interclass_coef > 0:
+            one_list = BlackboxAPLoss(self.lambda_ * self.interclass_coef, self.margin)
+            L_APC = one_list.from_scores(scores.reshape(1, -1), targets.reshape(1, -1))
+            loss = loss + self.interclass_coef * L_APC
+        first = max(0, len(self.memory) + 1 - self.batch_memory)  # the oldest batch that stays
+        self.memory = [*self.memory, (scores.detach(), targets)][first:]
+        self._sorted_memory = [*self._sorted_memory, lists][first:]
+        return loss
 
     def reset(self) -> None:
         """Forget all past scores."""
-        self.memory = []
+        self.memory, self._sorted_memory = [], []
 
     def get_extra_state(self) -> Any:
         """The memory, for checkpoints."""
@@ -120,6 +160,7 @@ class BlackboxMAPLoss(nn.Module):
         """Restore the memory from a checkpoint."""
         for scores, _ in state["memory"]:
             check_finite("BlackboxMAPLoss", "state", scores)
+        self.reset()
         self.memory = [(scores, targets) for scores, targets in state["memory"]]
 
     def extra_repr(self) -> str:
@@ -128,10 +169,20 @@ class BlackboxMAPLoss(nn.Module):
             f"batch_memory={self.batch_memory}"
         )
 
-    def _remember(self, scores: Tensor, targets: Tensor) -> None:
-        """Add a batch to the memory and drop the oldest ones, so that `batch_memory` remain."""
-        batches = [*self.memory, (scores, targets)]
-        self.memory = batches[max(0, len(batches) - self.batch_memory) :]
+    def _sort_memory(self, scores: Tensor) -> None:
+        """Sort the memory if it comes from a checkpoint, or from scores of another dtype or device."""
+        in_use = [lists.negatives for lists in self._sorted_memory]
+        if len(in_use) == len(self.memory) and all(
+            x.dtype == scores.dtype and x.device == scores.device for x in in_use
+        ):
+            return
+        self._sorted_memory = []
+        for past_scores, past_targets in self.memory:
+            past = past_scores.to(scores).T.contiguous(), past_targets.to(scores.device).T.contiguous()
+            self._sorted_memory.append(self._sort(*past))
+
+    def _sort(self, scores: Tensor, targets: Tensor) -> SortedLists:
+        return sort_lists(scores, targets, torch.ones_like(targets), self.margin)
 
     def _check(self, scores: Tensor, targets: Tensor) -> None:
         """Raise if the scores or the targets are invalid, or do not fit those in memory."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_choice, check_integer, check_not_negative, check_positive
 from lightning_retrieval.losses.base import Reduction
-from lightning_retrieval.losses.blackbox import positive_ranks
+from lightning_retrieval.losses.blackbox import positive_ranks, sort_lists
 from lightning_retrieval.losses.pair_loss import PairLoss
 
 Weighting = Literal["log", "loglog"]
@@ -52,7 +52,8 @@ def blackbox_recall_sums(
         weighting: l: `"log"` or `"loglog"`.
         batch_memory: tau, >= 0: l((tau + 1) x) / (tau + 1) takes the place of l(x).
     """
-    query, rank, rank_among_positives = positive_ranks(scores, relevant, candidate, lambda_=lambda_, margin=margin)
+    lists = sort_lists(scores, relevant, candidate, margin)
+    query, rank, rank_among_positives = positive_ranks(scores, relevant, lists, lambda_=lambda_)
     negatives_above = rank - rank_among_positives  # (pos,)
     batches = batch_memory + 1.0
     value = torch.log1p(batches * negatives_above)

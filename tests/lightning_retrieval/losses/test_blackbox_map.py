@@ -6,7 +6,8 @@ import math
 import pytest
 import torch
 
-from lightning_retrieval.losses import BlackboxMAPLoss
+from lightning_retrieval.losses import BlackboxMAPLoss, blackbox_map
+from lightning_retrieval.losses.blackbox import sort_lists
 from tests.lightning_retrieval.losses.oracles import blackbox_gradient
 
 
@@ -55,6 +56,22 @@ def test_gradient_with_a_memory():
     columns, ones = torch.cat([first, second]).T.tolist(), [[True] * 10] * 3
     expected = blackbox_gradient(columns, marks.T.tolist(), ones, 2.0, 0.05, "ap")
     torch.testing.assert_close(s.grad, expected.T[6:], rtol=1e-7, atol=1e-12)
+
+
+def test_each_batch_is_sorted_once(monkeypatch):
+    calls = []
+
+    def counted(*arguments):
+        calls.append(arguments)
+        return sort_lists(*arguments)
+
+    monkeypatch.setattr(blackbox_map, "sort_lists", counted)
+    loss = BlackboxMAPLoss(batch_memory=3)
+    for step in range(5):
+        loss(torch.randn(6, 4), torch.rand(6, 4) < 0.5)
+        assert len(calls) == step + 1
+    loss(torch.randn(6, 4, dtype=torch.float64), torch.rand(6, 4) < 0.5)  # the memory follows the dtype
+    assert len(calls) == 5 + 3 + 1
 
 
 def test_memory_is_part_of_checkpoints_and_can_be_reset():
