@@ -12,6 +12,7 @@ pytestmark = pytest.mark.slow
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 COLUMNS = {
     "data": {"what", "images", "time", "images per second", "added MiB"},
+    "detection": {"what", "RoIs", "classes", "time", "ratio"},
     "large_batch": {
         *("batch", "in chunks", "plain batch", "plain", "time ratio per image"),
         *("added MiB", "ratio to the first", "plain added MiB"),

@@ -81,7 +81,8 @@ TABLE = {
         {"lambda_": 2.0, "margin": 0.1, "weighting": "loglog", "batch_memory": 2, "reduction": "sum"}, without=NO_TENSOR
     ),
     "BlackboxMAPLoss": Entry(
-        {"lambda_": 2.0, "margin": 0.1, "interclass_coef": 0.3, "batch_memory": 2}, not_moved={"memory": FOLLOWS_INPUT}
+        {"lambda_": 2.0, "margin": 0.1, "interclass_coef": 0.3, "batch_memory": 2},
+        not_moved={"memory": FOLLOWS_INPUT, "_sorted_memory": FOLLOWS_INPUT},
     ),
     "SupAPLoss": Entry({"tau": 0.1, "rho": 50.0, "delta": 0.1, "offset": 1.44, "start": 0.4}, without=NO_TENSOR),
     "CalibrationLoss": Entry({"alpha": 0.8, "beta": 0.5, "reduction": "sum"}, without=NO_TENSOR),
@@ -133,6 +134,11 @@ TABLE = {
     "GlobalMaxPool": Entry(without=NO_TENSOR),
     "GlyphNet": Entry({"width": 4, "in_channels": 3}, shown=()),  # its repr is its layers
     "gem": Entry(without=ONLY_CALLED),
+    # lightning_retrieval.detection
+    "DetectionAPLoss": Entry(
+        {"lambda_": 2.0, "margin": 0.1, "interclass_coef": 0.3, "batch_memory": 2, "weight": 3.0, "gather": False},
+        not_moved={"map_loss.memory": FOLLOWS_INPUT, "map_loss._sorted_memory": FOLLOWS_INPUT},
+    ),
     # lightning_retrieval.callbacks
     "LearnWhitening": Entry({"images": 50}, without=STATELESS),
     "RetrievalEvaluation": Entry(
@@ -397,6 +403,8 @@ def use(module, dtype=torch.float32):
     first, *others = inspect.signature(module.forward).parameters
     if first == "scores":
         return module(embeddings, embeddings > 0)
+    if first == "class_logits":
+        return module(embeddings, labels)
     if "labels" in others:
         return module(embeddings, labels)
     if isinstance(module, (PCAWhitening, RetrievalModule)):

@@ -16,6 +16,7 @@ LAYERS = (
     {"ranking"},
     {"metrics", "losses", "models"},
     {"training", "search"},
+    {"detection"},
     {"callbacks", "datamodules"},
     {"cli"},
 )

@@ -23,6 +23,7 @@ PACKAGES = (
     "lightning_retrieval.losses",
     "lightning_retrieval.metrics",
     "lightning_retrieval.models",
+    "lightning_retrieval.detection",
     "lightning_retrieval.callbacks",
     "lightning_retrieval.datamodules",
 )

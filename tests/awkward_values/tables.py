@@ -3,9 +3,9 @@
 A table maps each name to its valid calls: usually the constructor and the main methods.
 """
 
-from tests.awkward_values import losses
+from tests.awkward_values import detection, losses
 
-TABLES = (losses.CALLS,)
+TABLES = (losses.CALLS, detection.CALLS)
 # The public names that are in no table yet, by package. A new public name belongs into a table.
 NOT_COVERED = {
     "losses": ["BlackboxAPLoss", "BlackboxMAPLoss", "BlackboxRecallLoss", "CalibrationLoss", "FastAPLoss", "HAPLoss",

@@ -1,0 +1,163 @@
+"""RaMBO's loss for detectors: Average Precision in place of the cross entropy (Rolinek et al., CVPR 2020, section 5.2).
+
+Faster R-CNN classifies regions of interest (RoIs): class 0 is background. Each foreground class ranks all RoIs of the
+batch by their scores, and the loss is RaMBO's mAP loss of these lists; see `losses/blackbox_map.py`.
+
+From the paper: lambda = 0.5, L_mAP and L_APC in the ratio 2 : 1, a memory of tau = 7 batches. Not in the paper, so our
+choice: scores are the softmax over all classes, of which the background is left out, and the weight of the loss beside
+those of the boxes and of the region proposals. Where we differ: the paper has a margin of 0.15. On softmax scores of a
+network that begins its training, which lie closer together, the gradient is then exactly zero; the default is 0.
+"""
+
+import warnings
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import one_hot
+
+from lightning_retrieval.checks import (
+    check_bool,
+    check_finite,
+    check_integer,
+    check_integers,
+    check_matrix,
+    check_not_negative,
+    check_positive,
+)
+from lightning_retrieval.distributed import rank
+from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
+from lightning_retrieval.training.global_batch import gather_batch
+
+# A zero gradient is no failure below this value of 1 - mAP: of a few last errors, lambda need not reach any.
+LARGE_LOSS = 0.1
+
+
+def foreground_lists(
+    class_logits: Float[Tensor, "roi level"], labels: Int[Tensor, " roi"]
+) -> tuple[Float[Tensor, "roi class"], Bool[Tensor, "roi class"]]:
+    """The score of each RoI for each foreground class, and which RoIs show an object of the class.
+
+    Args:
+        class_logits: of the background and of classes 1 to C.
+        labels: from 0, the background, to C.
+    """
+    scores = class_logits.to(torch.promote_types(class_logits.dtype, torch.float32)).softmax(1)
+    targets = one_hot(labels, class_logits.shape[1]).bool()
+    return scores[:, 1:], targets[:, 1:]
+
+
+class DetectionAPLoss(nn.Module):
+    """`weight` x (1 - mAP) over the RoIs of a batch, for the classifier of a detector.
+
+    With several processes the lists are those of the global batch: each process gathers the logits and labels of all,
+    and computes the same loss. The gradient of its own RoIs is multiplied by the number of processes, since
+    `DistributedDataParallel` averages the gradients of the processes.
+
+    Args:
+        lambda_: length of the interpolation, > 0, on ranks divided by the list's length.
+        margin: alpha, >= 0: an object counts as above the others only if it scores this much higher. The scores are
+            probabilities.
+        interclass_coef: weight of L_APC, which ranks the scores of all classes in one list, from 0 to 1.
+        batch_memory: number of past batches whose scores make the lists longer, >= 0.
+        weight: factor of the loss, > 0, beside the losses of the boxes and of the region proposals.
+        gather: False restricts the lists and the memory to the shard of each process.
+
+    Raises:
+        ValueError: if a number is out of its range; when called, if a label is not from 0 to C, shapes do not fit, or a
+            logit is not finite.
+        TypeError: if an argument has another type; when called, if logits are not floating point or labels no integers.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.detection import DetectionAPLoss
+        >>> logits = torch.tensor([[0.0, 2.0, 0.0], [0.0, 1.0, 3.0], [1.0, 0.0, 0.0]], requires_grad=True)
+        >>> loss = DetectionAPLoss()
+        >>> loss(logits, torch.tensor([1, 2, 0])).item()  # both objects rank first
+        0.0
+
+    Cost:
+        Two sorts of the scores, and a search in the sorted scores of the memory.
+
+    Relations:
+        `RankedRoIHeads` puts it into a detector. `BlackboxMAPLoss` is the same loss for any matrix of scores.
+    """
+
+    def __init__(
+        self,
+        lambda_: float = 0.5,
+        margin: float = 0.0,
+        *,
+        interclass_coef: float = 1 / 3,
+        batch_memory: int = 7,
+        weight: float = 5.0,
+        gather: bool = True,
+    ) -> None:
+        super().__init__()
+        self.weight = check_positive("DetectionAPLoss", "weight", weight)
+        self.gather = check_bool("DetectionAPLoss", "gather", gather)
+        self.lambda_ = check_positive("DetectionAPLoss", "lambda_", lambda_)
+        self.margin = check_not_negative("DetectionAPLoss", "margin", margin)
+        self.interclass_coef = check_not_negative("DetectionAPLoss", "interclass_coef", interclass_coef, most=1)
+        self.batch_memory = check_integer("DetectionAPLoss", "batch_memory", batch_memory, least=0)
+        self.map_loss = BlackboxMAPLoss(lambda_, margin, interclass_coef=interclass_coef, batch_memory=batch_memory)
+        self._warned = False
+
+    def forward(self, class_logits: Float[Tensor, "roi level"], labels: Int[Tensor, " roi"]) -> Float[Tensor, ""]:
+        """The loss of a batch, whose scores then enter the memory; 0 if no RoI of the batch shows an object.
+
+        Args:
+            class_logits: of each RoI, for the background and classes 1 to C.
+            labels: of each RoI, from 0, the background, to C.
+        """
+        check_matrix("DetectionAPLoss", "class_logits", class_logits)
+        check_integers("DetectionAPLoss", "labels", labels, len(class_logits), "class_logits")
+        check_class_labels("DetectionAPLoss", labels, 0, class_logits.shape[1] - 1)
+        check_finite("DetectionAPLoss", "class_logits", class_logits)
+        if self.gather:
+            batch = gather_batch("DetectionAPLoss", class_logits, labels, None, gather=True, own_queries=False)
+            class_logits, labels = batch.embeddings, batch.labels
+        scores, targets = foreground_lists(class_logits, labels)
+        if not bool(targets.any()):
+            return 0 * scores.sum()
+        value = self.map_loss(scores, targets)
+        if scores.requires_grad and not self._warned and bool(value > LARGE_LOSS):
+            scores.register_hook(self._warn_of_zero_gradient)
+        return self.weight * value
+
+    def reset(self) -> None:
+        """Forget all past scores."""
+        self.map_loss.reset()
+
+    def extra_repr(self) -> str:
+        return f"weight={self.weight}, gather={self.gather}"
+
+    def _warn_of_zero_gradient(self, gradient: Tensor) -> None:
+        """Warn once if the gradient of a whole batch with a large loss is exactly zero."""
+        if self._warned or bool(gradient.any()):
+            return
+        self._warned = True
+        if rank() == 0:
+            warnings.warn(
+                f"DetectionAPLoss: the gradient of a whole batch is exactly zero with margin={self.margin} and "
+                f"lambda_={self.lambda_}: the scores lie closer together than the margin, and no step of lambda x "
+                "gradient changes a rank, so the classifier learns nothing; use margin=0, or a larger lambda_.",
+                stacklevel=2,
+            )
+
+
+def check_class_labels(owner: str, labels: Int[Tensor, " object"], lowest: int, highest: int) -> None:
+    """Raise unless all labels are from `lowest` to `highest`.
+
+    Args:
+        owner: prefix of the error message.
+        labels: of objects or RoIs.
+        lowest: 1 for objects, 0 where the background is a class.
+        highest: number of foreground classes.
+    """
+    wrong = labels[(labels < lowest) | (labels > highest)]
+    if len(wrong) > 0:
+        raise ValueError(
+            f"{owner}: `labels` must be from {lowest} to {highest}, got {int(wrong[0])}; 0 is the background, so the "
+            "detector needs one class more than there are classes of objects."
+        )

@@ -1,0 +1,221 @@
+"""The detection loss against loops over softmax scores, its memory, several processes, and what it raises and warns."""
+
+import copy
+import io
+import math
+import warnings
+
+import pytest
+import torch
+from torch.nn.functional import one_hot
+
+from lightning_retrieval.detection import DetectionAPLoss
+from tests.lightning_retrieval.losses.oracles import blackbox_gradient
+
+
+def ap_loss_by_loops(scores, marks):
+    """1 - the AP of one list."""
+    positives = [i for i in range(len(scores)) if marks[i]]
+    precisions = []
+    for i in positives:
+        rank_among_positives = sum(scores[j] >= scores[i] for j in positives)
+        precisions.append(rank_among_positives / sum(score >= scores[i] for score in scores))
+    return 1 - sum(precisions) / len(positives)
+
+
+def softmax_by_loops(logits):
+    rows = []
+    for row in logits.tolist():
+        total = sum(map(math.exp, row))
+        rows.append([math.exp(value) / total for value in row])
+    return rows
+
+
+def loss_by_loops(batches, interclass_coef):
+    """The loss of the last of some batches (logits, labels), with the others as its memory."""
+    score_rows, labels = [], []
+    for logits, of_batch in batches:
+        score_rows += softmax_by_loops(logits)
+        labels += of_batch.tolist()
+    classes = range(1, len(score_rows[0]))
+    of_classes = []
+    for k in classes:
+        if k in labels:
+            of_classes.append(ap_loss_by_loops([row[k] for row in score_rows], [label == k for label in labels]))
+    rows = len(batches[-1][1])
+    one_list = [(row[k], label == k) for row, label in zip(score_rows[-rows:], labels[-rows:]) for k in classes]
+    L_APC = ap_loss_by_loops(*zip(*one_list))
+    return (1 - interclass_coef) * sum(of_classes) / len(of_classes) + interclass_coef * L_APC
+
+
+def make_batch(rows, classes=3, dtype=torch.float64):
+    labels = torch.randint(0, classes + 1, (rows,))
+    labels[0] = 1
+    return torch.randn(rows, classes + 1, dtype=dtype, requires_grad=True), labels
+
+
+@pytest.mark.parametrize(("batch_memory", "interclass_coef"), [(0, 1 / 3), (2, 1 / 3), (3, 0.0)])
+def test_value_is_that_of_loops(batch_memory, interclass_coef):
+    loss = DetectionAPLoss(batch_memory=batch_memory, interclass_coef=interclass_coef, weight=2.5)
+    seen = []
+    for step in range(5):
+        seen.append(make_batch(12 + step))
+        expected = 2.5 * loss_by_loops(seen[-1 - batch_memory :], interclass_coef)
+        assert loss(*seen[-1]).item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_gradient_is_that_of_the_algorithm_through_the_softmax():
+    logits, labels = make_batch(20)
+    loss = DetectionAPLoss(lambda_=0.4, margin=0.01, interclass_coef=0.0, weight=3.0)
+    loss(logits, labels).backward()
+    scores = logits.detach().softmax(1)
+    marks = one_hot(labels, 4)[:, 1:].bool().T.tolist()
+    at_scores = torch.zeros_like(scores)
+    at_scores[:, 1:] = blackbox_gradient(scores[:, 1:].T.tolist(), marks, [[True] * 20] * 3, 0.4, 0.01, "ap").T
+    # Of the softmax: dL/dx = p (g - sum of p g).
+    expected = 3.0 * scores * (at_scores - (scores * at_scores).sum(1, keepdim=True))
+    assert expected.abs().max() > 0.01
+    torch.testing.assert_close(logits.grad, expected, rtol=1e-6, atol=1e-10)
+
+
+def test_a_perfect_ranking_has_no_loss_and_a_training_step_improves_a_bad_one():
+    labels = torch.tensor([1, 1, 2, 3, 0, 0, 0, 0])
+    loss = DetectionAPLoss(lambda_=4.0, batch_memory=0)
+    assert loss(8.0 * one_hot(labels, 4), labels).item() == 0
+    logits = torch.randn(8, 4, requires_grad=True)
+    optimizer = torch.optim.SGD([logits], lr=1.0)
+    first = loss(logits, labels)
+    for _ in range(100):
+        optimizer.zero_grad()
+        last = loss(logits, labels)
+        last.backward()
+        optimizer.step()
+    assert last < 0.2 * first
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_half_precision(dtype):
+    labels = torch.tensor([1, 2, 0, 0, 3, 1])
+    logits = torch.randn(6, 4).to(dtype)
+    value = DetectionAPLoss()(logits.requires_grad_(), labels)
+    assert value.dtype == torch.float32
+    assert value.item() == pytest.approx(DetectionAPLoss()(logits.double(), labels).item(), abs=1e-6)
+    value.backward()
+    assert logits.grad.dtype == dtype
+
+
+def test_a_batch_without_objects_has_no_loss_and_leaves_the_memory():
+    loss = DetectionAPLoss()
+    loss(*make_batch(5))
+    for rows in (4, 0):
+        logits = torch.randn(rows, 4, requires_grad=True)
+        value = loss(logits, torch.zeros(rows, dtype=torch.long))
+        value.backward()
+        assert value.item() == 0
+        assert logits.grad.tolist() == [[0.0] * 4] * rows
+    assert len(loss.map_loss.memory) == 1
+
+
+def test_memory_survives_a_checkpoint_and_a_reset_forgets_it():
+    loss, loaded = DetectionAPLoss(batch_memory=2), DetectionAPLoss(batch_memory=2)
+    for _ in range(3):
+        loss(*make_batch(9))
+    file = io.BytesIO()
+    torch.save(loss.state_dict(), file)
+    file.seek(0)
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    batch = make_batch(9)
+    fresh = DetectionAPLoss(batch_memory=2)(*batch)
+    copied = copy.deepcopy(loss)
+    values = [each(*batch).item() for each in (loss, loaded, copied)]
+    assert len(set(values)) == 1
+    assert values[0] != fresh.item()
+    loss.reset()
+    assert loss(*batch).item() == fresh.item()
+
+
+def test_a_gradient_of_exactly_zero_is_warned_of_once():
+    labels = torch.tensor([1, 2] + 62 * [0])
+    loss = DetectionAPLoss(margin=0.15)
+    logits = 0.01 * torch.randn(64, 3)
+    with pytest.warns(UserWarning, match="gradient of a whole batch is exactly zero with margin=0.15.*use margin=0"):
+        loss(logits.requires_grad_(), labels).backward()
+    assert logits.grad.count_nonzero() == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss(logits, labels).backward()
+        DetectionAPLoss()(logits, labels).backward()  # without a margin there is a gradient
+        DetectionAPLoss(margin=0.15)(8.0 * one_hot(labels, 3).double().requires_grad_(), labels).backward()  # no loss
+
+
+def losses_of_shards(rank, world_size):
+    """Three steps with unequal shards: values, gradients of the own rows, and what is in the memory."""
+    torch.manual_seed(0)
+    loss = DetectionAPLoss(batch_memory=1)
+    found = []
+    for _ in range(3):
+        logits, labels = make_batch(13)
+        rows = slice(0, 13) if world_size == 1 else (slice(0, 9), slice(9, 13))[rank]
+        own = logits.detach()[rows].clone().requires_grad_()
+        value = loss(own, labels[rows])
+        value.backward()
+        found.append((value.item(), own.grad, loss.map_loss.memory[-1][0]))
+    return found
+
+
+def test_lists_are_those_of_the_global_batch(run_processes):
+    (alone,) = run_processes(losses_of_shards, 1)
+    shards = run_processes(losses_of_shards, 2)
+    for step, (value, gradient, memory) in enumerate(alone):
+        assert [shard[step][0] for shard in shards] == [value, value]
+        # DistributedDataParallel divides by the number of processes.
+        together = torch.cat([shard[step][1] for shard in shards]) / 2
+        torch.testing.assert_close(together, gradient, rtol=1e-12, atol=1e-15)
+        assert all(torch.equal(shard[step][2], memory) for shard in shards)
+
+
+def own_lists(rank, world_size):
+    torch.manual_seed(rank)
+    logits, labels = make_batch(9)
+    loss = DetectionAPLoss(gather=False)
+    return loss(logits, labels).item(), len(loss.map_loss.memory[0][0])
+
+
+def test_lists_of_each_process_without_gathering(run_processes):
+    first, second = run_processes(own_lists, 2)
+    assert first[0] != second[0]
+    assert first[1] == second[1] == 9
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("error", "match", "arguments"),
+    [
+        (ValueError, "DetectionAPLoss: `lambda_` must be a finite number > 0, got 0", {"lambda_": 0}),
+        (ValueError, "DetectionAPLoss: `weight` must be a finite number > 0, got -1", {"weight": -1}),
+        (TypeError, "DetectionAPLoss: `gather` must be True or False, got 1", {"gather": 1}),
+    ],
+)
+def test_invalid_settings(error, match, arguments):
+    with pytest.raises(error, match=f"^{match}"):
+        DetectionAPLoss(**arguments)
+
+
+LOGITS = torch.zeros(3, 4)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("error", "match", "logits", "labels"),
+    [
+        (ValueError, r"`labels` must be from 0 to 3, got 4; 0 is the background", LOGITS, [0, 4, 1]),
+        (ValueError, r"`labels` must be from 0 to 3, got -1", LOGITS, [0, -1, 1]),
+        (ValueError, r"`labels` must have shape \(3,\).* got \(2,\)", LOGITS, [0, 1]),
+        (TypeError, r"`labels` must be integers, got torch.float32", LOGITS, [0.0, 1.0, 1.0]),
+        (ValueError, r"`class_logits` must have shape .* got \(3,\)", LOGITS[:, 0], [0, 1, 1]),
+        (ValueError, r"`class_logits` must hold finite numbers only, got NaN or inf in 3 of 3", LOGITS / 0, [0, 1, 1]),
+    ],
+)
+def test_invalid_batches(error, match, logits, labels):
+    with pytest.raises(error, match=f"^DetectionAPLoss: {match}"):
+        DetectionAPLoss()(logits, torch.tensor(labels))
