@@ -6,6 +6,12 @@ To add a data set, write its reader in `readers/` and add one import line below;
 from typing import TYPE_CHECKING
 
 from lightning_retrieval.datamodules.base import RetrievalDataModule as RetrievalDataModule
+from lightning_retrieval.datamodules.boxes.box_index import BoxIndex as BoxIndex
+from lightning_retrieval.datamodules.boxes.box_module import BoxDataModule as BoxDataModule
+from lightning_retrieval.datamodules.boxes.box_module import DetectionDataModule as DetectionDataModule
+from lightning_retrieval.datamodules.boxes.box_set import BoxSet as BoxSet
+from lightning_retrieval.datamodules.boxes.coco_detection import CocoDetection as CocoDetection
+from lightning_retrieval.datamodules.boxes.pascal_voc import PascalVOC as PascalVOC
 from lightning_retrieval.datamodules.files.data_report import DataReport as DataReport
 from lightning_retrieval.datamodules.glyphs.glyphs import GlyphDataset as GlyphDataset
 from lightning_retrieval.datamodules.glyphs.glyphs import Glyphs as Glyphs
@@ -32,6 +38,7 @@ from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampl
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler as GlobalBatchSampler
 from lightning_retrieval.datamodules.samplers.category import CategorySampler as CategorySampler
 from lightning_retrieval.datamodules.samplers.pk import PKSampler as PKSampler
+from lightning_retrieval.datamodules.samplers.random_batches import RandomBatchSampler as RandomBatchSampler
 
 if not TYPE_CHECKING:  # type checkers export what is imported `as` itself; a computed list would hide it from them
     __all__ = sorted(name for name, value in globals().items() if getattr(value, "__module__", "").startswith(__name__))

@@ -25,7 +25,7 @@ from torchmetrics import Metric
 
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.datamodules import ImageIndex, reference_transform
+from lightning_retrieval.datamodules import BoxIndex, ImageIndex, reference_transform
 from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
 from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss, SupAPLoss
@@ -203,6 +203,24 @@ TABLE = {
     "StanfordOnlineProducts": Entry({"root": "sop", "sampler": "category", "num_workers": 2}),
     "VGGFace2": Entry({"root": "vggface2", "cache_dir": "cache"}),
     "VehicleID": Entry({"root": "VehicleID_V1.0", "protocol": "reid", "select_by_vid": True}),
+    "BoxDataModule": Entry(without=NEVER_MADE),
+    "BoxIndex": Entry(
+        {"paths": ["a.jpg"], "objects": [([[1, 2, 3, 4]], [1], [False])], "class_names": ["cat"]},
+    ),
+    "BoxSet": Entry(
+        {
+            "index": BoxIndex(["a.jpg"], [([[1, 2, 3, 4]], [1], [False])], class_names=["cat"]),
+            "root": ".",
+            "train": True,
+        }
+    ),
+    "CocoDetection": Entry(
+        {"root": "images", "train": "train.json", "test": "test.json", "batch_size": 4},
+        not_attributes={"train": "in `files`", "test": "in `files`", "val": "in `files`"},
+    ),
+    "DetectionDataModule": Entry(without=NEVER_MADE),
+    "PascalVOC": Entry({"root": "VOCdevkit", "train_sets": ("VOC2007", "VOC2012"), "eval_batch_size": 4}),
+    "RandomBatchSampler": Entry({"num_images": 7, "batch_size": 3, "seed": 5}),
     "item_generator": Entry(without=ONLY_CALLED),
     "resume_position": Entry(without=ONLY_CALLED),
     "RetrievalDataModule": Entry(without=NEVER_MADE),

@@ -14,6 +14,7 @@ PROGRAM = "lightning-retrieval check"
 # The data modules that help names; a test compares them with those that exist. Importing them takes seconds.
 DATA_MODULES = (
     "CUB200",
+    "CocoDetection",
     "Glyphs",
     "IJBC",
     "INaturalist",
@@ -21,6 +22,7 @@ DATA_MODULES = (
     "ImageTable",
     "InShop",
     "LandmarksClean",
+    "PascalVOC",
     "RevisitedOxford",
     "RevisitedParis",
     "StanfordOnlineProducts",

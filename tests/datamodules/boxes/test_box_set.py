@@ -1,0 +1,76 @@
+"""BoxSet: pixels and boxes of an image, flipped in training, and images that cannot be used."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightning_retrieval.datamodules import BoxIndex, BoxSet
+from lightning_retrieval.datamodules.boxes.box_set import collate_boxes
+from lightning_retrieval.datamodules.item_seeds import SeededIndex
+
+BOXES = [[2, 1, 9, 8], [0, 0, 30, 4]]  # the second one is wider than the image
+
+
+@pytest.fixture
+def folder(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (10, 20, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    return tmp_path, pixels
+
+
+def box_set(folder, train=False, boxes=BOXES, path="a.png"):
+    index = BoxIndex([path], [(boxes, [3, 1][: len(boxes)], [False, True][: len(boxes)])], class_names=["x", "y", "z"])
+    return BoxSet(index, folder, train=train)
+
+
+def test_evaluation_keeps_difficult_objects_and_cuts_boxes_off_at_the_edges(folder):
+    image, target = box_set(folder[0])[0]
+    torch.testing.assert_close(image, torch.tensor(folder[1]).permute(2, 0, 1) / 255, rtol=0, atol=1e-7)
+    assert target["boxes"].tolist() == [[2, 1, 9, 8], [0, 0, 20, 4]]
+    assert target["labels"].tolist() == [3, 1]
+    assert target["difficult"].tolist() == [False, True]
+    assert target["image_id"] == 0
+
+
+def test_training_leaves_difficult_objects_out_and_flips_by_the_seed_of_the_item(folder):
+    plain, _ = box_set(folder[0])[0]
+    seen = set()
+    for seed in range(20):
+        image, target = box_set(folder[0], train=True)[SeededIndex(0, seed)]
+        again, _ = box_set(folder[0], train=True)[SeededIndex(0, seed)]
+        assert torch.equal(image, again)
+        assert target["labels"].tolist() == [3]
+        (left, top, right, bottom) = target["boxes"][0].int().tolist()
+        assert (top, bottom, right - left) == (1, 8, 7)
+        inside = image[:, top:bottom, left:right]
+        expected = plain[:, 1:8, 2:9]
+        seen.add(torch.equal(inside, expected))
+        assert torch.equal(inside, expected) or torch.equal(inside.flip(-1), expected)
+    assert seen == {True, False}
+
+
+def test_an_image_may_have_no_object(folder):
+    for train in (True, False):
+        _, target = box_set(folder[0], train, boxes=[])[0]
+        assert target["boxes"].shape == (0, 4)
+        assert target["labels"].dtype == torch.int64
+
+
+def test_collate_keeps_images_of_different_sizes():
+    images, targets = collate_boxes([(torch.zeros(3, 4, 5), {"a": 1}), (torch.zeros(3, 6, 5), {"a": 2})])
+    assert [image.shape[1] for image in images] == [4, 6]
+    assert targets == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.refusal
+def test_images_that_cannot_be_used(folder):
+    with pytest.raises(ValueError, match=r"got \[20.0, 1.0, 25.0, 8.0\] in a.png, which has 20 x 10 pixels"):
+        box_set(folder[0], boxes=[[20, 1, 25, 8]])[0]
+    with pytest.raises(FileNotFoundError, match=r"BoxSet: cannot read the image .*b.png, which does not exist"):
+        box_set(folder[0], path="b.png")[0]
+    (folder[0] / "c.png").write_text("no image")
+    with pytest.raises(ValueError, match=r"BoxSet: cannot read the image .*c.png .*; repair or remove it"):
+        box_set(folder[0], path="c.png")[0]
+    with pytest.raises(TypeError, match="BoxSet: `train` must be True or False, got 'no'"):
+        box_set(folder[0], train="no")

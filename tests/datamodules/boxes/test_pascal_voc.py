@@ -1,0 +1,131 @@
+"""PascalVOC on a small tree in the official layout: counts, boxes, both years, and damaged files."""
+
+import pytest
+from PIL import Image
+
+from lightning_retrieval.cli.main import main
+from lightning_retrieval.datamodules import PascalVOC
+from lightning_retrieval.datamodules.boxes.pascal_voc import CLASSES
+
+OBJECT = """
+  <object><name>{name}</name><pose>Left</pose><truncated>1</truncated>{difficult}
+    <bndbox><xmin>{box[0]}</xmin><ymin>{box[1]}</ymin><xmax>{box[2]}</xmax><ymax>{box[3]}</ymax></bndbox>
+    <part><name>head</name><bndbox><xmin>1</xmin><ymin>1</ymin><xmax>2</xmax><ymax>2</ymax></bndbox></part>
+  </object>"""
+# image: (name of the class, difficult, box)
+TRAIN_2007 = {
+    "000005": [("chair", 0, (3, 4, 10, 12)), ("person", 1, (1, 1, 20, 16))],
+    "000007": [],
+}
+TRAIN_2012 = {"2008_000002": [("tvmonitor", None, ("3.5", "4.25", "10", "12"))]}
+TEST_2007 = {"000001": [("dog", 0, (2, 2, 9, 9))], "000002": [("train", 0, (1, 1, 20, 16))]}
+
+
+def write_set(folder, name, images):
+    for part in ("JPEGImages", "Annotations", "ImageSets/Main"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    (folder / "ImageSets" / "Main" / f"{name}.txt").write_text("".join(f"{image}\n" for image in images))
+    for image, objects in images.items():
+        Image.new("RGB", (20, 16), (40, 90, 10)).save(folder / "JPEGImages" / f"{image}.jpg")
+        body = ""
+        for class_, difficult, box in objects:
+            flag = "" if difficult is None else f"<difficult>{difficult}</difficult>"
+            body += OBJECT.format(name=class_, difficult=flag, box=box)
+        size = "<size><width>20</width><height>16</height><depth>3</depth></size>"
+        (folder / "Annotations" / f"{image}.xml").write_text(f"<annotation>{size}{body}\n</annotation>\n")
+
+
+@pytest.fixture
+def devkit(tmp_path):
+    write_set(tmp_path / "VOCdevkit" / "VOC2007", "trainval", TRAIN_2007)
+    write_set(tmp_path / "VOCdevkit" / "VOC2007", "test", TEST_2007)
+    write_set(tmp_path / "VOCdevkit" / "VOC2012", "trainval", TRAIN_2012)
+    return tmp_path
+
+
+def test_both_years_and_both_roots(devkit):
+    data = PascalVOC(devkit / "VOCdevkit", train_sets=["VOC2007", "VOC2012"])
+    assert data.splits["train"].paths == [
+        "VOC2007/JPEGImages/000005.jpg",
+        "VOC2007/JPEGImages/000007.jpg",
+        "VOC2012/JPEGImages/2008_000002.jpg",
+    ]
+    assert data.class_names == list(CLASSES)
+    assert len(PascalVOC(devkit).train_set) == 2
+    assert PascalVOC(devkit).splits["test"].paths[0] == "VOCdevkit/VOC2007/JPEGImages/000001.jpg"
+
+
+def test_boxes_are_continuous_and_difficult_objects_are_for_evaluation_only(devkit):
+    data = PascalVOC(devkit, train_sets=["VOC2007", "VOC2012"])
+    objects = data.splits["train"].objects(0)
+    assert objects.boxes.tolist() == [[2, 3, 10, 12], [0, 0, 20, 16]]  # inclusive pixels counted from 1
+    assert [CLASSES[label - 1] for label in objects.labels] == ["chair", "person"]
+    assert objects.difficult.tolist() == [False, True]
+    assert data.splits["train"].objects(2).boxes.tolist() == [[2.5, 3.25, 10, 12]]
+    assert data.train_set[0][1]["labels"].tolist() == [CLASSES.index("chair") + 1]
+    assert data.train_set[1][1]["boxes"].shape == (0, 4)
+    assert data.val_set is data.test_set
+    (image, target) = data.test_set[0]
+    assert image.shape == (3, 16, 20)
+    assert target["boxes"].tolist() == [[1, 1, 9, 9]]
+
+
+def test_loaders_give_lists_of_images_and_targets(devkit):
+    data = PascalVOC(devkit, train_sets=["VOC2007", "VOC2012"], batch_size=3, eval_batch_size=2, seed=0)
+    ((images, targets),) = list(data.train_dataloader())
+    assert len(images) == len(targets) == 3
+    assert sorted(int(target["image_id"]) for target in targets) == [0, 1, 2]
+    ((images, targets),) = list(data.test_dataloader())
+    assert [int(target["image_id"]) for target in targets] == [0, 1]
+
+
+def test_check_compares_with_the_published_counts(devkit, capsys):
+    with pytest.raises(SystemExit, match=r"^1$"):
+        main(["check", "--data", "PascalVOC", "--root", str(devkit)])
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines()[1:3]]
+    assert rows == [["train", "2", "20", "5,011", "20"], ["test", "2", "20", "4,952", "20"]]
+    assert "train has 1 objects that are not difficult, published: 12,608" in printed
+    assert "test has 2 objects that are not difficult, published: 12,032" in printed
+    (devkit / "VOCdevkit/VOC2007/JPEGImages/000007.jpg").unlink()
+    report = PascalVOC(devkit, train_sets=["VOC2007", "VOC2012"]).check()
+    assert report.missing_files == ["VOCdevkit/VOC2007/JPEGImages/000007.jpg"]
+    assert report.splits["train"] == ((3, 20), [(5011 + 11540, 20)])
+    assert any("published: 40,058" in problem for problem in report.problems)  # 12,608 + 27,450
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda text: text.replace("</object>", "</thing>", 1),
+            r"000005.xml must be an XML file, got an error in line 5",
+        ),
+        (lambda text: text.replace("chair", "sofabed"), "got 'sofabed' in object 1"),
+        (lambda text: text.replace("<xmin>3<", "<xmin>three<"), r"got \['three', '4', '10', '12'\] in object 1"),
+        (lambda text: text.replace("<xmax>10<", "<xmax>2<"), "xmin <= xmax .* in object 1"),
+    ],
+)
+def test_damaged_annotation(devkit, change, message):
+    path = devkit / "VOCdevkit/VOC2007/Annotations/000005.xml"
+    changed = change(path.read_text())
+    assert changed != path.read_text()
+    path.write_text(changed)
+    with pytest.raises(ValueError, match=f"PascalVOC: .*{message}"):
+        PascalVOC(devkit).prepare_data()
+
+
+@pytest.mark.refusal
+def test_missing_files_and_invalid_arguments(devkit):
+    (devkit / "VOCdevkit/VOC2007/Annotations/000005.xml").unlink()
+    with pytest.raises(FileNotFoundError, match=r"PascalVOC: the annotation .*000005.xml does not exist"):
+        PascalVOC(devkit).prepare_data()
+    with pytest.raises(FileNotFoundError, match=f"pass root={devkit}[.]"):
+        PascalVOC(devkit / "VOCdevkit" / "VOC2007").prepare_data()
+    with pytest.raises(TypeError, match="`train_sets` must be a list of years, got 'VOC2007'"):
+        PascalVOC(devkit, train_sets="VOC2007")
+    with pytest.raises(ValueError, match=r"`train_sets` must be one of .*, got 'VOC2010'"):
+        PascalVOC(devkit, train_sets=["VOC2010"])
+    with pytest.raises(ValueError, match=r"`train_sets` must name different years, got \[\]"):
+        PascalVOC(devkit, train_sets=[])
