@@ -17,6 +17,7 @@ MIRRORED = {
 OF_NO_SINGLE_FILE = {
     "tests/datamodules/readers/test_every_reader.py": "what all readers have in common",
     "tests/lightning_retrieval/losses/test_every_loss.py": "what all losses have in common",
+    "tests/lightning_retrieval/losses/test_extreme_settings.py": "all losses, with extreme settings",
     "tests/lightning_retrieval/losses/test_golden.py": "all losses, against the numbers of the official code",
     "tests/lightning_retrieval/losses/test_query_range.py": "all losses, computed for a range of the queries",
     "tests/datamodules/samplers/test_scale.py": "all samplers, on ten million images",

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.checks import check_finite, check_float, check_positive, check_tensor
 
+LARGEST_MARGIN = 100.0  # with larger ones, float32 would make different scores of positives equal
 TINY = 1e-8  # the official code divides by lambda + TINY
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_not_negative, check_positive
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.blackbox import positive_ranks, sort_lists
+from lightning_retrieval.losses.blackbox import LARGEST_MARGIN, positive_ranks, sort_lists
 
 
 def blackbox_ap(
@@ -80,7 +80,7 @@ class BlackboxAPLoss(RetrievalLoss):
     ) -> None:
         super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
         self.lambda_ = check_positive(self.name, "lambda_", lambda_)
-        self.margin = check_not_negative(self.name, "margin", margin)
+        self.margin = check_not_negative(self.name, "margin", margin, most=LARGEST_MARGIN)
 
     def query_losses(
         self,

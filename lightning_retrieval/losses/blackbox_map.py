@@ -20,13 +20,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.checks import (
+    SMALLEST,
     check_finite,
     check_finite_number,
     check_integer,
     check_not_negative,
     check_positive,
 )
-from lightning_retrieval.losses.blackbox import SortedLists, positive_ranks, sort_lists
+from lightning_retrieval.losses.blackbox import LARGEST_MARGIN, SortedLists, positive_ranks, sort_lists
 from lightning_retrieval.losses.blackbox_ap import BlackboxAPLoss
 from lightning_retrieval.losses.score_lists import ScoreLists
 
@@ -114,10 +115,10 @@ class BlackboxMAPLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.lambda_ = check_positive("BlackboxMAPLoss", "lambda_", lambda_)
-        self.margin = check_not_negative("BlackboxMAPLoss", "margin", margin)
-        self.interclass_coef = check_finite_number("BlackboxMAPLoss", "interclass_coef", interclass_coef)
-        if not 0 <= interclass_coef <= 1:
-            raise ValueError(f"BlackboxMAPLoss: `interclass_coef` must be from 0 to 1, got {interclass_coef}.")
+        self.margin = check_not_negative("BlackboxMAPLoss", "margin", margin, most=LARGEST_MARGIN)
+        self.interclass_coef = check_finite_number(
+            "BlackboxMAPLoss", "interclass_coef", interclass_coef, least=0, most=1
+        )
         self.batch_memory = check_integer("BlackboxMAPLoss", "batch_memory", batch_memory, least=0)
         self.memory: list[tuple[Tensor, Tensor]] = []
         self._sorted_memory: list[SortedLists] = []
@@ -137,10 +138,10 @@ class BlackboxMAPLoss(nn.Module):
         loss = scores.new_zeros(())
         if self.interclass_coef < 1:
             weight = 1 - self.interclass_coef
-            settings = {"lambda_": self.lambda_ * weight, "past": self._sorted_memory}
+            settings = {"lambda_": self._lambda_of(weight), "past": self._sorted_memory}
             loss = weight * map_loss(class_scores, class_targets, lists, **settings)
         if self.interclass_coef > 0:
-            one_list = BlackboxAPLoss(self.lambda_ * self.interclass_coef, self.margin)
+            one_list = BlackboxAPLoss(self._lambda_of(self.interclass_coef), self.margin)
             L_APC = one_list.from_scores(scores.reshape(1, -1), targets.reshape(1, -1))
             loss = loss + self.interclass_coef * L_APC
         first = max(0, len(self.memory) + 1 - self.batch_memory)  # the oldest batch that stays
@@ -168,6 +169,10 @@ class BlackboxMAPLoss(nn.Module):
             f"lambda_={self.lambda_}, margin={self.margin}, interclass_coef={self.interclass_coef}, "
             f"batch_memory={self.batch_memory}"
         )
+
+    def _lambda_of(self, weight: float) -> float:
+        """The lambda of a term with a weight; at the smallest one that a loss accepts, no rank changes anyway."""
+        return max(self.lambda_ * weight, SMALLEST)
 
     def _sort_memory(self, scores: Tensor) -> None:
         """Sort the memory if it comes from a checkpoint, or from scores of another dtype or device."""

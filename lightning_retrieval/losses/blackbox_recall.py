@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_choice, check_integer, check_not_negative, check_positive
 from lightning_retrieval.losses.base import Reduction
-from lightning_retrieval.losses.blackbox import positive_ranks, sort_lists
+from lightning_retrieval.losses.blackbox import LARGEST_MARGIN, positive_ranks, sort_lists
 from lightning_retrieval.losses.pair_loss import PairLoss
 
 Weighting = Literal["log", "loglog"]
@@ -115,7 +115,7 @@ class BlackboxRecallLoss(PairLoss):
         check_choice(type(self).__name__, "pair_mean", pair_mean, ("query", "all"))
         super().__init__(pair_mean, reduction=reduction, class_balanced=class_balanced, include_self=include_self)
         self.lambda_ = check_positive(self.name, "lambda_", lambda_)
-        self.margin = check_not_negative(self.name, "margin", margin)
+        self.margin = check_not_negative(self.name, "margin", margin, most=LARGEST_MARGIN)
         self.weighting: Weighting = check_choice(self.name, "weighting", weighting, ("log", "loglog"))
         self.batch_memory = check_integer(self.name, "batch_memory", batch_memory, least=0)
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_retrieval.checks import check_embeddings, check_integers, check_labels
-from lightning_retrieval.losses.ranked_batch import RankedBatch
+from lightning_retrieval.checks import check_device, check_embeddings, check_integers, check_labels, short_repr
+from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
 from lightning_retrieval.losses.ranked_lists import RankedLists
 from lightning_retrieval.ranking.labels import check_nesting, finest
 from lightning_retrieval.ranking.similarity import normalize
@@ -32,7 +32,8 @@ class EmbeddingLists(RankedLists):
         self_is_positive: bool = True,
         graded: bool = False,
     ) -> None:
-        _check_batch(owner, batch)
+        check_batch(owner, batch)
+        _check_ids_of_both(owner, batch)
         self.in_batch = batch.ref_emb is None
         self.include_self, self.self_is_positive = include_self, self_is_positive
 
@@ -118,16 +119,20 @@ def _check_levels(owner: str, labels: Tensor, ref_labels: Tensor) -> None:
     check_nesting(owner, torch.cat([labels, ref_labels]))
 
 
-def _check_batch(owner: str, batch: RankedBatch) -> None:
+def check_batch(owner: str, batch: RankedBatch) -> None:
+    """Raise unless all parts of a batch are tensors that fit together."""
     check_embeddings(owner, "embeddings", batch.embeddings)
     rows = len(batch.embeddings)
     if rows == 0:
         raise ValueError(
             f"{owner}: `embeddings` must hold at least one row, got shape {tuple(batch.embeddings.shape)}."
         )
-    check_labels(owner, "labels", batch.labels, rows, "embeddings")
+    device = batch.embeddings.device
+    check_labels(owner, "labels", batch.labels, rows, "embeddings", device=device)
     if batch.ids is not None:
-        check_integers(owner, "ids", batch.ids, rows, "embeddings")
+        check_integers(owner, "ids", batch.ids, rows, "embeddings", device=device)
+    if batch.queries is not None and not isinstance(batch.queries, QueryRange):
+        raise TypeError(f"{owner}: `queries` must be a QueryRange or None, got {short_repr(batch.queries)}.")
     if batch.ref_emb is None:
         _check_no_references(owner, batch)
     else:
@@ -149,17 +154,23 @@ def _check_references(owner: str, batch: RankedBatch, ref_emb: Any) -> None:
         )
     if batch.ref_labels is None:
         raise ValueError(f"{owner}: `ref_emb` was given without `ref_labels`; give both or neither.")
+    device = batch.embeddings.device
+    check_device(owner, "ref_emb", ref_emb, device, "embeddings")
     check_embeddings(owner, "ref_emb", ref_emb)
     if ref_emb.shape[1] != batch.embeddings.shape[1]:
         raise ValueError(
             f"{owner}: `ref_emb` must have the dimension of `embeddings`, got {tuple(ref_emb.shape)} "
             f"against {tuple(batch.embeddings.shape)}."
         )
-    check_labels(owner, "ref_labels", batch.ref_labels, len(ref_emb), "ref_emb")
-    if (batch.ids is None) != (batch.ref_ids is None):
-        missing, given = "ref_ids", "ids"
-        if batch.ids is None:
-            missing, given = given, missing
-        raise ValueError(f"{owner}: `{given}` was given without `{missing}`; with `ref_emb` give both or neither.")
+    check_labels(owner, "ref_labels", batch.ref_labels, len(ref_emb), "ref_emb", device=device)
     if batch.ref_ids is not None:
-        check_integers(owner, "ref_ids", batch.ref_ids, len(ref_emb), "ref_emb")
+        check_integers(owner, "ref_ids", batch.ref_ids, len(ref_emb), "ref_emb", device=device)
+
+
+def _check_ids_of_both(owner: str, batch: RankedBatch) -> None:
+    if batch.ref_emb is None or (batch.ids is None) == (batch.ref_ids is None):
+        return
+    missing, given = "ref_ids", "ids"
+    if batch.ids is None:
+        missing, given = given, missing
+    raise ValueError(f"{owner}: `{given}` was given without `{missing}`; with `ref_emb` give both or neither.")

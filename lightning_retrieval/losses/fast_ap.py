@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.histograms import binned_ap, soft_histograms
+from lightning_retrieval.losses.histograms import MOST_BINS, binned_ap, soft_histograms
 
 
 def fast_ap(
@@ -77,7 +77,7 @@ class FastAPLoss(RetrievalLoss):
         include_self: bool = False,
     ) -> None:
         super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
-        self.num_bins = check_integer(self.name, "num_bins", num_bins, least=2)
+        self.num_bins = check_integer(self.name, "num_bins", num_bins, least=2, most=MOST_BINS)
 
     def query_losses(
         self,

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
-from lightning_retrieval.checks import check_finite_number, check_positive
+from lightning_retrieval.checks import check_finite_number, check_not_negative, check_positive, short_repr
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.indexing import at
 from lightning_retrieval.losses.sup_ap import upper_step
@@ -94,16 +94,18 @@ def soft_step(t: Float[Tensor, "..."], slopes: tuple[float, ...]) -> Float[Tenso
 def relevance_of_levels(
     levels: Integer[Tensor, "query gallery"], alpha: float, dtype: torch.dtype
 ) -> Float[Tensor, "query gallery"]:
-    """l^alpha / (number of items of exactly level l) for each level l > 0, and 0 for level 0.
+    """(l / H)^alpha / (number of items of exactly level l) for each level l > 0, and 0 for level 0.
 
-    The paper has (l / L)^alpha, but HAP does not depend on L, which cancels.
+    H is the highest level of the query's items. The paper has L, the number of levels, in its place, but HAP does not
+    depend on it, since it cancels; and with H no alpha is so large that all relevances of a query become 0.
     """
     relevance = torch.zeros(levels.shape, dtype=dtype, device=levels.device)
+    highest = levels.amax(1, keepdim=True).clamp(min=1).to(dtype)  # (query, 1)
     for level in levels.unique().tolist():
         if level > 0:
             exact = levels == level  # (query, gallery)
             count = exact.sum(1, keepdim=True, dtype=dtype).clamp(min=1)  # (query, 1)
-            relevance += exact * (float(level) ** alpha / count)
+            relevance += exact * ((level / highest).clamp(max=1) ** alpha / count)
     return relevance
 
 
@@ -169,9 +171,9 @@ class HAPLoss(RetrievalLoss):
         self.rho = check_positive(self.name, "rho", rho)
         self.delta = check_positive(self.name, "delta", delta)
         if offset is not None:
-            check_finite_number(self.name, "offset", offset)
+            check_not_negative(self.name, "offset", offset)
         self.offset = offset
-        self.start = check_finite_number(self.name, "start", start)
+        self.start = check_not_negative(self.name, "start", start)
         self.hrank_slopes = _check_slopes(self.name, hrank_slopes)
 
     def query_losses(
@@ -205,6 +207,8 @@ def _check_slopes(owner: str, slopes: Sequence[float] | None) -> tuple[float, ..
     """Return the slopes as a tuple of three finite numbers, or None."""
     if slopes is None:
         return None
+    if not isinstance(slopes, Sequence) or isinstance(slopes, (str, bytes)):
+        raise TypeError(f"{owner}: `hrank_slopes` must be (beta, gamma, leak) or None, got {short_repr(slopes)}.")
     if len(slopes) != 3:
-        raise ValueError(f"{owner}: `hrank_slopes` must be (beta, gamma, leak) or None, got {slopes!r}.")
+        raise ValueError(f"{owner}: `hrank_slopes` must be (beta, gamma, leak) or None, got {short_repr(slopes)}.")
     return tuple(check_finite_number(owner, "hrank_slopes", slope) for slope in slopes)

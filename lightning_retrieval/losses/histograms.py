@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.losses.indexing import at
 
+MOST_BINS = 1 << 16  # float32 has at least 8 bits left for the position between two bins
 # A position on the bin axis from which no bin is within reach, so that the item has no weight in any.
 OUTSIDE = -2.0
 

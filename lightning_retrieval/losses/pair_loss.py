@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lightning_retrieval.checks import check_string
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.ranked_batch import QueryRange
 from lightning_retrieval.losses.ranked_lists import RankedLists
@@ -24,12 +25,13 @@ class PairLoss(RetrievalLoss):
         include_self: as in `RetrievalLoss`.
 
     Raises:
+        TypeError: if `pair_mean` is not a string.
         ValueError: if queries are to have values or weights of their own and `pair_mean` is not `"query"`.
     """
 
     def __init__(self, pair_mean: str, *, reduction: Reduction, class_balanced: bool, include_self: bool) -> None:
         super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
-        self.pair_mean = pair_mean
+        self.pair_mean = check_string(self.name, "pair_mean", pair_mean)
         if pair_mean != "query" and (reduction != "mean" or class_balanced):
             raise ValueError(
                 f"{self.name}: `pair_mean` {pair_mean!r} is a mean over the pairs of all queries, in which a query has "

@@ -20,9 +20,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lightning_retrieval.checks import check_choice, check_finite_number, check_integer
+from lightning_retrieval.checks import SMALLEST, check_choice, check_finite_number, check_integer
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.histograms import binned_ap, soft_histograms
+from lightning_retrieval.losses.histograms import MOST_BINS, binned_ap, soft_histograms
 
 TieAware = Literal[False, "simplified", "full"]
 
@@ -137,11 +137,13 @@ class QuantizedAPLoss(RetrievalLoss):
         include_self: bool = False,
     ) -> None:
         super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
-        self.num_bins = check_integer(self.name, "num_bins", num_bins, least=2)
+        self.num_bins = check_integer(self.name, "num_bins", num_bins, least=2, most=MOST_BINS)
         self.low = check_finite_number(self.name, "low", low)
         self.high = check_finite_number(self.name, "high", high)
         if not low < high:
             raise ValueError(f"{self.name}: `low` must be below `high`, got {low} and {high}.")
+        if high - low < SMALLEST:
+            raise ValueError(f"{self.name}: `low` must be at least {SMALLEST:g} below `high`, got {low} and {high}.")
         self.tie_aware: TieAware = check_choice(self.name, "tie_aware", tie_aware, (False, "simplified", "full"))
 
     def query_losses(

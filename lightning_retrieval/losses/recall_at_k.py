@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_retrieval.checks import check_integer, check_positive
+from lightning_retrieval.checks import check_integer, check_positive, short_repr
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.indexing import at
 from lightning_retrieval.losses.smooth_ap import soft_ranks
@@ -119,8 +119,8 @@ class RecallAtKLoss(RetrievalLoss):
 
 def _check_ks(owner: str, ks: Sequence[int]) -> tuple[int, ...]:
     """Return `ks` as a tuple; raise unless it holds at least one integer and all are >= 1."""
-    if not isinstance(ks, Sequence):
-        raise TypeError(f"{owner}: `ks` must be a sequence of integers, got {ks!r}.")
+    if not isinstance(ks, Sequence) or isinstance(ks, (str, bytes)):
+        raise TypeError(f"{owner}: `ks` must be a sequence of integers, got {short_repr(ks)}.")
     if len(ks) == 0:
         raise ValueError(f"{owner}: `ks` must hold at least one k, got none.")
     return tuple(check_integer(owner, "ks", k, least=1) for k in ks)
@@ -128,7 +128,7 @@ def _check_ks(owner: str, ks: Sequence[int]) -> tuple[int, ...]:
 
 def _check_tau_k(owner: str, tau_k: Any, number: int) -> float | tuple[float, ...]:
     """Return one temperature as it is, several as a tuple; raise unless there is one or `number` of them."""
-    are_several = isinstance(tau_k, Sequence) and not isinstance(tau_k, str)
+    are_several = isinstance(tau_k, Sequence) and not isinstance(tau_k, (str, bytes))
     if not are_several:
         return check_positive(owner, "tau_k", tau_k)
     temperatures = tuple(check_positive(owner, "tau_k", tau) for tau in tau_k)

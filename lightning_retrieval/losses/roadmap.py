@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_retrieval.checks import check_bool, check_finite_number
+from lightning_retrieval.checks import check_bool, check_choice, check_finite_number, check_instance
 from lightning_retrieval.losses.base import Reduction
 from lightning_retrieval.losses.calibration import CalibrationLoss
 from lightning_retrieval.losses.sup_ap import SupAPLoss
@@ -30,7 +30,7 @@ class ROADMAPLoss(WeightedSum):
 
     Raises:
         ValueError: if `lambda_` is not from 0 to 1, or a setting is given although both terms are given.
-        TypeError: if `lambda_` is not a number, or a flag is not a bool.
+        TypeError: if `lambda_` is not a number, a term is not a module, or a flag is not a bool.
 
     Example:
         >>> import torch
@@ -53,8 +53,11 @@ class ROADMAPLoss(WeightedSum):
         class_balanced: bool = False,
         include_self: bool = False,
     ) -> None:
-        if not 0 <= check_finite_number("ROADMAPLoss", "lambda_", lambda_) <= 1:
-            raise ValueError(f"ROADMAPLoss: `lambda_` must be from 0 to 1, got {lambda_}.")
+        check_finite_number("ROADMAPLoss", "lambda_", lambda_, least=0, most=1)
+        for name, term in (("sup_ap", sup_ap), ("calibration", calibration)):
+            if term is not None:
+                check_instance("ROADMAPLoss", name, term, nn.Module)
+        check_choice("ROADMAPLoss", "reduction", reduction, ("mean", "sum", "none"))
         check_bool("ROADMAPLoss", "class_balanced", class_balanced)
         check_bool("ROADMAPLoss", "include_self", include_self)
         settings: dict[str, Any] = {

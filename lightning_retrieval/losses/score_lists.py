@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightning_retrieval.checks import check_finite, check_tensor
+from lightning_retrieval.checks import check_device, check_finite, check_float, check_tensor
 from lightning_retrieval.losses.ranked_lists import RankedLists
 
 
@@ -30,6 +30,7 @@ class ScoreLists(RankedLists):
         mask_name: str = "relevant",
     ) -> None:
         _check_scores(owner, scores)
+        check_device(owner, mask_name, relevant, scores.device, "scores")
         check_tensor(owner, mask_name, relevant)
         if graded:
             _check_relevance_levels(owner, relevant)
@@ -37,6 +38,7 @@ class ScoreLists(RankedLists):
             _check_bool(owner, mask_name, relevant)
         _check_shape(owner, mask_name, relevant, scores)
         if candidate is not None:
+            check_device(owner, "candidate", candidate, scores.device, "scores")
             check_tensor(owner, "candidate", candidate)
             _check_bool(owner, "candidate", candidate)
             _check_shape(owner, "candidate", candidate, scores)
@@ -65,11 +67,9 @@ class ScoreLists(RankedLists):
 
 
 def _check_scores(owner: str, scores: Tensor) -> None:
-    check_tensor(owner, "scores", scores)
+    check_float(owner, "scores", scores)
     if scores.ndim != 2 or len(scores) == 0:
         raise ValueError(f"{owner}: `scores` must have shape (Q, R) with Q > 0, got {tuple(scores.shape)}.")
-    if not scores.is_floating_point():
-        raise TypeError(f"{owner}: `scores` must be floating point, got {scores.dtype}.")
 
 
 def _check_relevance_levels(owner: str, relevant: Tensor) -> None:

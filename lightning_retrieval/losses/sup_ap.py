@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_retrieval.checks import check_finite_number, check_positive
+from lightning_retrieval.checks import check_not_negative, check_positive
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.indexing import at
 
@@ -127,9 +127,9 @@ class SupAPLoss(RetrievalLoss):
         self.rho = check_positive(self.name, "rho", rho)
         self.delta = check_positive(self.name, "delta", delta)
         if offset is not None:
-            check_finite_number(self.name, "offset", offset)
+            check_not_negative(self.name, "offset", offset)
         self.offset = offset
-        self.start = check_finite_number(self.name, "start", start)
+        self.start = check_not_negative(self.name, "start", start)
 
     def query_losses(
         self,

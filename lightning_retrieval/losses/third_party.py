@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_retrieval.checks import check_instance
 from lightning_retrieval.losses.batch_loss import BatchLoss
+from lightning_retrieval.losses.embedding_lists import check_batch
 from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
 from lightning_retrieval.ranking.labels import finest
 
@@ -51,8 +53,8 @@ class ThirdPartyLoss(BatchLoss):
             ref_emb, ref_labels)`, the signature of pytorch-metric-learning.
 
     Raises:
-        TypeError: at the call, if there are references and the loss cannot exclude the query's own copy, or if only a
-            range of queries is to be computed.
+        TypeError: if `loss` is not a module; at the call, if there are references and the loss cannot exclude the
+            query's own copy, or if only a range of queries is to be computed.
 
     Example:
         >>> import torch
@@ -69,6 +71,7 @@ class ThirdPartyLoss(BatchLoss):
 
     def __init__(self, loss: nn.Module) -> None:
         super().__init__()
+        check_instance(type(self).__name__, "loss", loss, nn.Module)
         self.loss = loss
 
     @property
@@ -101,6 +104,7 @@ class ThirdPartyLoss(BatchLoss):
                 f"{type(self.loss).__name__}: a third-party loss is not a sum over queries, so it cannot be computed "
                 "for a range of them; omit `queries`."
             )
+        check_batch(type(self.loss).__name__, batch)
         if batch.ref_emb is None or batch.ref_labels is None:
             return self.loss(batch.embeddings, finest(batch.labels))
         if self.terms_without_references:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_finite_number
+from lightning_retrieval.checks import check_finite_number, short_repr
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
 from lightning_retrieval.losses.third_party import as_batch_loss, original_loss
@@ -46,7 +46,7 @@ class WeightedSum(BatchLoss):
                 '{"ap": (1.0, SmoothAPLoss()), ...}.'
             )
         if not losses:
-            raise ValueError(f"{owner}: `losses` must hold at least one term, got {losses!r}.")
+            raise ValueError(f"{owner}: `losses` must hold at least one term, got {short_repr(losses)}.")
         self.weights: dict[str, float] = {}
         self.parts = nn.ModuleDict()
         for name, term in losses.items():
@@ -106,5 +106,11 @@ class WeightedSum(BatchLoss):
 
 
 def _check_term(owner: str, name: str, term: Any) -> None:
+    if not isinstance(name, str) or name == "" or "." in name:
+        raise ValueError(
+            f"{owner}: `losses` must have names that are not empty and have no dot, got {short_repr(name)}."
+        )
     if not (isinstance(term, (tuple, list)) and len(term) == 2 and isinstance(term[1], nn.Module)):
-        raise TypeError(f"{owner}: `losses` must map a name to (weight, loss), got {term!r} for {name!r}.")
+        raise TypeError(
+            f"{owner}: `losses` must map a name to (weight, loss), got {short_repr(term)} for {short_repr(name)}."
+        )

@@ -197,7 +197,7 @@ def test_numbers_of_a_wrong_type(cls, name, value):
         (ROADMAPLoss, ValueError, r"`lambda_` must be from 0 to 1, got 1\.5", {"lambda_": 1.5}),
         (ROADMAPLoss, ValueError, "`lambda_` must be a finite number, got nan", {"lambda_": math.nan}),
         (ROADMAPLoss, TypeError, "`lambda_` must be a number, got None", {"lambda_": None}),
-        (ROADMAPLoss, TypeError, r"`losses` must map a name to \(weight, loss\), got \(0.5, 3\)", {"sup_ap": 3}),
+        (ROADMAPLoss, TypeError, r"`sup_ap` must be an instance of Module, got 3 \(int\)", {"sup_ap": 3}),
         (WeightedSum, ValueError, r"`losses` must hold at least one term, got \{\}", {"losses": {}}),
         (WeightedSum, TypeError, r"`losses` must map a name to \(weight, loss\), got list; pass \{",
          {"losses": [SmoothAPLoss()]}),
