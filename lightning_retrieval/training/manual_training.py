@@ -13,9 +13,14 @@ from torch.optim import Optimizer
 
 from lightning_retrieval.checks import check_flag
 from lightning_retrieval.training.checkpoint_files import check_checkpoint, verify_checkpoints
+from lightning_retrieval.training.finetuning import TRAINABLE, has_finetuning, unfreeze
 from lightning_retrieval.training.hyperparameters import check_command_line_hyperparameters, describe
 from lightning_retrieval.training.run_report import log_facts
-from lightning_retrieval.training.schedulers import step_plateau_schedulers, step_schedulers
+from lightning_retrieval.training.schedulers import (
+    check_plateau_schedulers,
+    step_plateau_schedulers,
+    step_schedulers,
+)
 from lightning_retrieval.training.strategy import broadcast_buffers_at_next_forward, loss_scale
 from lightning_retrieval.training.throughput import Throughput
 from lightning_retrieval.training.trainer_checks import check_trainer
@@ -114,11 +119,18 @@ class ManualTraining(pl.LightningModule):
         """Convert to the run's precision before the weights are loaded; Lightning does so afterwards."""
         if self._trainer is not None:
             self.trainer.precision_plugin.convert_module(self)
+        unfreeze(self, checkpoint.get(TRAINABLE, ()))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep hyperparameters plain, even if a subclass has called `save_hyperparameters` itself."""
+        if has_finetuning(self):
+            checkpoint[TRAINABLE] = [name for name, value in self.named_parameters() if value.requires_grad]
         if self.CHECKPOINT_HYPER_PARAMS_KEY in checkpoint:
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = describe(dict(checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]))
+
+    def on_train_start(self) -> None:
+        """Check the schedulers, now that the number of batches is known."""
+        check_plateau_schedulers(self)
 
     def on_train_epoch_start(self) -> None:
         """Exclude the time between epochs from the throughput."""

@@ -3,13 +3,18 @@
 from typing import Any
 
 from pytorch_lightning.callbacks import (
+    BackboneFinetuning,
     BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelCheckpoint,
     SpikeDetection,
     StochasticWeightAveraging,
 )
+from pytorch_lightning.plugins import BitsandbytesPrecision, TransformerEnginePrecision
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from pytorch_lightning.strategies.single_xla import SingleDeviceXLAStrategy
+from pytorch_lightning.strategies.xla import XLAStrategy
 from torch import nn
 
 from lightning_retrieval.distributed import world_size
@@ -39,6 +44,12 @@ def check_trainer(owner: str, trainer: Any) -> None:
             f"{owner}: Trainer(gradient_clip_val={trainer.gradient_clip_val}) does not work with manual optimization; "
             f"give it to the module: {owner}(..., gradient_clip_val={trainer.gradient_clip_val})."
         )
+    if trainer.gradient_clip_algorithm is not None:
+        name = trainer.gradient_clip_algorithm.value
+        raise ValueError(
+            f"{owner}: Trainer(gradient_clip_algorithm={name!r}) has no effect with manual optimization; "
+            f"give it to the module: {owner}(..., gradient_clip_algorithm={name!r})."
+        )
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
             f"{owner}: Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) would split the ranked "
@@ -50,7 +61,9 @@ def check_trainer(owner: str, trainer: Any) -> None:
             f"{owner}: Trainer(overfit_batches={overfit_batches}) replaces the sampler, so that batches would no "
             "longer hold several images of each class; use limit_train_batches instead."
         )
-    _check_callbacks(owner, trainer.callbacks)
+    for callback in trainer.callbacks:
+        _check_callback(owner, callback, trainer.lightning_module)
+    _check_precision(owner, trainer.precision_plugin)
     _check_strategy(owner, trainer.strategy)
 
 
@@ -79,11 +92,41 @@ def check_processes(module: Any) -> None:
         )
 
 
-def _check_callbacks(owner: str, callbacks: list[Any]) -> None:
-    for callback in callbacks:
-        for kind, reason in WRONG_CALLBACKS.items():
-            if isinstance(callback, kind):
-                raise ValueError(f"{owner}: the callback {kind.__name__} of Lightning {reason}.")
+def _check_callback(owner: str, callback: Any, module: Any) -> None:
+    for kind, reason in WRONG_CALLBACKS.items():
+        if isinstance(callback, kind):
+            raise ValueError(f"{owner}: the callback {kind.__name__} of Lightning {reason}.")
+    if isinstance(callback, ModelCheckpoint):
+        _check_model_checkpoint(owner, callback)
+    if isinstance(callback, BackboneFinetuning) and not isinstance(getattr(module, "backbone", None), nn.Module):
+        raise ValueError(
+            f"{owner}: the callback BackboneFinetuning of Lightning needs a module with a `backbone`; give a subclass "
+            "the property `backbone`, which returns a part of `embedder`, or derive a callback from BaseFinetuning."
+        )
+
+
+def _check_model_checkpoint(owner: str, callback: Any) -> None:
+    """Raise if a checkpoint would never be written, or would be compared by an old value."""
+    if callback._train_time_interval is not None:
+        raise ValueError(
+            f"{owner}: ModelCheckpoint(train_time_interval=...) of Lightning never saves with manual optimization; use "
+            "every_n_train_steps."
+        )
+    monitor = callback.monitor
+    if callback._every_n_train_steps and monitor is not None and not monitor.startswith("train/"):
+        raise ValueError(
+            f"{owner}: ModelCheckpoint(monitor={monitor!r}, every_n_train_steps={callback._every_n_train_steps}) of "
+            "Lightning would save before the validation, with the metric of the validation before it; leave out "
+            "every_n_train_steps, and add another ModelCheckpoint without monitor for the steps."
+        )
+
+
+def _check_precision(owner: str, plugin: Any) -> None:
+    if isinstance(plugin, (BitsandbytesPrecision, TransformerEnginePrecision)):
+        raise ValueError(
+            f"{owner}: {type(plugin).__name__} replaces layers of the network, which has not been tested with this "
+            "library; use Trainer(precision='bf16-mixed') or another precision without it."
+        )
 
 
 def _check_strategy(owner: str, strategy: Any) -> None:
@@ -91,6 +134,17 @@ def _check_strategy(owner: str, strategy: Any) -> None:
         raise ValueError(
             f"{owner}: DDPStrategy(static_graph=True) expects one backward pass through DDP per step, but here there "
             "is none; remove it."
+        )
+    for name in ("ddp_comm_hook", "model_averaging_period"):
+        if getattr(strategy, f"_{name}", None) is not None:
+            raise ValueError(
+                f"{owner}: DDPStrategy({name}=...) has no effect on gradients that are summed once per step, outside "
+                "of DDP; remove it."
+            )
+    if isinstance(strategy, (SingleDeviceXLAStrategy, XLAStrategy)):
+        raise ValueError(
+            f"{owner}: {type(strategy).__name__} trains on a TPU, which has not been tested with this library; use a "
+            "GPU or the CPU."
         )
     is_supported = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
     if not is_supported or isinstance(strategy, DeepSpeedStrategy):

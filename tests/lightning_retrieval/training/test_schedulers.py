@@ -93,6 +93,39 @@ def test_plateau_looks_at_its_monitor(own, monitor, validated, frequency, rates)
         assert seen[0][1] == pytest.approx(seen[0][0], abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ({"val_check_interval": 2}, 2),
+        ({"val_check_interval": 2, "check_val_every_n_epoch": None}, 3),
+        ({"val_check_interval": "00:00:00:00"}, 6),
+    ],
+    ids=["within epochs", "across epochs", "by the clock"],
+)
+def test_plateau_looks_only_at_validations_that_come(flags, steps):
+    """Validations that are not at the end of an epoch: the interval 'epoch' raises, 'step' steps after each."""
+
+    def make(interval):
+        halve = functools.partial(ReduceLROnPlateau, mode="max", factor=0.5, patience=0, threshold=9.0)
+        return RetrievalModule(
+            net(), SmoothAPLoss(tau=0.1), optimizer=SGD, lr_scheduler=halve, lr_scheduler_interval=interval
+        )
+
+    settings = {"max_epochs": 2, "callbacks": [RetrievalEvaluation(ks=(1,))], **flags}
+    with pytest.raises(ValueError, match=r"^RetrievalModule: ReduceLROnPlateau .* val_check_interval=.*'step'"):
+        fit(make("epoch"), batches(3), batches(2), **settings)
+    run = fit(make("step"), batches(3), batches(2), **settings)
+    assert run.optimizers[0].param_groups[0]["lr"] == 0.5 * 0.5 ** (steps - 1)
+
+
+def test_plateau_needs_a_validation_in_some_epochs_only():
+    halve = functools.partial(ReduceLROnPlateau, mode="max", factor=0.5, patience=0, threshold=9.0)
+    for flags in ({"check_val_every_n_epoch": 2}, {"val_check_interval": 6, "check_val_every_n_epoch": None}):
+        module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), optimizer=SGD, lr_scheduler=halve)
+        run = fit(module, batches(3), batches(2), max_epochs=6, callbacks=[RetrievalEvaluation(ks=(1,))], **flags)
+        assert run.optimizers[0].param_groups[0]["lr"] == 0.125  # three validations
+
+
 @pytest.mark.refusal
 def test_a_missing_monitor_raises():
     module = RetrievalModule(net(), SmoothAPLoss(), lr_scheduler=ReduceLROnPlateau, lr_scheduler_monitor="val/map")

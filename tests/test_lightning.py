@@ -1,0 +1,253 @@
+"""Each callback of Lightning, each method of its Tuner and each flag of its Trainer: right, or an error says why not.
+
+The tables below say which, docs/lightning.md says the same to users, and every entry is shown by a run. Another version
+of Lightning with a new callback or flag fails the last tests here, until somebody has tried it.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+from pytorch_lightning import callbacks
+from pytorch_lightning.plugins import BitsandbytesPrecision, TransformerEnginePrecision
+from pytorch_lightning.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceXLAStrategy,
+    XLAStrategy,
+)
+from pytorch_lightning.tuner import Tuner
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+from lightning_retrieval.training.trainer_checks import check_trainer
+from tests.lightning_tools import callbacks as of_callbacks
+from tests.lightning_tools import flags as of_flags
+from tests.lightning_tools.runs import make_run, trainer_with
+
+
+@dataclass
+class Tool:
+    """What is known of a callback, a method or a flag.
+
+    Args:
+        shown_by: called with an empty folder; fails unless the tool does what it should.
+        wrong: {words of the error: callback, or flags of the Trainer}.
+    """
+
+    shown_by: Callable[[Path], None] | None = None
+    wrong: dict[str, Any] | None = None
+
+    @property
+    def verdict(self):
+        if self.wrong is None:
+            return "right"
+        if self.shown_by is None:
+            return "raises"
+        return "right in part"
+
+
+def bar(kind):
+    return of_callbacks.unchanged(kind, enable_progress_bar=True)
+
+
+CALLBACKS = {
+    "BackboneFinetuning": Tool(
+        of_callbacks.backbone_finetuning, {"the property `backbone`": callbacks.BackboneFinetuning()}
+    ),
+    "BaseFinetuning": Tool(of_callbacks.base_finetuning),
+    "BasePredictionWriter": Tool(of_callbacks.prediction_writer),
+    "BatchSizeFinder": Tool(wrong={"chunk_size='auto'": callbacks.BatchSizeFinder()}),
+    "Callback": Tool(of_callbacks.own_callback),
+    "Checkpoint": Tool(of_callbacks.checkpoint),
+    "DeviceStatsMonitor": Tool(of_callbacks.device_stats_monitor),
+    "EMAWeightAveraging": Tool(of_callbacks.moving_average),
+    "EarlyStopping": Tool(of_callbacks.early_stopping),
+    "GradientAccumulationScheduler": Tool(wrong={"chunk_size": callbacks.GradientAccumulationScheduler({0: 2})}),
+    "LambdaCallback": Tool(of_callbacks.lambda_callback),
+    "LearningRateFinder": Tool(wrong={"short runs": callbacks.LearningRateFinder()}),
+    "LearningRateMonitor": Tool(of_callbacks.learning_rate_monitor),
+    "ModelCheckpoint": Tool(
+        of_callbacks.model_checkpoint,
+        {
+            r"train_time_interval=\.\.\.\) .* use every_n_train_steps": callbacks.ModelCheckpoint(
+                train_time_interval=timedelta(seconds=1)
+            ),
+            r"monitor='val/mAP', every_n_train_steps=2\) .* another ModelCheckpoint": callbacks.ModelCheckpoint(
+                monitor="val/mAP", every_n_train_steps=2
+            ),
+        },
+    ),
+    "ModelPruning": Tool(of_callbacks.model_pruning),
+    "ModelSummary": Tool(of_callbacks.unchanged(callbacks.ModelSummary, enable_model_summary=True)),
+    "OnExceptionCheckpoint": Tool(of_callbacks.on_exception_checkpoint),
+    "ProgressBar": Tool(of_callbacks.progress_bar),
+    "RichModelSummary": Tool(of_callbacks.rich(callbacks.RichModelSummary, enable_model_summary=True)),
+    "RichProgressBar": Tool(of_callbacks.rich(callbacks.RichProgressBar, enable_progress_bar=True)),
+    "SpikeDetection": Tool(wrong={"leave it out": callbacks.SpikeDetection()}),
+    "StochasticWeightAveraging": Tool(wrong={"EMAWeightAveraging": callbacks.StochasticWeightAveraging(swa_lrs=0.1)}),
+    "TQDMProgressBar": Tool(bar(callbacks.TQDMProgressBar)),
+    "ThroughputMonitor": Tool(of_callbacks.throughput_monitor),
+    "Timer": Tool(of_callbacks.timer),
+    "WeightAveraging": Tool(of_callbacks.average),
+}
+
+
+@pytest.mark.parametrize("name", [name for name, tool in CALLBACKS.items() if tool.shown_by])
+def test_a_callback_does_what_it_should(name, tmp_path):
+    CALLBACKS[name].shown_by(tmp_path)
+
+
+def wrong(table):
+    """Parameters of a test of what raises: the words of the error, and what raises it."""
+    return [
+        pytest.param(words, value, id=f"{name} {number}")
+        for name, tool in table.items()
+        for number, (words, value) in enumerate((tool.wrong or {}).items())
+    ]
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(("words", "callback"), wrong(CALLBACKS))
+def test_a_callback_that_cannot_work_raises(words, callback):
+    run = make_run([callback], enable_checkpointing=True)
+    name = type(callback).__name__
+    with pytest.raises(ValueError, match=rf"^RetrievalModule: .*{name}.*{words}"):
+        run.trainer.fit(run.module, run.data)
+
+
+TUNER = {
+    "lr_find": Tool(wrong={"LearningRateFinder of Lightning .* short runs": {}}),
+    "scale_batch_size": Tool(wrong={"BatchSizeFinder of Lightning .* chunk_size='auto'": {}}),
+}
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("method", TUNER)
+def test_a_method_of_the_tuner_raises(method):
+    run = make_run()
+    ((words, settings),) = TUNER[method].wrong.items()
+    with pytest.raises(ValueError, match=rf"^RetrievalModule: .*{words}"):
+        getattr(Tuner(run.trainer), method)(run.module, run.data, **settings)
+
+
+TRAINER = {
+    "accelerator": Tool(of_flags.strategy),
+    "accumulate_grad_batches": Tool(wrong={"chunk_size": {"accumulate_grad_batches": 4}}),
+    "barebones": Tool(of_flags.barebones),
+    "benchmark": Tool(of_flags.unchanged({"benchmark": True})),
+    "callbacks": Tool(of_flags.own_callbacks),
+    "check_val_every_n_epoch": Tool(of_flags.check_val_every_n_epoch),
+    "default_root_dir": Tool(of_flags.default_root_dir),
+    "detect_anomaly": Tool(of_flags.detect_anomaly),
+    "deterministic": Tool(of_flags.deterministic),
+    "devices": Tool(of_flags.unchanged({"devices": "auto"}, {"devices": 1})),
+    "enable_autolog_hparams": Tool(of_flags.enable_autolog_hparams),
+    "enable_checkpointing": Tool(of_flags.enable_checkpointing),
+    "enable_model_summary": Tool(of_flags.unchanged({"enable_model_summary": True})),
+    "enable_progress_bar": Tool(of_flags.unchanged({"enable_progress_bar": True})),
+    "fast_dev_run": Tool(of_flags.fast_dev_run),
+    "gradient_clip_algorithm": Tool(
+        wrong={r"RetrievalModule\(\.\.\., gradient_clip_algorithm='value'": {"gradient_clip_algorithm": "value"}}
+    ),
+    "gradient_clip_val": Tool(
+        wrong={r"RetrievalModule\(\.\.\., gradient_clip_val=0\.5": {"gradient_clip_val": 0.5}},
+    ),
+    "inference_mode": Tool(of_flags.unchanged({"inference_mode": False})),
+    "limit_predict_batches": Tool(of_flags.limit_predict_batches),
+    "limit_test_batches": Tool(of_flags.limit_test_batches),
+    "limit_train_batches": Tool(of_flags.limit_train_batches),
+    "limit_val_batches": Tool(of_flags.limit_val_batches),
+    "log_every_n_steps": Tool(of_flags.log_every_n_steps),
+    "logger": Tool(of_flags.logger),
+    "max_epochs": Tool(of_flags.stops_after(6, max_epochs=2)),
+    "max_steps": Tool(of_flags.stops_after(5, max_steps=5)),
+    "max_time": Tool(of_flags.max_time),
+    "min_epochs": Tool(of_flags.min_epochs),
+    "min_steps": Tool(of_flags.min_steps),
+    "model_registry": Tool(of_flags.unchanged({"model_registry": "name"})),
+    "num_nodes": Tool(of_flags.unchanged({"num_nodes": 1})),  # and test_lightning_strategies.py
+    "num_sanity_val_steps": Tool(of_flags.num_sanity_val_steps),
+    "overfit_batches": Tool(wrong={"limit_train_batches": {"overfit_batches": 2}}),
+    "plugins": Tool(of_flags.plugins, {"BitsandbytesPrecision replaces layers": BitsandbytesPrecision}),
+    "precision": Tool(of_flags.precision, {"TransformerEnginePrecision replaces layers": TransformerEnginePrecision}),
+    "profiler": Tool(of_flags.profiler),
+    "reload_dataloaders_every_n_epochs": Tool(of_flags.reload_dataloaders_every_n_epochs),
+    "strategy": Tool(  # and test_lightning_strategies.py
+        of_flags.strategy,
+        {
+            r"DDPStrategy\(static_graph=True\)": {"strategy": DDPStrategy(static_graph=True)},
+            r"DDPStrategy\(ddp_comm_hook=\.\.\.\)": {"strategy": DDPStrategy(ddp_comm_hook=fp16_compress_hook)},
+            r"DDPStrategy\(model_averaging_period=\.\.\.\)": {"strategy": DDPStrategy(model_averaging_period=4)},
+            "FSDPStrategy does not keep": FSDPStrategy,
+            "DeepSpeedStrategy does not keep": DeepSpeedStrategy,
+            "ModelParallelStrategy does not keep": ModelParallelStrategy,
+            "SingleDeviceXLAStrategy trains on a TPU": SingleDeviceXLAStrategy,
+            "XLAStrategy trains on a TPU": XLAStrategy,
+        },
+    ),
+    "sync_batchnorm": Tool(of_flags.unchanged({"sync_batchnorm": True})),
+    "use_distributed_sampler": Tool(of_flags.unchanged({"use_distributed_sampler": False})),
+    "val_check_interval": Tool(of_flags.val_check_interval),
+}
+
+
+@pytest.mark.parametrize("name", [name for name, tool in TRAINER.items() if tool.shown_by])
+def test_a_flag_does_what_it_should(name, tmp_path):
+    TRAINER[name].shown_by(tmp_path)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(("words", "flags"), wrong(TRAINER))
+def test_a_flag_that_cannot_work_raises(words, flags):
+    """The flags are checked where a run begins, after several processes have met; so this asks without a run."""
+    if isinstance(flags, type):
+        trainer = trainer_with(flags)
+    else:
+        trainer = make_run(**flags).trainer
+    with pytest.raises(ValueError, match=rf"^RetrievalModule: .*{words}"):
+        check_trainer("RetrievalModule", trainer)
+
+
+def names_of_callbacks():
+    return callbacks.__all__
+
+
+def names_of_the_tuner():
+    return [name for name, _ in inspect.getmembers(Tuner, inspect.isfunction) if not name.startswith("_")]
+
+
+def names_of_the_trainer():
+    return list(inspect.signature(pl.Trainer).parameters)
+
+
+TABLES = {
+    "Callbacks": (CALLBACKS, names_of_callbacks),
+    "Methods of the Tuner": (TUNER, names_of_the_tuner),
+    "Flags of the Trainer": (TRAINER, names_of_the_trainer),
+}
+
+
+@pytest.mark.parametrize("title", TABLES)
+def test_the_table_has_whatever_this_version_of_lightning_has(title):
+    table, names = TABLES[title]
+    new, gone = set(names()) - table.keys(), table.keys() - set(names())
+    assert not new, f"{title}: try {sorted(new)} of Lightning {pl.__version__}, and add what you find to the table"
+    assert not gone, f"{title}: Lightning {pl.__version__} has no {sorted(gone)}; remove them from the table"
+
+
+@pytest.mark.parametrize("title", TABLES)
+def test_the_documentation_says_the_same(title):
+    """One row for each name, in alphabetical order, under a heading of its own."""
+    page = (Path(__file__).parents[1] / "docs" / "lightning.md").read_text(encoding="utf-8")
+    (section,) = [part for part in page.split("\n## ") if part.startswith(f"{title}\n")]
+    rows = re.findall(r"^\| `(\w+)` \| ([a-z ]+?) \|", section, re.MULTILINE)
+    table, _ = TABLES[title]
+    assert rows == sorted([(name, tool.verdict) for name, tool in table.items()], key=lambda row: row[0].lower())
