@@ -160,6 +160,12 @@ def check_strings(owner: str, name: str, values: Any) -> None:
             )
 
 
+def check_sequence(owner: str, name: str, value: Any) -> None:
+    """Raise unless `value` is a sequence, such as a list; a string is none."""
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise TypeError(f"{owner}: `{name}` must be a list, got {short_repr(value)} ({type(value).__name__}).")
+
+
 def check_mapping(owner: str, name: str, value: Any) -> None:
     """Raise unless `value` is a mapping, such as a dict."""
     if not isinstance(value, Mapping):

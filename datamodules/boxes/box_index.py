@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.checks import check_strings
+from lightning_retrieval.checks import check_sequence, check_strings, short_repr
 
 
 class ImageObjects(NamedTuple):
@@ -50,15 +50,18 @@ class BoxIndex:
     ) -> None:
         check_strings("BoxIndex", "paths", paths)
         check_strings("BoxIndex", "class_names", class_names)
+        check_sequence("BoxIndex", "objects", objects)
         if len(paths) == 0:
             raise ValueError("BoxIndex: `paths` must have at least one image, got none.")
+        if len(class_names) == 0:
+            raise ValueError("BoxIndex: `class_names` must name at least one class, got none.")
         if len(paths) != len(objects):
             raise ValueError(
                 f"BoxIndex: `objects` must have one entry for each path, got {len(objects)} for {len(paths)} paths."
             )
         self.paths = list(paths)
         self.class_names = list(class_names)
-        images = [_image_objects(*given) for given in objects]
+        images = [_image_objects(given) for given in objects]
         # Joined arrays are not copied to the workers, unlike millions of small ones.
         self._ends = np.cumsum([len(image.labels) for image in images])
         self._boxes = np.concatenate([image.boxes for image in images])
@@ -109,10 +112,17 @@ class BoxIndex:
         return self.paths[int(np.searchsorted(self._ends, position, side="right"))]
 
 
-def _image_objects(boxes: Any, labels: Any, difficult: Any) -> ImageObjects:
-    image = ImageObjects(
-        np.asarray(boxes, np.float32).reshape(-1, 4), np.asarray(labels, np.int64), np.asarray(difficult, bool)
-    )
+def _image_objects(given: Any) -> ImageObjects:
+    try:
+        boxes, labels, difficult = given
+        image = ImageObjects(
+            np.asarray(boxes, np.float32).reshape(-1, 4), np.asarray(labels, np.int64), np.asarray(difficult, bool)
+        )
+    except (TypeError, ValueError):
+        raise ValueError(
+            "BoxIndex: `objects` must have (boxes, labels, difficult) for each image, arrays of 4 numbers, an integer "
+            f"and a flag for each object, got {short_repr(given)}."
+        ) from None
     if not len(image.boxes) == len(image.labels) == len(image.difficult):
         raise ValueError(
             "BoxIndex: `objects` must have a box, a label and a difficult flag for each object, got "

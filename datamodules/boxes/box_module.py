@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_retrieval.checks import check_flag, check_integer
+from lightning_retrieval.checks import check_flag, check_integer, check_path
 from lightning_retrieval.datamodules.boxes.box_index import BoxIndex
 from lightning_retrieval.datamodules.boxes.box_set import BoxSet, collate_boxes
 from lightning_retrieval.datamodules.files.data_report import DataReport
@@ -137,7 +137,7 @@ class BoxDataModule(DetectionDataModule):
 
     def __init__(self, root: str | Path, **settings: Any) -> None:
         super().__init__(**settings)
-        self.root = Path(root).expanduser()
+        self.root = check_path(type(self).__name__, "root", root)
 
     @abstractmethod
     def read(self) -> Mapping[str, BoxIndex]:

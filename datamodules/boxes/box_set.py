@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision.transforms.v2 import functional
 
-from lightning_retrieval.checks import check_bool
+from lightning_retrieval.checks import check_bool, check_instance, check_path
 from lightning_retrieval.datamodules.boxes.box_index import BoxIndex
 from lightning_retrieval.datamodules.images.image_file import to_rgb
 from lightning_retrieval.datamodules.item_seeds import item_generator
@@ -48,8 +48,9 @@ class BoxSet(Dataset[Item]):
     """
 
     def __init__(self, index: BoxIndex, root: str | Path, *, train: bool = False) -> None:
+        check_instance("BoxSet", "index", index, BoxIndex)
         self.index = index
-        self.root = Path(root)
+        self.root = check_path("BoxSet", "root", root)
         self.train = check_bool("BoxSet", "train", train)
 
     def __len__(self) -> int:

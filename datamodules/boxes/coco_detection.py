@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_retrieval.checks import check_path
 from lightning_retrieval.datamodules.boxes.box_index import BoxIndex
 from lightning_retrieval.datamodules.boxes.box_module import BoxDataModule
 from lightning_retrieval.datamodules.images.image_index import leaves_root
@@ -64,15 +65,15 @@ class CocoDetection(BoxDataModule):
         self, root: str | Path, *, train: str | Path, test: str | Path, val: str | Path | None = None, **settings: Any
     ) -> None:
         super().__init__(root, **settings)
-        self.files = {"train": Path(train), "test": Path(test)}
+        self.files = {"train": check_path(OWNER, "train", train), "test": check_path(OWNER, "test", test)}
         if val is not None:
-            self.files["val"] = Path(val)
+            self.files["val"] = check_path(OWNER, "val", val)
 
     def read(self) -> Mapping[str, BoxIndex]:
         """Read the file of each split."""
         splits = {}
         for name, file in self.files.items():
-            splits[name] = read_coco(self.root / file.expanduser())
+            splits[name] = read_coco(self.root / file)
         for name, index in splits.items():
             if index.class_names != splits["train"].class_names:
                 raise ValueError(

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_retrieval.checks import check_choice
+from lightning_retrieval.checks import check_choice, check_strings
 from lightning_retrieval.datamodules.boxes.box_index import BoxIndex
 from lightning_retrieval.datamodules.boxes.box_module import BoxDataModule
 from lightning_retrieval.datamodules.files.find import find_file
@@ -55,8 +55,7 @@ class PascalVOC(BoxDataModule):
 
     def __init__(self, root: str | Path, *, train_sets: Sequence[Year] = ("VOC2007",), **settings: Any) -> None:
         super().__init__(root, **settings)
-        if isinstance(train_sets, str):
-            raise TypeError(f"PascalVOC: `train_sets` must be a list of years, got {train_sets!r}; put it in a list.")
+        check_strings("PascalVOC", "train_sets", train_sets)
         for year in train_sets:
             check_choice("PascalVOC", "train_sets", year, tuple(TRAIN_COUNTS))
         if len(train_sets) == 0 or len(set(train_sets)) < len(train_sets):
