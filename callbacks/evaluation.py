@@ -22,6 +22,7 @@ from lightning_retrieval.callbacks.log_values import log_without_sync
 from lightning_retrieval.callbacks.results_table import results_table
 from lightning_retrieval.checks import check_bool, check_callable
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
+from lightning_retrieval.metrics.definitions import Divisor
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 
 
@@ -42,14 +43,19 @@ class RetrievalEvaluation(pl.Callback):
         ks: the k of R@k, each >= 1.
         before_fit: evaluate the test set with the untrained model before training, and log the results as `test/...`
             at step 0. A resumed run skips this.
-        map_ks: the k of mAP@k, each >= 1; empty for none. Data sets with a metric of their own ignore it.
+        map_ks: the k of mAP@k, each >= 1; empty for none. Data sets with a metric of their own ignore this and the next
+            two arguments.
+        map_divisor: the divisor of mAP@k: `"min(k, R)"`, `"hits"` or `"R"`, see `RetrievalMetrics`.
+        extra_metrics: names of metrics to log as well, such as `"mINP"`, `"precision@10"`, `"recall@10"`, `"MRR@10"`
+            and `"NDCG@10"`, see `RetrievalMetrics`.
         query_expansion: applied before ranking, such as `QueryExpansion(alpha=2, k=10)`; None for no expansion.
         database_augmentation: applied to the gallery before that, such as `DatabaseAugmentation()`; None for none.
         embeddings_on_cpu: keep the embeddings in main memory until they are ranked, and move them to the device piece
             by piece.
 
     Raises:
-        ValueError: if a k is below 1, or if `before_fit` is set and there is no test set.
+        ValueError: if a k is below 1, `map_divisor` or a name of `extra_metrics` is unknown, or `before_fit` is set and
+            there is no test set.
         TypeError: if a flag is not a bool, or `query_expansion` or `database_augmentation` cannot be called; in an
             evaluation, if the module's step does not return `embeddings` and `labels`.
 
@@ -70,14 +76,19 @@ class RetrievalEvaluation(pl.Callback):
         *,
         before_fit: bool = False,
         map_ks: Sequence[int] = (),
+        map_divisor: Divisor = "min(k, R)",
+        extra_metrics: Sequence[str] = (),
         query_expansion: QueryExpansion | None = None,
         database_augmentation: DatabaseAugmentation | None = None,
         embeddings_on_cpu: bool = False,
     ) -> None:
         owner = "RetrievalEvaluation"
-        validated = RetrievalMetrics(ks, map_ks)  # raises now what it would raise after the first epoch
+        # Raises now what it would raise after the first epoch.
+        validated = RetrievalMetrics(ks, map_ks, map_divisor=map_divisor, extra_metrics=extra_metrics)
         self.ks = validated.ks
         self.map_ks = validated.map_ks
+        self.map_divisor = validated.map_divisor
+        self.extra_metrics = validated.extra_metrics
         if query_expansion is not None:
             check_callable(owner, "query_expansion", query_expansion)
         if database_augmentation is not None:
@@ -181,6 +192,7 @@ class RetrievalEvaluation(pl.Callback):
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, MetricProvider):
             return dataset.metrics(self.ks, **settings)
+        settings |= {"map_divisor": self.map_divisor, "extra_metrics": self.extra_metrics}
         return RetrievalMetrics(self.ks, self.map_ks, **settings)
 
     def _log_results(self, stage: str, pl_module: pl.LightningModule, batches: Sequence[float]) -> None:

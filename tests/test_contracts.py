@@ -114,7 +114,10 @@ TABLE = {
     ),
     # lightning_retrieval.metrics
     "EmbeddingMetric": Entry(without=NEVER_MADE),
-    "RetrievalMetrics": Entry({"ks": (1, 7), "map_ks": (5,), "alpha": 2.0}, not_moved=LAST_TABLE),
+    "RetrievalMetrics": Entry(
+        {"ks": (1, 7), "map_ks": (5,), "map_divisor": "hits", "extra_metrics": ("mINP", "NDCG@3"), "alpha": 2.0},
+        not_moved=LAST_TABLE,
+    ),
     "RandomGalleryMetrics": Entry({"ks": (1, 7), "draws": 3, "seed": 4}, not_moved=LAST_TABLE),
     "RevisitedMetrics": Entry(
         {
@@ -144,7 +147,7 @@ TABLE = {
     # lightning_retrieval.callbacks
     "LearnWhitening": Entry({"images": 50}, without=STATELESS),
     "RetrievalEvaluation": Entry(
-        {"ks": (1, 7), "before_fit": True},
+        {"ks": (1, 7), "before_fit": True, "map_divisor": "R", "extra_metrics": ("mINP", "recall@3")},
         not_resumed={"results": "the metrics of the last evaluation"},
     ),
     "RetrievalGallery": Entry({"queries": 3, "k": 5, "every_n_epochs": 2, "order": "hardest"}, without=STATELESS),

@@ -5,26 +5,37 @@ least as high as positive i (so p_i = i without ties):
 
     AP           mean over i of p_i / r_i                      (all positives, divided by R)
     AP@R         sum over i with r_i <= R of p_i / r_i, / R    (Musgrave et al., ECCV 2020)
-    AP@k         sum over i with r_i <= k of p_i / r_i, / min(k, R)
+    AP@k         sum over i with r_i <= k of p_i / r_i, / min(k, R), or / hits (the number of i with r_i <= k), or / R
     R-Precision  number of i with r_i <= R, / R
     RR           1 / h, with h = 1 + (candidates not relevant that score at least as high as the best positive), the
                  rank of the first hit
     R@k          1 if h <= k, else 0
+    INP          R / r_R, the rank of the hardest positive     (Ye et al., TPAMI 2021; its mean is mINP)
+    precision@k  number of i with position_i <= k, / k
+    recall@k     number of i with position_i <= k, / R
+    RR@k         1 / h if h <= k, else 0
+    NDCG@k       NDCG of the first k positions: i with position_i <= k only, / its largest value
     NDCG         sum over i of 1 / log2(1 + position_i), / its largest value (Järvelin and Kekäläinen, 2002), with
                  position_i = i + (candidates not relevant that score at least as high)
 
-Ties count against the model, as in scikit-learn. The query itself is not in its list. A query without a positive has no
-value: `RetrievalMetrics` sets it to NaN, skips it in every mean and reports the number of skipped queries.
+Ties count against the model, as in scikit-learn: a positive has the rank of the last of those that tie with it, and
+`position_i` is its place in the list in which irrelevant candidates come first among those that tie. The query itself
+is not in its list. A query without a positive has no value: `RetrievalMetrics` sets it to NaN, skips it in every mean
+and reports the number of skipped queries.
 
 Each function takes the ranks of a block of queries and returns one float64 value per query. To add a metric, write such
 a function and add one entry to `lightning_retrieval.metrics.table.metrics_table`.
 """
 
+from typing import Literal
+
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_retrieval.ranking.ranks import PositiveRanks
+
+Divisor = Literal["min(k, R)", "hits", "R"]
 
 
 def average_precision(ranks: PositiveRanks) -> Float[Tensor, " query"]:
@@ -38,10 +49,45 @@ def average_precision_at_r(ranks: PositiveRanks) -> Float[Tensor, " query"]:
     return (ranks.precision * within).sum(1) / ranks.count.double()
 
 
-def average_precision_at_k(ranks: PositiveRanks, k: int) -> Float[Tensor, " query"]:
-    """AP@k: AP in which positives with a rank above k count as 0, divided by min(k, R)."""
-    within = ranks.rank <= k
-    return (ranks.precision * within).sum(1) / ranks.count.double().clamp(max=k)
+def average_precision_at_k(ranks: PositiveRanks, k: int, divisor: Divisor = "min(k, R)") -> Float[Tensor, " query"]:
+    """AP@k: AP in which positives with a rank above k count as 0.
+
+    Args:
+        ranks: of the positives.
+        k: number of ranks that count.
+        divisor: `"min(k, R)"` (Google Landmarks, open-metric-learning), with which a list that begins with positives
+            only has the value 1; `"hits"`, the number of positives with a rank of at most k (torchmetrics); or `"R"`,
+            the number of positives (pytorch-metric-learning, trec_eval).
+    """
+    within = ranks.is_positive & (ranks.rank <= k)
+    divisors = {"min(k, R)": ranks.count.clamp(max=k), "hits": within.sum(1).clamp(min=1), "R": ranks.count}
+    return (ranks.precision * within).sum(1) / divisors[divisor].double()
+
+
+def inverse_negative_penalty(ranks: PositiveRanks) -> Float[Tensor, " query"]:
+    """INP: R divided by the rank of the hardest positive, the last one of the list."""
+    hardest = ranks.rank.masked_fill(~ranks.is_positive, 0).amax(1)
+    return ranks.count / hardest.double()
+
+
+def precision_at_k(ranks: PositiveRanks, k: int) -> Float[Tensor, " query"]:
+    """precision@k: the number of positives at the first k positions, divided by k."""
+    return _hits(ranks, k).sum(1).double() / k
+
+
+def recall_of_positives_at_k(ranks: PositiveRanks, k: int) -> Float[Tensor, " query"]:
+    """recall@k: the fraction of the positives that are at the first k positions."""
+    return _hits(ranks, k).sum(1) / ranks.count.double()
+
+
+def reciprocal_rank_at_k(ranks: PositiveRanks, k: int) -> Float[Tensor, " query"]:
+    """RR@k: 1 / h, or 0 if the first hit is after the first k positions."""
+    return torch.where(ranks.first_hit <= k, 1 / ranks.first_hit.double(), 0.0)
+
+
+def ndcg_at_k(ranks: PositiveRanks, k: int) -> Float[Tensor, " query"]:
+    """NDCG@k of the first k positions, with gain 1 for each positive."""
+    return discounted_sum(_hits(ranks, k).double(), ranks.position) / _ideal_gain(ranks, ranks.count.clamp(max=k))
 
 
 def r_precision(ranks: PositiveRanks) -> Float[Tensor, " query"]:
@@ -67,10 +113,7 @@ def recall_at_k(ranks: PositiveRanks, k: int) -> Float[Tensor, " query"]:
 
 def ndcg(ranks: PositiveRanks) -> Float[Tensor, " query"]:
     """NDCG with gain 1 for each positive."""
-    gain = discounted_sum(ranks.is_positive.double(), ranks.position)
-    position = torch.arange(1, ranks.rank.shape[1] + 1, device=ranks.rank.device)
-    ideal_list = (position <= ranks.count[:, None]).double()
-    return gain / discounted_sum(ideal_list.flip(1), position.flip(0))
+    return discounted_sum(ranks.is_positive.double(), ranks.position) / _ideal_gain(ranks, ranks.count)
 
 
 def discounted_sum(gains: Float[Tensor, "query pos"], position: Int[Tensor, "..."]) -> Float[Tensor, " query"]:
@@ -80,3 +123,15 @@ def discounted_sum(gains: Float[Tensor, "query pos"], position: Int[Tensor, "...
     """
     discounted = gains / torch.log2(1.0 + position.clamp(min=1).double())
     return discounted.flip(1).cumsum(1)[:, -1]
+
+
+def _hits(ranks: PositiveRanks, k: int) -> Bool[Tensor, "query pos"]:
+    """Which positives are at the first k positions."""
+    return ranks.is_positive & (ranks.position <= k)
+
+
+def _ideal_gain(ranks: PositiveRanks, hits: Int[Tensor, " query"]) -> Float[Tensor, " query"]:
+    """The discounted gain of a list that begins with this many positives."""
+    position = torch.arange(1, ranks.rank.shape[1] + 1, device=ranks.rank.device)
+    ideal_list = (position <= hits[:, None]).double()
+    return discounted_sum(ideal_list.flip(1), position.flip(0))

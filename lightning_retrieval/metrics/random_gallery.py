@@ -35,8 +35,9 @@ class RandomGalleryMetrics(RetrievalMetrics):
         ks: the k of R@k, each >= 1.
         draws: number of galleries, >= 1.
         seed: seed of the draws, >= 0.
-        settings: settings of `RetrievalMetrics` (`map_ks`, `alpha`), of `EmbeddingMetric` (`query_expansion`,
-            `database_augmentation`, `embeddings_on_cpu`) and of `torchmetrics.Metric`.
+        settings: settings of `RetrievalMetrics` (`map_ks`, `map_divisor`, `extra_metrics`, `alpha`), of
+            `EmbeddingMetric` (`query_expansion`, `database_augmentation`, `embeddings_on_cpu`) and of
+            `torchmetrics.Metric`.
 
     Raises:
         ValueError: if `draws` is below 1 or `seed` below 0; else as `RetrievalMetrics`.

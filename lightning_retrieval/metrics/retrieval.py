@@ -2,18 +2,19 @@
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_retrieval.checks import check_integer, check_positive
+from lightning_retrieval.checks import check_choice, check_integer, check_positive, check_strings
 from lightning_retrieval.metrics.base import EmbeddingMetric
+from lightning_retrieval.metrics.definitions import Divisor
 from lightning_retrieval.metrics.gathering import UNSHARDED, Rows, Shard
 from lightning_retrieval.metrics.query_gallery import QueryGallery
-from lightning_retrieval.metrics.table import QueryMetric, metrics_table
+from lightning_retrieval.metrics.table import QueryMetric, extra_metric, metrics_table
 from lightning_retrieval.ranking.float64 import float64_device
 
 
@@ -75,12 +76,17 @@ class RetrievalMetrics(EmbeddingMetric):
     Args:
         ks: the k of R@k, each >= 1.
         map_ks: the k of mAP@k, each >= 1; none if empty.
+        map_divisor: the divisor of mAP@k: `"min(k, R)"`, R the number of positives of the query; `"hits"`, the number
+            of positives with a rank of at most k; or `"R"`.
+        extra_metrics: names of metrics to compute as well: `"mINP"`, and `"precision@k"`, `"recall@k"`, `"MRR@k"` and
+            `"NDCG@k"` for any k, such as `"NDCG@10"`.
         alpha: how much more a finer level counts in H-AP, > 0; for labels of several levels.
         settings: settings of `EmbeddingMetric` (`query_expansion`, `database_augmentation`, `embeddings_on_cpu`) and of
             `torchmetrics.Metric`.
 
     Raises:
-        ValueError: if `ks` is empty or holds a number below 1, shapes do not fit, an embedding is not finite, one id
+        ValueError: if `ks` is empty or holds a number below 1, `map_divisor` or a name of `extra_metrics` is unknown,
+            shapes do not fit, an embedding is not finite, one id
             has two labels, label levels do not nest, or there are several processes and no ids.
         TypeError: if a k is not an integer, embeddings are not floating point, or labels are not integers.
 
@@ -103,7 +109,14 @@ class RetrievalMetrics(EmbeddingMetric):
     """
 
     def __init__(
-        self, ks: Sequence[int] = (1, 10, 100), map_ks: Sequence[int] = (), *, alpha: float = 1.0, **settings: Any
+        self,
+        ks: Sequence[int] = (1, 10, 100),
+        map_ks: Sequence[int] = (),
+        *,
+        map_divisor: Divisor = "min(k, R)",
+        extra_metrics: Sequence[str] = (),
+        alpha: float = 1.0,
+        **settings: Any,
     ) -> None:
         super().__init__(**settings)
         owner = type(self).__name__
@@ -113,6 +126,10 @@ class RetrievalMetrics(EmbeddingMetric):
             raise ValueError(f"{owner}: `map_ks` must hold the k of mAP@k, such as (100,), got {map_ks!r}.")
         self.ks = tuple(check_integer(owner, "ks", k, least=1) for k in ks)
         self.map_ks = tuple(check_integer(owner, "map_ks", k, least=1) for k in map_ks)
+        self.map_divisor: Divisor = check_choice(owner, "map_divisor", map_divisor, get_args(Divisor))
+        check_strings(owner, "extra_metrics", extra_metrics)
+        self.extra_metrics = tuple(dict.fromkeys(extra_metrics))
+        self._extra = [extra_metric(owner, name) for name in self.extra_metrics]
         self.alpha = check_positive(owner, "alpha", alpha)
         self.ranked_images = 0  # number of images in the longest list of the last `compute`
 
@@ -120,10 +137,11 @@ class RetrievalMetrics(EmbeddingMetric):
         """All metrics at once.
 
         Returns:
-            `"mAP"`, `"mAP@R"`, `"R-Precision"`, `"MRR"`, `"NDCG"`, `"mAP@k"` and `"R@k"` for each k, each a float64
-            scalar in [0, 1], and `"skipped_queries"`, the number of queries without any relevant candidate. With labels
-            of several levels also `"H-AP"`, `"ASI"` and `"NDCG-levels"`, over the queries with a candidate of any
-            level. NaN, with a warning, if all queries are skipped.
+            `"mAP"`, `"mAP@R"`, `"R-Precision"`, `"MRR"`, `"NDCG"`, `"mAP@k"` and `"R@k"` for each k, and those of
+            `extra_metrics`, each a float64 scalar in [0, 1], and `"skipped_queries"`, the number of queries without any
+            relevant candidate. With labels of several levels also `"H-AP"`, `"ASI"` and `"NDCG-levels"`, over the
+            queries with a candidate of any level, and `"mAP/level1"` and so on: mAP if images that share the label of
+            this level are relevant. NaN, with a warning, if all queries are skipped.
         """
         rows, shard = self.gather()
         self._cached_values = self._query_values(rows, shard)
@@ -144,8 +162,9 @@ class RetrievalMetrics(EmbeddingMetric):
         Returns:
             `"ids"` and `"labels"` (query,) int64, and float64 values (query,): `"AP"`, `"AP@R"`, `"R-Precision"`,
             `"RR"`, `"NDCG"`, `"AP@k"` for each k of `map_ks`, `"first_hit"` (the rank of the first positive), `"R@k"`
-            for each k of `ks`, and with labels of several levels `"H-AP"`, `"ASI"`, `"NDCG-levels"`. NaN if the query
-            has no relevant candidate. All processes get all queries. All of them must call it, unless they have called
+            for each k of `ks`, those of `extra_metrics` (`"INP"` for mINP, `"RR@k"` for MRR@k), and with labels of
+            several levels `"H-AP"`, `"ASI"`, `"NDCG-levels"`, `"AP/level1"`, ... NaN if the query has no relevant
+            candidate. All processes get all queries. All of them must call it, unless they have called
             `compute` already.
         """
         if self._cached_values is None:
@@ -153,10 +172,12 @@ class RetrievalMetrics(EmbeddingMetric):
         return dict(self._cached_values or {})
 
     def extra_repr(self) -> str:
-        return f"ks={self.ks}, map_ks={self.map_ks}, alpha={self.alpha}"
+        at_k = f"ks={self.ks}, map_ks={self.map_ks}, map_divisor={self.map_divisor!r}"
+        return f"{at_k}, extra_metrics={self.extra_metrics}, alpha={self.alpha}"
 
     def _table(self, rows: Rows) -> list[QueryMetric]:
-        return metrics_table(self.ks, self.map_ks, self.alpha, levels=rows.labels.shape[1])
+        levels = rows.labels.shape[1]
+        return metrics_table(self.ks, self.map_ks, self.map_divisor, self._extra, alpha=self.alpha, levels=levels)
 
     def _query_values(self, rows: Rows, shard: Shard) -> dict[str, Tensor]:
         """The results of `per_query` for these rows."""

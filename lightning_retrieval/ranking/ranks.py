@@ -88,10 +88,14 @@ class PositiveRanks:
     @cached_property
     def finest(self) -> "PositiveRanks":
         """The same lists if only candidates that share the finest label are positive; other columns become padding."""
+        return self.at_level(0)
+
+    def at_level(self, level: int) -> "PositiveRanks":
+        """The same lists if only candidates that share the label of this level are positive; level 0 is the finest."""
         if self.levels == 1:
             return self
-        shares_all = (self.level == self.levels).long()
-        return PositiveRanks(self.queries, self.rank, self.first_tied, shares_all, levels=1)
+        shares_label = (self.level >= self.levels - level).long()
+        return PositiveRanks(self.queries, self.rank, self.first_tied, shares_label, levels=1)
 
     def to(self, device: torch.device) -> "PositiveRanks":
         """The same ranks on this device."""

@@ -8,6 +8,7 @@ import torch
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
 
+from lightning_retrieval import RetrievalMetrics
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from tests.callbacks.point_runs import KS, PointsModule, expected_metrics, labelled_points, make_trainer
 
@@ -67,6 +68,21 @@ def test_checkpoints_and_early_stopping_monitor_the_metrics(tmp_path):
     stopped = make_trainer(RetrievalEvaluation(KS), stop, max_epochs=9)
     stopped.fit(PointsModule(lr=0.0))
     assert stopped.current_epoch == 3
+
+
+def test_extra_metrics_are_logged_by_their_names():
+    module = PointsModule()
+    evaluation = RetrievalEvaluation(KS, map_ks=(2,), map_divisor="R", extra_metrics=("mINP", "NDCG@3", "recall@2"))
+    (logged,) = make_trainer(evaluation).validate(module, verbose=False)
+    points, labels = labelled_points(2).tensors
+    metrics = RetrievalMetrics(KS, (2,), map_divisor="R", extra_metrics=("mINP", "NDCG@3", "recall@2"))
+    with torch.no_grad():
+        metrics.update(module.eval()(points), labels)
+    expected = {f"val/{name}": value.item() for name, value in metrics.compute().items()}
+    assert logged == pytest.approx(expected, abs=1e-9)
+    assert {"val/mINP", "val/NDCG@3", "val/recall@2"} < set(logged)
+    with pytest.raises(ValueError, match=r"`extra_metrics` must be from 'mINP', .* got 'NDCG'"):
+        RetrievalEvaluation(extra_metrics=("NDCG",))
 
 
 def test_several_sets_are_numbered(capsys):

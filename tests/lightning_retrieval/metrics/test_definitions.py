@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN
-from sklearn.metrics import average_precision_score
+from sklearn.metrics import average_precision_score, ndcg_score
 from torch.nn.functional import normalize
 from torchmetrics.functional import retrieval
 
@@ -300,6 +300,102 @@ def test_map_at_k():
         assert found[f"mAP@{k}"].item() == pytest.approx(sum(values) / 60, abs=1e-12)
     assert found["mAP@59"] == pytest.approx(found["mAP"].item(), abs=1e-12)
     assert found["mAP@1"] == found["R@1"]
+
+
+EXTRA = ("mINP", *(f"{kind}@{k}" for kind in ("precision", "recall", "MRR", "NDCG") for k in (1, 3, 10)))
+
+
+def extra_by_loops(scores, relevant, candidate, divisor):
+    """The extra metrics and mAP@3 from a list in which irrelevant candidates come first among those that tie."""
+    values = {name: [] for name in (*EXTRA, "mAP@3")}
+    for s, is_relevant, is_candidate in zip(scores, relevant, candidate):
+        listed = [j for j in range(len(s)) if is_candidate[j]]
+        hits = [is_relevant[j] for j in sorted(listed, key=lambda j, s=s, right=is_relevant: (-s[j], right[j]))]
+        positives = sum(hits)
+        if not positives:
+            continue
+        last = max(place for place, hit in enumerate(hits, 1) if hit)
+        values["mINP"].append(positives / last)
+        for k in (1, 3, 10):
+            found = sum(hits[:k])
+            values[f"precision@{k}"].append(found / k)
+            values[f"recall@{k}"].append(found / positives)
+            values[f"MRR@{k}"].append(1 / (1 + hits.index(True)) if found else 0.0)
+            gain = sum(1 / math.log2(1 + place) for place, hit in enumerate(hits[:k], 1) if hit)
+            values[f"NDCG@{k}"].append(gain / sum(1 / math.log2(1 + n) for n in range(1, min(k, positives) + 1)))
+        total, within = 0.0, 0
+        for i in listed:
+            rank = sum(s[j] >= s[i] for j in listed)
+            if is_relevant[i] and rank <= 3:
+                total += sum(s[j] >= s[i] for j in listed if is_relevant[j]) / rank
+                within += 1
+        values["mAP@3"].append(
+            total / {"min(k, R)": min(3, positives), "hits": max(within, 1), "R": positives}[divisor]
+        )
+    return {name: sum(each) / len(each) for name, each in values.items()}
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    labels=st.lists(st.integers(-2, 3), min_size=2, max_size=25).filter(lambda labels: len(set(labels)) < len(labels)),
+    divisor=st.sampled_from(["min(k, R)", "hits", "R"]),
+)
+def test_loops_of_extra_metrics_with_ties(labels, divisor):
+    x = quarters(len(labels))
+    expected = extra_by_loops((x @ x.T).tolist(), *leave_one_out(labels), divisor)
+    metrics = RetrievalMetrics(ks=(1,), map_ks=(3,), map_divisor=divisor, extra_metrics=EXTRA)
+    metrics.update(x, torch.tensor(labels))
+    found = metrics.compute()
+    assert {name: found[name].item() for name in expected} == pytest.approx(expected, abs=1e-12)
+    assert found["precision@1"] == found["R@1"] == found["MRR@1"]
+
+
+def test_extra_metrics_of_scikit_learn_and_torchmetrics():
+    x, labels = torch.randn(60, 8, dtype=torch.float64), torch.randint(0, 9, (60,))
+    scores = normalize(x) @ normalize(x).T + 2  # torchmetrics takes positives that score <= 0 for negatives
+    metrics = RetrievalMetrics(ks=(1,), map_ks=(5, 59), map_divisor="hits", extra_metrics=("mINP", *EXTRA))
+    metrics.update(x, labels)
+    found = metrics.compute()
+    values = {name: [] for name in found}
+    for q in range(60):
+        others = torch.arange(60) != q
+        s, relevant = scores[q, others], labels[others] == labels[q]
+        if not relevant.any():
+            continue
+        values["mAP@5"].append(retrieval.retrieval_average_precision(s, relevant, top_k=5))
+        values["mAP@59"].append(average_precision_score(relevant.numpy(), s.numpy()))
+        for k in (1, 3, 10):
+            values[f"precision@{k}"].append(retrieval.retrieval_precision(s, relevant, top_k=k))
+            values[f"recall@{k}"].append(retrieval.retrieval_recall(s, relevant, top_k=k))
+            values[f"MRR@{k}"].append(retrieval.retrieval_reciprocal_rank(s, relevant, top_k=k))
+            values[f"NDCG@{k}"].append(ndcg_score(relevant[None].numpy(), s[None].numpy(), k=k))
+    for name, each in values.items():
+        if each:
+            mean = torch.tensor(each, dtype=torch.float64).mean().item()
+            assert found[name].item() == pytest.approx(mean, abs=1e-6), name  # torchmetrics works in float32
+    assert sum(map(bool, values.values())) == 14
+
+
+def test_inp_by_hand():
+    """Two positives at ranks 1 and 4: the hardest is found after two wrong images, INP = 2 / 4."""
+    angle = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4])
+    metrics = RetrievalMetrics(ks=(1,), extra_metrics=("mINP",))
+    is_query = torch.arange(5) == 0
+    points = torch.stack([angle.cos(), angle.sin()], 1)
+    metrics.update(points, torch.tensor([1, 1, 2, 2, 1]), is_query=is_query, is_gallery=~is_query)
+    assert (metrics.compute()["mINP"].item(), metrics.per_query()["INP"].tolist()) == (0.5, [0.5])
+
+
+@pytest.mark.refusal
+def test_an_unknown_divisor_and_a_single_name_raise():
+    with pytest.raises(
+        ValueError, match=r"^RetrievalMetrics: `map_divisor` must be one of 'min\(k, R\)', 'hits', 'R', got 'k'"
+    ):
+        RetrievalMetrics(map_divisor="k")
+    with pytest.raises(
+        TypeError, match=r"^RetrievalMetrics: `extra_metrics` must be a sequence of strings, got one str"
+    ):
+        RetrievalMetrics(extra_metrics="mINP")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])

@@ -58,6 +58,25 @@ def random_levels(rows, depth):
     return torch.stack(labels, 1)
 
 
+@pytest.mark.parametrize("depth", [2, 3])
+def test_the_metrics_of_one_level_are_those_of_its_labels_alone(depth):
+    """With ties, and queries that have positives at coarse levels only. INP sees the hardest positive of the finest."""
+    levels = random_levels(70, depth)
+    x = quarters(70)
+    metrics = RetrievalMetrics(ks=(1,), extra_metrics=("mINP", "NDCG@5"))
+    metrics.update(x, levels)
+    for level in range(depth):
+        alone = RetrievalMetrics(ks=(1,), extra_metrics=("mINP", "NDCG@5"))
+        alone.update(x, levels[:, level])
+        name = f"AP/level{level}" if level else "AP"
+        expected = alone.per_query()["AP"]
+        torch.testing.assert_close(metrics.per_query()[name], expected, rtol=0, atol=1e-12, equal_nan=True)
+        assert metrics.compute()[f"m{name}"].item() == pytest.approx(alone.compute()["mAP"].item(), abs=1e-12)
+        if level == 0:
+            for extra in ("mINP", "NDCG@5"):
+                assert metrics.compute()[extra].item() == pytest.approx(alone.compute()[extra].item(), abs=1e-12)
+
+
 @pytest.mark.parametrize("alpha", [1.0, 2.0])
 def test_golden_hap(alpha):
     case = GOLDEN[f"metrics.hap.leave_one_out.alpha{alpha}"]

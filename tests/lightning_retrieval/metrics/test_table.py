@@ -5,18 +5,20 @@ import math
 import pytest
 import torch
 
-from lightning_retrieval.metrics.table import metrics_table
+from lightning_retrieval.metrics.table import extra_metric, metrics_table
 from lightning_retrieval.ranking.ranks import positive_ranks
 
 
 def table(levels):
-    return metrics_table(ks=(1, 5), map_ks=(3,), alpha=1.0, levels=levels)
+    extra = [extra_metric("Test", name) for name in ("mINP", "NDCG@3", "MRR@3")]
+    return metrics_table((1, 5), (3,), "min(k, R)", extra, alpha=1.0, levels=levels)
 
 
 def test_names_of_the_means():
-    flat = ["mAP", "mAP@R", "R-Precision", "MRR", "NDCG", "mAP@3", "R@1", "R@5"]
+    flat = ["mAP", "mAP@R", "R-Precision", "MRR", "NDCG", "mAP@3", "mINP", "NDCG@3", "MRR@3", "R@1", "R@5"]
     assert [metric.mean for metric in table(1) if metric.mean] == flat
-    assert [metric.mean for metric in table(2) if metric.hierarchical] == ["H-AP", "ASI", "NDCG-levels"]
+    assert [metric.mean for metric in table(2) if metric.level is None] == ["H-AP", "ASI", "NDCG-levels"]
+    assert [metric.mean for metric in table(3) if metric.level] == ["mAP/level1", "mAP/level2"]
 
 
 @pytest.mark.parametrize("levels", [1, 3])
@@ -34,5 +36,16 @@ def test_values_of_queries_with_and_without_a_positive():
     for metric in table(2):
         values = metric.values(ranks).tolist()
         assert not math.isnan(values[0]), metric
-        assert math.isnan(values[1]) != metric.hierarchical, metric
+        assert math.isnan(values[1]) == (metric.level == 0), metric
         assert math.isnan(values[2]), metric
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    "name", ["mINP@3", "mINP@", "NDCG", "recall@0", "MRR@-1", "precision@1.5", "NDCG@007", "R@1", ""]
+)
+def test_unknown_names_raise(name):
+    with pytest.raises(
+        ValueError, match=rf"^Test: `extra_metrics` must be from 'mINP', .* such as 'NDCG@10', got '{name}'"
+    ):
+        extra_metric("Test", name)
