@@ -45,8 +45,8 @@ def _search(options: argparse.Namespace) -> tuple[list["QueryResult"], list["Unr
     from lightning_retrieval.training.class_paths import import_named_module
 
     page, images = options.html, options.images
-    if page is not None and (page.is_dir() or not page.parent.is_dir()):
-        raise ValueError(f"search: `--html` must be a file in an existing folder, got {page}.")
+    if page is not None:
+        _page_target(page)  # raises before anything is searched
     if images is not None and not images.is_dir():
         raise ValueError(
             f"search: `--images` must be the folder of the index's images, got {images}, which is not a folder."
@@ -72,14 +72,30 @@ def _search(options: argparse.Namespace) -> tuple[list["QueryResult"], list["Unr
     return results, unreadable
 
 
+def _page_target(page: Path) -> Path:
+    """The regular file that the page is written to, which may not exist yet; the path's symbolic links are followed."""
+    target = Path(os.path.realpath(page))
+    if page.is_dir() or not target.parent.is_dir():
+        raise ValueError(f"search: `--html` must be a file in an existing folder, got {page}.")
+    is_special = page.exists() and not page.is_file()
+    is_loop = target.is_symlink()
+    if is_special or is_loop:
+        raise ValueError(
+            f"search: `--html` must be a regular file, got {page}, which is a FIFO, a socket, a device or a link to "
+            "itself."
+        )
+    return target
+
+
 def _write_page(page: Path, results: Sequence["QueryResult"], images: Path, about: str) -> None:
     """Write the page, and print a warning if images of the results cannot be read."""
     from lightning_retrieval.cli.page import result_page
 
     source, missing = result_page(results, images, about)
-    partial = page.with_name(f"{page.name}.part")
-    partial.write_text(source, encoding="utf-8")
-    os.replace(partial, page)
+    try:
+        _replace_text(_page_target(page), source)
+    except OSError as error:
+        raise OSError(f"search: `--html` cannot be written to {page} ({error.strerror}).") from None
     if missing:
         hits = sum(len(result.hits) for result in results)
         print(
@@ -87,6 +103,19 @@ def _write_page(page: Path, results: Sequence["QueryResult"], images: Path, abou
             f"{missing[0]}; give the folder of the images with `--images`.",
             file=sys.stderr,
         )
+
+
+def _replace_text(target: Path, text: str) -> None:
+    """Write to a temporary file first, so that `target` is complete or unchanged; the temporary file is never left."""
+    partial = target.with_name(f"{target.name}.part")
+    partial.unlink(missing_ok=True)  # of a process that was killed
+    try:
+        with partial.open("x", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(partial, target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _table(result: "QueryResult") -> str:

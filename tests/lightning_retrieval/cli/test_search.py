@@ -1,7 +1,10 @@
 """`lightning-retrieval search`: what it prints, its exit codes and its error messages."""
 
+import errno
 import json
+import os
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -83,6 +86,108 @@ def test_output_and_image_folders_are_validated_first(indexed, tmp_path, capsys)
         assert printed == f"search: `--html` must be a file in an existing folder, got {page}.\n"
     printed = error_of(capsys, "search", query, "--index", tmp_path / "none", "--images", tmp_path / "gone")
     assert "`--images` must be the folder of the index's images, got " in printed
+
+
+@pytest.fixture
+def search_to(indexed, capsys):
+    """Search for one image with `--html` and return the exit code, the output and the error output."""
+
+    def run(page):
+        query = indexed / "images" / STRANGE_NAME
+        return command(capsys, "search", query, "--index", indexed / "index", "-k2", "--html", page)
+
+    return run
+
+
+@pytest.fixture
+def terminal():
+    """A device of this test alone."""
+    ends = os.openpty()
+    yield ends[1]
+    for end in ends:
+        os.close(end)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("kind", ["fifo", "link to a fifo", "socket", "device", "link to itself"])
+def test_page_must_be_a_regular_file(kind, terminal, search_to, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    page = Path("page.html")
+    if kind == "fifo":
+        os.mkfifo(page)
+    elif kind == "link to a fifo":
+        os.mkfifo("fifo")
+        page.symlink_to("fifo")
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(page))
+    elif kind == "device":
+        page = Path(os.ttyname(terminal))  # a device that even a faulty search by root could not replace
+    else:
+        page.symlink_to(page.name)
+    before = sorted(os.listdir())
+    code, out, err = search_to(page)
+    assert (code, out) == (2, "")
+    assert err == (
+        f"search: `--html` must be a regular file, got {page}, which is a FIFO, a socket, a device or a link to "
+        "itself.\n"
+    )
+    assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_page_follows_a_symbolic_link(exists, search_to, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    target, page = tmp_path / "elsewhere" / "target.html", tmp_path / "page.html"
+    if exists:
+        target.write_text("old")
+    page.symlink_to(Path("elsewhere", "target.html"))
+    code, _, err = search_to(page)
+    assert (code, err) == (0, "")
+    assert page.is_symlink()
+    assert "Search results" in target.read_text(encoding="utf-8")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["elsewhere", "page.html", "target.html"]
+
+
+@pytest.mark.refusal
+def test_link_into_a_missing_folder_is_an_error(search_to, tmp_path):
+    page = tmp_path / "page.html"
+    page.symlink_to(Path("gone", "target.html"))
+    assert search_to(page) == (2, "", f"search: `--html` must be a file in an existing folder, got {page}.\n")
+
+
+@pytest.mark.parametrize("failing", ["write", "replace", "interrupt"])
+def test_page_that_cannot_be_written_leaves_the_old_one_and_nothing_else(failing, search_to, tmp_path, monkeypatch):
+    page = tmp_path / "page.html"
+    page.write_text("old")
+
+    def full_disk(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    if failing == "write":
+        unwritable = ("\ud800" * 100_000, [])
+        monkeypatch.setattr("lightning_retrieval.cli.page.result_page", lambda *args: unwritable)
+        assert search_to(page)[0] == 2
+    elif failing == "replace":
+        monkeypatch.setattr(os, "replace", full_disk)
+        message = f"search: `--html` cannot be written to {page} (No space left on device).\n"
+        assert search_to(page) == (2, "", message)
+    else:
+        monkeypatch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            search_to(page)
+    assert page.read_text() == "old"
+    assert os.listdir(tmp_path) == ["page.html"]
+
+
+def test_part_of_a_killed_process_is_replaced(search_to, tmp_path):
+    (tmp_path / "page.html.part").write_text("half")
+    code, _, err = search_to(tmp_path / "page.html")
+    assert (code, err) == (0, "")
+    assert os.listdir(tmp_path) == ["page.html"]
 
 
 def test_default_is_ten_results_or_all_if_there_are_fewer(indexed, tmp_path, capsys):
