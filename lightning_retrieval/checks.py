@@ -202,11 +202,25 @@ def check_tensor(owner: str, name: str, value: Any) -> None:
 def check_float(owner: str, name: str, value: Any) -> None:
     """Raise unless `value` is a dense tensor of float16, bfloat16, float32 or float64."""
     check_tensor(owner, name, value)
+    check_float_type(owner, name, value)
+
+
+def check_float_type(owner: str, name: str, value: Tensor) -> None:
+    """Raise unless a tensor has the dtype float16, bfloat16, float32 or float64."""
     if not value.is_floating_point():
         raise TypeError(f"{owner}: `{name}` must be floating point, got {value.dtype}.")
     if value.dtype not in FLOAT_TYPES:
         listed = ", ".join(map(str, FLOAT_TYPES))
         raise TypeError(f"{owner}: `{name}` must have one of the dtypes {listed}, got {value.dtype}.")
+
+
+def check_maps(owner: str, name: str, value: Any) -> None:
+    """Raise unless `value` is a floating-point tensor (N, C, H, W). It may be on the device meta, to find shapes."""
+    if not isinstance(value, Tensor) or value.device.type != "meta":
+        check_tensor(owner, name, value)
+    check_float_type(owner, name, value)
+    if value.ndim != 4:
+        raise ValueError(f"{owner}: `{name}` must have shape (N, C, H, W), got {tuple(value.shape)}.")
 
 
 def check_device(owner: str, name: str, value: Any, device: torch.device, of: str) -> None:

@@ -26,6 +26,7 @@ from lightning_retrieval.checks import (
     check_positive,
 )
 from lightning_retrieval.distributed import rank
+from lightning_retrieval.losses.blackbox import LARGEST_MARGIN
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
 from lightning_retrieval.training.global_batch import gather_batch
 
@@ -97,7 +98,7 @@ class DetectionAPLoss(nn.Module):
         self.weight = check_positive("DetectionAPLoss", "weight", weight)
         self.gather = check_bool("DetectionAPLoss", "gather", gather)
         self.lambda_ = check_positive("DetectionAPLoss", "lambda_", lambda_)
-        self.margin = check_not_negative("DetectionAPLoss", "margin", margin)
+        self.margin = check_not_negative("DetectionAPLoss", "margin", margin, most=LARGEST_MARGIN)
         self.interclass_coef = check_not_negative("DetectionAPLoss", "interclass_coef", interclass_coef, most=1)
         self.batch_memory = check_integer("DetectionAPLoss", "batch_memory", batch_memory, least=0)
         self.map_loss = BlackboxMAPLoss(lambda_, margin, interclass_coef=interclass_coef, batch_memory=batch_memory)

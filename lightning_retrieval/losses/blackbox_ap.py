@@ -44,14 +44,14 @@ class BlackboxAPLoss(RetrievalLoss):
     Args:
         lambda_: length of the interpolation, > 0, on ranks divided by the list's length. Larger values give smoother
             and less faithful gradients.
-        margin: alpha, >= 0: a positive counts as above the others only if it scores this much higher.
+        margin: alpha, from 0 to 100: a positive counts as above the others only if it scores this much higher.
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
         class_balanced: give every class of the batch the same total weight.
         include_self: rank the query in its own list. Only for comparison with other code.
 
     Raises:
-        ValueError: if `lambda_` is not a finite number > 0, `margin` is not a finite number >= 0, or `reduction` is
-            unknown.
+        ValueError: if `lambda_` is not a number from 1e-12 to 1e12, `margin` is not one from 0 to 100, or `reduction`
+            is unknown.
         TypeError: if `lambda_` or `margin` is not a number.
 
     Example:

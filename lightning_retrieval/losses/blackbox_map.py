@@ -83,7 +83,7 @@ class BlackboxMAPLoss(nn.Module):
 
     Args:
         lambda_: length of the interpolation, > 0, on ranks divided by the list's length.
-        margin: alpha, >= 0: a positive counts as above the others only if it scores this much higher.
+        margin: alpha, from 0 to 100: a positive counts as above the others only if it scores this much higher.
         interclass_coef: weight of L_APC, from 0 to 1.
         batch_memory: number of past batches whose scores make the lists longer, >= 0.
 

@@ -69,7 +69,7 @@ class BlackboxRecallLoss(PairLoss):
 
     Args:
         lambda_: length of the interpolation, > 0, on ranks divided by the list's length.
-        margin: alpha, >= 0: a positive counts as above the others only if it scores this much higher.
+        margin: alpha, from 0 to 100: a positive counts as above the others only if it scores this much higher.
         weighting: l of the paper: `"log"`, log(1 + x), or `"loglog"`, log(1 + log(1 + x)).
         batch_memory: tau, >= 0: l((tau + 1) x) / (tau + 1) takes the place of l(x). Nothing is stored: this is the
             effect on the gradient of the official code's memory of the scores of tau past batches, once it is full.
@@ -80,7 +80,7 @@ class BlackboxRecallLoss(PairLoss):
         include_self: rank the query in its own list. Only for comparison with other code.
 
     Raises:
-        ValueError: if `lambda_` is not a finite number > 0, `margin` is not a finite number >= 0, `batch_memory` is
+        ValueError: if `lambda_` is not from 1e-12 to 1e12, `margin` is not from 0 to 100, `batch_memory` is
             negative, or `weighting`, `pair_mean` or `reduction` is unknown; if `reduction` or `class_balanced` needs a
             value per query while `pair_mean` is not `"query"`.
         TypeError: if `lambda_` or `margin` is not a number, or `batch_memory` is not an integer.

@@ -65,8 +65,8 @@ class CalibrationLoss(PairLoss):
             it.
 
     Raises:
-        ValueError: if `alpha` or `beta` is not finite, or `pair_mean` or `reduction` is unknown; if `reduction` or
-            `class_balanced` needs a value per query while `pair_mean` is not `"query"`.
+        ValueError: if `alpha` or `beta` is not from -1e12 to 1e12, or `pair_mean` or `reduction` is unknown; if
+            `reduction` or `class_balanced` needs a value per query while `pair_mean` is not `"query"`.
         TypeError: if `alpha` or `beta` is not a number.
 
     Example:

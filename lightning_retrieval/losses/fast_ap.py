@@ -44,13 +44,13 @@ class FastAPLoss(RetrievalLoss):
     """1 - AP of soft histograms of the squared distances.
 
     Args:
-        num_bins: number of intervals into which the squared distances from 0 to 4 are divided, >= 2.
+        num_bins: number of intervals into which the squared distances from 0 to 4 are divided, from 2 to 65,536.
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
         class_balanced: give every class of the batch the same total weight.
         include_self: rank the query in its own list. Only for comparison with other code.
 
     Raises:
-        ValueError: if `num_bins` is below 2 or `reduction` is unknown.
+        ValueError: if `num_bins` is out of its range or `reduction` is unknown.
         TypeError: if `num_bins` is not an integer.
 
     Example:

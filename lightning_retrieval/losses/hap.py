@@ -120,8 +120,8 @@ class HAPLoss(RetrievalLoss):
         tau: temperature of the sigmoid, > 0.
         rho: slope for items that score more than `delta` above one that shares more levels with the query, > 0.
         delta: the difference of scores from which the function is linear, > 0.
-        offset: value of the function just above `delta`; if None, the function is continuous there.
-        start: added to the sigmoid above 0; the function is an upper bound of the step if this is at least 0.5.
+        offset: value of the function just above `delta`, >= 0; if None, the function is continuous there.
+        start: added to the sigmoid above 0, >= 0; the function is an upper bound of the step if this is at least 0.5.
         hrank_slopes: None, or (beta, gamma, leak): in H-rank, count items that share more levels with the query by
             min(beta t + gamma, 1) above and leak t below, as the official configuration HAPPIER_5_SOP does with (25,
             0.5, 10).
@@ -130,8 +130,8 @@ class HAPLoss(RetrievalLoss):
         include_self: rank the query in its own list, as the official code does. Only for comparison with it.
 
     Raises:
-        ValueError: if `alpha`, `tau`, `rho` or `delta` is not a finite number > 0, `offset`, `start` or a slope is not
-            finite, or the number of slopes is not three; when called, if the label levels do not nest.
+        ValueError: if `alpha`, `tau`, `rho` or `delta` is not from 1e-12 to 1e12, `offset` or `start` is negative, a
+            slope is not finite, or the number of slopes is not three; when called, if the label levels do not nest.
         TypeError: if one of them is not a number.
 
     Example:

@@ -96,7 +96,7 @@ class QuantizedAPLoss(RetrievalLoss):
     """1 - AP of scores quantised into soft bins.
 
     Args:
-        num_bins: M, the number of bin centres from `low` to `high`, >= 2.
+        num_bins: M, the number of bin centres from `low` to `high`; M is from 2 to 65,536.
         low: centre of the last bin, below `high`.
         high: centre of the first bin.
         tie_aware: how items in the same bin are ranked: False gives all of them the same rank (AP_Q); `"simplified"`
@@ -106,8 +106,8 @@ class QuantizedAPLoss(RetrievalLoss):
         include_self: rank the query in its own list. Only for comparison with other code.
 
     Raises:
-        ValueError: if `num_bins` is below 2, `low` is not below `high`, one of them is not finite, or `tie_aware` or
-            `reduction` is unknown.
+        ValueError: if `num_bins` is out of its range, `low` is not below `high`, one of them is not finite, or
+            `tie_aware` or `reduction` is unknown.
         TypeError: if `num_bins` is not an integer, or `low` or `high` is not a number.
 
     Example:

@@ -66,7 +66,7 @@ class RecallAtKLoss(RetrievalLoss):
         include_self: rank the query itself too, as the official code does. Only for comparison with it.
 
     Raises:
-        ValueError: if `ks` is empty or holds a number below 1, a temperature is not a finite number > 0, or the numbers
+        ValueError: if `ks` is empty or holds a number below 1, a temperature is not from 1e-12 to 1e12, or the numbers
             of `tau_k` and `ks` differ.
         TypeError: if a k is not an integer or a temperature is not a number.
 

@@ -79,7 +79,7 @@ class SmoothAPLoss(RetrievalLoss):
         include_self: rank the query in its own list, as the official code does. Only for comparison with it.
 
     Raises:
-        ValueError: if `tau` is not a finite number > 0, or `reduction` is unknown.
+        ValueError: if `tau` is not a number from 1e-12 to 1e12, or `reduction` is unknown.
         TypeError: if `tau` is not a number.
 
     Example:

@@ -84,14 +84,14 @@ class SupAPLoss(RetrievalLoss):
         tau: temperature of the sigmoid, > 0.
         rho: slope for negatives that score more than `delta` above the positive, > 0.
         delta: the difference of scores from which the function is linear, > 0.
-        offset: value of the function just above `delta`; if None, the function is continuous there.
-        start: added to the sigmoid above 0; the function is an upper bound of the step if this is at least 0.5.
+        offset: value of the function just above `delta`, >= 0; if None, the function is continuous there.
+        start: added to the sigmoid above 0, >= 0; the function is an upper bound of the step if this is at least 0.5.
         reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
         class_balanced: give every class of the batch the same total weight.
         include_self: rank the query in its own list, as the official code does. Only for comparison with it.
 
     Raises:
-        ValueError: if `tau`, `rho` or `delta` is not a finite number > 0, `offset` or `start` is not finite, or
+        ValueError: if `tau`, `rho` or `delta` is not from 1e-12 to 1e12, `offset` or `start` is not from 0 to 1e12, or
             `reduction` is unknown.
         TypeError: if one of them is not a number.
 

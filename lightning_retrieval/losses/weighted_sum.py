@@ -21,7 +21,7 @@ class WeightedSum(BatchLoss):
             references.
 
     Raises:
-        ValueError: if there is no term, or a weight is not finite.
+        ValueError: if there is no term, a weight is not from -1e12 to 1e12, or a name is empty or has a dot.
         TypeError: if `losses` is not a mapping, a loss is not a module or a weight not a number.
 
     Example:

@@ -13,6 +13,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 from lightning_retrieval.checks import (
     check_bool,
     check_callable,
+    check_device,
     check_finite,
     check_integers,
     check_labels,
@@ -186,7 +187,7 @@ class EmbeddingMetric(Metric):
 
     def query_gallery(self, rows: Rows) -> QueryGallery:
         """Queries and gallery of these rows as they are ranked: sorted by label and post-processed."""
-        return query_gallery(rows, self.query_expansion, self.database_augmentation)
+        return query_gallery(rows, self.query_expansion, self.database_augmentation, owner=type(self).__name__)
 
     def is_relevant(
         self,
@@ -233,10 +234,11 @@ class EmbeddingMetric(Metric):
         owner = type(self).__name__
         check_matrix(owner, "embeddings", embeddings)
         rows = len(embeddings)
-        check_labels(owner, "labels", labels, rows, "embeddings")
+        device = embeddings.device
+        check_labels(owner, "labels", labels, rows, "embeddings", device=device)
         for name, values in optional.items():
             if values is not None:
-                check_integers(owner, name, values, rows, "embeddings")
+                check_integers(owner, name, values, rows, "embeddings", device=device)
         check_finite(owner, "embeddings", embeddings, optional["ids"])
         roles = torch.zeros(rows, dtype=torch.int64, device=embeddings.device)
         roles += _roles_of_mask(owner, "is_query", is_query, Role.QUERY, roles)
@@ -314,6 +316,7 @@ def _roles_of_mask(
     """The role where the mask is True, or everywhere if there is no mask."""
     if mask is None:
         return torch.full_like(roles, int(role))
+    check_device(owner, name, mask, roles.device, "embeddings")
     check_tensor(owner, name, mask)
     if mask.dtype != torch.bool or mask.shape != roles.shape:
         raise ValueError(

@@ -37,7 +37,9 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
     sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=float64_device(rows.ids.device))
     for index in range(shard.index, len(batches), shard.count):
         batch = _select(rows, batches[index])
-        lists = query_gallery(batch, metrics.query_expansion, metrics.database_augmentation)
+        lists = query_gallery(
+            batch, metrics.query_expansion, metrics.database_augmentation, owner=type(metrics).__name__
+        )
         ap = query_values(lists, [_AP])["AP"]
         sums[index] = torch.stack([ap.nansum(), (~ap.isnan()).sum()])
     total, queries = sum_over_ranks(sums).sum(0)  # other processes have zeros for each batch: the sum is exact

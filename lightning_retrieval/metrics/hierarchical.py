@@ -30,7 +30,10 @@ def h_ap(ranks: PositiveRanks, alpha: float) -> Float[Tensor, " query"]:
         alpha: how much more a finer level counts, > 0.
     """
     level = torch.arange(1, ranks.levels + 1, device=ranks.rank.device)
-    relevance_of_level = (level.double() / ranks.levels) ** alpha / _level_sizes(ranks).clamp(min=1)  # (query, level)
+    highest = ranks.level.amax(1, keepdim=True).clamp(min=1)  # (query, 1); see `relevance_of_levels` of HAPLoss
+    relevance_of_level = (level.double() / highest).clamp(max=1) ** alpha / _level_sizes(ranks).clamp(
+        min=1
+    )  # (query, level)
     relevance = relevance_of_level.gather(1, (ranks.level - 1).clamp(min=0))  # (query, pos)
     relevance = torch.where(ranks.is_positive, relevance, 0.0)
     h_rank = torch.zeros_like(relevance)

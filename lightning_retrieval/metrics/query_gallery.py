@@ -1,12 +1,13 @@
 """Queries and gallery of an evaluation set, as they are ranked."""
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lightning_retrieval.checks import check_matrix
 from lightning_retrieval.metrics.gathering import Rows, Shard
 from lightning_retrieval.ranking.ranks import PositiveRanks, positive_ranks
 from lightning_retrieval.ranking.roles import Role, has_role
@@ -56,6 +57,8 @@ def query_gallery(
     rows: Rows,
     query_expansion: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     database_augmentation: Callable[[Tensor], Tensor] | None = None,
+    *,
+    owner: str = "query_gallery",
 ) -> QueryGallery:
     """Split rows by their roles, sort both parts by label, and post-process the gallery and then the queries.
 
@@ -63,6 +66,7 @@ def query_gallery(
         rows: the images of an evaluation set.
         query_expansion: from (queries, gallery, self_index) to new queries; none if None.
         database_augmentation: from a gallery to a new one, applied first; none if None.
+        owner: prefix of error messages.
     """
     order = _order_by_label(rows.labels)
     query_rows = order[has_role(rows.roles[order], Role.QUERY)]
@@ -76,9 +80,11 @@ def query_gallery(
         queries = rows.embeddings[query_rows.to(device)]
     if len(queries) > 0 and len(gallery) > 0:
         if database_augmentation is not None:
-            gallery = database_augmentation(gallery)
+            augmented = database_augmentation(gallery)
+            gallery = _checked(owner, "database_augmentation's result", augmented, gallery)
         if query_expansion is not None:
-            queries = query_expansion(queries, gallery, self_index.to(device))
+            expanded = query_expansion(queries, gallery, self_index.to(device))
+            queries = _checked(owner, "query_expansion's result", expanded, queries)
     lists = QueryGallery(
         queries=queries,
         query_ids=rows.ids[query_rows],
@@ -91,6 +97,18 @@ def query_gallery(
     if rows.cameras is None:
         return lists
     return lists._replace(query_cameras=rows.cameras[query_rows], gallery_cameras=rows.cameras[gallery_rows])
+
+
+def _checked(owner: str, name: str, result: Any, rows: Float[Tensor, "row dim"]) -> Float[Tensor, "row dim"]:
+    """Return what post-processing made of rows; raise unless it has their shape, dtype and device."""
+    check_matrix(owner, name, result)
+    if result.shape != rows.shape or result.dtype != rows.dtype or result.device != rows.device:
+        raise ValueError(
+            f"{owner}: `{name}` must have the shape, dtype and device of the rows, {tuple(rows.shape)}, {rows.dtype} "
+            f"and {rows.device}, got {tuple(result.shape)}, {result.dtype} and {result.device}."
+        )
+    checked: Tensor = result
+    return checked
 
 
 def _order_by_label(labels: Int[Tensor, "row level"]) -> Int[Tensor, " row"]:

@@ -33,7 +33,7 @@ class RandomGalleryMetrics(RetrievalMetrics):
 
     Args:
         ks: the k of R@k, each >= 1.
-        draws: number of galleries, >= 1.
+        draws: number of galleries, from 1 to 1,000,000.
         seed: seed of the draws, >= 0.
         settings: settings of `RetrievalMetrics` (`map_ks`, `map_divisor`, `extra_metrics`, `alpha`), of
             `EmbeddingMetric` (`query_expansion`, `database_augmentation`, `embeddings_on_cpu`) and of
@@ -60,7 +60,7 @@ class RandomGalleryMetrics(RetrievalMetrics):
 
     def __init__(self, ks: Sequence[int] = (1, 5), *, draws: int = 10, seed: int = 0, **settings: Any) -> None:
         super().__init__(ks, **settings)
-        self.draws = check_integer(type(self).__name__, "draws", draws, least=1)
+        self.draws = check_integer(type(self).__name__, "draws", draws, least=1, most=1_000_000)
         self.seed = check_integer(type(self).__name__, "seed", seed, least=0)
 
     def extra_repr(self) -> str:

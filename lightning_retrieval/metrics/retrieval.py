@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_retrieval.checks import check_choice, check_integer, check_positive, check_strings
+from lightning_retrieval.checks import check_choice, check_integer, check_positive, check_strings, short_repr
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.definitions import Divisor
 from lightning_retrieval.metrics.gathering import UNSHARDED, Rows, Shard
@@ -121,9 +121,9 @@ class RetrievalMetrics(EmbeddingMetric):
         super().__init__(**settings)
         owner = type(self).__name__
         if not isinstance(ks, Sequence) or len(ks) == 0:
-            raise ValueError(f"{owner}: `ks` must hold at least one k, such as (1, 10), got {ks!r}.")
+            raise ValueError(f"{owner}: `ks` must hold at least one k, such as (1, 10), got {short_repr(ks)}.")
         if not isinstance(map_ks, Sequence):
-            raise ValueError(f"{owner}: `map_ks` must hold the k of mAP@k, such as (100,), got {map_ks!r}.")
+            raise ValueError(f"{owner}: `map_ks` must hold the k of mAP@k, such as (100,), got {short_repr(map_ks)}.")
         self.ks = tuple(check_integer(owner, "ks", k, least=1) for k in ks)
         self.map_ks = tuple(check_integer(owner, "map_ks", k, least=1) for k in map_ks)
         self.map_divisor: Divisor = check_choice(owner, "map_divisor", map_divisor, get_args(Divisor))

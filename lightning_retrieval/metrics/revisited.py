@@ -28,7 +28,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_retrieval.checks import check_integer
+from lightning_retrieval.checks import check_integer, short_repr
 from lightning_retrieval.metrics.base import EmbeddingMetric, Indices
 from lightning_retrieval.metrics.gathering import Shard
 from lightning_retrieval.metrics.query_gallery import QueryGallery
@@ -130,8 +130,8 @@ class RevisitedMetrics(EmbeddingMetric):
     ) -> None:
         super().__init__(**settings)
         owner = type(self).__name__
-        if isinstance(ks, int) or len(ks) == 0:
-            raise ValueError(f"{owner}: `ks` must hold at least one k, such as (1, 10), got {ks!r}.")
+        if not isinstance(ks, Sequence) or len(ks) == 0:
+            raise ValueError(f"{owner}: `ks` must hold at least one k, such as (1, 10), got {short_repr(ks)}.")
         self.ks = tuple(check_integer(owner, "ks", k, least=1) for k in ks)
         self.easy, self.hard, self.junk = easy, hard, junk
         self._lists = QueryLists(easy, hard, junk)

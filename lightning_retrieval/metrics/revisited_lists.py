@@ -9,6 +9,8 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from lightning_retrieval.checks import short_repr
+
 
 class Kind(IntEnum):
     """What an image is for a query. Images in no list are wrong results."""
@@ -67,7 +69,7 @@ class QueryLists(NamedTuple):
         if missing:
             raise ValueError(
                 f"{owner}: `easy`, `hard` and `junk` must have lists for all queries, got none for {len(missing)} of "
-                f"{len(queries)} queries, such as query {missing[0]}."
+                f"{len(queries)} queries, such as query {missing[0]}; `is_query` says which images are queries."
             )
 
     def images(self, query: int) -> list[int]:
@@ -110,7 +112,10 @@ def _check_mapping(owner: str, name: str, lists: Any) -> None:
         raise TypeError(f"{owner}: `{name}` must map each query's id to ids of images, got {type(lists).__name__}.")
     for query, images in lists.items():
         if not isinstance(images, Sequence) or not _are_integers([query, *images]):
-            raise TypeError(f"{owner}: `{name}` must map integers to lists of integers, got {images!r} for {query!r}.")
+            raise TypeError(
+                f"{owner}: `{name}` must map integers to lists of integers, got {short_repr(images)} for "
+                f"{short_repr(query)}."
+            )
 
 
 def _are_integers(numbers: Sequence[Any]) -> bool:

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_retrieval.checks import check_choice
+from lightning_retrieval.checks import check_choice, short_repr
 from lightning_retrieval.models.glyph_net import GlyphNet
 
 GLYPH_NET = "glyph_net"
@@ -45,7 +45,7 @@ def check_no_weights(owner: str, weights: str | None, backbone: str) -> None:
     if weights is not None:
         raise ValueError(
             f"{owner}: `weights` must be None unless `backbone` is the name of a torchvision model, got "
-            f"{weights!r} for {backbone}."
+            f"{short_repr(weights)} for {backbone}."
         )
 
 

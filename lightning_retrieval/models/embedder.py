@@ -10,13 +10,22 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_retrieval.checks import check_bool, check_choice, check_integer
+from lightning_retrieval.checks import (
+    check_bool,
+    check_choice,
+    check_float_type,
+    check_integer,
+    check_tensor,
+    short_repr,
+)
 from lightning_retrieval.models.backbones import build_backbone, check_features, check_no_weights, feature_shape
 from lightning_retrieval.models.pooling import GeM, GlobalAvgPool, GlobalMaxPool
 from lightning_retrieval.ranking.similarity import normalize as l2_normalize
 
 Pooling = Literal["gem", "avg", "max"]
 Self = TypeVar("Self", bound="Embedder")
+
+MOST_DIM = 1 << 20  # of embeddings and features
 
 POOLINGS: dict[str, type[nn.Module]] = {"gem": GeM, "avg": GlobalAvgPool, "max": GlobalMaxPool}
 
@@ -28,7 +37,7 @@ class Embedder(nn.Module):
         backbone: the name of a torchvision classification model (`"resnet50"`, `"vit_b_16"`, ...), whose classifier is
             removed; `"glyph_net"`, for `GlyphNet()`; or a module from images to feature maps (N, C, H, W) or vectors
             (N, C).
-        embedding_dim: length of an embedding, >= 1.
+        embedding_dim: length of an embedding, from 1 to 2^20.
         pooling: of feature maps: `"gem"` (`GeM`, p = 3, learned), `"avg"` or `"max"`. Vectors are not pooled.
         normalize: put the embeddings on the unit sphere, in float32 or better, also under autocast.
         weights: torchvision's name of pretrained weights, such as `"IMAGENET1K_V2"` or `"DEFAULT"`; none by default.
@@ -84,14 +93,14 @@ class Embedder(nn.Module):
         feature_dim: int | None = None,
     ) -> None:
         super().__init__()
-        self.embedding_dim = check_integer("Embedder", "embedding_dim", embedding_dim, 1)
+        self.embedding_dim = check_integer("Embedder", "embedding_dim", embedding_dim, 1, MOST_DIM)
         self.pooling: Pooling = check_choice("Embedder", "pooling", pooling, tuple(POOLINGS))
         self.normalize = check_bool("Embedder", "normalize", normalize)
         self.weights = weights
         self.layer_norm = check_bool("Embedder", "layer_norm", layer_norm)
         self.freeze_batch_norm = check_bool("Embedder", "freeze_batch_norm", freeze_batch_norm)
         if feature_dim is not None:
-            check_integer("Embedder", "feature_dim", feature_dim, 1)
+            check_integer("Embedder", "feature_dim", feature_dim, 1, MOST_DIM)
         self._set_backbone(backbone, weights)
         has_maps = True
         if feature_dim is None:
@@ -120,6 +129,7 @@ class Embedder(nn.Module):
                 channels than `feature_dim`.
             TypeError: if the backbone does not return a tensor.
         """
+        self._check_images(images)
         features = self.backbone(images)
         check_features("Embedder", features, tuple(images.shape))
         if features.shape[1] != self.feature_dim:
@@ -165,6 +175,15 @@ class Embedder(nn.Module):
             f"freeze_batch_norm={self.freeze_batch_norm}"
         )
 
+    def _check_images(self, images: Tensor) -> None:
+        """Raise unless the images are a batch of floating-point tensors with numbers. The backbone checks the rest."""
+        weight: Tensor = self.head.linear.weight  # type: ignore[union-attr, assignment]
+        if not weight.is_meta:  # else only the shapes of the embeddings are wanted
+            check_tensor("Embedder", "images", images)
+        check_float_type("Embedder", "images", images)
+        if images.ndim < 2:
+            raise ValueError(f"Embedder: `images` must be a batch (N, ...), got shape {tuple(images.shape)}.")
+
     def _set_backbone(self, backbone: str | nn.Module, weights: str | None) -> None:
         """Keep a module as it is, or build the backbone of this name."""
         self.backbone_name: str | None = None
@@ -176,7 +195,7 @@ class Embedder(nn.Module):
             self.backbone = backbone
         else:
             raise TypeError(
-                f"Embedder: `backbone` must be the name of a model or a torch.nn.Module, got {backbone!r} "
+                f"Embedder: `backbone` must be the name of a model or a torch.nn.Module, got {short_repr(backbone)} "
                 f"({type(backbone).__name__})."
             )
 

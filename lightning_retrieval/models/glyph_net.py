@@ -3,18 +3,20 @@
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_integer
+from lightning_retrieval.checks import check_device, check_integer, check_maps
+
+MOST_CHANNELS = 1024
 
 
 class GlyphNet(nn.Module):
     """Six 3 x 3 convolutions, each with batch norm and ReLU, that map a glyph to a feature map of 1/8 of its size.
 
     Args:
-        width: number of channels of the first convolution, >= 1; the feature map has 8 times as many.
-        in_channels: number of channels of the images, >= 1: 1 for grey, 3 for colour.
+        width: number of channels of the first convolution, from 1 to 1024; the feature map has 8 times as many.
+        in_channels: number of channels of the images, from 1 to 1024: 1 for grey, 3 for colour.
 
     Raises:
-        ValueError: if `width` or `in_channels` is below 1.
+        ValueError: if `width` or `in_channels` is out of its range; when called, if the images are no images.
         TypeError: if `width` or `in_channels` is not an integer.
 
     Example:
@@ -33,8 +35,8 @@ class GlyphNet(nn.Module):
 
     def __init__(self, width: int = 32, in_channels: int = 1) -> None:
         super().__init__()
-        self.width = check_integer("GlyphNet", "width", width, 1)
-        self.in_channels = check_integer("GlyphNet", "in_channels", in_channels, 1)
+        self.width = check_integer("GlyphNet", "width", width, 1, MOST_CHANNELS)
+        self.in_channels = check_integer("GlyphNet", "in_channels", in_channels, 1, MOST_CHANNELS)
         self.layers = nn.Sequential()
         channels = in_channels
         for factor, stride in ((1, 2), (2, 2), (2, 1), (4, 2), (4, 1), (8, 1)):
@@ -45,5 +47,7 @@ class GlyphNet(nn.Module):
     def forward(
         self, images: Float[Tensor, "batch channel height width"]
     ) -> Float[Tensor, "batch channel_out height_out width_out"]:
+        check_device("GlyphNet", "images", images, next(self.parameters()).device, "layers")
+        check_maps("GlyphNet", "images", images)
         features: Tensor = self.layers(images)
         return features

@@ -7,9 +7,18 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from lightning_retrieval.checks import check_not_negative, check_positive, check_tensor
+from lightning_retrieval.checks import (
+    check_callable,
+    check_float,
+    check_matrix,
+    check_not_negative,
+    check_positive,
+    check_tensor,
+    short_repr,
+)
 from lightning_retrieval.ranking.similarity import normalize
 
+LEAST_SCALE, MOST_SCALE = 1e-3, 100.0
 # Ways to combine the scales: the settings of `multi_scale` by name. "gem" is `--pooling gem` of dirtorch.
 SCALE_POOLING: dict[str, dict[str, float]] = {"mean": {"p": 1.0, "eps": 0.0}, "gem": {"p": 3.0, "eps": 1e-6}}
 
@@ -36,10 +45,10 @@ def multi_scale(
     Args:
         embed: maps images to embeddings of shape (batch, D).
         images: a batch of images, all of the same size.
-        scales: factors of height and width, each > 0; the resulting sizes are rounded.
-        p: exponent of the mean over scales, > 0: 1 is the average; larger values give larger entries more weight.
-            Entries keep their signs.
-        eps: smallest absolute value that is raised to a power, >= 0; without effect if there is only one scale.
+        scales: factors of height and width, each from 0.001 to 100; the resulting sizes are rounded.
+        p: exponent of the mean over scales, from 0.1 to 10: 1 is the average; larger values give larger entries more
+            weight. Entries keep their signs.
+        eps: smallest absolute value that is raised to a power, from 0 to 1; without effect if there is only one scale.
 
     Returns:
         Unit rows.
@@ -63,16 +72,20 @@ def multi_scale(
         Radenovic et al., TPAMI 2019; Revaud et al., ICCV 2019.
     """
     scales = check_scales("multi_scale", "scales", scales)
-    check_positive("multi_scale", "p", p)
-    check_not_negative("multi_scale", "eps", eps)
+    check_positive("multi_scale", "p", p, least=0.1, most=10)
+    check_not_negative("multi_scale", "eps", eps, most=1)
+    check_callable("multi_scale", "embed", embed)
     check_tensor("multi_scale", "images", images)
     if images.ndim != 4:
         raise ValueError(
             f"multi_scale: `images` must have shape (batch, channels, height, width), got {tuple(images.shape)}."
         )
-    if not images.is_floating_point():
-        raise TypeError(f"multi_scale: `images` must be floating point, got {images.dtype}.")
-    unit_rows = [normalize(embed(_resized(images, scale))) for scale in scales]  # (batch, dim) each
+    check_float("multi_scale", "images", images)
+    unit_rows = []  # (batch, dim) each
+    for scale in scales:
+        embeddings = embed(_resized(images, scale))
+        check_matrix("multi_scale", "embed's result", embeddings)
+        unit_rows.append(normalize(embeddings))
     if len(scales) == 1:
         return unit_rows[0]
     powers = _signed_power(torch.stack(unit_rows), p, eps)  # (scale, batch, dim)
@@ -80,10 +93,10 @@ def multi_scale(
 
 
 def check_scales(owner: str, name: str, scales: Sequence[float]) -> tuple[float, ...]:
-    """Return the scales as a tuple; raise unless there is at least one and all are finite numbers > 0."""
+    """Return the scales as a tuple; raise unless there is at least one and all are numbers from 0.001 to 100."""
     if not isinstance(scales, (list, tuple)) or len(scales) == 0:
-        raise ValueError(f"{owner}: `{name}` must hold at least one scale, such as (1.0,), got {scales!r}.")
-    return tuple(check_positive(owner, name, scale) for scale in scales)
+        raise ValueError(f"{owner}: `{name}` must hold at least one scale, such as (1.0,), got {short_repr(scales)}.")
+    return tuple(check_positive(owner, name, scale, least=LEAST_SCALE, most=MOST_SCALE) for scale in scales)
 
 
 def _resized(images: Float[Tensor, "batch channel height width"], scale: float) -> Float[Tensor, "batch channel _ _"]:

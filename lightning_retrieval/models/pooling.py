@@ -14,17 +14,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_bool, check_positive
+from lightning_retrieval.checks import check_bool, check_device, check_float_type, check_maps, check_positive
+
+# For smaller exponents, float32 cannot tell the powers from 1.
+LEAST_P, MOST_P = 1e-2, 1e6
 
 
 def gem(
-    features: Float[Tensor, "batch channel height width"], p: Float[Tensor, "1"] | float = 3.0, eps: float = 1e-6
+    features: Float[Tensor, "batch channel height width"], p: Float[Tensor, "..."] | float = 3.0, eps: float = 1e-6
 ) -> Float[Tensor, "batch channel"]:
     """The generalized mean of each channel, computed in float32 or better and returned in the dtype of `features`.
 
     Args:
         features: feature maps.
-        p: exponent, > 0: a number or a tensor with one element.
+        p: exponent, from 0.01 to 1e6: a number, or a tensor with one element, whose value is not checked.
         eps: smaller (and negative) activations are replaced by this, > 0.
 
     Example:
@@ -34,6 +37,26 @@ def gem(
         >>> [round(gem(features, p).item(), 4) for p in (1.0, 2.0, 1000.0)]  # average, root of the mean square, maximum
         [3.5, 3.5355, 3.9972]
     """
+    check_maps("gem", "features", features)
+    check_positive("gem", "eps", eps)
+    if isinstance(p, Tensor):
+        _check_exponent(p, features)
+    else:
+        check_positive("gem", "p", p, least=LEAST_P, most=MOST_P)
+    return _gem(features, p, eps)
+
+
+def _check_exponent(p: Tensor, features: Tensor) -> None:
+    """Raise unless a tensor can be the exponent; its value is not read, since that would wait for a GPU."""
+    check_device("gem", "p", p, features.device, "features")
+    check_float_type("gem", "p", p)
+    if p.layout is not torch.strided or p.numel() != 1:
+        raise ValueError(f"gem: `p` must be a number or a dense tensor with one element, got shape {tuple(p.shape)}.")
+
+
+def _gem(
+    features: Float[Tensor, "batch channel height width"], p: Float[Tensor, "..."] | float, eps: float
+) -> Float[Tensor, "batch channel"]:
     x = features.to(torch.promote_types(features.dtype, torch.float32)).clamp(min=eps)
     if isinstance(p, Tensor):
         p = p.to(x.dtype)
@@ -47,12 +70,12 @@ class GeM(nn.Module):
     """Generalized mean pooling: between the average (p = 1) and the maximum (p -> infinity).
 
     Args:
-        p: initial exponent, > 0. Larger values give the strongest activations more weight.
+        p: initial exponent, from 0.01 to 1e6. Larger values give the strongest activations more weight.
         eps: smaller (and negative) activations are replaced by this, > 0.
         learnable: whether `p` is a parameter, trained with the network, or a buffer; the state dict has the same keys.
 
     Raises:
-        ValueError: if `p` or `eps` is not a finite number > 0.
+        ValueError: if `p` or `eps` is out of its range; when called, if the features are no feature maps.
         TypeError: if `p` or `eps` is not a number, or `learnable` is not a bool.
 
     Example:
@@ -79,7 +102,7 @@ class GeM(nn.Module):
 
     def __init__(self, p: float = 3.0, eps: float = 1e-6, learnable: bool = True) -> None:
         super().__init__()
-        initial_p = torch.tensor([float(check_positive("GeM", "p", p))])
+        initial_p = torch.tensor([float(check_positive("GeM", "p", p, least=LEAST_P, most=MOST_P))])
         self.eps = check_positive("GeM", "eps", eps)
         self.learnable = check_bool("GeM", "learnable", learnable)
         if learnable:
@@ -88,7 +111,9 @@ class GeM(nn.Module):
             self.register_buffer("p", initial_p)
 
     def forward(self, features: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch channel"]:
-        return gem(features, self.p, self.eps)
+        check_device("GeM", "features", features, self.p.device, "p")
+        check_maps("GeM", "features", features)
+        return _gem(features, self.p, self.eps)
 
     def extra_repr(self) -> str:
         p = "?"
@@ -111,6 +136,7 @@ class GlobalAvgPool(nn.Module):
     """
 
     def forward(self, features: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch channel"]:
+        check_maps("GlobalAvgPool", "features", features)
         return features.mean((-2, -1))
 
 
@@ -128,4 +154,5 @@ class GlobalMaxPool(nn.Module):
     """
 
     def forward(self, features: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch channel"]:
+        check_maps("GlobalMaxPool", "features", features)
         return features.amax((-2, -1))

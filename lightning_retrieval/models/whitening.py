@@ -65,8 +65,8 @@ class PCAWhitening(nn.Module):
 
     Args:
         dim: number of directions to keep, >= 1: those with the largest variance. If None, all.
-        power: exponent of the variance by which each direction is divided, >= 0: 0.5 makes all variances equal, 0 keeps
-            them.
+        power: exponent of the variance by which each direction is divided, from 0 to 1: 0.5 makes all variances equal,
+            0 keeps them.
 
     Raises:
         ValueError: if a number is out of its range; in `fit`, if there are too few rows, `dim` is larger than their
@@ -101,7 +101,7 @@ class PCAWhitening(nn.Module):
         if dim is not None:
             check_integer("PCAWhitening", "dim", dim, least=1)
         self.dim = dim
-        self.power = check_not_negative("PCAWhitening", "power", power)
+        self.power = check_not_negative("PCAWhitening", "power", power, most=1)
         self.learned: PrincipalComponents | None = None
 
     @torch.inference_mode(False)  # what is learned in an evaluation may be used in training too

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.checks import check_embeddings, check_integer, check_integers, check_not_negative
+from lightning_retrieval.checks import check_device, check_embeddings, check_integer, check_integers, check_not_negative
 from lightning_retrieval.ranking.precision import ieee_products
 from lightning_retrieval.ranking.similarity import normalize
 
@@ -101,7 +101,7 @@ class QueryExpansion:
     """Alpha query expansion: each query plus its `k` nearest gallery rows, weighted by similarity^alpha, normalised.
 
     Args:
-        alpha: exponent, >= 0; with 0 all neighbours have the same weight (average query expansion).
+        alpha: exponent, from 0 to 100; with 0 all neighbours have the same weight (average query expansion).
         k: number of neighbours, >= 1; all rows if the gallery has fewer.
 
     Raises:
@@ -150,7 +150,7 @@ class QueryExpansion:
         _check_rows(queries, gallery)
         if self_index is None:
             self_index = torch.full((len(queries),), -1, device=queries.device)
-        _check_self_index(self_index, len(queries), len(gallery))
+        _check_self_index(self_index, queries, len(gallery))
         return query_expansion(
             normalize(queries), normalize(gallery), alpha=self.alpha, k=self.k, self_index=self_index.long()
         )
@@ -161,7 +161,7 @@ class DatabaseAugmentation:
     """Database augmentation: each gallery row plus its `k` nearest others, weighted by similarity^alpha, normalised.
 
     Args:
-        alpha: exponent, >= 0; with 0 all neighbours have the same weight.
+        alpha: exponent, from 0 to 100; with 0 all neighbours have the same weight.
         k: number of neighbours, >= 1; all rows if the gallery has fewer.
 
     Raises:
@@ -206,12 +206,13 @@ class DatabaseAugmentation:
 
 
 def _check_settings(owner: str, alpha: float, k: int) -> None:
-    check_not_negative(owner, "alpha", alpha)
+    check_not_negative(owner, "alpha", alpha, most=100)  # rounding makes some scores larger than 1
     check_integer(owner, "k", k, least=1)
 
 
 def _check_rows(queries: Tensor, gallery: Tensor) -> None:
     check_embeddings("QueryExpansion", "queries", queries)
+    check_device("QueryExpansion", "gallery", gallery, queries.device, "queries")
     check_embeddings("QueryExpansion", "gallery", gallery)
     if queries.shape[1] != gallery.shape[1] or queries.dtype != gallery.dtype:
         raise ValueError(
@@ -220,8 +221,8 @@ def _check_rows(queries: Tensor, gallery: Tensor) -> None:
         )
 
 
-def _check_self_index(self_index: Tensor, queries: int, gallery: int) -> None:
-    check_integers("QueryExpansion", "self_index", self_index, queries, "queries")
+def _check_self_index(self_index: Tensor, queries: Tensor, gallery: int) -> None:
+    check_integers("QueryExpansion", "self_index", self_index, len(queries), "queries", device=queries.device)
     if bool(((self_index < -1) | (self_index >= gallery)).any()):
         raise ValueError(
             f"QueryExpansion: `self_index` must hold indices of gallery rows, 0 to {gallery - 1}, or -1, got "

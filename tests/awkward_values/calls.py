@@ -36,6 +36,8 @@ class Call:
         use: is called with the result and returns what must be right: neither None nor NaN nor infinite.
         accepts: {argument: names of awkward values} that are right in spite of the annotation.
         without: {argument: reason} of the arguments that stay as they are.
+        maps: whether it maps tensors element by element or row by row, as a network does, so that numbers that are not
+            finite, and tensors on the device meta, may give the like.
     """
 
     owner: str
@@ -45,6 +47,7 @@ class Call:
     use: Callable[[Any], Any] = lambda result: result
     accepts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
+    maps: bool = False
 
     @property
     def signed(self):
@@ -118,7 +121,7 @@ def problem_of(call, argument, value, fits):
         return problem_of_error(error, call.owner, argument)
     if not fits:
         return "was accepted, though its type is wrong"
-    if not is_right(used):
+    if not is_right(used) and not (call.maps and is_passed_on(value)):
         return f"gave {str(used)[:100]}"
     return None
 
@@ -163,6 +166,11 @@ def is_right(result):
     if isinstance(result, float):
         return math.isfinite(result)
     return True
+
+
+def is_passed_on(value):
+    """Whether a tensor is one that a network may answer with meta or NaN."""
+    return isinstance(value, torch.Tensor) and (value.is_meta or bool(value.isnan().any()))
 
 
 @contextmanager

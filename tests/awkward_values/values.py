@@ -12,7 +12,16 @@ class WithoutRepr:
         raise RuntimeError("no repr")
 
 
+class Anything:
+    """A class that is made from any arguments."""
+
+    def __init__(self, *arguments, **settings):
+        pass
+
+
 HUGE = 10**30  # does not fit into 64 bits
+SIZES = (1e-300, 1e-45, 1e-38, 1e-30, 1e-12, 1e-6, 1e6, 1e12, 1e30, 1e38, 1e300)
+EXTREMES = (*SIZES, *(-size for size in SIZES))
 
 
 def awkward_values(valid):
@@ -42,7 +51,7 @@ def awkward_values(valid):
         "b'x'": b"x",
         "a lambda": lambda *arguments, **settings: None,
         "a Path": Path("no/such/file"),
-        "a class": int,
+        "a class": Anything,
         "an array": tensor.numpy(),
         "a meta tensor": tensor.to("meta"),
         "a sparse tensor": tensor.to_sparse(),
@@ -52,6 +61,9 @@ def awkward_values(valid):
         "an empty tensor": tensor[:0],
         "a scalar tensor": torch.tensor(1, dtype=tensor.dtype),
     }
+    if isinstance(valid, float):
+        for number in EXTREMES:
+            values[repr(number)] = number
     if tensor.is_floating_point():
         values["a tensor of nan"] = torch.full_like(tensor, torch.nan)
     return values

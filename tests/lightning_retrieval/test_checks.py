@@ -106,3 +106,62 @@ def test_what_are_no_strings_raise(values, sentence):
 def test_a_value_of_another_type_raises(check, sentence):
     with pytest.raises(TypeError, match=rf"^Owner: `x` {sentence} \(int\)\.$"):
         check("Owner", "x", 3)
+
+
+class Raises:
+    def __repr__(self):
+        raise RuntimeError("no repr")
+
+
+def test_what_a_message_shows_is_one_short_line():
+    assert checks.short_repr("a") == "'a'"
+    assert checks.short_repr(torch.ones(2, 2)) == "tensor([[1., 1.], [1., 1.]])"
+    assert len(checks.short_repr(list(range(1000)))) == 100
+    assert checks.short_repr(Raises()).startswith("<")
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("check", "value", "sentence"),
+    [
+        (checks.check_positive, 1e-40, r"must be from 1e-12 to 1e\+12, got 1e-40"),
+        pytest.param(checks.check_positive, 10**400, r"must be from 1e-12 to 1e\+12, got 10+\.\.\.", id="10**400"),
+        (checks.check_finite_number, -(10**30), r"must be from -1e\+12 to 1e\+12, got -10+"),
+        (checks.check_not_negative, 1e300, r"must be from 0 to 1e\+12, got 1e\+300"),
+    ],
+)
+def test_a_number_with_which_float32_overflows_raises(check, value, sentence):
+    with pytest.raises(ValueError, match=rf"^Owner: `x` {sentence}\.$"):
+        check("Owner", "x", value)
+
+
+@pytest.mark.refusal
+def test_zero_is_not_false():
+    with pytest.raises(ValueError, match=r"^Owner: `x` must be one of False, 'full', got 0\.$"):
+        checks.check_choice("Owner", "x", 0, (False, "full"))
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("value", "error", "sentence"),
+    [
+        (torch.eye(2).to_sparse(), TypeError, r"must be a dense tensor, got the layout torch.sparse_coo; call .*"),
+        (torch.ones(2, device="meta"), ValueError, "must hold numbers, got a tensor on the device meta, .*"),
+        (torch.ones(2).to(torch.float8_e4m3fn), TypeError, "must have one of the dtypes .*, got torch.float8_e4m3fn"),
+        (torch.ones(2, dtype=torch.complex64), TypeError, "must be floating point, got torch.complex64"),
+        (np.ones(2), TypeError, "must be a tensor, got ndarray"),
+    ],
+)
+def test_a_tensor_that_cannot_be_computed_with_raises(value, error, sentence):
+    with pytest.raises(error, match=rf"^Owner: `x` {sentence}\.$"):
+        checks.check_float("Owner", "x", value)
+
+
+@pytest.mark.refusal
+def test_a_tensor_on_another_device_raises():
+    cpu, sentence = torch.device("cpu"), r"must be on the device of `embeddings`, cpu, got meta; move it there\.$"
+    values = torch.zeros(3, dtype=torch.int64, device="meta")
+    with pytest.raises(ValueError, match=rf"^Owner: `ids` {sentence}"):
+        checks.check_integers("Owner", "ids", values, 3, "embeddings", device=cpu)
+    with pytest.raises(ValueError, match=rf"^Owner: `labels` {sentence}"):
+        checks.check_labels("Owner", "labels", values[:, None], 3, "embeddings", device=cpu)

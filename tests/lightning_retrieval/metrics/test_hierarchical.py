@@ -161,3 +161,15 @@ def test_hap_loss_converges_to_one_minus_hap():
     metrics.update(x, labels)
     loss = HAPLoss(tau=1e-7, rho=1e-9, delta=1e-6, offset=1.0, start=0.0)(x, labels)
     assert metrics.compute()["H-AP"].item() == pytest.approx(1 - loss.item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("alpha", [1e-9, 1.0, 5000.0])
+def test_hap_of_queries_that_share_only_the_coarse_level_is_ap_of_that_level_for_every_alpha(alpha):
+    """(1 / 2)^5000 is 0 in float64, though the images of the coarse level are the best that these queries have."""
+    x, coarse = torch.randn(30, 5), torch.arange(30) % 4
+    metrics, of_coarse = RetrievalMetrics(ks=(1,), alpha=alpha), RetrievalMetrics(ks=(1,))
+    metrics.update(x, torch.stack([torch.arange(30), coarse], 1))
+    of_coarse.update(x, coarse)
+    with pytest.warns(UserWarning, match="none of the 30 queries"):
+        found = metrics.compute()
+    assert found["H-AP"].item() == pytest.approx(of_coarse.compute()["mAP"].item(), abs=1e-12)

@@ -1,5 +1,6 @@
 """Queries and gallery are post-processed before they are ranked."""
 
+import pytest
 import torch
 from torch.nn.functional import normalize
 
@@ -36,3 +37,20 @@ def test_post_processing_comes_before_ranking():
     expected.update(queries.roll(1, 1), labels[asked], asked, is_gallery=torch.zeros(9, dtype=torch.bool))
     if (own < 0).all():  # else a query would find itself
         assert found == {name: value.item() for name, value in expected.compute().items()}
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", ["query_expansion", "database_augmentation"])
+@pytest.mark.parametrize(
+    ("result", "error", "sentence"),
+    [
+        (None, TypeError, "must be a tensor, got NoneType"),
+        (torch.ones(4, 3), ValueError, r"must have the shape, dtype and device of the rows, \(4, 2\), .* got \(4, 3\)"),
+        (torch.ones(4, 2).double(), ValueError, "must have the shape, dtype and device of the rows, .* torch.float64"),
+    ],
+)
+def test_a_result_of_post_processing_that_does_not_fit_raises(name, result, error, sentence):
+    metrics = RetrievalMetrics((1,), **{name: lambda *rows: result})
+    metrics.update(torch.randn(4, 2), torch.tensor([0, 0, 1, 1]))
+    with pytest.raises(error, match=rf"^RetrievalMetrics: `{name}'s result` {sentence}"):
+        metrics.compute()

@@ -1,6 +1,5 @@
 """Flags of the Trainer that raise, with the whole sentence; `tests/test_lightning.py` goes through all of them."""
 
-
 import pytest
 import pytorch_lightning as pl
 from pytorch_lightning.strategies import DDPStrategy

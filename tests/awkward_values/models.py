@@ -1,0 +1,94 @@
+"""Valid calls of the models."""
+
+import torch
+from torch import nn
+
+from lightning_retrieval import multi_scale
+from lightning_retrieval.models import Embedder, GeM, GlobalAvgPool, GlobalMaxPool, GlyphNet, PCAWhitening, gem
+from tests.awkward_values.calls import Call
+
+
+def images():
+    return torch.linspace(0, 1, 2 * 32 * 32).reshape(2, 1, 32, 32)
+
+
+def features():
+    return torch.linspace(0.1, 1, 2 * 3 * 4).reshape(2, 3, 2, 2)
+
+
+def rows():
+    return torch.tensor([[1.0, 0.1], [0.8, 0.6], [0.1, 1.0], [0.6, 0.8]])
+
+
+def embedder_settings():
+    return {
+        "backbone": "glyph_net",
+        "embedding_dim": 4,
+        "pooling": "gem",
+        "normalize": True,
+        "weights": None,
+        "layer_norm": False,
+        "freeze_batch_norm": False,
+        "feature_dim": None,
+    }
+
+
+def of_features(pool):
+    return Call(type(pool).__name__, pool, lambda: {"features": features()}, signature=pool.forward, maps=True)
+
+
+def small_scale(images):
+    """Embeddings of images, for `multi_scale`."""
+    return images.mean((2, 3)) + torch.arange(2.0)
+
+
+CALLS = {
+    "Embedder": [
+        Call("Embedder", Embedder, embedder_settings, use=lambda embedder: embedder(images())),
+        Call(
+            "Embedder",
+            Embedder(nn.Conv2d(1, 3, 3), embedding_dim=4),
+            lambda: {"images": images()},
+            signature=Embedder.forward,
+            maps=True,
+        ),
+    ],
+    "GlyphNet": [
+        Call("GlyphNet", GlyphNet, lambda: {"width": 2, "in_channels": 1}, use=lambda network: network(images())),
+        Call("GlyphNet", GlyphNet(width=2), lambda: {"images": images()}, signature=GlyphNet.forward, maps=True),
+    ],
+    "GeM": [
+        Call("GeM", GeM, lambda: {"p": 3.0, "eps": 1e-6, "learnable": True}, use=lambda pool: pool(features())),
+        of_features(GeM()),
+    ],
+    "GlobalAvgPool": [of_features(GlobalAvgPool())],
+    "GlobalMaxPool": [of_features(GlobalMaxPool())],
+    "gem": [
+        Call("gem", gem, lambda: {"features": features(), "p": 3.0, "eps": 1e-6}, maps=True),
+        Call("gem", gem, lambda: {"features": features(), "p": torch.tensor([3.0]), "eps": 1e-6}, maps=True),
+    ],
+    "PCAWhitening": [
+        Call("PCAWhitening", PCAWhitening, lambda: {"dim": 2, "power": 0.5}, use=lambda pca: pca.fit(rows())(rows())),
+        Call(
+            "PCAWhitening",
+            lambda embeddings: PCAWhitening().fit(embeddings)(rows()),
+            lambda: {"embeddings": rows()},
+            signature=PCAWhitening.fit,
+        ),
+        Call(
+            "PCAWhitening",
+            PCAWhitening().fit(rows()),
+            lambda: {"embeddings": rows()},
+            signature=PCAWhitening.forward,
+            maps=True,
+        ),
+    ],
+    "multi_scale": [
+        Call(
+            "multi_scale",
+            multi_scale,
+            lambda: {"embed": small_scale, "images": images(), "scales": (1.0, 0.5), "p": 1.0, "eps": 0.0},
+            maps=True,
+        )
+    ],
+}
