@@ -26,6 +26,7 @@ LAZY = {"faiss", "matplotlib", "pyarrow", "sklearn", "timm", "wandb"}
 MAY_IMPORT_LIGHTNING = {
     "lightning_retrieval/training/chunk_size_search.py",
     "lightning_retrieval/training/checkpoint_files.py",
+    "lightning_retrieval/training/checkpointed_module.py",
     "lightning_retrieval/training/finetuning.py",
     "lightning_retrieval/training/manual_training.py",
     "lightning_retrieval/training/run_report.py",
