@@ -25,6 +25,7 @@ from lightning_retrieval.checks import (
     check_not_negative,
     check_positive,
 )
+from lightning_retrieval.detection.targets import check_class_labels
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.losses.blackbox import LARGEST_MARGIN
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
@@ -124,7 +125,8 @@ class DetectionAPLoss(nn.Module):
         value = self.map_loss(scores, targets)
         if scores.requires_grad and not self._warned and bool(value > LARGE_LOSS):
             scores.register_hook(self._warn_of_zero_gradient)
-        return self.weight * value
+        loss: Tensor = self.weight * value
+        return loss
 
     def reset(self) -> None:
         """Forget all past scores."""
@@ -145,20 +147,3 @@ class DetectionAPLoss(nn.Module):
                 "gradient changes a rank, so the classifier learns nothing; use margin=0, or a larger lambda_.",
                 stacklevel=2,
             )
-
-
-def check_class_labels(owner: str, labels: Int[Tensor, " object"], lowest: int, highest: int) -> None:
-    """Raise unless all labels are from `lowest` to `highest`.
-
-    Args:
-        owner: prefix of the error message.
-        labels: of objects or RoIs.
-        lowest: 1 for objects, 0 where the background is a class.
-        highest: number of foreground classes.
-    """
-    wrong = labels[(labels < lowest) | (labels > highest)]
-    if len(wrong) > 0:
-        raise ValueError(
-            f"{owner}: `labels` must be from {lowest} to {highest}, got {int(wrong[0])}; 0 is the background, so the "
-            "detector needs one class more than there are classes of objects."
-        )

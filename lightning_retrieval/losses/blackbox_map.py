@@ -138,8 +138,8 @@ class BlackboxMAPLoss(nn.Module):
         loss = scores.new_zeros(())
         if self.interclass_coef < 1:
             weight = 1 - self.interclass_coef
-            settings = {"lambda_": self._lambda_of(weight), "past": self._sorted_memory}
-            loss = weight * map_loss(class_scores, class_targets, lists, **settings)
+            lambda_, past = self._lambda_of(weight), self._sorted_memory
+            loss = weight * map_loss(class_scores, class_targets, lists, lambda_=lambda_, past=past)
         if self.interclass_coef > 0:
             one_list = BlackboxAPLoss(self._lambda_of(self.interclass_coef), self.margin)
             L_APC = one_list.from_scores(scores.reshape(1, -1), targets.reshape(1, -1))
