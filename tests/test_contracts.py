@@ -28,6 +28,13 @@ from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import BoxIndex, ImageIndex, reference_transform
 from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
+from lightning_retrieval.detection import (
+    COCOMetrics,
+    DetectionAPLoss,
+    DetectionModule,
+    RankedRoIHeads,
+    TinyFasterRCNN,
+)
 from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss, SupAPLoss
 from lightning_retrieval.metrics import EmbeddingMetric
 from lightning_retrieval.models.whitening import PCAWhitening
@@ -65,6 +72,7 @@ LAST_TERMS = {"terms": "the values of the last call"}
 LAST_TABLE = {"_cached_values": "the metrics of each query, of the last call"}
 NO_TENSOR = {"move": "holds no tensor"}  # which is tested
 FOLLOWS_INPUT = "is converted to the dtype and the device of the next input"  # which is tested
+FOLLOWS_FEATURES = "torchvision converts them to the dtype and the device of the features"
 STATELESS = {"resume": "keeps nothing from a run"}  # which is tested
 TABLE = {
     # lightning_retrieval and lightning_retrieval.losses
@@ -143,6 +151,22 @@ TABLE = {
     "DetectionAPLoss": Entry(
         {"lambda_": 2.0, "margin": 0.1, "interclass_coef": 0.3, "batch_memory": 2, "weight": 3.0, "gather": False},
         not_moved={"map_loss.memory": FOLLOWS_INPUT, "map_loss._sorted_memory": FOLLOWS_INPUT},
+    ),
+    "COCOMetrics": Entry({"classes": 3}, without={"reset": "takes boxes; test_coco_metrics.py resets it"}),
+    "DetectionModule": Entry(
+        {"detector": TinyFasterRCNN(2, width=2), "loss": DetectionAPLoss(), "seed": 3},
+        shown=(),  # its repr is Lightning's: the parts; `hparams` holds the settings
+        not_moved={"detector.rpn.anchor_generator.cell_anchors": FOLLOWS_FEATURES},
+    ),
+    "RankedRoIHeads": Entry(
+        {"roi_heads": TinyFasterRCNN(2, width=2).roi_heads, "loss": DetectionAPLoss()},
+        shown=(),
+        not_attributes={"roi_heads": "takes over its attributes"},
+    ),
+    "TinyFasterRCNN": Entry(
+        {"num_classes": 3, "width": 2, "rois_per_image": 8},
+        shown=(),
+        not_moved={"rpn.anchor_generator.cell_anchors": FOLLOWS_FEATURES},
     ),
     # lightning_retrieval.callbacks
     "LearnWhitening": Entry({"images": 50}, without=STATELESS),
@@ -425,6 +449,14 @@ def update_metric(metric, embeddings, labels, ids=None):
 def use(module, dtype=torch.float32):
     """Call a module once, so that it holds whatever tensors it makes when it is used; what it returns."""
     embeddings, labels = torch.randn(12, 8, dtype=dtype), torch.arange(12) // 4
+    if isinstance(module, COCOMetrics):
+        boxes = {"boxes": torch.tensor([[0, 0, 5, 5]], dtype=dtype), "labels": torch.tensor([1])}
+        module.update([{**boxes, "scores": torch.ones(1)}], [boxes])
+        return module.compute()
+    if isinstance(module, RankedRoIHeads):
+        return module.box_predictor(torch.rand(2, 128, dtype=dtype))
+    if isinstance(module, (DetectionModule, TinyFasterRCNN)):
+        return module.eval()([torch.rand(3, 64, 64, dtype=dtype)])
     if isinstance(module, Metric):
         update_metric(module, embeddings[:4], labels[:4], torch.arange(4))
         return module.compute()

@@ -10,9 +10,11 @@ from pytorch_lightning.utilities import rank_zero_info
 
 from lightning_retrieval.cli.help import CompactHelpFormatter
 from lightning_retrieval.cli.resume import CheckpointOnInterrupt, find_last_checkpoint
+from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # --model DetectionModule
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
+from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.hyperparameters import check_command_line_hyperparameters
-from lightning_retrieval.training.module import RetrievalModule
+from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # --model RetrievalModule
 from lightning_retrieval.training.run_folder import run_folder
 
 MORE_HELP = """\
@@ -33,7 +35,7 @@ def fit(args: Any = None) -> None:
     for subcommand in ("fit", "validate", "test", "predict"):
         parser_settings[subcommand] = {"epilog": MORE_HELP}
     RetrievalCLI(
-        RetrievalModule,
+        CheckpointedModule,
         pl.LightningDataModule,
         subclass_mode_model=True,
         subclass_mode_data=True,

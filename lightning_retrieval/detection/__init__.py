@@ -1,6 +1,25 @@
-"""Detectors trained for Average Precision (RaMBO)."""
+"""Detectors trained for Average Precision (RaMBO): the loss, the RoI heads and the module that use it, the metrics.
+
+`DetectionModule` is imported when it is first used: the loss and the heads need no Lightning.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from lightning_retrieval.detection.ap_loss import DetectionAPLoss
+from lightning_retrieval.detection.coco_metrics import COCOMetrics
+from lightning_retrieval.detection.roi_heads import RankedRoIHeads
+from lightning_retrieval.detection.tiny import TinyFasterRCNN
 from lightning_retrieval.detection.voc_metrics import VOCMetrics
 
-__all__ = ["DetectionAPLoss", "VOCMetrics"]
+if TYPE_CHECKING:
+    from lightning_retrieval.detection.module import DetectionModule
+
+__all__ = ["COCOMetrics", "DetectionAPLoss", "DetectionModule", "RankedRoIHeads", "TinyFasterRCNN", "VOCMetrics"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DetectionModule":
+        from lightning_retrieval.detection.module import DetectionModule
+
+        return DetectionModule
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,6 +15,7 @@ TABLES = (
 )
 # The public names that are in no table yet, by package. A new public name belongs into a table.
 NOT_COVERED = {
+    "detection": ["COCOMetrics", "DetectionModule", "RankedRoIHeads", "TinyFasterRCNN"],
     "training": ["CrossBatchMemory", "RetrievalModule", "chunked_backward", "largest_chunk_size"],
     "search": ["RetrievalIndex"],
     "callbacks": ["APMonitor", "LearnWhitening", "PrecisionRecallCurve", "RetrievalEvaluation", "RetrievalGallery",

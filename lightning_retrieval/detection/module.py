@@ -1,0 +1,210 @@
+"""The LightningModule that trains a torchvision detector, and evaluates it."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torchmetrics import Metric
+
+from lightning_retrieval.checks import check_choice, check_integer
+from lightning_retrieval.detection.coco_metrics import COCOMetrics
+from lightning_retrieval.detection.roi_heads import RankedRoIHeads, check_roi_heads
+from lightning_retrieval.detection.targets import check_targets, num_classes
+from lightning_retrieval.distributed import rank
+from lightning_retrieval.training.checkpointed_module import CheckpointedModule
+from lightning_retrieval.training.hyperparameters import describe, rebuild, rebuild_factory, rebuild_optional
+from lightning_retrieval.training.module_checks import seed_of_run
+from lightning_retrieval.training.optimizers import make_optimizer
+from lightning_retrieval.training.random_state import step_random_state
+
+MAX_BATCHES = 1 << 24  # of an epoch
+
+
+class DetectionModule(CheckpointedModule):
+    """Trains a detector whose box classifier ranks the regions of all images of the global batch.
+
+    It uses automatic optimization, so every flag of the Trainer works that works with it, such as `gradient_clip_val`
+    and `accumulate_grad_batches`. A batch is a list of images and a list of targets, as torchvision's detectors take
+    them. In evaluation it logs what `metrics` computes; in a test also the AP50 of each class.
+
+    Args:
+        detector: a torchvision detector with RoI heads and a box classifier, such as Faster and Mask R-CNN.
+        loss: takes the place of the cross entropy of the box classifier; None keeps the cross entropy.
+        optimizer: called with the parameter groups; a class, or `functools.partial(torch.optim.SGD, lr=0.1)`.
+        lr_scheduler: called with the optimizer, or None.
+        lr_scheduler_interval: step the scheduler after each `"step"` or `"epoch"`.
+        lr_scheduler_frequency: number of steps or epochs between two steps of the scheduler, >= 1.
+        lr_scheduler_monitor: name of the logged metric for `ReduceLROnPlateau`.
+        metrics: called with `update(detections, targets)`, computes a dict of numbers, in which `AP50_per_class` is a
+            tensor; None for `COCOMetrics`.
+        seed: the choice of regions in a step is a function of (seed, epoch, batch, rank); if None, the seed of
+            `seed_everything`, else 0.
+
+    Raises:
+        ValueError: if a number is out of its range; in training, if a box or a label is invalid.
+        TypeError: if `detector` has no RoI heads with a box classifier, or `loss` is not a module.
+
+    Example:
+        >>> from lightning_retrieval.detection import DetectionAPLoss, DetectionModule, TinyFasterRCNN
+        >>> module = DetectionModule(TinyFasterRCNN(num_classes=15), DetectionAPLoss())
+        >>> module.hparams["loss"]["init_args"]["batch_memory"]
+        7
+
+    Relations:
+        `RankedRoIHeads` does the same to a detector in a training loop of your own. `GlyphScenes`, `PascalVOC` and
+        `CocoDetection` are its data modules.
+    """
+
+    def __init__(
+        self,
+        detector: nn.Module,
+        loss: nn.Module | None = None,
+        *,
+        optimizer: Callable[[Iterable[Any]], Optimizer] = torch.optim.AdamW,
+        lr_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None = None,
+        lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
+        lr_scheduler_frequency: int = 1,
+        lr_scheduler_monitor: str = "val/AP50",
+        metrics: Metric | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        objects = {"detector": detector, "loss": loss, "metrics": metrics}
+        objects |= {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
+        self.save_hyperparameters(ignore=list(objects))
+        if "_instantiator" in self.hparams:  # LightningCLI: the hyperparameters are the config, which is plain already
+            self.save_hyperparameters()
+        else:
+            self.save_hyperparameters(describe({**self.hparams, **objects}))
+            # Lightning looks for an argument that equals the dict, and torchmetrics' metrics equal anything.
+            self._hparams_name = None
+        owner = type(self).__name__
+        self.detector = rebuild(owner, "detector", detector, nn.Module)
+        check_roi_heads(owner, "detector", getattr(self.detector, "roi_heads", self.detector))
+        loss = rebuild_optional(owner, "loss", loss, nn.Module)
+        if loss is not None:
+            self.detector.roi_heads = RankedRoIHeads(self.detector.roi_heads, loss)
+        self.optimizer = rebuild_factory(owner, "optimizer", optimizer, Optimizer)
+        self.lr_scheduler = lr_scheduler
+        if lr_scheduler is not None:
+            schedulers = (LRScheduler, ReduceLROnPlateau)
+            self.lr_scheduler = rebuild_factory(owner, "lr_scheduler", lr_scheduler, schedulers)
+        self.lr_scheduler_interval = check_choice(
+            owner, "lr_scheduler_interval", lr_scheduler_interval, ("epoch", "step")
+        )
+        self.lr_scheduler_frequency = check_integer(owner, "lr_scheduler_frequency", lr_scheduler_frequency, least=1)
+        self.lr_scheduler_monitor = lr_scheduler_monitor
+        self.num_classes = num_classes(self.detector)
+        self.metrics = rebuild_optional(owner, "metrics", metrics, Metric)
+        self.seed = seed_of_run(owner, seed)
+
+    @property
+    def loss(self) -> nn.Module | None:
+        """The loss of the box classifier; None for the cross entropy."""
+        heads = self.detector.roi_heads
+        if isinstance(heads, RankedRoIHeads):
+            return heads.loss
+        return None
+
+    def forward(self, images: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+        """Detections of each image: `boxes`, `scores` and `labels`."""
+        detections: list[dict[str, Tensor]] = self.detector(list(images))
+        return detections
+
+    def unpack_batch(self, batch: Any) -> tuple[list[Tensor], list[dict[str, Any]]]:
+        """Images and targets of a batch of the DataLoader. Override it if a batch is no such pair."""
+        images, targets = batch
+        return list(images), list(targets)
+
+    def configure_optimizers(self) -> Any:
+        """One optimizer over the trainable parameters, and its scheduler."""
+        optimizer = make_optimizer(self, None, self.optimizer, 1.0)
+        if self.lr_scheduler is None:
+            return optimizer
+        scheduler = {
+            "scheduler": self.lr_scheduler(optimizer),
+            "interval": self.lr_scheduler_interval,
+            "frequency": self.lr_scheduler_frequency,
+            "monitor": self.lr_scheduler_monitor,
+        }
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The sum of the detector's losses. All random choices are a function of (seed, epoch, batch, rank)."""
+        images, targets = self.unpack_batch(batch)
+        if self.num_classes is not None:
+            check_targets(type(self).__name__, images, targets, self.num_classes)
+        number = self.current_epoch * MAX_BATCHES + batch_idx
+        with step_random_state(self.seed, number, rank()):
+            losses: dict[str, Tensor] = self.detector(images, targets)
+        total = torch.stack(list(losses.values())).sum()
+        self.log("train/loss", total, prog_bar=True, batch_size=len(images))
+        for name, value in losses.items():
+            self.log(f"train/{name}", value, batch_size=len(images))
+        return total
+
+    def on_validation_epoch_start(self) -> None:
+        """Forget the images of the last evaluation."""
+        self._evaluation_metrics.reset()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """Detections, targets and images, for callbacks; the metrics are updated."""
+        images, targets = self.unpack_batch(batch)
+        detections = self(images)
+        self._evaluation_metrics.update(detections, targets)
+        return {"detections": detections, "targets": targets, "images": images}
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the metrics of the validation set."""
+        if not self.trainer.sanity_checking:
+            self._log_metrics("val")
+
+    def on_test_epoch_start(self) -> None:
+        """Forget the images of the last evaluation."""
+        self._evaluation_metrics.reset()
+
+    def test_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        """As `validation_step`."""
+        return self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        """Log the metrics of the test set, and the AP50 of each class."""
+        per_class = self._log_metrics("test").get("AP50_per_class", torch.zeros(0))
+        for name, value in zip(self.class_names(), per_class.tolist()):
+            self.log(f"test/AP50/{name}", value)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> list[dict[str, Tensor]]:
+        """Detections of a batch."""
+        images, _ = self.unpack_batch(batch)
+        return self(images)
+
+    def class_names(self) -> list[str]:
+        """Names of the classes, from the data module if it has `class_names`, else their labels."""
+        datamodule: Any = getattr(self.trainer, "datamodule", None)
+        names = getattr(datamodule, "class_names", None)
+        if names is None:
+            return [str(label) for label in range(1, 1 + (self.num_classes or 0))]
+        return list(names)
+
+    @property
+    def _evaluation_metrics(self) -> Metric:
+        """The metrics, made when they are first needed: training alone needs no backend."""
+        if self.metrics is None:
+            if self.num_classes is None:
+                raise ValueError(
+                    f"{type(self).__name__}: `metrics` must be given, since the detector's box classifier does not say "
+                    "how many classes it has; pass COCOMetrics(classes)."
+                )
+            self.metrics = COCOMetrics(self.num_classes).to(self.device)
+        return self.metrics
+
+    def _log_metrics(self, stage: str) -> Mapping[str, Tensor]:
+        """Compute the metrics and log the numbers, which all processes have."""
+        result: Mapping[str, Tensor] = self._evaluation_metrics.compute()
+        for name, value in result.items():
+            if value.ndim == 0:
+                self.log(f"{stage}/{name}", value, prog_bar=name == "AP50")
+        return result

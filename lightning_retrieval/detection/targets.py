@@ -1,0 +1,96 @@
+"""Targets of a detector's batch, checked before anything is computed from them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+
+def check_class_labels(owner: str, labels: Int[Tensor, " object"], lowest: int, highest: int) -> None:
+    """Raise unless all labels are from `lowest` to `highest`.
+
+    Args:
+        owner: prefix of the error message.
+        labels: of objects or RoIs.
+        lowest: 1 for objects, 0 where the background is a class.
+        highest: number of foreground classes.
+    """
+    wrong = labels[(labels < lowest) | (labels > highest)]
+    if len(wrong) > 0:
+        raise ValueError(
+            f"{owner}: `labels` must be from {lowest} to {highest}, got {int(wrong[0])}; 0 is the background, so the "
+            "detector needs one class more than there are classes of objects."
+        )
+
+
+def check_targets(owner: str, images: Sequence[Tensor], targets: Sequence[Mapping[str, Any]], classes: int) -> None:
+    """Raise unless each image has one target, with boxes inside of the image and labels from 1 to `classes`.
+
+    Args:
+        owner: prefix of error messages.
+        images: each (channels, height, width).
+        targets: a dict of `boxes` (objects, 4) and `labels` (objects,) for each image; both may be empty.
+        classes: number of classes of objects.
+    """
+    if len(images) != len(targets):
+        raise ValueError(f"{owner}: `targets` must be one for each image, got {len(targets)} for {len(images)} images.")
+    for number, (image, target) in enumerate(zip(images, targets)):
+        boxes, labels = _boxes_and_labels(owner, number, target)
+        check_class_labels(owner, labels, 1, classes)
+        height, width = image.shape[-2:]
+        _check_boxes(owner, f"image {_name(number, target)}", boxes, height, width)
+
+
+def num_classes(detector: nn.Module) -> int | None:
+    """Number of classes of objects that the box classifier of a detector tells apart; None if it does not say.
+
+    Args:
+        detector: of torchvision, or one with the same attributes.
+    """
+    heads = getattr(detector, "roi_heads", None)
+    classifier = getattr(getattr(heads, "box_predictor", None), "cls_score", None)
+    if not isinstance(classifier, nn.Linear):
+        return None
+    return classifier.out_features - 1
+
+
+def _boxes_and_labels(owner: str, number: int, target: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    missing = [name for name in ("boxes", "labels") if not isinstance(target.get(name), Tensor)]
+    if missing:
+        raise TypeError(
+            f"{owner}: `targets` must have tensors `boxes` and `labels`, lacks {missing} of image {number}."
+        )
+    boxes, labels = target["boxes"], target["labels"]
+    if boxes.ndim != 2 or boxes.shape[1] != 4 or labels.shape != boxes.shape[:1]:
+        raise ValueError(
+            f"{owner}: `targets` must have `boxes` of shape (objects, 4) and `labels` of shape (objects,), got "
+            f"{tuple(boxes.shape)} and {tuple(labels.shape)} of image {_name(number, target)}; boxes of no objects are "
+            "torch.zeros(0, 4)."
+        )
+    if not boxes.is_floating_point() or labels.dtype != torch.int64:
+        raise TypeError(
+            f"{owner}: `boxes` must be floating point and `labels` int64, got {boxes.dtype} and {labels.dtype}."
+        )
+    return boxes, labels
+
+
+def _check_boxes(owner: str, what: str, boxes: Float[Tensor, "object 4"], height: int, width: int) -> None:
+    left, top, right, bottom = boxes.unbind(1)
+    # Written so that NaN is wrong as well.
+    is_right = (left < right) & (top < bottom) & (left >= 0) & (top >= 0) & (right <= width) & (bottom <= height)
+    if bool(is_right.all()):
+        return
+    wrong = boxes[~is_right][0].tolist()
+    raise ValueError(
+        f"{owner}: `boxes` must be (left, top, right, bottom) with left < right and top < bottom inside of the image, "
+        f"got {wrong} in {what} of {width} x {height} pixels; correct or remove the box."
+    )
+
+
+def _name(number: int, target: Mapping[str, Any]) -> str:
+    """How messages call an image: by its id if it has one."""
+    if "image_id" in target:
+        return f"with image_id {int(target['image_id'])}"
+    return str(number)

@@ -1,0 +1,195 @@
+"""DetectionModule: what it logs, Trainer flags, checkpoints, exact resume, two processes, what it raises."""
+
+import copy
+import functools
+import math
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import nn
+from torchvision.models.detection.retinanet import RetinaNet
+
+from lightning_retrieval.detection import COCOMetrics, DetectionAPLoss, DetectionModule, TinyFasterRCNN
+from lightning_retrieval.detection.tiny import TinyPyramid
+from tests.lightning_retrieval.detection.scenes import NOTHING, SceneData, make_batch
+
+
+def tiny():
+    torch.manual_seed(0)
+    return TinyFasterRCNN(2, width=4, image_size=64, rois_per_image=8, score_thresh=0.3)
+
+
+def make_module(loss=None, **settings):
+    optimizer = functools.partial(torch.optim.SGD, lr=0.01)
+    return DetectionModule(tiny(), loss, **{"optimizer": optimizer, "seed": 3, **settings})
+
+
+def make_trainer(folder, **settings):
+    defaults = {"max_epochs": 2, "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    return pl.Trainer(default_root_dir=folder, **{**defaults, **quiet, **settings})
+
+
+def make_data():
+    return SceneData(batch_size=2, eval_batch_size=2, seed=5)
+
+
+class Losses(pl.Callback):
+    def __init__(self):
+        self.values = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.values.append(outputs["loss"].item())
+
+
+@pytest.mark.parametrize("loss", [None, DetectionAPLoss(batch_memory=2)])
+def test_it_trains_and_logs_metrics(loss, tmp_path):
+    module, data, losses = make_module(copy.deepcopy(loss)), make_data(), Losses()
+    trainer = make_trainer(tmp_path, callbacks=[losses])
+    before = copy.deepcopy(module.detector.state_dict())
+    trainer.fit(module, datamodule=data)
+    assert len(losses.values) == trainer.global_step == 8
+    logged = trainer.logged_metrics
+    parts = [value for name, value in logged.items() if name.startswith("train/loss_")]
+    assert sum(parts).item() == pytest.approx(logged["train/loss"].item(), rel=1e-5)
+    assert {"val/AP", "val/AP50"} <= logged.keys()
+    weight = "roi_heads.box_predictor.cls_score.weight"
+    assert not torch.equal(module.detector.state_dict()[weight], before[weight])
+    (tested,) = trainer.test(module, datamodule=data, verbose=False)
+    assert tested.keys() == {"test/AP", "test/AP50", "test/AP50/grey", "test/AP50/white"}
+    assert tested["test/AP50"] == pytest.approx((tested["test/AP50/grey"] + tested["test/AP50/white"]) / 2)
+    assert (module.loss is None) == (loss is None)
+
+
+def test_metrics_are_those_of_the_detections(tmp_path):
+    module, data = make_module(DetectionAPLoss()), make_data()
+    trainer = make_trainer(tmp_path)
+    trainer.fit(module, datamodule=data)
+    (tested,) = trainer.test(module, datamodule=data, verbose=False)
+    predicted = trainer.predict(module, datamodule=data)
+    metrics = COCOMetrics(2)
+    metrics.update([found for batch in predicted for found in batch], [data.test_set[i][1] for i in range(5)])
+    assert tested["test/AP"] == pytest.approx(metrics.compute()["AP"].item())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"gradient_clip_val": 0.1},
+        {"accumulate_grad_batches": 2},
+        {"precision": "bf16-mixed"},
+        {"fast_dev_run": True},
+        {"limit_train_batches": 2, "detect_anomaly": True, "val_check_interval": 1},
+        {"reload_dataloaders_every_n_epochs": 1, "deterministic": "warn"},
+    ],
+)
+def test_flags_of_automatic_optimization(flags, tmp_path):
+    losses = Losses()
+    trainer = make_trainer(tmp_path, callbacks=[losses], max_epochs=1, **flags)
+    trainer.fit(make_module(DetectionAPLoss()), datamodule=make_data())
+    torch.use_deterministic_algorithms(False)
+    assert trainer.state.finished
+    assert all(map(math.isfinite, losses.values))
+
+
+def test_a_killed_run_resumes_to_the_same_weights(tmp_path):
+    def run(folder, steps, resume=None):
+        checkpoint = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
+        losses = Losses()
+        trainer = make_trainer(
+            tmp_path, callbacks=[checkpoint, losses], max_epochs=-1, max_steps=steps, enable_checkpointing=True
+        )
+        scheduler = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=2)
+        module = make_module(DetectionAPLoss(batch_memory=3), lr_scheduler=scheduler, lr_scheduler_interval="step")
+        torch.manual_seed(len(str(folder)))  # the run must not depend on the global state
+        trainer.fit(module, datamodule=make_data(), ckpt_path=resume, weights_only=True)
+        return module, losses.values
+
+    whole, values = run(tmp_path / "whole", 7)
+    run(tmp_path / "first", 6)  # in the middle of the second epoch
+    (checkpoint,) = (tmp_path / "first").glob("*step=6.ckpt")
+    resumed, more = run(tmp_path / "second", 7, checkpoint)
+    assert more == values[6:]
+    expected, found = whole.state_dict(), resumed.state_dict()
+    memory = [key for key in expected if key.endswith("_extra_state")]
+    assert len(memory) == 1
+    for key in expected.keys() - {*memory}:
+        assert torch.equal(expected[key], found[key]), key
+    for one, other in zip(expected[memory[0]]["memory"], found[memory[0]]["memory"]):
+        assert all(map(torch.equal, one, other))
+
+
+def test_checkpoints_rebuild_the_module_from_plain_values(tmp_path):
+    module = make_module(DetectionAPLoss(weight=2.0, batch_memory=1), metrics=COCOMetrics(2))
+    trainer = make_trainer(tmp_path, max_epochs=1)
+    trainer.fit(module, datamodule=make_data())
+    trainer.save_checkpoint(tmp_path / "m.ckpt")
+    loaded = DetectionModule.load_from_checkpoint(tmp_path / "m.ckpt", weights_only=True)
+    assert loaded.loss.weight == 2.0
+    assert loaded.metrics.classes == 2
+    assert len(loaded.loss.map_loss.memory) == 1
+    images, _ = make_batch(range(3))
+    for one, other in zip(module.eval()(images), loaded.eval()(images)):
+        assert torch.equal(one["boxes"], other["boxes"])
+    damaged = bytearray((tmp_path / "m.ckpt").read_bytes())
+    damaged[len(damaged) // 2] ^= 255
+    (tmp_path / "damaged.ckpt").write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"^DetectionModule: the checkpoint .* is damaged"):
+        DetectionModule.load_from_checkpoint(tmp_path / "damaged.ckpt")
+
+
+class Frozen(DetectionModule):
+    """The layers before the classifier keep the running statistics, which processes see different images of."""
+
+    def training_step(self, batch, batch_idx):
+        for layer in self.detector.modules():
+            if isinstance(layer, nn.BatchNorm2d):
+                layer.eval()
+        return super().training_step(batch, batch_idx)
+
+
+def fit_in_each_process(rank, world_size, folder):
+    """Weights, memory and metrics after a run, whose validation set has an odd number of images."""
+    module = Frozen(tiny(), DetectionAPLoss(batch_memory=2), optimizer=functools.partial(torch.optim.SGD, lr=0.01))
+    trainer = make_trainer(folder, max_epochs=2, devices=world_size, strategy="ddp", max_steps=3)
+    trainer.fit(module, datamodule=make_data())
+    weights = [parameter.detach().clone() for parameter in module.detector.parameters()]
+    memory = [past for past, _ in module.loss.map_loss.memory]
+    (tested,) = trainer.test(module, datamodule=make_data(), verbose=False)
+    return weights, memory, tested
+
+
+@pytest.mark.slow
+def test_processes_share_lists_memory_and_metrics(run_processes, tmp_path):
+    first, second = run_processes(fit_in_each_process, 2, tmp_path, backend=None, timeout=300)
+    for one, other in zip(first[0] + first[1], second[0] + second[1]):
+        assert torch.equal(one, other)
+    assert [len(past) for past in first[1]] == [16, 16]  # two images of eight regions, one on each process
+    assert first[2] == second[2]
+
+
+def test_images_without_objects_train_on(tmp_path):
+    module = make_module(DetectionAPLoss())
+    module.log = lambda *_, **__: None
+    module._trainer = type("T", (), {"current_epoch": 0})()
+    images, targets = make_batch(range(2))
+    for batch in ((images, [NOTHING, targets[1]]), (images, [NOTHING, NOTHING])):
+        loss = module.training_step(batch, 0)
+        assert math.isfinite(loss.item())
+        loss.backward()
+
+
+@pytest.mark.refusal
+def test_what_is_invalid(tmp_path):
+    with pytest.raises(TypeError, match=r"^DetectionModule: `detector` must be RoI heads .* got RetinaNet, which"):
+        DetectionModule(RetinaNet(TinyPyramid(4), 3))
+    with pytest.raises(TypeError, match=r"^DetectionModule: `loss` must be a torch.nn.modules.module.Module, got int"):
+        DetectionModule(tiny(), 3)
+    module = make_module()
+    module._trainer = type("T", (), {"current_epoch": 0})()
+    with pytest.raises(ValueError, match=r"^DetectionModule: `boxes` must be .* in image with image_id 4"):
+        module.training_step(make_batch([4], boxes=torch.tensor([[3.0, 3.0, 3.0, 9.0]])), 0)
+    with pytest.raises(ValueError, match=r"^DetectionModule: `labels` must be from 1 to 2, got 5"):
+        module.training_step(make_batch([4], labels=torch.tensor([5])), 0)

@@ -1,0 +1,49 @@
+"""The small detector: its shapes, its settings, and that it learns."""
+
+import pytest
+import torch
+
+from lightning_retrieval.detection import TinyFasterRCNN
+from lightning_retrieval.detection.tiny import TinyPyramid
+from tests.lightning_retrieval.detection.scenes import make_batch
+
+
+def test_strides_are_4_and_8():
+    maps = TinyPyramid(4)(torch.rand(2, 3, 64, 96))
+    assert {name: tuple(map_.shape) for name, map_ in maps.items()} == {"0": (2, 32, 16, 24), "1": (2, 32, 8, 12)}
+
+
+def test_it_learns():
+    torch.manual_seed(0)
+    detector = TinyFasterRCNN(2, width=4, image_size=64, rois_per_image=8)
+    optimizer = torch.optim.AdamW(detector.parameters(), 3e-3)
+    totals = []
+    for step in range(30):
+        loss = sum(detector(*make_batch(range(4 * (step % 2), 4 * (step % 2) + 4))).values())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        totals.append(loss.item())
+    assert sum(totals[-5:]) < 0.7 * sum(totals[:5])
+
+
+def test_settings_reach_torchvision():
+    detector = TinyFasterRCNN(7, rois_per_image=9, score_thresh=0.2, detections_per_image=3)
+    assert detector.roi_heads.box_predictor.cls_score.out_features == 8
+    assert detector.roi_heads.fg_bg_sampler.batch_size_per_image == 9
+    assert (detector.roi_heads.score_thresh, detector.roi_heads.detections_per_img) == (0.2, 3)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("error", "match", "arguments"),
+    [
+        (ValueError, "`num_classes` must be an integer >= 1.*, got 0", {"num_classes": 0}),
+        (ValueError, "`image_size` must be an integer >= 32.*, got 8", {"num_classes": 2, "image_size": 8}),
+        (TypeError, "`width` must be an integer", {"num_classes": 2, "width": 1.5}),
+        (ValueError, "`score_thresh` must be a finite number >= 0, got -1", {"num_classes": 2, "score_thresh": -1}),
+    ],
+)
+def test_invalid_settings(error, match, arguments):
+    with pytest.raises(error, match=f"^TinyFasterRCNN: {match}"):
+        TinyFasterRCNN(**arguments)
