@@ -6,7 +6,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -15,7 +15,7 @@ from lightning_retrieval.callbacks.evaluation_loop import batches_on_device
 from lightning_retrieval.callbacks.loaders import loader_list
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.distributed import gather_rows, rank, world_size
-from lightning_retrieval.models.whitening import PCAWhitening
+from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.training.module import RetrievalModule
 
 
@@ -50,7 +50,9 @@ class LearnWhitening(pl.Callback):
         Each time, the images are embedded once, and every process holds all their embeddings.
 
     Relations:
-        `PCAWhitening.fit` learns a whitening from given embeddings, also from those of another data set.
+        `PCAWhitening.fit` and `SupervisedWhitening.fit` learn a whitening from given embeddings, also from those of
+        another data set. A `SupervisedWhitening` pairs the images by their labels, so `images` must be large enough for
+        several of a class: the chosen images are spread over the data set.
     """
 
     def __init__(self, images: int = 20_000) -> None:
@@ -94,10 +96,11 @@ class LearnWhitening(pl.Callback):
         chosen = torch.arange(count) * len(dataset) // count
         own_shard = chosen.tensor_split(world_size())[rank()]
         loader = _create_loader(dataset, own_shard.tolist(), loader_list(loaders)[0])
-        whitening.fit(gather_rows(_embed(trainer, pl_module, loader)))
+        rows, labels = _embed(trainer, pl_module, loader)
+        whitening.fit(gather_rows(rows), gather_rows(labels))
 
 
-def _whitening(pl_module: pl.LightningModule) -> PCAWhitening:
+def _whitening(pl_module: pl.LightningModule) -> Whitening:
     whitening = pl_module.whitening if isinstance(pl_module, RetrievalModule) else None
     if whitening is None:
         raise ValueError(
@@ -139,13 +142,18 @@ def _create_loader(dataset: Any, indices: list[int], evaluation_loader: Any) -> 
     )
 
 
-def _embed(trainer: pl.Trainer, pl_module: RetrievalModule, loader: Any) -> Float[Tensor, "row dim"]:
-    """Return the embeddings of this process's images, in float32 or float64."""
-    embeddings = []
+def _embed(
+    trainer: pl.Trainer, pl_module: RetrievalModule, loader: Any
+) -> tuple[Float[Tensor, "row dim"], Int[Tensor, "row ..."]]:
+    """Return the embeddings of this process's images, in float32 or float64, and their labels."""
+    embeddings, labels = [], []
     with trainer.precision_plugin.val_step_context():
         for batch in batches_on_device(trainer, loader, "Learning whitening"):
-            rows = pl_module.embed(pl_module.unpack_batch(batch)[0], whiten=False)
+            images, labels_of_batch, _ = pl_module.unpack_batch(batch)
+            rows = pl_module.embed(images, whiten=False)
             if isinstance(batch, dict) and "roles" in batch:
-                rows = rows[batch["roles"] > 0]  # placeholders of images that cannot be read have role 0
+                is_image = batch["roles"] > 0  # placeholders of images that cannot be read have role 0
+                rows, labels_of_batch = rows[is_image], labels_of_batch[is_image]
             embeddings.append(rows.to(torch.promote_types(rows.dtype, torch.float32)))
-    return torch.cat(embeddings)
+            labels.append(labels_of_batch)
+    return torch.cat(embeddings), torch.cat(labels)

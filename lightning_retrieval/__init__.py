@@ -33,6 +33,7 @@ MODULES = {
     "RetrievalModule": "training.module",
     "SmoothAPLoss": "losses",
     "SupAPLoss": "losses",
+    "SupervisedWhitening": "models",
     "WeightedSum": "losses",
     "blackbox_rank": "losses",
     "chunked_backward": "training.chunked",
@@ -59,6 +60,7 @@ if TYPE_CHECKING:  # type checkers export what is imported `as` itself; a comput
     from lightning_retrieval.metrics import RetrievalMetrics as RetrievalMetrics
     from lightning_retrieval.models import Embedder as Embedder
     from lightning_retrieval.models import PCAWhitening as PCAWhitening
+    from lightning_retrieval.models import SupervisedWhitening as SupervisedWhitening
     from lightning_retrieval.models.multi_scale import multi_scale as multi_scale
     from lightning_retrieval.ranking.expansion import DatabaseAugmentation as DatabaseAugmentation
     from lightning_retrieval.ranking.expansion import QueryExpansion as QueryExpansion

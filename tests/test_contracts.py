@@ -37,7 +37,7 @@ from lightning_retrieval.detection import (
 )
 from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss, SupAPLoss
 from lightning_retrieval.metrics import EmbeddingMetric
-from lightning_retrieval.models.whitening import PCAWhitening
+from lightning_retrieval.models.whitening import PCAWhitening, Whitening
 from tests.test_surface import public_objects
 
 TRANSFORM = reference_transform("plain", train=False)
@@ -113,6 +113,7 @@ TABLE = {
     ),
     # lightning_retrieval.ranking.expansion
     "PCAWhitening": Entry({"dim": 3, "power": 0.25}, not_moved={"learned": FOLLOWS_INPUT}),
+    "SupervisedWhitening": Entry({"dim": 3, "pairs_per_image": 2}, not_moved={"learned": FOLLOWS_INPUT}),
     "QueryExpansion": Entry({"alpha": 3.0, "k": 5}),
     "DatabaseAugmentation": Entry({"alpha": 3.0, "k": 5}),
     "multi_scale": Entry(without=ONLY_CALLED),
@@ -464,8 +465,8 @@ def use(module, dtype=torch.float32):
         while len(module) == 0:  # it stores nothing before `start_step`
             module.update(embeddings, labels, ids=torch.arange(12))
         return module.references(embeddings, labels, ids=torch.arange(12, 24))
-    if isinstance(module, PCAWhitening) and module.learned is None:
-        module.fit(embeddings)
+    if isinstance(module, Whitening) and module.learned is None:
+        module.fit(embeddings, labels)
     first, *others = inspect.signature(module.forward).parameters
     if first == "scores":
         return module(embeddings, embeddings > 0)
@@ -473,7 +474,7 @@ def use(module, dtype=torch.float32):
         return module(embeddings, labels)
     if "labels" in others:
         return module(embeddings, labels)
-    if isinstance(module, (PCAWhitening, RetrievalModule)):
+    if isinstance(module, (Whitening, RetrievalModule)):
         return module(embeddings)
     channels = 1 if isinstance(module, Embedder) else 3
     return module(torch.rand(2, channels, 32, 32, dtype=dtype))

@@ -9,10 +9,17 @@ divides by the standard deviation, 0.25 by its square root, and 0 only rotates.
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_embeddings, check_finite, check_integer, check_matrix, check_not_negative
+from lightning_retrieval.checks import (
+    check_embeddings,
+    check_finite,
+    check_integer,
+    check_labels,
+    check_matrix,
+    check_not_negative,
+)
 from lightning_retrieval.ranking.float64 import float64_device
 from lightning_retrieval.ranking.similarity import normalize
 
@@ -35,16 +42,33 @@ def principal_components(embeddings: Float[Tensor, "batch from_dim"], dim: int) 
     """
     embeddings = embeddings.to(float64_device(embeddings.device))
     mean = embeddings.mean(0, dtype=torch.float64)
+    variances, components = top_directions(covariance_about(embeddings, mean), dim)
+    return PrincipalComponents(mean, with_positive_largest_entry(components), variances)
+
+
+def covariance_about(
+    rows: Float[Tensor, "row from_dim"], mean: Float[Tensor, " from_dim"]
+) -> Float[Tensor, "from_dim from_dim"]:
+    """The mean square of the rows about `mean`, with the divisor n - 1, in float64 and block by block."""
     scatter = mean.new_zeros(len(mean), len(mean))
-    for block in embeddings.split(_FIT_ROWS):
+    for block in rows.split(_FIT_ROWS):
         centred = block.double() - mean
         scatter.addmm_(centred.T, centred)
-    covariance = scatter / (len(embeddings) - 1)
+    return scatter / (len(rows) - 1)
+
+
+def top_directions(
+    covariance: Float[Tensor, "from_dim from_dim"], dim: int
+) -> tuple[Float[Tensor, " dim"], Float[Tensor, "dim from_dim"]]:
+    """The `dim` largest variances in descending order, and the directions along which they are."""
     eigenvalues, eigenvectors = torch.linalg.eigh(covariance)  # in ascending order
-    variances = eigenvalues[-dim:].flip(0).clamp(min=0)
-    components = eigenvectors[:, -dim:].T.flip(0)  # (dim, from_dim)
+    return eigenvalues[-dim:].flip(0).clamp(min=0), eigenvectors[:, -dim:].T.flip(0)
+
+
+def with_positive_largest_entry(components: Float[Tensor, "dim from_dim"]) -> Float[Tensor, "dim from_dim"]:
+    """Each row or its opposite, whichever has a positive largest entry, so that all machines agree."""
     largest_entry = components.gather(1, components.abs().argmax(1, keepdim=True))  # (dim, 1)
-    return PrincipalComponents(mean, components * largest_entry.sign(), variances)
+    return components * largest_entry.sign()
 
 
 def whiten(
@@ -57,7 +81,93 @@ def whiten(
         return normalize((x - mean) @ components.T / variances**power)
 
 
-class PCAWhitening(nn.Module):
+class Whitening(nn.Module):
+    """Base class of whitenings, which are learned from one set of embeddings and applied to others.
+
+    A subclass implements `fit`, which sets `learned`. `RetrievalModule` and `LearnWhitening` accept every whitening.
+    The state is part of `state_dict()`, but not a buffer, so that DDP does not broadcast it at each step and half
+    precision does not round it; it can be loaded without knowing its size in advance.
+
+    Args:
+        dim: number of directions to keep, >= 1: the first ones. If None, all.
+        power: exponent of the variance by which each direction is divided.
+    """
+
+    def __init__(self, dim: int | None, power: float) -> None:
+        super().__init__()
+        if dim is not None:
+            check_integer(type(self).__name__, "dim", dim, least=1)
+        self.dim = dim
+        self.power = power
+        self.learned: PrincipalComponents | None = None
+
+    def fit(
+        self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
+    ) -> "Whitening":
+        """Learn from these rows; returns itself.
+
+        Args:
+            embeddings: one row per image, of the kind that will be whitened.
+            labels: of the images, for whitenings that need them.
+        """
+        raise NotImplementedError
+
+    def forward(self, embeddings: Float[Tensor, "batch from_dim"]) -> Float[Tensor, "batch dim"]:
+        """Whitened unit rows, in float32 or better, also under autocast.
+
+        Args:
+            embeddings: one row per image. A row with NaN or infinities becomes NaN, so that metrics and indexes, which
+                know the ids, can name it in their error.
+        """
+        owner = type(self).__name__
+        check_matrix(owner, "embeddings", embeddings)
+        if self.learned is None:
+            raise ValueError(
+                f"{owner}: nothing has been learned yet; call fit with embeddings of other images, or load a "
+                "checkpoint of a fitted whitening."
+            )
+        if embeddings.shape[1] != len(self.learned.mean):
+            raise ValueError(
+                f"{owner}: `embeddings` must have the dimension of those it was learned from, "
+                f"{len(self.learned.mean)}, got {embeddings.shape[1]}."
+            )
+        if self.learned.mean.device != embeddings.device:
+            self.learned = PrincipalComponents(*(part.to(embeddings.device) for part in self.learned))
+        return whiten(embeddings, self.learned, self.power)
+
+    def get_extra_state(self) -> Any:
+        """What was learned, for checkpoints."""
+        if self.learned is None:
+            return None
+        return self.learned._asdict()
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restore what was learned from a checkpoint; if it has more directions than `dim`, the first ones."""
+        if state is None:
+            self.learned = None
+            return
+        for part in PrincipalComponents._fields:
+            check_finite(type(self).__name__, f"state['{part}']", state[part])
+        found = len(state["components"])
+        if self.dim is not None and found < self.dim:
+            raise ValueError(
+                f"{type(self).__name__}: `dim` must be at most the number of directions in the checkpoint, {found}, "
+                f"got {self.dim}; set it to at most {found}, or fit again."
+            )
+        self.learned = PrincipalComponents(
+            mean=state["mean"].clone(),
+            components=state["components"][: self.dim].clone(),
+            variances=state["variances"][: self.dim].clone(),
+        )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: Any
+    ) -> None:
+        """Load, also from a checkpoint of a model without whitening, which is then to be learned."""
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, False, *lists)
+
+
+class PCAWhitening(Whitening):
     """Centres, rotates and scales embeddings so that all principal directions have equal variance, and normalises them.
 
     It is learned from one set of embeddings by `fit` and applied to others. The result (`learned`: mean, components and
@@ -89,7 +199,7 @@ class PCAWhitening(nn.Module):
         `RetrievalModule(whitening=...)` applies it in evaluation and prediction, and
         `lightning_retrieval.callbacks.LearnWhitening` fits it to training images before each validation. Its state is
         part of `state_dict()`, but not a buffer, so that DDP does not broadcast it at each step and half precision does
-        not round it.
+        not round it. `SupervisedWhitening` learns from matching pairs instead.
 
     Source:
         Jegou and Chum, ECCV 2012; Revaud et al., ICCV 2019, whose code uses the power 0.25 in evaluation and 0.5
@@ -97,22 +207,22 @@ class PCAWhitening(nn.Module):
     """
 
     def __init__(self, dim: int | None = None, power: float = 0.5) -> None:
-        super().__init__()
-        if dim is not None:
-            check_integer("PCAWhitening", "dim", dim, least=1)
-        self.dim = dim
-        self.power = check_not_negative("PCAWhitening", "power", power, most=1)
-        self.learned: PrincipalComponents | None = None
+        super().__init__(dim, check_not_negative("PCAWhitening", "power", power, most=1))
 
     @torch.inference_mode(False)  # what is learned in an evaluation may be used in training too
     @torch.no_grad()
-    def fit(self, embeddings: Float[Tensor, "batch dim"]) -> "PCAWhitening":
+    def fit(
+        self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
+    ) -> "PCAWhitening":
         """Learn the mean, directions and variances of these rows, in float64; returns itself.
 
         Args:
             embeddings: one row per image, of the kind that will be whitened; more rows than directions that are kept.
+            labels: not needed, so only checked; other whitenings need them.
         """
         check_embeddings("PCAWhitening", "embeddings", embeddings)
+        if labels is not None:
+            check_labels("PCAWhitening", "labels", labels, len(embeddings), "embeddings", device=embeddings.device)
         from_dim = embeddings.shape[1]
         dim = self.dim or from_dim
         self._check_size(len(embeddings), from_dim, dim)
@@ -122,53 +232,6 @@ class PCAWhitening(nn.Module):
             _check_variances(found.variances, from_dim, dtype)
         self.learned = PrincipalComponents(*(part.to(dtype).to(embeddings.device) for part in found))
         return self
-
-    def forward(self, embeddings: Float[Tensor, "batch from_dim"]) -> Float[Tensor, "batch dim"]:
-        """Whitened unit rows, in float32 or better, also under autocast.
-
-        Args:
-            embeddings: one row per image. A row with NaN or infinities becomes NaN, so that metrics and indexes, which
-                know the ids, can name it in their error.
-        """
-        check_matrix("PCAWhitening", "embeddings", embeddings)
-        if self.learned is None:
-            raise ValueError(
-                "PCAWhitening: nothing has been learned yet; call fit with embeddings of other images, or load a "
-                "checkpoint of a fitted whitening."
-            )
-        if embeddings.shape[1] != len(self.learned.mean):
-            raise ValueError(
-                f"PCAWhitening: `embeddings` must have the dimension of those it was learned from, "
-                f"{len(self.learned.mean)}, got {embeddings.shape[1]}."
-            )
-        if self.learned.mean.device != embeddings.device:
-            self.learned = PrincipalComponents(*(part.to(embeddings.device) for part in self.learned))
-        return whiten(embeddings, self.learned, self.power)
-
-    def get_extra_state(self) -> Any:
-        """What was learned, for checkpoints."""
-        if self.learned is None:
-            return None
-        return self.learned._asdict()
-
-    def set_extra_state(self, state: Any) -> None:
-        """Restore what was learned from a checkpoint; if it has more directions than `dim`, the first ones."""
-        if state is None:
-            self.learned = None
-            return
-        for part in PrincipalComponents._fields:
-            check_finite("PCAWhitening", f"state['{part}']", state[part])
-        found = len(state["components"])
-        if self.dim is not None and found < self.dim:
-            raise ValueError(
-                f"PCAWhitening: `dim` must be at most the number of directions in the checkpoint, {found}, got "
-                f"{self.dim}; set it to at most {found}, or fit again."
-            )
-        self.learned = PrincipalComponents(
-            mean=state["mean"].clone(),
-            components=state["components"][: self.dim].clone(),
-            variances=state["variances"][: self.dim].clone(),
-        )
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, power={self.power}"
@@ -186,18 +249,17 @@ class PCAWhitening(nn.Module):
                 f"{rows}; give more rows, or a smaller dim."
             )
 
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *lists: Any
-    ) -> None:
-        """Load, also from a checkpoint of a model without whitening, which is then to be learned."""
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, False, *lists)
+
+def count_varying(variances: Float[Tensor, " dim"], dtype: torch.dtype, from_dim: int | None = None) -> int:
+    """The number of variances, in descending order, that are more than rounding error of rows in `dtype`."""
+    relative = max(torch.finfo(dtype).eps ** 2, torch.finfo(torch.float64).eps)
+    rounding = relative * (from_dim or len(variances)) * float(variances[0])
+    return int((variances > rounding).sum())
 
 
 def _check_variances(variances: Float[Tensor, " dim"], from_dim: int, dtype: torch.dtype) -> None:
     """Raise if a variance is only rounding error, of the rows in `dtype` or of the covariance in float64."""
-    relative = max(torch.finfo(dtype).eps ** 2, torch.finfo(torch.float64).eps)
-    rounding = relative * from_dim * float(variances[0])
-    varying = int((variances > rounding).sum())
+    varying = count_varying(variances, dtype, from_dim)
     if varying == len(variances):
         return
     cure = f"set dim to at most {varying}, or power=0"

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_retrieval.checks import check_bool, check_choice, check_integer, check_positive
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
-from lightning_retrieval.models.whitening import PCAWhitening
+from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.training.batches import Unpacked, unpack
 from lightning_retrieval.training.chunk_size_search import ChunkSizeSearch
 from lightning_retrieval.training.chunked import chunked_backward
@@ -67,8 +67,8 @@ class RetrievalModule(ManualTraining):
         eval_scales: factors of the image size at which images are embedded in evaluation and prediction, and averaged
             (`multi_scale`); a single 1 leaves embeddings as `forward` returns them.
         eval_scales_pooling: how the embeddings of the scales are combined: `"mean"`, or `"gem"` as in AP-GeM's code.
-        whitening: applied in evaluation and prediction once it is fitted, by its `fit` or by the callback
-            `LearnWhitening`.
+        whitening: a `PCAWhitening` or `SupervisedWhitening`, applied in evaluation and prediction once it is fitted, by
+            its `fit` or by the callback `LearnWhitening`.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -105,7 +105,7 @@ class RetrievalModule(ManualTraining):
         gather: bool = True,
         eval_scales: Sequence[float] = (1.0,),
         eval_scales_pooling: Literal["mean", "gem"] = "mean",
-        whitening: PCAWhitening | None = None,
+        whitening: Whitening | None = None,
     ) -> None:
         super().__init__()
         modules = {"embedder": embedder, "loss": loss, "memory": memory, "whitening": whitening}
@@ -131,7 +131,7 @@ class RetrievalModule(ManualTraining):
         self.memory = rebuild_optional(owner, "memory", memory, CrossBatchMemory)
         check_memory(owner, self.loss, self.memory, memory_weight)
         self.memory_weight = memory_weight
-        self.whitening = rebuild_optional(owner, "whitening", whitening, PCAWhitening)
+        self.whitening = rebuild_optional(owner, "whitening", whitening, Whitening)
         self.eval_scales = check_scales(owner, "eval_scales", eval_scales)
         self.eval_scales_pooling = check_choice(owner, "eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING))
         self.chunk_size: int | Literal["auto"] | None = check_chunk_size(owner, chunk_size)

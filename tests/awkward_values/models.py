@@ -4,7 +4,16 @@ import torch
 from torch import nn
 
 from lightning_retrieval import multi_scale
-from lightning_retrieval.models import Embedder, GeM, GlobalAvgPool, GlobalMaxPool, GlyphNet, PCAWhitening, gem
+from lightning_retrieval.models import (
+    Embedder,
+    GeM,
+    GlobalAvgPool,
+    GlobalMaxPool,
+    GlyphNet,
+    PCAWhitening,
+    SupervisedWhitening,
+    gem,
+)
 from tests.awkward_values.calls import Call
 
 
@@ -71,8 +80,8 @@ CALLS = {
         Call("PCAWhitening", PCAWhitening, lambda: {"dim": 2, "power": 0.5}, use=lambda pca: pca.fit(rows())(rows())),
         Call(
             "PCAWhitening",
-            lambda embeddings: PCAWhitening().fit(embeddings)(rows()),
-            lambda: {"embeddings": rows()},
+            lambda embeddings, labels: PCAWhitening().fit(embeddings, labels)(rows()),
+            lambda: {"embeddings": rows(), "labels": torch.tensor([7, 7, 3, 3])},
             signature=PCAWhitening.fit,
         ),
         Call(
@@ -80,6 +89,27 @@ CALLS = {
             PCAWhitening().fit(rows()),
             lambda: {"embeddings": rows()},
             signature=PCAWhitening.forward,
+            maps=True,
+        ),
+    ],
+    "SupervisedWhitening": [
+        Call(
+            "SupervisedWhitening",
+            SupervisedWhitening,
+            lambda: {"dim": 2, "pairs_per_image": 2},
+            use=lambda whitening: whitening.fit(rows(), torch.tensor([7, 7, 3, 3]))(rows()),
+        ),
+        Call(
+            "SupervisedWhitening",
+            lambda embeddings, labels: SupervisedWhitening().fit(embeddings, labels)(rows()),
+            lambda: {"embeddings": rows(), "labels": torch.tensor([7, 7, 3, 3])},
+            signature=SupervisedWhitening.fit,
+        ),
+        Call(
+            "SupervisedWhitening",
+            SupervisedWhitening().fit(rows(), torch.tensor([7, 7, 3, 3])),
+            lambda: {"embeddings": rows()},
+            signature=SupervisedWhitening.forward,
             maps=True,
         ),
     ],

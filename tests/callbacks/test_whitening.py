@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
-from lightning_retrieval import PCAWhitening, RetrievalMetrics, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import PCAWhitening, RetrievalMetrics, RetrievalModule, SmoothAPLoss, SupervisedWhitening
 from lightning_retrieval.callbacks import LearnWhitening, RetrievalEvaluation
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import Glyphs, ImageFolder
@@ -121,6 +121,23 @@ def test_each_checkpoint_contains_the_whitening_of_its_weights(tmp_path, root):
     assert run.callback_metrics["val/mAP"].item() == pytest.approx(metrics.compute()["mAP"].item())
 
 
+def test_a_supervised_whitening_learns_from_the_labels_of_the_training_images(tmp_path, root):
+    model = module(whitening=SupervisedWhitening(dim=3, pairs_per_image=2))
+    callbacks = [RetrievalEvaluation(ks=(1,)), LearnWhitening()]
+    run = trainer(tmp_path, *callbacks, enable_checkpointing=True)
+    run.fit(model, datamodule=folder_data(root))
+    run.save_checkpoint(tmp_path / "model.ckpt", weights_only=True)
+    loaded = RetrievalModule.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True, strict=True)
+    labels = torch.tensor([label for label, size in enumerate((4, 5, 4, 5, 4, 5)) for _ in range(size)])
+    fresh = SupervisedWhitening(dim=3, pairs_per_image=2)
+    fresh.fit(by_hand(loaded, root, "train", whiten=False), labels)
+    assert loaded.whitening.pairs_per_image == 2
+    assert_same(loaded.whitening.learned, fresh.learned)
+    metrics = RetrievalMetrics()
+    metrics.update(fresh(by_hand(loaded, root, "test", whiten=False)), torch.arange(12) // 4)
+    assert run.callback_metrics["val/mAP"].item() == pytest.approx(metrics.compute()["mAP"].item(), abs=1e-6)
+
+
 def test_sanity_check_is_not_whitened(tmp_path, root):
     class Watch(pl.Callback):
         def on_sanity_check_end(self, trainer, pl_module):
@@ -205,11 +222,12 @@ def test_fit_without_validation_gives_a_warning(tmp_path, root):
         run.fit(module(), datamodule=folder_data(root))
 
 
-def fit_on_rank(rank, world_size, root, folder):
-    """One process of the fit below; returns the whitening that it has learned."""
+def fit_on_rank(rank, world_size, root, folder, supervised=False):
+    """One process of the fits below; returns the whitening that it has learned."""
     warnings.simplefilter("ignore")
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
-    run, model = trainer(folder, LearnWhitening(images=26), devices=world_size), module()
+    whitening = SupervisedWhitening(dim=3) if supervised else PCAWhitening(dim=3)
+    run, model = trainer(folder, LearnWhitening(images=26), devices=world_size), module(whitening=whitening)
     run.fit(model, datamodule=folder_data(root))
     run.save_checkpoint(folder / "model.ckpt", weights_only=True)
     return [part.tolist() for part in model.whitening.learned]
@@ -223,6 +241,18 @@ def test_two_processes_learn_the_same(tmp_path, root, run_processes):
     loaded = RetrievalModule.load_from_checkpoint(tmp_path / "model.ckpt", embedder=Dots(), weights_only=True)
     rows = by_hand(loaded, root, "train", whiten=False)[[i * 27 // 26 for i in range(26)]]
     assert_same(loaded.whitening.learned, PCAWhitening(dim=3).fit(rows).learned)
+
+
+@pytest.mark.slow
+def test_two_processes_learn_the_same_from_pairs(tmp_path, root, run_processes):
+    """The images of a pair may be on different processes."""
+    learned = run_processes(fit_on_rank, 2, root, tmp_path, True)
+    assert learned[0] == learned[1]
+    loaded = RetrievalModule.load_from_checkpoint(tmp_path / "model.ckpt", embedder=Dots(), weights_only=True)
+    chosen = [i * 27 // 26 for i in range(26)]
+    labels = torch.tensor([label for label, size in enumerate((4, 5, 4, 5, 4, 5)) for _ in range(size)])
+    fresh = SupervisedWhitening(dim=3).fit(by_hand(loaded, root, "train", whiten=False)[chosen], labels[chosen])
+    assert_same(loaded.whitening.learned, fresh.learned)
 
 
 @pytest.mark.slow

@@ -1,0 +1,174 @@
+"""Supervised whitening of embeddings from matching pairs, the "learned whitening" of cirtorch.
+
+    f = P (x - m), normalised, with P = V^T L^-1
+
+    m      mean of the queries q of the matching pairs (q, p)
+    L      Cholesky factor, S = L L^T, of the mean S of (q - p) (q - p)^T over the pairs
+    V      eigenvectors of the covariance about 0 of L^-1 (x - m) over all rows x, the largest eigenvalue first
+
+L^-1 shrinks the directions in which images of one class differ, and V^T turns the result, so that the first rows of P
+keep most of its variance: the first `dim` of them reduce the dimension. Where S is singular the official code adds
+multiples of the identity until it is not; here that is an error, because the directions without any difference would
+outweigh all others.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lightning_retrieval.checks import check_embeddings, check_integer, check_labels
+from lightning_retrieval.models.whitening import (
+    PrincipalComponents,
+    Whitening,
+    count_varying,
+    covariance_about,
+    top_directions,
+    with_positive_largest_entry,
+)
+from lightning_retrieval.ranking.float64 import float64_device
+from lightning_retrieval.ranking.labels import finest
+
+_FIT_PAIRS = 8192  # pairs that are converted to float64 at a time
+
+
+def matching_pairs(labels: Int[Tensor, " row"], pairs_per_image: int) -> Int[Tensor, "pair 2"]:
+    """The rows of the pairs: each image with the next `pairs_per_image` images of its class, in a circle.
+
+    The order of a class is that of its rows, so the pairs are always the same. In a class with fewer images each is
+    paired with all others; an image that is alone has no pair.
+    """
+    if len(labels) == 0:
+        return torch.empty(0, 2, dtype=torch.int64, device=labels.device)
+    by_class = labels.argsort(stable=True)
+    _, class_of_row, sizes = torch.unique_consecutive(labels[by_class], return_inverse=True, return_counts=True)
+    start = (sizes.cumsum(0) - sizes)[class_of_row]
+    size = sizes[class_of_row]
+    place = torch.arange(len(labels), device=labels.device) - start
+    pairs = [torch.empty(0, 2, dtype=torch.int64, device=labels.device)]
+    for step in range(1, min(pairs_per_image, int(sizes.max()) - 1) + 1):
+        partner = start + (place + step) % size
+        pairs_of_step = torch.stack([by_class, by_class[partner]], 1)
+        pairs.append(pairs_of_step[step < size])
+    return torch.cat(pairs)
+
+
+def pair_statistics(
+    rows: Float[Tensor, "row from_dim"], pairs: Int[Tensor, "pair 2"]
+) -> tuple[Float[Tensor, " from_dim"], Float[Tensor, "from_dim from_dim"]]:
+    """The mean of the pairs' first rows (m), and the mean of (q - p) (q - p)^T (S), in float64 and block by block."""
+    m = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+    S = m.new_zeros(len(m), len(m))
+    for block in pairs.split(_FIT_PAIRS):
+        query, partner = rows[block[:, 0]].double(), rows[block[:, 1]].double()
+        m += query.sum(0)
+        S.addmm_((query - partner).T, query - partner)
+    return m / len(pairs), S / len(pairs)
+
+
+def whitening_of_pairs(
+    rows: Float[Tensor, "row from_dim"], m: Float[Tensor, " from_dim"], S: Float[Tensor, "from_dim from_dim"], dim: int
+) -> PrincipalComponents:
+    """m, the first `dim` rows of P, and the variances along them.
+
+    Of a row of P and its opposite, both of which are valid, the one with a positive largest entry is returned.
+    """
+    L = torch.linalg.cholesky(S)
+    half = torch.linalg.solve_triangular(L, covariance_about(rows, m), upper=False)  # L^-1 C
+    covariance = torch.linalg.solve_triangular(L, half.T.contiguous(), upper=False)  # L^-1 C L^-T
+    variances, V = top_directions((covariance + covariance.T) / 2, dim)
+    P = torch.linalg.solve_triangular(L.T.contiguous(), V.T.contiguous(), upper=True).T  # V^T L^-1
+    return PrincipalComponents(m, with_positive_largest_entry(P), variances)
+
+
+class SupervisedWhitening(Whitening):
+    """Whitens the differences of matching pairs, rotates to the directions of largest variance, and normalises.
+
+    It is learned from embeddings and their labels by `fit` and applied to others, as `PCAWhitening` is. The matching
+    pairs are images of one class: each image and the next `pairs_per_image` images of its class, in the order of the
+    rows and in a circle. So each image begins at most `pairs_per_image` pairs, whatever the sizes of the classes, and
+    the pairs are always the same. Labels of several levels match by the finest.
+
+    Args:
+        dim: number of directions to keep, >= 1: those with the largest variance. If None, all.
+        pairs_per_image: largest number of pairs of which an image is the first, >= 1.
+
+    Raises:
+        ValueError: if a number is out of its range; in `fit`, if there are no labels or no pairs, `dim` is larger than
+            the dimension of the rows, a number is not finite, or the pairs do not differ in each direction; when
+            called, if nothing has been learned or the dimension differs.
+        TypeError: if `dim` or `pairs_per_image` is not an integer, embeddings are not floating point, or labels are not
+            integers.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval import SupervisedWhitening
+        >>> labels = torch.arange(100) // 4
+        >>> embeddings = torch.randn(25, 8)[labels] + torch.randn(100, 8) * torch.arange(1.0, 9.0)
+        >>> whitening = SupervisedWhitening(dim=4).fit(embeddings, labels)
+        >>> whitening(embeddings).shape
+        torch.Size([100, 4])
+
+    Cost:
+        `fit` needs D^2 numbers in float64 and time in proportion to (N + pairs) D^2 + D^3.
+
+    Relations:
+        `RetrievalModule(whitening=...)` applies it in evaluation and prediction, and
+        `lightning_retrieval.callbacks.LearnWhitening` fits it to training images and their labels before each
+        validation. `PCAWhitening` needs no labels. The official code learns from unit rows; here the rows are taken as
+        they are.
+
+    Source:
+        Mikolajczyk and Matas, ICCV 2007; Radenovic, Tolias and Chum, TPAMI 2019, and `whitenlearn` of its code,
+        filipradenovic/cnnimageretrieval-pytorch (cirtorch).
+    """
+
+    def __init__(self, dim: int | None = None, pairs_per_image: int = 5) -> None:
+        super().__init__(dim, power=0.0)
+        self.pairs_per_image = check_integer("SupervisedWhitening", "pairs_per_image", pairs_per_image, least=1)
+
+    @torch.inference_mode(False)  # what is learned in an evaluation may be used in training too
+    @torch.no_grad()
+    def fit(
+        self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
+    ) -> "SupervisedWhitening":
+        """Learn m and P from these rows and their matching pairs, in float64; returns itself.
+
+        Args:
+            embeddings: one row per image, of the kind that will be whitened.
+            labels: of the images, or of several levels, the finest first. Required.
+        """
+        check_embeddings("SupervisedWhitening", "embeddings", embeddings)
+        if labels is None:
+            raise ValueError("SupervisedWhitening: `labels` must be given, because they define the pairs, got None.")
+        check_labels("SupervisedWhitening", "labels", labels, len(embeddings), "embeddings", device=embeddings.device)
+        from_dim = embeddings.shape[1]
+        dim = self.dim or from_dim
+        if dim > from_dim:
+            raise ValueError(
+                f"SupervisedWhitening: `dim` must be at most that of the embeddings, {from_dim}, got {dim}."
+            )
+        rows = embeddings.to(float64_device(embeddings.device))
+        pairs = matching_pairs(finest(labels).to(rows.device), self.pairs_per_image)
+        if len(pairs) == 0:
+            raise ValueError("SupervisedWhitening: `labels` must hold a label with several rows, got no pair.")
+        m, S = pair_statistics(rows, pairs)
+        dtype = torch.promote_types(embeddings.dtype, torch.float32)
+        _check_differences(S, len(pairs), dtype)
+        found = whitening_of_pairs(rows, m, S, dim)
+        self.learned = PrincipalComponents(*(part.to(dtype).to(embeddings.device) for part in found))
+        return self
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, pairs_per_image={self.pairs_per_image}"
+
+
+def _check_differences(S: Float[Tensor, "from_dim from_dim"], pairs: int, dtype: torch.dtype) -> None:
+    """Raise if the differences of the pairs do not vary in a direction, except for rounding."""
+    eigenvalues = torch.linalg.eigvalsh(S).flip(0)
+    varying = count_varying(eigenvalues, dtype)
+    if varying < len(eigenvalues):
+        raise ValueError(
+            f"SupervisedWhitening: `embeddings` of matching pairs must differ in each of {len(eigenvalues)} "
+            f"directions, got {pairs} pairs that differ in only {varying}; give more rows with several of each label, "
+            "or a larger pairs_per_image."
+        )
