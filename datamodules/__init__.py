@@ -13,6 +13,7 @@ from lightning_retrieval.datamodules.boxes.box_set import BoxSet as BoxSet
 from lightning_retrieval.datamodules.boxes.coco_detection import CocoDetection as CocoDetection
 from lightning_retrieval.datamodules.boxes.pascal_voc import PascalVOC as PascalVOC
 from lightning_retrieval.datamodules.files.data_report import DataReport as DataReport
+from lightning_retrieval.datamodules.glyphs.glyph_scenes import GlyphScenes as GlyphScenes
 from lightning_retrieval.datamodules.glyphs.glyphs import GlyphDataset as GlyphDataset
 from lightning_retrieval.datamodules.glyphs.glyphs import Glyphs as Glyphs
 from lightning_retrieval.datamodules.images.image_folder import ImageFolder as ImageFolder

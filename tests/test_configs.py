@@ -83,6 +83,8 @@ CONFIGS = {
     "roadmap/inaturalist_deit.yaml": trained(write_inaturalist, DEIT, HALF, CHUNK),
     "ap_gem/landmarks.yaml": trained(write_landmarks, RESNET, CHUNK, LANDMARKS),
 }
+# Without files: tests/test_examples.py runs it.
+DRAWN = {"rambo/glyph_scenes.yaml"}
 # Evaluated with the checkpoint of a config that trains: that config, the run, and the metrics of the paper.
 CITY = {f"{EMBEDDER}.embedding_dim": 8}
 CITIES = ["test/mAP/medium", "test/mAP/hard"]
@@ -219,6 +221,6 @@ def test_a_config_trains_and_evaluates(file, tmp_path, monkeypatch, capsys):
 
 def test_all_configs_are_run_and_listed():
     found = {path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("*/*.yaml")}
-    assert found == {*CONFIGS, *EVALUATIONS}
+    assert found == {*CONFIGS, *EVALUATIONS, *DRAWN}
     listed = (EXAMPLES / "README.md").read_text()
     assert [name for name in sorted(found) if f"({name})" not in listed] == []

@@ -187,6 +187,7 @@ TABLE = {
     "PrecisionRecallCurve": Entry({"every_n_epochs": 2}, without=STATELESS),
     "ScoreHistogram": Entry({"bins": 50, "every_n_epochs": 2}, without=STATELESS),
     "TrainingCurve": Entry({"metric": "val/R@1"}),
+    "DetectionPicture": Entry({"images": 3, "least_score": 0.2}, without=STATELESS),
     # lightning_retrieval.datamodules
     "GlobalBatchSampler": Entry(without=NEVER_MADE),
     "PKSampler": Entry(
@@ -254,6 +255,10 @@ TABLE = {
     "item_generator": Entry(without=ONLY_CALLED),
     "resume_position": Entry(without=ONLY_CALLED),
     "RetrievalDataModule": Entry(without=NEVER_MADE),
+    "GlyphScenes": Entry(
+        {"num_classes": 20, "max_objects": 3, "frequency_exponent": 0.0, "max_rotation": 20.0, "train_size": 50},
+        not_attributes={"seed": "None stands for the seed of `seed_everything`"},
+    ),
     "Glyphs": Entry(
         {"classes_per_batch": 8, "samples_per_class": 2, "num_workers": 1, "augment": False},
         not_attributes={"seed": "None stands for the seed of `seed_everything`"},

@@ -172,3 +172,19 @@ UNTESTED_HERE = {"README.md", "study.py", "study_experiments.py", "study_report.
 def test_each_example_is_run():
     run_here = {"glyphs.yaml", *re.findall(r"[\w]+\.(?:py|sh|yaml)", Path(__file__).read_text())}
     assert {path.name for path in EXAMPLES.glob("*.*")} - UNTESTED_HERE <= run_here
+
+
+def test_the_detector_of_the_glyph_scenes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    few = ["--trainer.max_steps=2", "--data.train_size=16", "--data.eval_size=20", "--trainer.accelerator=cpu"]
+    config = ["fit", "--config", str(EXAMPLES / "rambo/glyph_scenes.yaml"), "--trainer.enable_progress_bar=false"]
+    main([*config, *few, "--trainer.log_every_n_steps=1"])
+    folder = tmp_path / "logs/rambo/glyph_scenes/version_0"
+    with Image.open(folder / "detections.png") as picture:
+        assert picture.width > 400
+    with (folder / "metrics.csv").open() as lines:
+        columns = csv.DictReader(lines).fieldnames
+    assert {"train/loss_classifier", "val/AP50", "test/AP", "test/AP50/A"} <= set(columns)
+    (checkpoint,) = folder.rglob("*.ckpt")
+    saved = torch.load(checkpoint, weights_only=True)
+    assert saved["hyper_parameters"]["_class_path"] == "lightning_retrieval.detection.DetectionModule"
