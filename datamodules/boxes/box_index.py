@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.checks import check_sequence, check_strings, short_repr
+from lightning_retrieval.checks import check_bool, check_sequence, check_strings, short_repr
 
 
 class ImageObjects(NamedTuple):
@@ -80,7 +80,7 @@ class BoxIndex:
 
     def count_objects(self, *, difficult: bool = False) -> int:
         """Number of objects, without the difficult ones if not asked for them."""
-        if difficult:
+        if check_bool("BoxIndex", "difficult", difficult):
             return len(self._labels)
         return int((~self._difficult).sum())
 
