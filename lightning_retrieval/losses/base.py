@@ -19,8 +19,9 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_bool, check_choice
 from lightning_retrieval.losses.batch_loss import BatchLoss
-from lightning_retrieval.losses.blockwise import BlockPlan, QueryValues, WeightedMean, cut_into_blocks
+from lightning_retrieval.losses.blockwise import Block, BlockPlan, QueryValues, WeightedMean, cut_into_blocks
 from lightning_retrieval.losses.embedding_lists import EmbeddingLists
+from lightning_retrieval.losses.positives import true_indices
 from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
 from lightning_retrieval.losses.ranked_lists import RankedLists
 from lightning_retrieval.losses.score_lists import ScoreLists
@@ -170,20 +171,22 @@ class RetrievalLoss(BatchLoss, ABC):
         """Which queries are computed, in which blocks, and with which weights."""
         if queries is not None and self.reduction == "none":
             raise ValueError(f"{self.name}: `reduction` must be 'mean' or 'sum' for a range of `queries`, got 'none'.")
-        positives = lists.count_positives()
-        valid = self._has_value(positives)
-        if not bool(valid.any()):
+        positives, positives_on_host = lists.count_positives()
+        valid, valid_on_host = self._has_value(positives), self._has_value(positives_on_host)
+        if not valid_on_host.any():
             self._warn_of_no_positive()
         count = valid.sum().clamp(min=1)
         weights = valid.to(lists.dtype)
         if self.class_balanced:
             weights = lists.class_weights(valid)
 
-        taken = valid
+        taken, taken_on_host = valid, valid_on_host
         if queries is not None:
-            taken = valid & queries.mask(len(valid), valid.device)
-        rows = taken.nonzero()[:, 0]
-        blocks = cut_into_blocks(rows, self.elements(positives[rows], lists.gallery))
+            taken = queries.among(valid)
+            taken_on_host = queries.among(valid_on_host)
+        counts = positives_on_host[taken_on_host]
+        (rows,) = true_indices(taken, len(counts))
+        blocks = cut_into_blocks(rows, self.elements(counts, lists.gallery), counts, lists.levels)
         return BlockPlan(
             formula=self._formula(lists, blocks, queries),
             lists=lists,
@@ -205,7 +208,7 @@ class RetrievalLoss(BatchLoss, ABC):
         return positives > 0
 
     def _formula(
-        self, lists: RankedLists, blocks: tuple[Tensor, ...], queries: QueryRange | None
+        self, lists: RankedLists, blocks: tuple[Block, ...], queries: QueryRange | None
     ) -> Callable[..., Tensor]:
         """The formula that is evaluated for each block. A subclass may compute sums over all lists here first."""
         return self.query_losses

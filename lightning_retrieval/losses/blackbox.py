@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.checks import check_finite, check_float, check_positive, check_tensor
+from lightning_retrieval.losses.positives import Positives, find_positives, joined, true_indices
 
 LARGEST_MARGIN = 100.0  # with larger ones, float32 would make different scores of positives equal
 TINY = 1e-8  # the official code divides by lambda + TINY
@@ -80,8 +81,8 @@ class SortedLists(NamedTuple):
 
     negatives: Float[Tensor, "query gallery"]  # ascending; the entries of positives and non-candidates are -inf, first
     column: Int[Tensor, "query gallery"]  # where each entry of `negatives` stands in the score matrix
-    query: Int[Tensor, " pos"]  # of each positive, ascending
-    positives: Float[Tensor, " pos"]
+    positives: Positives
+    s: Float[Tensor, " pos"]  # the score of each positive
     length: Int[Tensor, " query"]  # number of candidates
 
 
@@ -101,16 +102,15 @@ def sort_lists(
             positives and added to those of the others.
     """
     scores = scores.detach()
-    query, column = relevant.nonzero(as_tuple=True)  # (pos,), (pos,)
-    positives = scores[query, column] - margin / 2
+    positives = find_positives(relevant)
+    s = scores[positives.query, positives.index] - margin / 2  # (pos,)
     others = scores.masked_fill(~candidate | relevant, -torch.inf) + margin / 2
     negatives, order = others.sort(dim=1)  # (query, gallery)
-    return SortedLists(negatives, order, query, positives, candidate.sum(1))
+    return SortedLists(negatives, order, positives, s, candidate.sum(1))
 
 
 def positive_ranks(
     scores: Float[Tensor, "query gallery"],
-    relevant: Bool[Tensor, "query gallery"],
     lists: SortedLists,
     *,
     lambda_: float,
@@ -120,14 +120,12 @@ def positive_ranks(
 
     Args:
         scores: similarities, higher is nearer, to which the gradient flows.
-        relevant: the positives of each query.
         lists: `sort_lists` of the same scores.
         lambda_: length of the interpolation, > 0, for gradients with respect to ranks divided by the list's length.
         past: lists of the same queries in past batches, with which these lists are joined. Their positives are
             returned, too; their scores have no gradient.
     """
-    column = relevant.nonzero()[:, 1]
-    query, rank, rank_among_positives = _PositiveRank.apply(scores, column, (lists, *past), lambda_)
+    query, rank, rank_among_positives = _PositiveRank.apply(scores, (lists, *past), lambda_)
     return query, rank, rank_among_positives
 
 
@@ -161,38 +159,39 @@ class _PositiveRank(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, scores: Tensor, column: Tensor, lists: tuple[SortedLists, ...], lambda_: float
+        ctx: Any, scores: Tensor, lists: tuple[SortedLists, ...], lambda_: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        query, by_query = torch.cat([part.query for part in lists]).sort(stable=True)  # (pos,), (pos,)
-        s = torch.cat([part.positives for part in lists])[by_query]  # (pos,)
-        rank_among_positives = _count_positives_at_least(query, s)
-        rank = _count_negatives_at_least(lists, query, s) + rank_among_positives
+        positives, by_query = joined([part.positives for part in lists])
+        s = torch.cat([part.s for part in lists])[by_query]  # (pos,)
+        rank_among_positives = _count_positives_at_least(positives, s)
+        rank = _count_negatives_at_least(lists, positives, s) + rank_among_positives
         length = torch.stack([part.length for part in lists]).sum(0)  # (query,)
         scale = length.to(scores.dtype) * lambda_  # (query,): lambda, for ranks divided by the length
-        ctx.save_for_backward(column, query, by_query, s, rank, scale)
-        ctx.lists, ctx.lambda_ = lists, lambda_
+        ctx.save_for_backward(by_query, s, rank, scale)
+        ctx.lists, ctx.positives, ctx.lambda_ = lists, positives, lambda_
         rank_among_positives = rank_among_positives.to(scores.dtype)
-        ctx.mark_non_differentiable(query, rank_among_positives)
-        return query, rank.to(scores.dtype), rank_among_positives
+        ctx.mark_non_differentiable(positives.query, rank_among_positives)
+        return positives.query, rank.to(scores.dtype), rank_among_positives
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor, grad: Tensor, __: Tensor) -> tuple[Tensor | None, ...]:
-        column, query, by_query, s, rank, scale = ctx.saved_tensors
+        by_query, s, rank, scale = ctx.saved_tensors
         lists: tuple[SortedLists, ...] = ctx.lists
-        present = lists[0]
-        moved = s + scale[query] * grad  # (pos,)
-        gradient = _rank_changes_of_negatives(present, query, s, moved)
+        positives: Positives = ctx.positives
+        moved = s + scale[positives.query] * grad  # (pos,)
+        gradient = _rank_changes_of_negatives(lists[0], positives, s, moved)
         # Only the positives of the present batch, which come first within a query, have a gradient.
-        here = (by_query < len(present.query)).nonzero()[:, 0]
-        moved_rank = _count_positives_at_least(query, moved)[here]
-        moved_rank += _count_negatives_at_least(lists, query[here], moved[here])
-        gradient[present.query, column] = (moved_rank - rank[here]).to(gradient.dtype)
-        return gradient.div_(scale[:, None] * (1 + TINY / ctx.lambda_)), None, None, None
+        present = lists[0].positives
+        (here,) = true_indices(by_query < len(present.query), len(present.query))
+        moved_rank = _count_positives_at_least(positives, moved)[here]
+        moved_rank += _count_negatives_at_least(lists, present, moved[here])
+        gradient[present.query, present.index] = (moved_rank - rank[here]).to(gradient.dtype)
+        return gradient.div_(scale[:, None] * (1 + TINY / ctx.lambda_)), None, None
 
 
 def _rank_changes_of_negatives(
-    lists: SortedLists, query: Int[Tensor, " pos"], s: Float[Tensor, " pos"], moved: Float[Tensor, " pos"]
+    lists: SortedLists, positives: Positives, s: Float[Tensor, " pos"], moved: Float[Tensor, " pos"]
 ) -> Float[Tensor, "query gallery"]:
     """How much the rank of each negative increases if the positives move from `s` to `moved`.
 
@@ -204,43 +203,46 @@ def _rank_changes_of_negatives(
     gallery = negatives.shape[1]
     change = negatives.new_zeros(len(negatives), gallery + 1)
     for values, sign in ((s, 1.0), (moved, -1.0)):
-        position = gallery - _count_at_least(negatives, query, values, strictly=True)
-        change.index_put_((query, position), change.new_tensor(sign), accumulate=True)
+        position = gallery - _count_at_least(negatives, positives, values, strictly=True)
+        change.index_put_((positives.query, position), torch.full_like(values, sign), accumulate=True)
     return torch.empty_like(negatives).scatter_(1, lists.column, change.cumsum_(1)[:, :-1])
 
 
 def _count_negatives_at_least(
-    lists: Sequence[SortedLists], query: Int[Tensor, " pos"], values: Float[Tensor, " pos"]
+    lists: Sequence[SortedLists], positives: Positives, values: Float[Tensor, " pos"]
 ) -> Int[Tensor, " pos"]:
     """How many negatives of the query in all lists are at least as large as each value."""
-    count = torch.zeros_like(query)
+    count = torch.zeros_like(positives.query)
     for part in lists:
-        count += _count_at_least(part.negatives, query, values)
+        count += _count_at_least(part.negatives, positives, values)
     return count
 
 
 def _count_at_least(
     ascending: Float[Tensor, "query gallery"],
-    query: Int[Tensor, " pos"],
+    positives: Positives,
     values: Float[Tensor, " pos"],
     *,
     strictly: bool = False,
 ) -> Int[Tensor, " pos"]:
     """How many entries of the query's sorted row are at least as large as each value (or, if `strictly`, larger)."""
-    if len(query) == 0:
-        return torch.zeros_like(query)
-    # One row of values per query, since searchsorted searches row by row. Unused entries are 0.
-    column = torch.arange(len(query), device=query.device) - torch.searchsorted(query, query)
-    rows = ascending.new_zeros(len(ascending), int(column.max()) + 1)
-    rows[query, column] = values
+    # One row of values per query, since searchsorted searches row by row.
+    column = positives.column()
+    rows = _in_rows(positives, column, values, 0.0)
     below = torch.searchsorted(ascending, rows, right=strictly)
-    return ascending.shape[1] - below[query, column]
+    return ascending.shape[1] - below[positives.query, column]
 
 
-def _count_positives_at_least(query: Int[Tensor, " pos"], values: Float[Tensor, " pos"]) -> Int[Tensor, " pos"]:
+def _count_positives_at_least(positives: Positives, values: Float[Tensor, " pos"]) -> Int[Tensor, " pos"]:
     """How many positives of the same query, itself included, score at least as high as each positive."""
-    value_index = torch.unique(values, return_inverse=True)[1]  # equal values have the same index
-    key = query * len(values) + value_index  # ordered by query, then by value
-    ascending = key.sort()[0]
-    end_of_query = torch.searchsorted(ascending, (query + 1) * len(values))
-    return end_of_query - torch.searchsorted(ascending, key)
+    ascending = _in_rows(positives, positives.column(), values, -torch.inf).sort(dim=1)[0]
+    return _count_at_least(ascending, positives, values)
+
+
+def _in_rows(
+    positives: Positives, column: Int[Tensor, " pos"], values: Float[Tensor, " pos"], padding: float
+) -> Float[Tensor, "query column"]:
+    """The values of each query's positives in a row of their own, padded to the longest."""
+    rows = values.new_full((len(positives.counts), positives.most), padding)
+    rows[positives.query, column] = values
+    return rows

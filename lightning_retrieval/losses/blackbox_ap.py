@@ -32,7 +32,7 @@ def blackbox_ap(
         margin: alpha, >= 0.
     """
     lists = sort_lists(scores, relevant, candidate, margin)
-    query, rank, rank_among_positives = positive_ranks(scores, relevant, lists, lambda_=lambda_)
+    query, rank, rank_among_positives = positive_ranks(scores, lists, lambda_=lambda_)
     precision = rank_among_positives / rank  # (pos,)
     sum_of_precisions = scores.new_zeros(len(scores)).index_add(0, query, precision)  # (query,)
     return 1 - sum_of_precisions / relevant.sum(1)

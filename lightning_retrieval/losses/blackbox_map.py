@@ -34,7 +34,6 @@ from lightning_retrieval.losses.score_lists import ScoreLists
 
 def map_loss(
     scores: Float[Tensor, "query gallery"],
-    relevant: Bool[Tensor, "query gallery"],
     lists: SortedLists,
     *,
     lambda_: float,
@@ -46,14 +45,13 @@ def map_loss(
 
     Args:
         scores: higher is nearer.
-        relevant: the positives of each query.
         lists: `sort_lists` of the same scores, with every item as a candidate.
         lambda_: length of the interpolation, > 0.
         past: lists of the same queries in past batches.
     """
     leaf = scores.detach().requires_grad_()
     with torch.enable_grad():
-        query, rank, rank_among_positives = positive_ranks(leaf, relevant, lists, lambda_=lambda_, past=past)
+        query, rank, rank_among_positives = positive_ranks(leaf, lists, lambda_=lambda_, past=past)
         count = torch.bincount(query, minlength=len(scores))  # (query,): positives
         queries = (count > 0).sum().clamp(min=1)
         weight = 1 / (count * queries)[query].to(rank.dtype)  # (pos,)
@@ -139,7 +137,7 @@ class BlackboxMAPLoss(nn.Module):
         if self.interclass_coef < 1:
             weight = 1 - self.interclass_coef
             lambda_, past = self._lambda_of(weight), self._sorted_memory
-            loss = weight * map_loss(class_scores, class_targets, lists, lambda_=lambda_, past=past)
+            loss = weight * map_loss(class_scores, lists, lambda_=lambda_, past=past)
         if self.interclass_coef > 0:
             one_list = BlackboxAPLoss(self._lambda_of(self.interclass_coef), self.margin)
             L_APC = one_list.from_scores(scores.reshape(1, -1), targets.reshape(1, -1))
@@ -192,6 +190,7 @@ class BlackboxMAPLoss(nn.Module):
     def _check(self, scores: Tensor, targets: Tensor) -> None:
         """Raise if the scores or the targets are invalid, or do not fit those in memory."""
         ScoreLists("BlackboxMAPLoss", scores, targets, mask_name="targets")  # validates shapes and types
+        check_finite("BlackboxMAPLoss", "scores", scores)
         if not self.memory:
             return
         classes = self.memory[-1][0].shape[1]

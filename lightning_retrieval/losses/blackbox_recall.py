@@ -53,7 +53,7 @@ def blackbox_recall_sums(
         batch_memory: tau, >= 0: l((tau + 1) x) / (tau + 1) takes the place of l(x).
     """
     lists = sort_lists(scores, relevant, candidate, margin)
-    query, rank, rank_among_positives = positive_ranks(scores, relevant, lists, lambda_=lambda_)
+    query, rank, rank_among_positives = positive_ranks(scores, lists, lambda_=lambda_)
     negatives_above = rank - rank_among_positives  # (pos,)
     batches = batch_memory + 1.0
     value = torch.log1p(batches * negatives_above)

@@ -14,11 +14,31 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_retrieval.losses.positives import MaskFacts, attach_facts
 from lightning_retrieval.losses.ranked_lists import RankedLists
 
-# Elements of a formula's largest tensor in one block (8 MiB of float32): large enough for full speed, small enough to
-# stay near the caches. The value changes no result beyond rounding.
-BLOCK_ELEMENTS = 1 << 21
+# Elements of a formula's largest tensor in one block. The values change no result beyond rounding. They depend on
+# nothing but the type of the device, so that a run can be reproduced on another machine.
+BLOCK_ELEMENTS = 1 << 21  # 8 MiB of float32: large enough for a CPU's full speed, small enough to stay near its caches
+ACCELERATOR_BLOCK_ELEMENTS = 1 << 25  # 128 MiB: few launches, each with enough work for all of its cores
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Queries that are computed together.
+
+    Args:
+        rows: their indices.
+        facts: what the host knows of their positives.
+    """
+
+    rows: Int[Tensor, " block"]
+    facts: MaskFacts
+
+    def masks(self, lists: RankedLists) -> tuple[Tensor, Tensor]:
+        """Which references are relevant candidates of these queries, and which are candidates."""
+        relevant, candidate = lists.masks(self.rows)
+        return attach_facts(relevant, self.facts), candidate
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +48,7 @@ class BlockPlan:
     Args:
         formula: maps scores, relevant and candidate of a block of queries to the value of each query.
         lists: what is ranked.
-        blocks: the queries that are computed, as row indices, block by block.
+        blocks: the queries that are computed, block by block.
         weights: weight of each query in the mean.
         count: number of queries in the mean, at least 1.
         parameters: the loss's own parameters that need a gradient.
@@ -36,7 +56,7 @@ class BlockPlan:
 
     formula: Callable[[Tensor, Tensor, Tensor], Tensor]
     lists: RankedLists
-    blocks: tuple[Tensor, ...]
+    blocks: tuple[Block, ...]
     weights: Tensor
     count: Tensor
     parameters: tuple[Tensor, ...]
@@ -47,16 +67,31 @@ class BlockPlan:
         return (*self.lists.tensors, *self.parameters)
 
 
-def cut_into_blocks(rows: Int[Tensor, " query"], elements: Int[Tensor, " query"]) -> tuple[Int[Tensor, " block"], ...]:
-    """Cut rows into consecutive blocks of about `BLOCK_ELEMENTS` elements each.
+def cut_into_blocks(
+    rows: Int[Tensor, " query"],
+    elements: Int[Tensor, " query"],
+    counts: Int[Tensor, " query"],
+    levels: tuple[int, ...],
+) -> tuple[Block, ...]:
+    """Cut rows into consecutive blocks of about the same number of elements.
 
     Args:
         rows: indices of queries.
-        elements: how many elements the formula's largest tensor has for each of them.
+        elements: how many elements the formula's largest tensor has for each of them, on the CPU.
+        counts: number of positives of each of them, on the CPU.
+        levels: the levels of relevance above 0 that may occur.
     """
-    block = elements.cumsum(0) // BLOCK_ELEMENTS
-    sizes = torch.unique_consecutive(block, return_counts=True)[1]
-    return torch.split(rows, sizes.tolist())
+    block = elements.cumsum(0) // block_elements(rows.device)
+    sizes = torch.unique_consecutive(block, return_counts=True)[1].tolist()
+    parts = zip(rows.split(sizes), counts.split(sizes))
+    return tuple(Block(rows_of_block, MaskFacts(of_block, levels)) for rows_of_block, of_block in parts)
+
+
+def block_elements(device: torch.device) -> int:
+    """Number of elements of a block on a device."""
+    if device.type == "cpu":
+        return BLOCK_ELEMENTS
+    return ACCELERATOR_BLOCK_ELEMENTS
 
 
 class _BlockGradients:
@@ -113,9 +148,10 @@ class WeightedMean(torch.autograd.Function):
     def forward(ctx: Any, plan: BlockPlan, *inputs: Tensor) -> Tensor:
         gradients = _BlockGradients(plan, ctx.needs_input_grad[1:])
         total = torch.zeros((), dtype=plan.lists.dtype, device=plan.lists.device)
-        for rows in plan.blocks:
+        for block in plan.blocks:
+            rows = block.rows
             scores = plan.lists.scores(rows).requires_grad_(gradients.needed)
-            relevant, candidate = plan.lists.masks(rows)
+            relevant, candidate = block.masks(plan.lists)
             with torch.set_grad_enabled(gradients.needed):
                 values = plan.weights[rows] * plan.formula(scores, relevant, candidate)
             if gradients.needed:
@@ -142,8 +178,9 @@ class QueryValues(torch.autograd.Function):
         ctx.plan = plan
         ctx.save_for_backward(*inputs)
         values = torch.full_like(plan.weights, torch.nan)
-        for rows in plan.blocks:
-            relevant, candidate = plan.lists.masks(rows)
+        for block in plan.blocks:
+            rows = block.rows
+            relevant, candidate = block.masks(plan.lists)
             losses = plan.formula(plan.lists.scores(rows), relevant, candidate)
             values[rows] = plan.count * plan.weights[rows] * losses
         return values
@@ -156,9 +193,10 @@ class QueryValues(torch.autograd.Function):
         gradients = _BlockGradients(plan, ctx.needs_input_grad[1:])
         upstream = plan.count * grad
         with torch.autocast(plan.lists.device.type, enabled=False):
-            for rows in plan.blocks:
+            for block in plan.blocks:
+                rows = block.rows
                 scores = plan.lists.scores(rows).requires_grad_()
-                relevant, candidate = plan.lists.masks(rows)
+                relevant, candidate = block.masks(plan.lists)
                 with torch.enable_grad():
                     values = plan.weights[rows] * plan.formula(scores, relevant, candidate)
                 gradients.add(rows, scores, values, upstream[rows])

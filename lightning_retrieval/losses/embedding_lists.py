@@ -4,8 +4,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from lightning_retrieval.checks import check_device, check_embeddings, check_integers, check_labels, short_repr
+from lightning_retrieval.checks import check_device, check_integers, check_labels, check_matrix, short_repr
+from lightning_retrieval.host import to_host
 from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
 from lightning_retrieval.losses.ranked_lists import RankedLists
 from lightning_retrieval.ranking.labels import check_nesting, finest
@@ -34,6 +36,7 @@ class EmbeddingLists(RankedLists):
     ) -> None:
         check_batch(owner, batch)
         _check_ids_of_both(owner, batch)
+        self.owner = owner
         self.in_batch = batch.ref_emb is None
         self.include_self, self.self_is_positive = include_self, self_is_positive
 
@@ -41,10 +44,13 @@ class EmbeddingLists(RankedLists):
         if batch.ref_labels is not None:
             ref_labels = batch.ref_labels
         self.labels, self.ref_labels = finest(batch.labels), finest(ref_labels)
-        self.levels: tuple[Tensor, Tensor] | None = None
+        self.levels = (1,)
+        self._label_levels: tuple[Tensor, Tensor] | None = None
         if graded:
-            self.levels = _as_levels(batch.labels), _as_levels(ref_labels)
-            _check_levels(owner, *self.levels)
+            label_levels = _as_levels(batch.labels), _as_levels(ref_labels)
+            _check_levels(owner, *label_levels)
+            self.levels = tuple(range(1, label_levels[0].shape[1] + 1))
+            self._label_levels = label_levels
 
         self.ids, self.ref_ids = batch.ids, batch.ref_ids
         if self.in_batch:
@@ -52,8 +58,10 @@ class EmbeddingLists(RankedLists):
 
         queries = normalize(batch.embeddings)
         references = queries
+        self.given = {"embeddings": batch.embeddings.detach()}
         if batch.ref_emb is not None:
             references = normalize(batch.ref_emb).to(queries.dtype)
+            self.given["ref_emb"] = batch.ref_emb.detach()
         self.tensors = (queries, references)
         self.gallery = len(references)
         self._queries, self._references = queries.detach(), references.detach()
@@ -81,16 +89,19 @@ class EmbeddingLists(RankedLists):
             of_references.addmm_(gradient.T, self._queries[rows])
 
     def class_weights(self, valid: Tensor) -> Tensor:
-        _, classes = torch.unique(self.labels, return_inverse=True)
-        sizes = torch.bincount(classes[valid], minlength=len(self.labels))[classes]
-        weights = torch.where(valid, 1.0 / sizes.clamp(min=1).to(self.dtype), torch.zeros((), dtype=self.dtype))
+        labels = self.labels.contiguous()
+        ordered, order = labels.sort()
+        before = pad(valid[order].cumsum(0), (1, 0))  # number of valid queries before each position
+        begin, end = torch.searchsorted(ordered, labels), torch.searchsorted(ordered, labels, right=True)
+        sizes = before[end] - before[begin]  # valid queries of the query's class
+        weights = valid / sizes.clamp(min=1).to(self.dtype)
         return weights * (valid.sum() / weights.sum().clamp(min=torch.finfo(self.dtype).tiny))
 
     def _relevance(self, rows: Tensor) -> Tensor:
         """Whether each reference has the query's label or, with levels, how many labels it shares with the query."""
-        if self.levels is None:
+        if self._label_levels is None:
             return self.labels[rows, None] == self.ref_labels
-        labels, ref_labels = self.levels
+        labels, ref_labels = self._label_levels
         shared = torch.zeros(len(rows), len(ref_labels), dtype=torch.uint8, device=rows.device)
         for of_queries, of_references in zip(labels.unbind(1), ref_labels.unbind(1)):
             shared += of_queries[rows, None] == of_references
@@ -99,7 +110,7 @@ class EmbeddingLists(RankedLists):
     def _exclude_self(self, rows: Tensor, mask: Tensor) -> None:
         """Set the elements of a mask to False where the reference is the query itself, by its position or its id."""
         if self.in_batch:
-            mask[torch.arange(len(rows), device=rows.device), rows] = False
+            mask.scatter_(1, rows[:, None], False)
         if self.ids is not None and self.ref_ids is not None:
             mask &= self.ids[rows, None] != self.ref_ids
 
@@ -116,12 +127,15 @@ def _check_levels(owner: str, labels: Tensor, ref_labels: Tensor) -> None:
             f"{owner}: labels must have shape (rows, levels), finest level first, got `labels` {tuple(labels.shape)} "
             f"and `ref_labels` {tuple(ref_labels.shape)}."
         )
-    check_nesting(owner, torch.cat([labels, ref_labels]))
+    all_labels = labels
+    if ref_labels is not labels:
+        all_labels = torch.cat([labels, ref_labels])
+    check_nesting(owner, to_host(all_labels))
 
 
 def check_batch(owner: str, batch: RankedBatch) -> None:
-    """Raise unless all parts of a batch are tensors that fit together."""
-    check_embeddings(owner, "embeddings", batch.embeddings)
+    """Raise unless all parts of a batch are tensors that fit together; whether they are finite is not checked."""
+    check_matrix(owner, "embeddings", batch.embeddings)
     rows = len(batch.embeddings)
     if rows == 0:
         raise ValueError(
@@ -156,7 +170,7 @@ def _check_references(owner: str, batch: RankedBatch, ref_emb: Any) -> None:
         raise ValueError(f"{owner}: `ref_emb` was given without `ref_labels`; give both or neither.")
     device = batch.embeddings.device
     check_device(owner, "ref_emb", ref_emb, device, "embeddings")
-    check_embeddings(owner, "ref_emb", ref_emb)
+    check_matrix(owner, "ref_emb", ref_emb)
     if ref_emb.shape[1] != batch.embeddings.shape[1]:
         raise ValueError(
             f"{owner}: `ref_emb` must have the dimension of `embeddings`, got {tuple(ref_emb.shape)} "

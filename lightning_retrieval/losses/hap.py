@@ -27,6 +27,7 @@ from torch import Tensor
 from lightning_retrieval.checks import check_finite_number, check_not_negative, check_positive, short_repr
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.indexing import at
+from lightning_retrieval.losses.positives import find_positives, levels_in
 from lightning_retrieval.losses.sup_ap import upper_step
 
 
@@ -59,7 +60,8 @@ def hap(
         hrank_slopes: (beta, gamma, leak) of `soft_step`, or None: H-rank has no gradient.
     """
     rel = relevance_of_levels(levels, alpha, scores.dtype)  # (query, gallery)
-    query, i = (levels > 0).nonzero(as_tuple=True)  # (pos,), (pos,)
+    positives = find_positives(levels)
+    query, i = positives.query, positives.index  # (pos,), (pos,)
     s_i = at(scores, query, i)  # (pos,)
     rel_i, level_i = rel[query, i][:, None], levels[query, i][:, None]  # (pos, 1), (pos, 1)
 
@@ -101,11 +103,10 @@ def relevance_of_levels(
     """
     relevance = torch.zeros(levels.shape, dtype=dtype, device=levels.device)
     highest = levels.amax(1, keepdim=True).clamp(min=1).to(dtype)  # (query, 1)
-    for level in levels.unique().tolist():
-        if level > 0:
-            exact = levels == level  # (query, gallery)
-            count = exact.sum(1, keepdim=True, dtype=dtype).clamp(min=1)  # (query, 1)
-            relevance += exact * ((level / highest).clamp(max=1) ** alpha / count)
+    for level in levels_in(levels):
+        exact = levels == level  # (query, gallery)
+        count = exact.sum(1, keepdim=True, dtype=dtype).clamp(min=1)  # (query, 1)
+        relevance += exact * ((level / highest).clamp(max=1) ** alpha / count)
     return relevance
 
 

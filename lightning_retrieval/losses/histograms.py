@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.losses.indexing import at
+from lightning_retrieval.losses.positives import find_positives
 
 MOST_BINS = 1 << 16  # float32 has at least 8 bits left for the position between two bins
 # A position on the bin axis from which no bin is within reach, so that the item has no weight in any.
@@ -38,7 +39,8 @@ def soft_histograms(
     h: Tensor = _Histogram.apply(u, candidate, bins)
 
     # The positives are few, so their weights are scattered.
-    query, i = relevant.nonzero(as_tuple=True)  # (pos,), (pos,)
+    positives = find_positives(relevant)
+    query, i = positives.query, positives.index  # (pos,), (pos,)
     u_i = at(u, query, i)  # (pos,)
     left = u_i.detach().floor().clamp(max=bins - 2)  # (pos,)
     weight_right = u_i - left

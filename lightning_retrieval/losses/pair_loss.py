@@ -10,6 +10,8 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_string
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
+from lightning_retrieval.losses.blockwise import Block
+from lightning_retrieval.losses.positives import MaskFacts
 from lightning_retrieval.losses.ranked_batch import QueryRange
 from lightning_retrieval.losses.ranked_lists import RankedLists
 
@@ -84,7 +86,7 @@ class PairLoss(RetrievalLoss):
         return torch.ones_like(positives, dtype=torch.bool)
 
     def _formula(
-        self, lists: RankedLists, blocks: tuple[Tensor, ...], queries: QueryRange | None
+        self, lists: RankedLists, blocks: tuple[Block, ...], queries: QueryRange | None
     ) -> Callable[..., Tensor]:
         if self.pair_mean == "query":
             return self.query_losses
@@ -95,13 +97,14 @@ class PairLoss(RetrievalLoss):
         return functools.partial(self.query_losses, pairs_per_query=pairs_per_query)
 
     @torch.no_grad()
-    def _count_pairs(self, lists: RankedLists, blocks: tuple[Tensor, ...]) -> Float[Tensor, " term"]:
+    def _count_pairs(self, lists: RankedLists, blocks: tuple[Block, ...]) -> Float[Tensor, " term"]:
         """Number of pairs of each term over all blocks; one 0 for each term if this process computes no query."""
         if not blocks:
-            blocks = (torch.arange(0, device=lists.device),)
+            nothing = torch.arange(0)
+            blocks = (Block(nothing.to(lists.device), MaskFacts(nothing, lists.levels)),)
         counts = []
-        for rows in blocks:
-            relevant, candidate = lists.masks(rows)
-            _, pairs = self.pair_sums(lists.scores(rows), relevant, candidate)
+        for block in blocks:
+            relevant, candidate = block.masks(lists)
+            _, pairs = self.pair_sums(lists.scores(block.rows), relevant, candidate)
             counts.append(pairs.sum(0))
         return torch.stack(counts).sum(0)

@@ -23,10 +23,10 @@ class QueryRange:
     end: int
     total: Callable[[Tensor], Tensor]
 
-    def mask(self, queries: int, device: torch.device) -> Bool[Tensor, " query"]:
-        """Which of all `queries` lie in the range."""
-        index = torch.arange(queries, device=device)
-        return (self.begin <= index) & (index < self.end)
+    def among(self, queries: Bool[Tensor, " query"]) -> Bool[Tensor, " query"]:
+        """Which of these queries lie in the range."""
+        index = torch.arange(len(queries), device=queries.device)
+        return queries & (self.begin <= index) & (index < self.end)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,17 +9,27 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-COUNTED_ELEMENTS = 1 << 22  # elements of the mask in which positives are counted at a time
+from lightning_retrieval.checks import check_finite
+from lightning_retrieval.host import to_host
+
+# Elements of the mask in which positives are counted at a time, on the CPU and on other devices.
+COUNTED_ELEMENTS = 1 << 22
+ACCELERATOR_COUNTED_ELEMENTS = 1 << 25
 
 
 class RankedLists(ABC):
     """One ranked list for each query, computed for a block of queries at a time.
 
-    `tensors` are the tensors that gradients are computed for; `gallery` is the number of references.
+    `owner` is the prefix of error messages; `tensors` are the tensors that gradients are computed for, and `given` the
+    arguments that they were computed from, by name; `gallery` is the number of references, and `levels` are the levels
+    of relevance above 0 that may occur.
     """
 
+    owner: str
     tensors: tuple[Tensor, ...]
+    given: dict[str, Tensor]
     gallery: int
+    levels: tuple[int, ...]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -45,12 +55,30 @@ class RankedLists(ABC):
     def class_weights(self, valid: Bool[Tensor, " query"]) -> Float[Tensor, " query"]:
         """1 / (valid queries of the query's class), rescaled to mean 1 over the valid queries; 0 for the others."""
 
-    def count_positives(self) -> Int[Tensor, " query"]:
-        """Number of relevant candidates of each query."""
+    def count_positives(self) -> tuple[Int[Tensor, " query"], Int[Tensor, " query"]]:
+        """Number of relevant candidates of each query, on the device and on the CPU.
+
+        This is the only time that a loss waits for the device, so this also raises if what was given is not finite.
+        """
+        counts = self._count_on_device()
+        finite = torch.stack([values.isfinite().all() for values in self.given.values()])
+        read = to_host(torch.cat([counts, finite.all()[None]]))
+        if read[-1] == 0:
+            for name, values in self.given.items():
+                check_finite(self.owner, name, values)
+        return counts, read[:-1]
+
+    def _count_on_device(self) -> Int[Tensor, " query"]:
         rows = torch.arange(len(self.tensors[0]), device=self.device)
-        rows_of_a_block = COUNTED_ELEMENTS // max(1, self.gallery)
+        rows_of_a_block = _counted_elements(self.device) // max(1, self.gallery)
         counts = []
         for block in rows.split(max(1, rows_of_a_block)):
             relevant = self.masks(block)[0]  # the candidates are freed at once
             counts.append((relevant > 0).sum(1))
         return torch.cat(counts)
+
+
+def _counted_elements(device: torch.device) -> int:
+    if device.type == "cpu":
+        return COUNTED_ELEMENTS
+    return ACCELERATOR_COUNTED_ELEMENTS

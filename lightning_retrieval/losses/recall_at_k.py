@@ -19,7 +19,8 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_integer, check_positive, short_repr
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.indexing import at
+from lightning_retrieval.losses.indexing import at, constants
+from lightning_retrieval.losses.positives import find_positives
 from lightning_retrieval.losses.smooth_ap import soft_ranks
 
 
@@ -42,12 +43,13 @@ def recall_at_k(
         tau_rank: temperature of the ranks, > 0.
         tau_k: temperature of the comparison of a rank with k, > 0; one number, or one for each k.
     """
-    query, x = relevant.nonzero(as_tuple=True)  # (pos,), (pos,)
+    positives = find_positives(relevant)
+    query, x = positives.query, positives.index  # (pos,), (pos,)
     s = (scores / tau_rank).masked_fill(~candidate, -torch.inf)  # (query, gallery)
     r_x = soft_ranks(s, query, at(s, query, x))  # (pos,)
 
-    k = torch.tensor(ks, dtype=s.dtype, device=s.device).clamp(max=scores.shape[1])  # (k,)
-    tau_1 = torch.as_tensor(tau_k, dtype=s.dtype, device=s.device)
+    k = constants(ks, s).clamp(max=scores.shape[1])  # (k,)
+    tau_1 = constants(tau_k, s)  # (k,), or () for one temperature
     within_k = torch.sigmoid((k - r_x[:, None]) / tau_1)  # (pos, k)
     found = s.new_zeros(len(s), len(k)).index_add(0, query, within_k).minimum(k)  # (query, k)
     possible = torch.minimum(k, relevant.sum(1, keepdim=True))  # (query, k)

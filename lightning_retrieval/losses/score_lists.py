@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from lightning_retrieval.checks import check_device, check_finite, check_float, check_tensor
+from lightning_retrieval.checks import check_device, check_float, check_tensor
+from lightning_retrieval.losses.positives import levels_in
 from lightning_retrieval.losses.ranked_lists import RankedLists
 
 
@@ -42,8 +43,11 @@ class ScoreLists(RankedLists):
             check_tensor(owner, "candidate", candidate)
             _check_bool(owner, "candidate", candidate)
             _check_shape(owner, "candidate", candidate, scores)
-        check_finite(owner, "scores", scores)
+        self.owner, self.given = owner, {"scores": scores}
         self.relevant, self.candidate = relevant, candidate
+        self.levels = (1,)
+        if graded:
+            self.levels = levels_in(relevant)
         self.tensors = (scores.to(torch.promote_types(scores.dtype, torch.float32)),)
         self.gallery = scores.shape[1]
         self._scores = self.tensors[0].detach()

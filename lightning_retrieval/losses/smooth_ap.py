@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_retrieval.checks import check_positive
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.indexing import at
+from lightning_retrieval.losses.positives import find_positives
 
 
 def smooth_ap(
@@ -36,15 +37,15 @@ def smooth_ap(
         candidate: the items in each query's list.
         tau: temperature of the sigmoid, > 0.
     """
-    query, i = relevant.nonzero(as_tuple=True)  # (pos,), (pos,)
+    positives = find_positives(relevant)
+    query, i = positives.query, positives.index  # (pos,), (pos,)
     s = (scores / tau).masked_fill(~candidate, -torch.inf)  # (query, gallery)
     s_i = at(s, query, i)  # (pos,)
     rank = soft_ranks(s, query, s_i)  # (pos,)
 
-    # Each pair is a positive i, as its index in (pos,), and a positive j of the same query.
-    pair_i, j = relevant[query].nonzero(as_tuple=True)  # (pair,), (pair,)
-    s_j = at(s, query[pair_i], j)  # (pair,)
-    above = torch.sigmoid(s_j - s_i.index_select(0, pair_i))  # (pair,)
+    # Each pair is a positive i and a positive j of the same query, as indices into (pos,).
+    pair_i, pair_j = positives.pairs()  # (pair,), (pair,)
+    above = torch.sigmoid(s_i.index_select(0, pair_j) - s_i.index_select(0, pair_i))  # (pair,)
     rank_among_positives = torch.full_like(rank, 0.5).index_add(0, pair_i, above)  # (pos,); 0.5 as in soft_ranks
 
     precision = rank_among_positives / rank  # (pos,)

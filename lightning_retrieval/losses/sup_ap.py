@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_retrieval.checks import check_not_negative, check_positive
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.indexing import at
+from lightning_retrieval.losses.positives import find_positives
 
 
 def sup_ap(
@@ -49,16 +50,17 @@ def sup_ap(
         offset: value of H^- just above `delta`; if None, H^- is continuous there.
         start: added to the sigmoid above 0.
     """
-    query, i = relevant.nonzero(as_tuple=True)  # (pos,), (pos,)
+    positives = find_positives(relevant)
+    query, i = positives.query, positives.index  # (pos,), (pos,)
     s_i = at(scores, query, i)  # (pos,)
 
     s_negative = scores.masked_fill(~candidate | relevant, -torch.inf)  # (query, gallery)
     t = s_negative.index_select(0, query).sub_(s_i[:, None])  # (pos, gallery); in place, since this is a hot path
     negatives_above = upper_step(t, tau=tau, rho=rho, delta=delta, offset=offset, start=start).sum(1)  # (pos,)
 
-    # Each pair is a positive i, as its index in (pos,), and a positive j of the same query.
-    pair_i, j = relevant[query].nonzero(as_tuple=True)  # (pair,), (pair,)
-    at_least = scores[query[pair_i], j] >= s_i[pair_i]  # (pair,); i itself is one of the j
+    # Each pair is a positive i and a positive j of the same query, as indices into (pos,).
+    pair_i, pair_j = positives.pairs()  # (pair,), (pair,)
+    at_least = s_i[pair_j] >= s_i[pair_i]  # (pair,); i itself is one of the j
     rank_among_positives = torch.zeros_like(s_i).index_add(0, pair_i, at_least.to(scores.dtype))  # (pos,)
 
     precision = rank_among_positives / (rank_among_positives + negatives_above)  # (pos,)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_instance
+from lightning_retrieval.checks import check_finite, check_instance
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.embedding_lists import check_batch
 from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
@@ -105,6 +105,9 @@ class ThirdPartyLoss(BatchLoss):
                 "for a range of them; omit `queries`."
             )
         check_batch(type(self.loss).__name__, batch)
+        check_finite(type(self.loss).__name__, "embeddings", batch.embeddings)
+        if batch.ref_emb is not None:
+            check_finite(type(self.loss).__name__, "ref_emb", batch.ref_emb)
         if batch.ref_emb is None or batch.ref_labels is None:
             return self.loss(batch.embeddings, finest(batch.labels))
         if self.terms_without_references:
