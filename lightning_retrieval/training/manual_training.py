@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -66,7 +67,8 @@ class ManualTraining(CheckpointedModule):
             self.log(name, value, prog_bar=name == "train/loss")
         images_per_second = self._throughput.step(images)
         if images_per_second is not None:
-            self.log("train/images_per_second", images_per_second, prog_bar=True)
+            # A number would be copied to the device, for which the host would wait.
+            self.log("train/images_per_second", torch.tensor(images_per_second), prog_bar=True)
 
     def configure_callbacks(self) -> Any:
         """Check the flags of the Trainer, at the first moment it is known."""

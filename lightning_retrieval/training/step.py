@@ -1,7 +1,8 @@
 """One training step between the embeddings of a process and the gradients of all processes."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_retrieval.distributed import rank, sum_gradients, sum_over_ranks, world_size
+from lightning_retrieval.host import to_host
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
 from lightning_retrieval.training.global_batch import GlobalBatch, gather_batch
@@ -53,7 +55,8 @@ class TrainingStep:
         self.batch = self._gather(embeddings)
         device = embeddings.device
         # A loss that draws random numbers draws the same on all processes.
-        with step_random_state(self.seed, self.number, 0), torch.autocast(device.type, enabled=False):
+        random_state = step_random_state(self.seed, self.number, 0)
+        with self._explained_errors(), random_state, torch.autocast(device.type, enabled=False):
             ranked, with_memory = self._ranked_batches()
             value: Any = self.batch_loss(**ranked.keywords())
             _check_scalar(self.owner, value)
@@ -69,21 +72,25 @@ class TrainingStep:
         return part
 
     def finish(self, part: Tensor, parameters: Iterable[nn.Parameter]) -> dict[str, Tensor]:
-        """Sum the gradients, the loss and its terms over the processes; return the loss and its terms.
+        """Sum the gradients, the loss and its terms over the processes; return the loss and its terms, on the CPU.
 
         Args:
             part: what `loss` returned, without a graph.
             parameters: whose gradients are summed.
 
         Raises:
-            ValueError: if the loss is not finite.
+            ValueError: if an embedding or the loss is not finite.
         """
         terms = {"train/loss": part, **self.terms}
-        parts = torch.stack([term.to(part) for term in terms.values()])
-        totals = sum_gradients(parameters, parts)
+        is_invalid = ~torch.isfinite(self.batch.embeddings).all()
+        parts = torch.stack([term.to(part) for term in (*terms.values(), is_invalid)])
+        totals = to_host(sum_gradients(parameters, parts))
+        if totals[-1] > 0:
+            self._check_finite()
+            raise ValueError(f"{self.owner}: embeddings must be finite, got NaN or inf on another rank.")
         if not math.isfinite(totals[0]):
             raise ValueError(f"{self.owner}: the loss is {totals[0].item()} at step {self.number}.")
-        return dict(zip(terms, totals))
+        return dict(zip(terms, totals[:-1]))
 
     def remember(self) -> None:
         """Store the batch in the memory."""
@@ -115,7 +122,7 @@ class TrainingStep:
                 f"{len(embeddings)} images."
             )
         embeddings = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
-        batch = gather_batch(
+        return gather_batch(
             self.owner,
             embeddings,
             self.labels,
@@ -123,11 +130,22 @@ class TrainingStep:
             gather=self.gather,
             own_queries=self.batch_loss.splits_by_query,
         )
-        self._check_finite(batch)
-        return batch
 
-    def _check_finite(self, batch: GlobalBatch) -> None:
-        """Raise if an embedding is not finite: on all processes, so that none waits for another."""
+    @contextmanager
+    def _explained_errors(self) -> Iterator[None]:
+        """If embeddings are not finite, say so in place of the error of the loss, which knows no step, rank and ids.
+
+        A loss that raises nothing is left to `finish`, since a check before the loss would wait for the device.
+        """
+        try:
+            yield
+        except Exception:
+            self._check_finite()
+            raise
+
+    def _check_finite(self) -> None:
+        """Raise if an embedding of the batch is not finite."""
+        batch = self.batch
         finite = torch.isfinite(batch.embeddings).all(1)
         if bool(finite.all()):
             return
@@ -139,7 +157,7 @@ class TrainingStep:
             f"{self.owner}: embeddings must be finite, got NaN or inf in {len(rows)} of {len(finite)} rows at step "
             f"{self.number} (seen on rank {rank()}), the first for {which}; a lower learning rate or "
             "gradient_clip_val often helps."
-        )
+        ) from None
 
     def _ranked_batches(self) -> tuple[RankedBatch, RankedBatch | None]:
         """What the loss ranks, and what its second term ranks; None if there is no second term at this step."""
