@@ -1,6 +1,12 @@
 """Where the host waits for the device."""
 
+import torch
 from torch import Tensor
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether the host gives work to this device without waiting for it, until it asks for a value."""
+    return device.type != "cpu"
 
 
 def to_host(values: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Int, Integer, Shaped
 from torch import Tensor
 
-from lightning_retrieval.host import to_host
+from lightning_retrieval.host import is_accelerator, to_host
 
 _ATTRIBUTE = "_mask_facts"
 
@@ -107,7 +107,7 @@ def levels_in(relevant: Integer[Tensor, "query gallery"]) -> tuple[int, ...]:
 
 def true_indices(mask: Shaped[Tensor, "*shape"], number: int) -> tuple[Int[Tensor, " true"], ...]:
     """`mask.nonzero(as_tuple=True)` of a vector or a matrix with this number of elements that are not 0."""
-    if mask.device.type == "cpu":  # there is nothing to wait for
+    if not is_accelerator(mask.device):  # there is nothing to wait for
         return mask.nonzero(as_tuple=True)
     true_so_far = (mask != 0).flatten().cumsum(0, dtype=torch.int32)
     nth = torch.arange(1, number + 1, dtype=torch.int32, device=mask.device)

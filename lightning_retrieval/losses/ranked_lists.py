@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_finite
-from lightning_retrieval.host import to_host
+from lightning_retrieval.host import is_accelerator, to_host
 
 # Elements of the mask in which positives are counted at a time, on the CPU and on other devices.
 COUNTED_ELEMENTS = 1 << 22
@@ -79,6 +79,6 @@ class RankedLists(ABC):
 
 
 def _counted_elements(device: torch.device) -> int:
-    if device.type == "cpu":
-        return COUNTED_ELEMENTS
-    return ACCELERATOR_COUNTED_ELEMENTS
+    if is_accelerator(device):
+        return ACCELERATOR_COUNTED_ELEMENTS
+    return COUNTED_ELEMENTS

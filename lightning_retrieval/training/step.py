@@ -87,7 +87,9 @@ class TrainingStep:
         totals = to_host(sum_gradients(parameters, parts))
         if totals[-1] > 0:
             self._check_finite()
-            raise ValueError(f"{self.owner}: embeddings must be finite, got NaN or inf on another rank.")
+            raise ValueError(
+                f"{self.owner}: embeddings must be finite, got NaN or inf on another rank at step {self.number}."
+            )
         if not math.isfinite(totals[0]):
             raise ValueError(f"{self.owner}: the loss is {totals[0].item()} at step {self.number}.")
         return dict(zip(terms, totals[:-1]))

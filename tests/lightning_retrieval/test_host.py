@@ -1,0 +1,169 @@
+"""How often the host waits for the device in a training step: counted on a GPU, and without one by the operations."""
+
+import warnings
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+from lightning_retrieval import RetrievalModule, losses
+from lightning_retrieval.losses import blockwise, embedding_lists, positives, ranked_lists
+from lightning_retrieval.training import step as step_module
+from lightning_retrieval.training.chunked import chunked_backward
+from lightning_retrieval.training.step import TrainingStep
+
+MOST = {384: 6, 4096: 20}  # batch size: how often the host may wait in a step
+DIM = 16
+LOSSES = {
+    "SmoothAP": losses.SmoothAPLoss,
+    "SupAP": losses.SupAPLoss,
+    "FastAP": losses.FastAPLoss,
+    "QuantizedAP": losses.QuantizedAPLoss,
+    "RecallAtK": losses.RecallAtKLoss,
+    "BlackboxAP": losses.BlackboxAPLoss,
+    "BlackboxRecall": losses.BlackboxRecallLoss,
+    "Calibration": losses.CalibrationLoss,
+    "pairs of all queries": lambda: losses.CalibrationLoss(pair_mean="all"),
+    "balanced classes": lambda: losses.SmoothAPLoss(class_balanced=True),
+    "ROADMAP": losses.ROADMAPLoss,
+    "HAP": losses.HAPLoss,
+}
+
+
+def batch_of(name, size):
+    """Images and labels: four images of a class and, for HAP, eight of a coarse class."""
+    labels = torch.arange(size) // 4
+    if name == "HAP":
+        labels = torch.stack([labels, labels // 2], 1)
+    return torch.randn(size, DIM), labels
+
+
+class WaitsOfSteps(pl.Callback):
+    """How often the host waits in each step, from the pretend GPU's counter or the warnings of PyTorch's debug mode."""
+
+    def __init__(self, kernels):
+        self.kernels, self.counts = kernels, []
+
+    def on_train_batch_start(self, *_):
+        if self.kernels is not None:
+            self.kernels.reset()
+            return
+        self.recording = warnings.catch_warnings(record=True)
+        self.recorded = self.recording.__enter__()
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+
+    def on_train_batch_end(self, *_):
+        if self.kernels is not None:
+            self.counts.append(self.kernels.total())
+            return
+        torch.cuda.set_sync_debug_mode("default")
+        self.recording.__exit__(None, None, None)
+        self.counts.append(sum("synchronizing CUDA operation" in str(entry.message) for entry in self.recorded))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", MOST)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_step_on_a_gpu_waits_a_few_times(name, size, stand_in_for_kernels):
+    waits = WaitsOfSteps(stand_in_for_kernels)
+    trainer = pl.Trainer(
+        accelerator="gpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[waits],
+    )  # fmt: skip
+    data = DataLoader([batch_of(name, size)] * 2, batch_size=None)
+    trainer.fit(RetrievalModule(nn.Linear(DIM, 8), LOSSES[name]()), data)
+    assert waits.counts[1] <= MOST[size], waits.counts
+
+
+class Waits(TorchDispatchMode):
+    """Counts where the host would wait if some tensors, and all that is computed from them, were on a device.
+
+    It sees the operations whose result has a size, or is a number, that only the device knows, and numbers of the host
+    that are written through indices. It does not see `torch.tensor(..., device=...)`.
+    """
+
+    READ = frozenset(
+        {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount",
+         "equal", "repeat_interleave"}
+    )  # fmt: skip
+    INDEXED = frozenset({"index", "index_put_", "index_put"})
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def to_host(self, values):
+        self.found.append("to_host")
+        return torch.tensor(values.detach().tolist(), dtype=values.dtype)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.split("::")[1]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        on_device = any(is_marked(tensor) for tensor in tensors)
+        if on_device and self.waits(name, args):
+            self.found.append(name)
+        result = function(*args, **(kwargs or {}))
+        if on_device:
+            mark(*(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)))
+        return result
+
+    def waits(self, name, args):
+        if name in self.READ:
+            return True
+        if name not in self.INDEXED:
+            return False
+        has_mask = any(isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in args[1])
+        from_host = name != "index" and args[2].ndim == 0 and not is_marked(args[2])
+        return has_mask or from_host
+
+
+def mark(*tensors):
+    for tensor in tensors:
+        tensor.is_on_pretended_device = True
+
+
+def is_marked(tensor):
+    return getattr(tensor, "is_on_pretended_device", False)
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """A mode in which the library takes the CPU for an accelerator, with blocks of a sixth of the scores or less."""
+    mode = Waits()
+    for module in (embedding_lists, positives, ranked_lists, step_module):
+        monkeypatch.setattr(module, "to_host", mode.to_host)
+    for module in (blockwise, positives, ranked_lists):
+        monkeypatch.setattr(module, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(blockwise, "ACCELERATOR_BLOCK_ELEMENTS", 384 * 64)
+    monkeypatch.setattr(ranked_lists, "ACCELERATOR_COUNTED_ELEMENTS", 384 * 64)
+    return mode
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_step_waits_a_few_times_however_many_blocks_there_are(name, waits):
+    images, labels = batch_of(name, 384)
+    net, loss = nn.Linear(DIM, 8), LOSSES[name]()
+    mark(images, labels, *net.parameters())
+    step = TrainingStep("test", loss, labels, None, 1, 0)
+    with waits:
+        part = chunked_backward(net, images, step.loss)
+        step.finish(part, net.parameters())
+    expected = 3 if name in ("ROADMAP", "HAP") else 2  # two terms, and labels that must nest
+    assert waits.found == ["to_host"] * expected
+
+
+def test_what_a_device_has_to_tell_the_host_is_counted(waits):
+    x = torch.arange(6.0)
+    mark(x)
+    with waits:
+        x[x > 2]
+        (x > 2).nonzero()
+        x.sum().item()
+        x[torch.tensor([1])] = 0.0
+        torch.arange(3).nonzero()  # of the host
+    assert waits.found == ["index", "nonzero", "_local_scalar_dense", "index_put_"]
