@@ -65,13 +65,13 @@ def _write(states: dict[torch.device, Tensor]) -> None:
 
 def _accelerator_devices() -> list[torch.device]:
     """The devices of the accelerator, none if it has not been used yet: asking it for its state would initialise it."""
+    if not torch.accelerator.is_available():
+        return []
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return []
     module: Any = torch.get_device_module(accelerator)
     if hasattr(module, "is_initialized") and not module.is_initialized():
-        return []
-    if not torch.accelerator.is_available():
         return []
     return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
 
