@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -52,6 +53,43 @@ class StartedProcess:
 
     def end(self):
         self.process.kill()
+        self.process.wait()
+
+
+class StartedCommand:
+    """A command in a session of its own, as a terminal starts it; its output is a file in `folder`."""
+
+    def __init__(self, command, folder):
+        self.file = folder / "output"
+        with self.file.open("wb") as output:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(REPOSITORY)},
+            )
+
+    def output(self):
+        """What it has printed so far."""
+        return self.file.read_text(errors="replace")
+
+    def group(self):
+        """Ids of the processes of its session that are still alive."""
+        found = []
+        for file in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = file.read_text().rpartition(")")[2].split()
+            except OSError:  # a process that has just ended
+                continue
+            if fields[0] != "Z" and int(fields[3]) == self.process.pid:
+                found.append(int(file.parent.name))
+        return found
+
+    def end(self):
+        for process in self.group():
+            os.kill(process, signal.SIGKILL)
         self.process.wait()
 
 

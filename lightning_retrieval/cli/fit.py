@@ -1,5 +1,6 @@
 """`lightning-retrieval fit`, `validate`, `test` and `predict`: LightningCLI with compact help."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveCon
 from pytorch_lightning.utilities import rank_zero_info
 
 from lightning_retrieval.cli.help import CompactHelpFormatter
-from lightning_retrieval.cli.resume import CheckpointOnInterrupt, find_last_checkpoint
+from lightning_retrieval.cli.interrupt import EXIT_CODE, CheckpointOnInterrupt
+from lightning_retrieval.cli.resume import find_last_checkpoint
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # --model DetectionModule
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
@@ -90,6 +92,15 @@ class RetrievalCLI(LightningCLI):
         if found is not None:
             rank_zero_info(f"--ckpt_path last: continuing from {found}.")
             self.config_init.fit.ckpt_path = str(found)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run it; if Ctrl-C has ended it, exit as programs do then, where Lightning exits with 1."""
+        try:
+            super()._run_subcommand(subcommand)
+        except SystemExit:
+            if self.trainer.interrupted:
+                sys.exit(EXIT_CODE)
+            raise
 
     def after_fit(self) -> None:
         if not self.config[self.config.subcommand].test_after_fit:

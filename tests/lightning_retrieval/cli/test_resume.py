@@ -62,7 +62,7 @@ def fit(folder, *options):
 
 
 def interrupt(folder, steps, during, *options):
-    with pytest.raises(SystemExit, match=r"^1$"):
+    with pytest.raises(SystemExit, match=r"^130$"):
         fit(folder, *options, CALLBACK, f"--trainer.callbacks.steps={steps}", f"--trainer.callbacks.during={during}")
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -118,9 +118,30 @@ def test_last_stops_if_there_is_no_checkpoint(tmp_path, capsys):
     assert not (tmp_path / "glyphs").exists()
 
 
-def test_a_folder_of_ones_own_is_left_to_lightning(tmp_path):
-    folder = f"--trainer.callbacks.dirpath={tmp_path / 'own'}"
-    checkpoint = "--trainer.callbacks+=pytorch_lightning.callbacks.ModelCheckpoint"
+def test_a_folder_of_ones_own_is_searched_too(tmp_path, capsys, caplog):
+    """The first run begins anew, as Lightning does; a later one without a checkpoint stops and names the folder."""
+    own = tmp_path / "own"
+    options = [
+        "--trainer.callbacks+=pytorch_lightning.callbacks.ModelCheckpoint",
+        f"--trainer.callbacks.dirpath={own}",
+        "--ckpt_path=last",
+    ]
     with pytest.warns(UserWarning, match="there is no last checkpoint available"):
-        interrupt(tmp_path, 1, "step", checkpoint, folder, "--ckpt_path=last")
-    assert torch.load(tmp_path / "glyphs/version_0/checkpoints/last-interrupted.ckpt", weights_only=True)
+        interrupt(tmp_path, 1, "step", *options)
+    left = tmp_path / "glyphs/version_0/checkpoints/last-interrupted.ckpt"
+    assert torch.load(left, weights_only=True)["global_step"] == 2
+
+    own.mkdir(exist_ok=True)
+    left.rename(own / "kept.ckpt")
+    fit(tmp_path, *options, "--trainer.max_epochs=1")
+    assert f"--ckpt_path last: continuing from {own / 'kept.ckpt'}." in caplog.text
+
+    for path in tmp_path.rglob("*.ckpt"):
+        path.unlink()
+    with pytest.raises(SystemExit, match=r"^2$"):
+        fit(tmp_path, *options)
+    message = (
+        f"{tmp_path / 'glyphs'} has 2 runs, 2 of them with the same model and data, and none of these has a "
+        f"checkpoint, nor has {own}, the `dirpath` of a ModelCheckpoint; leave out the option"
+    )
+    assert message in capsys.readouterr().err

@@ -1,0 +1,180 @@
+"""Ctrl-C in a run of two processes: it ends soon, with a checkpoint from which it continues exactly."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from lightning_retrieval.cli.interrupt import _KEY, EXIT_CODE, CheckpointOnInterrupt
+from tests.lightning_retrieval.cli.example_config import SMALL, write_example
+from tests.processes import StartedCommand
+
+STEPS = 8  # two epochs of four
+SHORT = [
+    *SMALL,
+    "--trainer.devices=2",
+    "--trainer.max_epochs=2",
+    "--trainer.limit_train_batches=4",
+    "--trainer.check_val_every_n_epoch=1",
+    "--trainer.num_sanity_val_steps=0",
+    "--data.init_args.classes_per_batch=4",
+    "--data.init_args.num_workers=1",  # which must not end before the training
+    "--test_after_fit=false",
+    "--trainer.callbacks+=tests.lightning_retrieval.cli.test_interrupt.Pace",
+]
+LAUNCHERS = {
+    "fit": [sys.executable, "-m", "lightning_retrieval.cli"],
+    "torchrun": [
+        sys.executable,
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        *("-m", "lightning_retrieval.cli"),
+    ],
+}
+
+
+class Pace(pl.Callback):
+    """Says which step begins, and makes a step last for a while."""
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.is_global_zero:
+            print(f"step {trainer.global_step} of {os.getpid()}", flush=True)
+        time.sleep(0.3)
+
+
+class Group:
+    """What the callback asks of a Trainer with several processes; it notes what is saved."""
+
+    world_size, fast_dev_run = 2, False
+
+    def __init__(self, folder):
+        self.global_step, self.saved = 0, []
+        self.checkpoint_callback = SimpleNamespace(dirpath=folder)
+
+    def save_checkpoint(self, path, weights_only):
+        self.saved.append((Path(path).name, self.global_step))
+
+
+def train(rank, signals, folder):
+    """Ten steps of a process that receives signals at given moments; at which steps it has saved and ended."""
+    callback, trainer = CheckpointOnInterrupt(), Group(folder)
+
+    def moment(name):
+        if (rank, trainer.global_step, name) in signals:
+            signal.raise_signal(signal.SIGINT)
+
+    callback.on_train_start(trainer, None)
+    try:
+        for _ in range(10):
+            moment("before")
+            callback.on_train_batch_start(trainer, None)
+            moment("step")
+            dist.barrier()  # the collectives of a step
+            moment("after")
+            trainer.global_step += 1
+            callback.on_train_batch_end(trainer, None)
+        callback.on_train_end(trainer, None)
+    except KeyboardInterrupt as interrupt:
+        callback.on_exception(trainer, None, interrupt)
+    return trainer.saved, trainer.global_step
+
+
+def train_each(rank, world_size, cases, folder):
+    """The runs of a process, one after the other in one process group."""
+    ends = []
+    for signals, _ in cases:
+        ends.append(train(rank, signals, folder))
+        dist.barrier()
+        if rank == 0:
+            _get_default_store().delete_key(_KEY)
+        dist.barrier()
+    return ends
+
+
+SIGNALS = [  # (rank, step, moment) of each signal, and the step after which all should stop
+    ([(0, 3, "before")], 4),
+    ([(1, 3, "before")], 4),
+    ([(0, 3, "step")], 5),
+    ([(1, 3, "after")], 5),
+    ([(0, 3, "after"), (1, 4, "before")], 5),
+    ([(0, 4, "before"), (1, 3, "step")], 5),
+    ([(0, 3, "step"), (1, 4, "step")], 5),
+    ([(0, 9, "step")], None),  # the training ends before
+]
+TWICE = [(rank, 3, moment) for rank in (0, 1) for moment in ("before", "step")]
+
+
+def test_processes_agree_on_the_last_step(run_processes, tmp_path):
+    """Whichever receives the signal, and whenever: all save after the same step. A second signal ends them at once."""
+    expected = [([("last-interrupted.ckpt", last)], last) for _, last in SIGNALS[:-1]]
+    expected += [([], 10), ([], 3)]
+    assert run_processes(train_each, 2, [*SIGNALS, (TWICE, None)], tmp_path) == [expected] * 2
+
+
+def fit(folder, launcher, *options, interrupt=None):
+    """Run the command, and interrupt it with `interrupt(command)` in its third step; its exit code and output."""
+    folder.mkdir(exist_ok=True)
+    command = [*LAUNCHERS[launcher], "fit", "--config", str(write_example(folder)), *SHORT, *options]
+    started = StartedCommand(command, folder)
+    try:
+        deadline = time.monotonic() + 240
+        while started.process.poll() is None:
+            assert time.monotonic() < deadline, started.output()[-3000:]
+            if interrupt is not None and "step 2 of" in started.output():
+                interrupt(started)
+                interrupt, deadline = None, time.monotonic() + 60
+            time.sleep(0.02)
+        end = time.monotonic() + 15  # workers of a process that was killed look every five seconds
+        while started.group() and time.monotonic() < end:
+            time.sleep(0.1)
+        assert started.group() == []
+    finally:
+        started.end()
+    return started.process.returncode, started.output()
+
+
+def to_all(started):
+    """As a terminal does."""
+    os.killpg(started.process.pid, signal.SIGINT)
+
+
+def to_main(started):
+    os.kill(started.process.pid, signal.SIGINT)
+
+
+def checkpoint(folder, version, name):
+    return torch.load(folder / f"glyphs/version_{version}/checkpoints/{name}.ckpt", weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    code, output = fit(folder, "fit")
+    assert code == 0, output[-3000:]
+    return checkpoint(folder, 0, "last")
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("signalled", [to_all, to_main])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_processes_leave_a_checkpoint_and_continue_from_it(launcher, signalled, whole, tmp_path):
+    code, output = fit(tmp_path, launcher, interrupt=signalled)
+    assert code == {"fit": EXIT_CODE, "torchrun": 1}[launcher], output[-3000:]  # torchrun has its own code
+    left = checkpoint(tmp_path, 0, "last-interrupted")
+    assert 3 <= left["global_step"] <= 4, output[-3000:]
+    code, output = fit(tmp_path, launcher, "--ckpt_path=last")
+    assert code == 0, output[-3000:]
+    assert f"step {left['global_step']} of" in output
+    assert "step 2 of" not in output
+    resumed = checkpoint(tmp_path, 1, "last")
+    assert resumed["global_step"] == whole["global_step"] == STEPS
+    for name, value in whole["state_dict"].items():
+        assert torch.equal(resumed["state_dict"][name], value), name
