@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_retrieval.callbacks.figures import Drawing, new_figure, save_and_log
-from lightning_retrieval.checks import check_finite_number, check_integer
+from lightning_retrieval.checks import check_integer
 from lightning_retrieval.training.run_folder import run_folder
 
 COLUMNS = 4
@@ -23,7 +23,8 @@ class DetectionPicture(pl.Callback):
 
     Args:
         images: number of images, >= 1.
-        least_score: detections with a lower score are not drawn.
+        detections: number of detections that are drawn in an image, >= 1: those of the highest scores. There is no
+            threshold, since a loss of ranks determines the order of scores and not their size.
 
     Raises:
         ValueError: if a number is out of its range.
@@ -36,9 +37,9 @@ class DetectionPicture(pl.Callback):
         For `DetectionModule`, whose `test_step` returns the detections.
     """
 
-    def __init__(self, images: int = 8, *, least_score: float = 0.5) -> None:
+    def __init__(self, images: int = 8, *, detections: int = 5) -> None:
         self.images = check_integer("DetectionPicture", "images", images, least=1)
-        self.least_score = check_finite_number("DetectionPicture", "least_score", least_score)
+        self.detections = check_integer("DetectionPicture", "detections", detections, least=1)
         self._shown: list[tuple[Tensor, Mapping[str, Tensor], Mapping[str, Tensor]]] = []
 
     def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -80,7 +81,7 @@ class DetectionPicture(pl.Callback):
             axes.set_axis_off()
             for box in target["boxes"].tolist():
                 _draw_box(axes, box, MISSED, "-", "")
-            shown = detections["scores"] >= self.least_score
+            shown = detections["scores"].argsort(descending=True)[: self.detections]
             parts = (detections[key][shown].tolist() for key in ("boxes", "labels", "scores"))
             for box, label, score in zip(*parts):
                 _draw_box(axes, box, FOUND, "--", f"{_name(names, label)} {score:.2f}")

@@ -187,7 +187,7 @@ TABLE = {
     "PrecisionRecallCurve": Entry({"every_n_epochs": 2}, without=STATELESS),
     "ScoreHistogram": Entry({"bins": 50, "every_n_epochs": 2}, without=STATELESS),
     "TrainingCurve": Entry({"metric": "val/R@1"}),
-    "DetectionPicture": Entry({"images": 3, "least_score": 0.2}, without=STATELESS),
+    "DetectionPicture": Entry({"images": 3, "detections": 2}, without=STATELESS),
     # lightning_retrieval.datamodules
     "GlobalBatchSampler": Entry(without=NEVER_MADE),
     "PKSampler": Entry(

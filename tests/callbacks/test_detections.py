@@ -5,13 +5,13 @@ import pytorch_lightning as pl
 import torch
 from PIL import Image
 
-from lightning_retrieval.callbacks import DetectionPicture
+from lightning_retrieval.callbacks import DetectionPicture, detections
 from lightning_retrieval.datamodules import GlyphScenes
 from lightning_retrieval.detection import DetectionModule, TinyFasterRCNN
 
 
 def test_it_draws_images_boxes_and_classes(tmp_path):
-    picture = DetectionPicture(images=5, least_score=0.0)
+    picture = DetectionPicture(images=5, detections=2)
     before = dict(vars(picture))
     drawn = []
     draw = picture._draw
@@ -31,12 +31,22 @@ def test_it_draws_images_boxes_and_classes(tmp_path):
     assert {name: vars(picture)[name] for name in before} == before
 
 
+def test_the_detections_of_the_highest_scores_are_drawn(monkeypatch):
+    picture, texts = DetectionPicture(detections=2), []
+    monkeypatch.setattr(detections, "_draw_box", lambda axes, box, color, style, text: texts.append(text))
+    boxes = torch.tensor([[0.0, 0.0, 4.0, 4.0]] * 3)
+    found = {"boxes": boxes, "labels": torch.tensor([1, 2, 1]), "scores": torch.tensor([0.1, 0.03, 0.2])}
+    picture._shown = [(torch.zeros(3, 8, 8), {"boxes": boxes[:1]}, found)]
+    picture._draw(["A", "B"], {"A": 0.5})
+    assert texts == ["", "A 0.20", "A 0.10"]  # the object has no text
+
+
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     ("error", "match", "arguments"),
     [
         (ValueError, "`images` must be an integer >= 1", {"images": 0}),
-        (TypeError, "`least_score` must be a number", {"least_score": "high"}),
+        (TypeError, "`detections` must be an integer", {"detections": "all"}),
     ],
 )
 def test_invalid_settings(error, match, arguments):
