@@ -1,6 +1,6 @@
 """The base class of all metrics of embeddings: it collects the rows of an evaluation set on any number of processes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from lightning_retrieval.metrics.gathering import (
     merge_duplicates,
     nothing_to_compute,
 )
+from lightning_retrieval.metrics.plot import Results, plot_results
 from lightning_retrieval.metrics.query_gallery import QueryGallery, query_gallery
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.ranking.roles import Role
@@ -159,6 +160,17 @@ class EmbeddingMetric(Metric):
         """Undo `sync`. torchmetrics calls this after `compute`."""
         check_bool(type(self).__name__, "should_unsync", should_unsync)
         self._over_processes = None
+
+    def plot(self, val: Results | Sequence[Results] | None = None, ax: Any = None) -> Any:
+        """Plot results, and return the figure and its axes, as the metrics of torchmetrics do.
+
+        Args:
+            val: what `compute` returned, drawn as bars, or a list of that, drawn as lines; if None, calls `compute`.
+            ax: the axes of matplotlib to draw on; a new figure if None.
+        """
+        if val is None:
+            val = self.compute()
+        return plot_results(type(self).__name__, val, ax)
 
     def gather(self) -> tuple[Rows, Shard]:
         """The images of all processes, each once, and the fraction of the queries that this process should rank.

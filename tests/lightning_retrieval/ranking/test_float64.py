@@ -54,6 +54,12 @@ def instances(device):
     return filled(RetrievalMetrics(), device, ids=IDS, instances=LABELS * 2 + IDS % 2)
 
 
+def cameras(device):
+    extra = ("mINP", "precision@3", "recall@3", "MRR@3", "NDCG@3")
+    metrics = RetrievalMetrics((1,), (5,), map_divisor="hits", extra_metrics=extra)
+    return filled(metrics, device, ids=IDS, cameras=IDS % 3)
+
+
 def empty_gallery(device):
     return filled(RetrievalMetrics(), device, ids=IDS, is_gallery=torch.zeros(ROWS, dtype=torch.bool))
 
@@ -106,7 +112,7 @@ def assert_equal_everywhere(compute):
 
 
 @pytest.mark.parametrize(
-    "metrics", [every_query, with_roles, several_levels, instances, expanded, on_cpu, random_galleries]
+    "metrics", [every_query, with_roles, several_levels, instances, cameras, expanded, on_cpu, random_galleries]
 )
 def test_metrics_and_values_of_each_query(metrics):
     assert_equal_everywhere(lambda device: metrics(device).compute())
@@ -123,7 +129,7 @@ def test_no_candidates(metrics):
     assert_equal_everywhere(lambda device: metrics(device).compute())
 
 
-@pytest.mark.parametrize("metrics", [every_query, with_roles])
+@pytest.mark.parametrize("metrics", [every_query, with_roles, cameras])
 def test_curves_and_gap(metrics):
     assert_equal_everywhere(lambda device: mean_precision(metrics(device)))
     assert_equal_everywhere(lambda device: pair_counts(metrics(device), 50).cpu())

@@ -1,0 +1,69 @@
+"""A plot of the results of a metric, as torchmetrics' metrics have one."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_retrieval.checks import check_mapping, short_repr
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Results = Mapping[str, Tensor]
+
+
+def plot_results(owner: str, results: Results | Sequence[Results], ax: "Axes | None") -> "tuple[Figure, Axes]":
+    """Plot one result as bars, or several as lines over their steps. Numbers of skipped queries are not drawn.
+
+    Args:
+        owner: prefix of error messages, and the title.
+        results: what `compute` returned, once or several times.
+        ax: drawn on; a new figure if None.
+    """
+    steps = _as_list(owner, results)
+    names = [name for name in steps[0] if "skipped_queries" not in name.split("/")]
+    figure, ax = _axes(owner, ax)
+    if len(steps) == 1:
+        values = [float(steps[0][name]) for name in names]
+        bars = ax.bar(names, values)
+        ax.bar_label(bars, fmt="%.3f", fontsize="small")
+        ax.tick_params(axis="x", labelrotation=60)
+    else:
+        for name in names:
+            ax.plot(range(len(steps)), [float(step[name]) for step in steps], marker="o", label=name)
+        ax.set_xlabel("step")
+        ax.legend()
+    ax.set_ylim(bottom=0)
+    ax.set_title(owner)
+    ax.grid(alpha=0.3, axis="y")
+    return figure, ax
+
+
+def _as_list(owner: str, results: Any) -> list[Results]:
+    """The results of all steps, each with the same names."""
+    if isinstance(results, Mapping):
+        return [results]
+    if not isinstance(results, (list, tuple)) or len(results) == 0:
+        raise TypeError(f"{owner}: `val` must be what compute returned, or a list of that, got {short_repr(results)}.")
+    for step in results:
+        check_mapping(owner, "val", step)
+        if list(step) != list(results[0]):
+            raise ValueError(
+                f"{owner}: `val` must hold results with the same names, got {sorted(results[0])} and {sorted(step)}."
+            )
+    return list(results)
+
+
+def _axes(owner: str, ax: Any) -> "tuple[Figure, Axes]":
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    if ax is None:
+        figure = Figure(figsize=(6.4, 4.0), layout="constrained")  # not pyplot, which would keep global state
+        return figure, figure.subplots()
+    if not isinstance(ax, Axes):
+        raise TypeError(f"{owner}: `ax` must be an Axes of matplotlib, got {type(ax).__name__}.")
+    given: Any = ax.get_figure()
+    return given, ax
