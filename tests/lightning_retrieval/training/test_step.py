@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval import CalibrationLoss, CrossBatchMemory, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.losses import calibration, smooth_ap
+from lightning_retrieval.losses.batch_loss import BatchLoss
 from tests.lightning_retrieval.training.small_training import ROWS, SGD, Gives, assert_same, batches, fit, net
 
 REPOSITORY = Path(__file__).parents[3]
@@ -80,6 +81,25 @@ def test_nan_embeddings_stop_training_before_the_weights_change(ids):
     plain = RetrievalModule(net(), SmoothAPLoss(tau=0.1), chunk_size=3, optimizer=SGD)
     fit(plain, [first])
     assert_same(module, plain)
+
+
+class FirstRow(BatchLoss):
+    """A loss that does not look at all embeddings."""
+
+    def forward(self, embeddings, labels, *_, **__):
+        return embeddings[0].sum()
+
+
+@pytest.mark.refusal
+def test_nan_embeddings_that_a_loss_does_not_notice_stop_training_too():
+    ((images, labels),) = batches(1)
+    images[[2, 5]] = torch.nan
+    module = RetrievalModule(net(), FirstRow(), optimizer=SGD)
+    with pytest.raises(
+        ValueError, match=r"^RetrievalModule: .* NaN or inf in 2 of 10 rows at step 0 .* rows \[2, 5\];"
+    ):
+        fit(module, [(images, labels)])
+    assert_same(module.embedder, net())
 
 
 @pytest.mark.refusal
