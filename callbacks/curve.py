@@ -5,6 +5,7 @@ from typing import Any
 import pytorch_lightning as pl
 
 from lightning_retrieval.callbacks.figures import Drawing, new_figure, save_and_log
+from lightning_retrieval.checks import check_string
 from lightning_retrieval.training.run_folder import run_folder
 
 
@@ -19,6 +20,7 @@ class TrainingCurve(pl.Callback):
 
     Raises:
         ValueError: if the metric is not logged when a validation ends.
+        TypeError: if `metric` is not a string.
 
     Example:
         >>> from lightning_retrieval.callbacks import TrainingCurve
@@ -27,7 +29,7 @@ class TrainingCurve(pl.Callback):
     """
 
     def __init__(self, metric: str = "val/mAP") -> None:
-        self.metric = metric
+        self.metric = check_string("TrainingCurve", "metric", metric)
         self.points: list[list[float]] = []  # (step, metric)
         self.losses: list[list[float]] = []  # (step, loss)
 

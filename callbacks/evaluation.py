@@ -1,7 +1,7 @@
 """Retrieval metrics of whole evaluation sets, logged under names that checkpoints and early stopping can monitor."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pytorch_lightning as pl
 import torch
@@ -20,9 +20,10 @@ from lightning_retrieval.callbacks.loaders import (
 )
 from lightning_retrieval.callbacks.log_values import log_without_sync
 from lightning_retrieval.callbacks.results_table import results_table
-from lightning_retrieval.checks import check_bool, check_callable
+from lightning_retrieval.checks import check_bool, check_callable, check_choice, check_counts, check_strings
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
 from lightning_retrieval.metrics.definitions import Divisor
+from lightning_retrieval.metrics.table import extra_metric
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 
 
@@ -83,12 +84,14 @@ class RetrievalEvaluation(pl.Callback):
         embeddings_on_cpu: bool = False,
     ) -> None:
         owner = "RetrievalEvaluation"
-        # Raises now what it would raise after the first epoch.
-        validated = RetrievalMetrics(ks, map_ks, map_divisor=map_divisor, extra_metrics=extra_metrics)
-        self.ks = validated.ks
-        self.map_ks = validated.map_ks
-        self.map_divisor = validated.map_divisor
-        self.extra_metrics = validated.extra_metrics
+        # Raises now what the metrics would raise after the first epoch.
+        self.ks = check_counts(owner, "ks", ks)
+        self.map_ks = check_counts(owner, "map_ks", map_ks, may_be_empty=True)
+        self.map_divisor: Divisor = check_choice(owner, "map_divisor", map_divisor, get_args(Divisor))
+        check_strings(owner, "extra_metrics", extra_metrics)
+        self.extra_metrics = tuple(dict.fromkeys(extra_metrics))
+        for name in self.extra_metrics:
+            extra_metric(owner, name)
         if query_expansion is not None:
             check_callable(owner, "query_expansion", query_expansion)
         if database_augmentation is not None:

@@ -13,7 +13,7 @@ from pytorch_lightning.utilities import rank_zero_only, rank_zero_warn
 
 from lightning_retrieval.callbacks.best_values import is_count
 from lightning_retrieval.callbacks.wandb_key import has_wandb_key
-from lightning_retrieval.checks import check_bool, check_flag
+from lightning_retrieval.checks import check_bool, check_flag, check_path, check_string
 
 _LOWER_IS_BETTER = ("decomposability_gap", "score_overlap")  # of the metrics of evaluation sets
 
@@ -37,7 +37,8 @@ class RetrievalWandbLogger(WandbLogger):
         kwargs: further arguments of `WandbLogger` and of `wandb.init`, such as `tags`, `group` or `notes`.
 
     Raises:
-        TypeError: if `offline` is not True, False or None, or `artifact` is not True or False.
+        TypeError: if `offline` is not True, False or None, `artifact` is not True or False, or a name or path
+            is of another type.
 
     Example:
         >>> from lightning_retrieval.callbacks import RetrievalWandbLogger
@@ -65,8 +66,15 @@ class RetrievalWandbLogger(WandbLogger):
         prefix: str = "",
         **kwargs: Any,
     ) -> None:
-        check_flag("RetrievalWandbLogger", "offline", offline)
-        check_bool("RetrievalWandbLogger", "artifact", artifact)
+        owner = "RetrievalWandbLogger"
+        check_flag(owner, "offline", offline)
+        check_bool(owner, "artifact", artifact)
+        check_path(owner, "save_dir", save_dir)
+        check_string(owner, "project", project)
+        check_string(owner, "prefix", prefix)
+        for setting, value in {"name": name, "id": id}.items():
+            if value is not None:
+                check_string(owner, setting, value)
         if offline is None:
             offline = not os.environ.get("WANDB_MODE") and not has_wandb_key()
         super().__init__(name=name, save_dir=save_dir, project=project, id=id, offline=offline, prefix=prefix, **kwargs)

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_retrieval.checks import check_flag, check_integer
+from lightning_retrieval.checks import check_flag, check_integer, check_seed, short_repr
 from lightning_retrieval.datamodules.files.data_report import Count, DataReport
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader, resume_position
 from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler
@@ -25,10 +25,11 @@ SamplerName = Literal["pk", "category", "all_classes"]
 
 def check_sampler(owner: str, sampler: SamplerName | GlobalBatchSampler) -> SamplerName | GlobalBatchSampler:
     """Return `sampler` unchanged; raise an error unless it is a known name or a `GlobalBatchSampler`."""
-    if isinstance(sampler, GlobalBatchSampler) or sampler in get_args(SamplerName):
+    is_name = isinstance(sampler, str) and sampler in get_args(SamplerName)
+    if isinstance(sampler, GlobalBatchSampler) or is_name:
         return sampler
     names = ", ".join(map(repr, get_args(SamplerName)))
-    message = f"{owner}: `sampler` must be one of {names}, or a GlobalBatchSampler, got {sampler!r}."
+    message = f"{owner}: `sampler` must be one of {names}, or a GlobalBatchSampler, got {short_repr(sampler)}."
     if isinstance(sampler, str):
         raise ValueError(message)
     raise TypeError(message)
@@ -99,7 +100,7 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         self.num_workers = check_integer(owner, "num_workers", num_workers, least=0)
         if seed is None:
             seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        self.seed = check_integer(owner, "seed", seed, least=0)
+        self.seed = check_seed(owner, "seed", seed)
         self.sampler = check_sampler(owner, sampler)
         self.pin_memory = check_flag(owner, "pin_memory", pin_memory)
         self.persistent_workers = check_flag(owner, "persistent_workers", persistent_workers)

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lightning_retrieval.checks import LARGEST_INTEGER, check_integer
+
 
 def augmentation_seeds(seed: int, epoch: int, batch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """Hash (seed, epoch, batch, position) to a number from 0 to 2**63 - 1, for each position in the global batch.
@@ -36,6 +38,9 @@ def item_generator(index: int) -> torch.Generator | None:
             as from an evaluation loader, has no seed; then the result is None, and torch's functions use the global
             generator.
 
+    Raises:
+        TypeError: if `index` is not an integer.
+
     Example:
         >>> import torch
         >>> from lightning_retrieval.datamodules import PKSampler, RetrievalDataLoader, item_generator
@@ -54,6 +59,7 @@ def item_generator(index: int) -> torch.Generator | None:
     """
     if isinstance(index, SeededIndex):
         return torch.Generator().manual_seed(index.seed)
+    check_integer("item_generator", "index", index, least=-LARGEST_INTEGER)
     return None
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytorch_lightning as pl
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_retrieval.checks import check_instance, short_repr
 from lightning_retrieval.datamodules.rank_sampler import RankBatchSampler
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
 
@@ -21,6 +22,9 @@ def resume_position(trainer: pl.Trainer) -> dict[str, int]:
         trainer: a trainer that is fitting and has restored its checkpoint (if any), as is the case in the hook
             `train_dataloader()`.
 
+    Raises:
+        TypeError: if `trainer` is no `pytorch_lightning.Trainer`.
+
     Example:
         >>> resume_position(pl.Trainer(logger=False, enable_checkpointing=False))
         {'epoch': 0, 'start': 0}
@@ -28,6 +32,7 @@ def resume_position(trainer: pl.Trainer) -> dict[str, int]:
     Relations:
         `RetrievalDataLoader(dataset, sampler, **resume_position(self.trainer))`.
     """
+    check_instance("resume_position", "trainer", trainer, pl.Trainer)
     epochs = trainer.fit_loop.epoch_progress.current
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     between_epochs = epochs.ready <= epochs.completed
@@ -129,12 +134,15 @@ class RetrievalDataLoader(DataLoader[Any]):
 
 
 def _check_size(dataset: Any, batch_sampler: GlobalBatchSampler) -> None:
-    has_length = hasattr(dataset, "__len__")
-    if has_length and len(dataset) == batch_sampler.dataset_size:
+    try:
+        length = len(dataset)
+    except TypeError:
+        length = None
+    if length == batch_sampler.dataset_size:
         return
-    found = repr(dataset)
-    if has_length:
-        found = str(len(dataset))
+    found = short_repr(dataset)
+    if length is not None:
+        found = str(length)
     raise ValueError(
         f"RetrievalDataLoader: `dataset` must have one item for each of the {batch_sampler.dataset_size} labels that "
         f"the batch sampler was made with, got {found}."

@@ -44,8 +44,8 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
 
     def set_position(self, epoch: int, start: int) -> None:
         """Let iterations of `epoch` begin at batch `start`."""
-        check_integer("RetrievalDataLoader", "epoch", epoch, 0)
-        check_integer("RetrievalDataLoader", "start", start, 0)
+        epoch = check_integer("RetrievalDataLoader", "epoch", epoch, 0)
+        start = check_integer("RetrievalDataLoader", "start", start, 0)
         if start > len(self):
             raise ValueError(
                 f"RetrievalDataLoader: `start` must be at most the number of batches of an epoch, got {start} for "

@@ -32,7 +32,7 @@ def short_repr(value: Any) -> str:
     return text
 
 
-def check_positive(owner: str, name: str, value: float, *, least: float = SMALLEST, most: float = LARGEST) -> float:
+def check_positive(owner: str, name: str, value: Any, *, least: float = SMALLEST, most: float = LARGEST) -> float:
     """Return `value`; raise unless it is a number > 0, from `least` to `most`."""
     if not _is_number(value):
         raise TypeError(f"{owner}: `{name}` must be a number > 0, got {short_repr(value)} ({type(value).__name__}).")
@@ -40,12 +40,11 @@ def check_positive(owner: str, name: str, value: float, *, least: float = SMALLE
         raise ValueError(f"{owner}: `{name}` must be a finite number > 0, got {short_repr(value)}.")
     if not least <= value <= most:
         raise ValueError(f"{owner}: `{name}` must be from {least:g} to {most:g}, got {short_repr(value)}.")
-    return _plain(value)
+    plain: float = _plain(value)
+    return plain
 
 
-def check_finite_number(
-    owner: str, name: str, value: float, *, least: float = -LARGEST, most: float = LARGEST
-) -> float:
+def check_finite_number(owner: str, name: str, value: Any, *, least: float = -LARGEST, most: float = LARGEST) -> float:
     """Return `value`; raise unless it is a number from `least` to `most`."""
     if not _is_number(value):
         raise TypeError(f"{owner}: `{name}` must be a number, got {short_repr(value)} ({type(value).__name__}).")
@@ -53,10 +52,11 @@ def check_finite_number(
         raise ValueError(f"{owner}: `{name}` must be a finite number, got {short_repr(value)}.")
     if not least <= value <= most:
         raise ValueError(f"{owner}: `{name}` must be from {least:g} to {most:g}, got {short_repr(value)}.")
-    return _plain(value)
+    plain: float = _plain(value)
+    return plain
 
 
-def check_not_negative(owner: str, name: str, value: float, *, most: float = LARGEST) -> float:
+def check_not_negative(owner: str, name: str, value: Any, *, most: float = LARGEST) -> float:
     """Return `value`; raise unless it is a number >= 0, at most `most`."""
     if _is_number(value) and value < 0:
         raise ValueError(f"{owner}: `{name}` must be a finite number >= 0, got {short_repr(value)}.")
@@ -68,23 +68,28 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def _is_finite(value: float) -> bool:
+def _is_integer(value: Any) -> bool:
+    """Whether a value is an integer, also one of NumPy's types. A bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
     """Whether a number is finite. No integer is infinite, but float() raises OverflowError for a very large one."""
     return isinstance(value, int) or math.isfinite(value)
 
 
-def _plain(value: float) -> float:
+def _plain(value: Any) -> Any:
     """A number of Python's types in place of one of NumPy's, which a checkpoint could not hold."""
     if isinstance(value, (int, float)):
         return value
-    if isinstance(value, Integral):
+    if _is_integer(value):
         return int(value)
     return float(value)
 
 
-def check_integer(owner: str, name: str, value: int, least: int, most: int = LARGEST_INTEGER) -> int:
+def check_integer(owner: str, name: str, value: Any, least: int, most: float = LARGEST_INTEGER) -> int:
     """Return `value`; raise unless it is an integer from `least` to `most`."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if not _is_integer(value):
         raise TypeError(
             f"{owner}: `{name}` must be an integer >= {least}, got {short_repr(value)} ({type(value).__name__})."
         )
@@ -92,7 +97,13 @@ def check_integer(owner: str, name: str, value: int, least: int, most: int = LAR
         raise ValueError(f"{owner}: `{name}` must be an integer >= {least}, got {short_repr(value)}.")
     if value > most:
         raise ValueError(f"{owner}: `{name}` must be an integer from {least} to {most}, got {short_repr(value)}.")
-    return value if isinstance(value, int) else int(value)
+    plain: int = _plain(value)
+    return plain
+
+
+def check_seed(owner: str, name: str, value: Any) -> int:
+    """Return `value`; raise unless it is an integer >= 0, of any size."""
+    return check_integer(owner, name, value, least=0, most=math.inf)
 
 
 def check_counts(owner: str, name: str, values: Sequence[int], *, may_be_empty: bool = False) -> tuple[int, ...]:
@@ -104,11 +115,16 @@ def check_counts(owner: str, name: str, values: Sequence[int], *, may_be_empty: 
 
 
 def check_choice(owner: str, name: str, value: Any, choices: Sequence[Any]) -> Any:
-    """Return `value`; raise unless it is one of `choices`. 0 is not False, and 1 is not True."""
-    if not any(type(value) is type(choice) and value == choice for choice in choices):
-        listed = ", ".join(map(repr, choices))
-        raise ValueError(f"{owner}: `{name}` must be one of {listed}, got {short_repr(value)}.")
-    return value
+    """The choice that `value` is; raise unless it is one of `choices`. 0 is not False, and 1 is not True."""
+    plain = value
+    if _is_integer(value):
+        plain = int(value)
+    for choice in choices:
+        is_same_kind = isinstance(plain, type(choice)) and isinstance(plain, bool) == isinstance(choice, bool)
+        if is_same_kind and plain == choice:
+            return choice
+    listed = ", ".join(map(repr, choices))
+    raise ValueError(f"{owner}: `{name}` must be one of {listed}, got {short_repr(value)}.")
 
 
 def check_bool(owner: str, name: str, value: bool) -> bool:

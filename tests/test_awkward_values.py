@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.awkward_values import calls
-from tests.awkward_values.calls import Call, complaints
+from tests.awkward_values.calls import Call, complaints, refused_numpy_integers
 from tests.awkward_values.tables import NOT_COVERED, TABLES
 from tests.test_surface import public_objects
 
@@ -18,6 +18,12 @@ pytestmark = pytest.mark.refusal
 
 CALLS = {name: of_name for table in TABLES for name, of_name in table.items()}
 OTHERS = list(itertools.chain(*NOT_COVERED.values()))
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    """The calls that need files write them into the working directory."""
+    monkeypatch.chdir(tmp_path)
 
 
 def test_every_public_name_is_in_a_table():
@@ -34,6 +40,12 @@ def test_awkward_values_give_a_right_result_or_an_error_that_names_the_argument(
     assert not found, f"{len(found)} answers to awkward values:\n" + "\n".join(found)
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_integers_of_numpy_are_integers(name):
+    found = [line for call in CALLS[name] for line in refused_numpy_integers(call)]
+    assert not found, f"{len(found)} integers of NumPy:\n" + "\n".join(found)
+
+
 # --- that faults are seen
 
 
@@ -48,6 +60,12 @@ def with_a_truthy_flag(x: bool) -> bool:
 def with_nan(x: float) -> float:
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError("with_nan: `x` must be a number.")
+    return x
+
+
+def with_integers_of_python_only(x: int) -> int:
+    if not isinstance(x, int):
+        raise TypeError("with_integers_of_python_only: `x` must be an integer.")
     return x
 
 
@@ -76,6 +94,13 @@ def test_an_error_that_does_not_name_the_argument_is_seen():
     assert "raised ValueError" in calls.problem_of_error(error, "of_another_name", "x")
     assert calls.problem_of_error(error, "of_another_name", "max") is None
     assert calls.problem_of_error(RuntimeError("f: `max`"), "f", "max") == "raised RuntimeError: f: `max`"
+
+
+def test_a_refused_integer_of_numpy_is_seen():
+    call = Call("f", with_integers_of_python_only, lambda: {"x": 1})
+    assert refused_numpy_integers(call) == [
+        "f: x=np.int64(1) raised TypeError: with_integers_of_python_only: `x` must be an integer."
+    ]
 
 
 def test_an_argument_that_is_missing_in_the_table_is_seen():

@@ -12,7 +12,7 @@ import torch
 
 from tests.test_contracts import ABSTRACT, PUBLIC, TABLE, make
 
-# Arguments that the functions and methods below need besides their flags.
+# Arguments that functions and methods need besides their flags; those of a method of all classes by its name alone.
 ARGUMENTS = {
     "reference_transform": {"name": "plain"},
     "CrossBatchMemory.references": {
@@ -22,7 +22,7 @@ ARGUMENTS = {
     },
     "RetrievalIndex.load": {"folder": "birds.index"},
     "RetrievalModule.embed": {"images": torch.zeros(2, 8)},
-    "RetrievalModule.load_from_checkpoint": {"checkpoint_path": "last.ckpt"},
+    "load_from_checkpoint": {"checkpoint_path": "last.ckpt"},
 }
 
 
@@ -74,7 +74,8 @@ def call_with(name, method, flag, value):
         thing = PUBLIC[name]
         if not isinstance(inspect.getattr_static(thing, method), classmethod):
             thing = make(name)
-        return getattr(thing, method)(**ARGUMENTS.get(f"{name}.{method}", {}), **{flag: value})
+        arguments = ARGUMENTS.get(f"{name}.{method}") or ARGUMENTS.get(method, {})
+        return getattr(thing, method)(**arguments, **{flag: value})
     settings = ARGUMENTS.get(name) or TABLE[name].settings
     return PUBLIC[name](**{**settings, flag: value})
 

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lightning_retrieval.checks import check_mapping, check_strings
+
 Count = tuple[int, int]  # images and classes
 MAX_SHOWN = 10  # missing files in the printed report
 HEADER = ("split", "images", "classes", "published: images", "classes")
@@ -17,6 +19,9 @@ class DataReport:
             if none were published, several if papers differ; the found counts may equal any of them.
         missing_files: paths of images that are listed but do not exist.
         problems: sentences about any other problem.
+
+    Raises:
+        TypeError: if `splits` is no dict, or `missing_files` or `problems` no sequence of strings.
 
     Example:
         >>> from lightning_retrieval.datamodules import DataReport
@@ -35,6 +40,11 @@ class DataReport:
     splits: dict[str, tuple[Count, Sequence[Count]]] = field(default_factory=dict)
     missing_files: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_mapping("DataReport", "splits", self.splits)
+        check_strings("DataReport", "missing_files", self.missing_files)
+        check_strings("DataReport", "problems", self.problems)
 
     @property
     def ok(self) -> bool:

@@ -7,7 +7,9 @@ SEARCH_DEPTH = 2  # levels of folders, below the first, that are searched for a 
 MAX_ENTRIES = 1000  # of a folder, beyond which its subfolders are not searched
 
 
-def find_file(owner: str, root: Path, *candidates: str, companion: str = "") -> Path:
+def find_file(
+    owner: str, root: Path, *candidates: str, companion: str = "", root_name: str = "root", argument: str = ""
+) -> Path:
     """Return the first of several paths below the root that exists, be it a file or a folder.
 
     Args:
@@ -16,6 +18,8 @@ def find_file(owner: str, root: Path, *candidates: str, companion: str = "") -> 
         candidates: paths relative to the root.
         companion: a path that a folder must also contain to be suggested as the root; for file names that other data
             sets use too.
+        root_name: the argument that is the root, for the message.
+        argument: the argument that names the file, for the message; empty if the data set names it.
 
     Raises:
         FileNotFoundError: if none of the paths exists; the message says where such a file is, if one is nearby.
@@ -24,29 +28,32 @@ def find_file(owner: str, root: Path, *candidates: str, companion: str = "") -> 
         if (root / candidate).exists():
             return root / candidate
     wanted = " or ".join(candidates)
+    if argument:
+        wanted += f", the `{argument}`"
     if not root.is_dir():
-        raise FileNotFoundError(_message_without_root(owner, root, candidates, wanted, companion))
-    suggestion = _suggestion(root.absolute(), candidates, companion)
+        found = _without_root(root, candidates, companion, root_name)
+        raise FileNotFoundError(f"{owner}: `{root_name}` must be a folder that contains {wanted}, got {root}, {found}.")
+    suggestion = _suggestion(root.absolute(), candidates, companion, root_name)
     if not suggestion:
-        suggestion = _suggestion(root.absolute().parent, candidates, companion)
+        suggestion = _suggestion(root.absolute().parent, candidates, companion, root_name)
     if not suggestion:
         suggestion = "no folder near it contains one"
-    raise FileNotFoundError(f"{owner}: `root` must contain {wanted}, got {root}, which does not; {suggestion}.")
+    raise FileNotFoundError(f"{owner}: `{root_name}` must contain {wanted}, got {root}, which does not; {suggestion}.")
 
 
-def _message_without_root(owner: str, root: Path, candidates: Sequence[str], wanted: str, companion: str) -> str:
+def _without_root(root: Path, candidates: Sequence[str], companion: str, root_name: str) -> str:
+    """Say what the root is instead of a folder, and which folder may be meant."""
     problem = "which is a file" if root.is_file() else "which does not exist"
     nearest = root.absolute().parent
     while not nearest.is_dir():
         nearest = nearest.parent
-    message = f"{owner}: `root` must be a folder that contains {wanted}, got {root}, {problem}"
-    suggestion = _suggestion(nearest, candidates, companion)
+    suggestion = _suggestion(nearest, candidates, companion, root_name)
     if suggestion:
-        message += f"; {suggestion}"
-    return message + "."
+        return f"{problem}; {suggestion}"
+    return problem
 
 
-def _suggestion(folder: Path, candidates: Sequence[str], companion: str) -> str:
+def _suggestion(folder: Path, candidates: Sequence[str], companion: str, root_name: str) -> str:
     """Say which root below this folder has the files, or where a file of that name is; empty if nothing was found."""
     if folder == folder.parent:
         return ""  # the whole disk is not searched
@@ -58,7 +65,7 @@ def _suggestion(folder: Path, candidates: Sequence[str], companion: str) -> str:
                 continue
             root = path.parents[len(parts) - 1]
             if (root / companion).exists():
-                return f"pass root={root}"
+                return f"pass {root_name}={root}"
     if companion:
         return ""
     for path in found:

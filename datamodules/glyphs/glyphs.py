@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample
 from torch.utils.data import Dataset
 
-from lightning_retrieval.checks import check_bool, check_choice
+from lightning_retrieval.checks import check_bool, check_choice, check_instance, check_path
 from lightning_retrieval.datamodules.base import RetrievalDataModule
 from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.glyphs.class_table import table_counts, table_differences
@@ -32,7 +32,7 @@ class GlyphDataset(Dataset[dict[str, Any]]):
 
     Raises:
         ValueError: if `split` or `channels` has another value.
-        TypeError: if `augment` is not a bool.
+        TypeError: if `augment` is not a bool, or `glyphs` no `GlyphImages`.
 
     Example:
         >>> from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
@@ -56,6 +56,7 @@ class GlyphDataset(Dataset[dict[str, Any]]):
         check_choice("GlyphDataset", "split", split, ("train", "val", "test"))
         self.channels = check_choice("GlyphDataset", "channels", channels, (1, 3))
         self.augment = check_bool("GlyphDataset", "augment", augment)
+        check_instance("GlyphDataset", "glyphs", glyphs, GlyphImages)
         chosen = glyphs.splits == split
         self.images = torch.from_numpy(glyphs.images[chosen])
         self.labels: Int[Tensor, " item"] = torch.from_numpy(glyphs.labels[chosen])
@@ -96,7 +97,7 @@ class Glyphs(RetrievalDataModule):
 
     Raises:
         ValueError: if a number is out of its range.
-        TypeError: if a number is not an integer, or `augment` is not a bool.
+        TypeError: if a number is not an integer, `augment` is not a bool, or `cache_dir` no path.
         OSError: if the cache folder cannot be written.
 
     Example:
@@ -128,6 +129,8 @@ class Glyphs(RetrievalDataModule):
         )
         self.augment = check_bool("Glyphs", "augment", augment)
         self.channels = check_choice("Glyphs", "channels", channels, (1, 3))
+        if cache_dir is not None:
+            check_path("Glyphs", "cache_dir", cache_dir)
         self.cache_dir = cache_dir
 
     def prepare_data(self) -> None:

@@ -53,6 +53,7 @@ def split_by_class(owner: str, setting: str, classes: Sequence[Any], fraction: f
 
 def check_test_fraction(owner: str, test_fraction: float) -> float:
     """Return `test_fraction` unchanged; raise an error unless it is between 0 and 1."""
-    if not 0 < check_finite_number(owner, "test_fraction", test_fraction) < 1:
+    fraction = check_finite_number(owner, "test_fraction", test_fraction)
+    if not 0 < fraction < 1:
         raise ValueError(f"{owner}: `test_fraction` must be between 0 and 1, got {test_fraction}.")
-    return test_fraction
+    return fraction

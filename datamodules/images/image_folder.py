@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_retrieval.checks import check_bool, check_integer
+from lightning_retrieval.checks import check_bool, check_seed
 from lightning_retrieval.datamodules.images.class_folders import SPLITS, ClassFolders, is_split, list_folder
 from lightning_retrieval.datamodules.images.classes import check_test_fraction, split_by_class
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
@@ -89,7 +89,7 @@ class ImageFolder(ImageDataModule):
         super().__init__(root, **settings)
         self.test_fraction = check_test_fraction("ImageFolder", test_fraction)
         self.categories = check_bool("ImageFolder", "categories", categories)
-        self.split_seed = check_integer("ImageFolder", "split_seed", split_seed, least=0)
+        self.split_seed = check_seed("ImageFolder", "split_seed", split_seed)
 
     def sources(self) -> list[Path]:
         """The folders, whose modification times change if a file is added or removed."""

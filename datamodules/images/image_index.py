@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.checks import check_strings
+from lightning_retrieval.checks import LARGEST_INTEGER, check_strings
+from lightning_retrieval.datamodules.arrays import as_array
 from lightning_retrieval.ranking.roles import Role
 from lightning_retrieval.search.packed_strings import PackedStrings
 
@@ -41,8 +42,8 @@ class ImageIndex:
         names: names of the classes, in the order of the labels 0, 1, ...; or None.
 
     Raises:
-        TypeError: if `paths` or `names` is no sequence of strings, or labels, categories, levels, roles, instances or
-            cameras are not integers.
+        TypeError: if `paths` or `names` is no sequence of strings, or labels, categories, levels, boxes, roles,
+            instances or cameras are not integers.
         ValueError: if there is no image, the lengths differ, a path leaves the root or contains `./` or `//`, a role is
             not from 0 to 3, images with one label at a level have different labels at the next, a box contains no pixel
             or does not fit into 32 bits, an image (with its box, if there are boxes) has two labels and no `instances`
@@ -72,13 +73,13 @@ class ImageIndex:
         names: Sequence[str] | None = None,
     ) -> None:
         self.paths = _packed("paths", paths)
-        self.labels: NDArray[np.int64] = _integer_array("labels", labels)
-        self.categories: NDArray[np.int64] | None = _optional_array("categories", categories)
-        self.levels: NDArray[np.int64] | None = _optional_array("levels", levels)
+        self.labels = _integer_array("labels", labels)
+        self.categories = _optional_array("categories", categories)
+        self.levels = _level_array(levels)
         self.boxes = _box_array(boxes)
         self.roles = _role_array(roles)
-        self.instances: NDArray[np.int64] | None = _optional_array("instances", instances)
-        self.cameras: NDArray[np.int64] | None = _optional_array("cameras", cameras)
+        self.instances = _optional_array("instances", instances)
+        self.cameras = _optional_array("cameras", cameras)
         self.names = None if names is None else _packed("names", names)
         _check_lengths(self)
         _check_paths(self.paths)
@@ -149,18 +150,36 @@ def _packed(name: str, strings: PackedStrings | Sequence[str]) -> PackedStrings:
     return PackedStrings(strings)
 
 
-def _integer_array(name: str, values: Any) -> NDArray[np.int64]:
-    array = np.asarray(values)
+def _integers(name: str, values: Any) -> NDArray[np.int64]:
+    """The values as an array of any shape; raise unless they are integers of 64 bits."""
+    array = as_array("ImageIndex", name, values)
     is_empty = array.size == 0
-    if not is_empty and not np.issubdtype(array.dtype, np.integer):
+    is_integer = np.issubdtype(array.dtype, np.integer)
+    if not is_empty and not (is_integer and array.max() <= LARGEST_INTEGER):
         raise TypeError(f"ImageIndex: `{name}` must be integers of 64 bits, got {array.dtype}.")
     return array.astype(np.int64, copy=False)
+
+
+def _integer_array(name: str, values: Any) -> NDArray[np.int64]:
+    array = _integers(name, values)
+    if array.ndim != 1:
+        raise ValueError(f"ImageIndex: `{name}` must be one integer for each image, got shape {array.shape}.")
+    return array
 
 
 def _optional_array(name: str, values: Any) -> NDArray[np.int64] | None:
     if values is None:
         return None
     return _integer_array(name, values)
+
+
+def _level_array(levels: Any) -> NDArray[np.int64] | None:
+    if levels is None:
+        return None
+    array = _integers("levels", levels)
+    if array.ndim != 2 or array.shape[1] == 0:
+        raise ValueError(f"ImageIndex: `levels` must be (images, levels), got shape {array.shape}.")
+    return array
 
 
 def _role_array(roles: Any) -> NDArray[np.uint8] | None:
@@ -176,11 +195,14 @@ def _role_array(roles: Any) -> NDArray[np.uint8] | None:
 def _box_array(boxes: Any) -> NDArray[np.int32] | None:
     if boxes is None:
         return None
-    try:
-        return np.asarray(boxes, dtype=np.int32).reshape(-1, 4)
-    except OverflowError:
-        invalid = next(box for box in boxes if max(map(abs, box)) >= 2**31)
-        raise ValueError(f"ImageIndex: `boxes` must hold numbers of pixels below 2**31, got {list(invalid)}.") from None
+    array = _integers("boxes", boxes)
+    if array.ndim != 2 or array.shape[1] != 4:
+        raise ValueError(f"ImageIndex: `boxes` must be (images, 4), got shape {array.shape}.")
+    too_large = np.flatnonzero((abs(array) >= 2**31).any(1))
+    if len(too_large):
+        first = array[too_large[0]].tolist()
+        raise ValueError(f"ImageIndex: `boxes` must hold numbers of pixels below 2**31, got {first}.")
+    return array.astype(np.int32)
 
 
 def _check_lengths(index: ImageIndex) -> None:
@@ -219,8 +241,6 @@ def _check_levels(index: ImageIndex) -> None:
     """Check that the levels nest: images with one label at a level have one label at the next, coarser one."""
     if index.levels is None:
         return
-    if index.levels.ndim != 2:
-        raise ValueError(f"ImageIndex: `levels` must be (images, levels), got shape {index.levels.shape}.")
     columns = index.levels.T
     for level in range(len(columns) - 1):
         _, first_image, group = np.unique(columns[level], return_index=True, return_inverse=True)

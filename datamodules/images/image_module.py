@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor
 
-from lightning_retrieval.checks import check_bool, check_choice, check_finite_number
+from lightning_retrieval.checks import check_bool, check_callable, check_choice, check_finite_number, check_path
 from lightning_retrieval.datamodules.base import RetrievalDataModule
 from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.files.record_warnings import record_warnings
@@ -21,7 +21,7 @@ from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, Image
 from lightning_retrieval.datamodules.images.image_set import ImageSet, OnError
 from lightning_retrieval.datamodules.images.index_cache import read_cached
 from lightning_retrieval.datamodules.images.split_overlap import check_no_shared_classes, check_no_shared_images
-from lightning_retrieval.datamodules.images.transforms import ReferenceName, reference_transform
+from lightning_retrieval.datamodules.images.transforms import REFERENCE_NAMES, ReferenceName, reference_transform
 
 Transform = Callable[[Any], Tensor]
 
@@ -52,6 +52,7 @@ class ImageDataModule(RetrievalDataModule):
         FileNotFoundError: if `root` does not contain the files; the message says where they may be.
         ValueError: if a file is not as expected, a class or an image is used for training and for evaluation, a split
             is empty, or an argument is invalid.
+        TypeError: if an argument is of another type than its annotation.
     """
 
     shared_classes: ClassVar[bool] = False  # whether a class may be used for training and for evaluation
@@ -72,23 +73,23 @@ class ImageDataModule(RetrievalDataModule):
     ) -> None:
         super().__init__(**settings)
         owner = type(self).__name__
-        self.root = Path(root).expanduser()
-        self.transform: ReferenceName = transform
+        self.root = check_path(owner, "root", root)
+        self.transform: ReferenceName = check_choice(owner, "transform", transform, REFERENCE_NAMES)
         if train_transform is None:
             train_transform = reference_transform(transform, train=True)
-        self.train_transform = train_transform
+        self.train_transform: Transform = check_callable(owner, "train_transform", train_transform)
         self._paper_transform: Transform | None = None
         if eval_transform is None:
             eval_transform = self._paper_transform = reference_transform(transform, train=False)
-        self.eval_transform = eval_transform
+        self.eval_transform: Transform = check_callable(owner, "eval_transform", eval_transform)
         self.on_error: OnError = check_choice(owner, "on_error", on_error, ("raise", "skip"))
         self.load_truncated = check_bool(owner, "load_truncated", load_truncated)
-        if not 0 <= check_finite_number(owner, "val_fraction", val_fraction) < 1:
+        self.val_fraction = check_finite_number(owner, "val_fraction", val_fraction)
+        if not 0 <= val_fraction < 1:
             raise ValueError(f"{owner}: `val_fraction` must be at least 0 and below 1, got {val_fraction}.")
-        self.val_fraction = val_fraction
         self.cache_dir: Path | None = None
         if cache_dir is not None:
-            self.cache_dir = Path(cache_dir).expanduser()
+            self.cache_dir = check_path(owner, "cache_dir", cache_dir)
         self._base_attributes = frozenset(vars(self))  # others, set by a subclass, determine what it reads
 
     @abstractmethod
@@ -131,8 +132,11 @@ class ImageDataModule(RetrievalDataModule):
         for name, value in vars(self).items():
             if name not in self._base_attributes and isinstance(value, (str, int, float, tuple, list, Path)):
                 settings[name] = value
-        settings_of_reader = [type(self).__name__, self.root, settings]
-        return read_cached(self._read_and_check, sources, settings_of_reader, self.cache_dir, root=self.root)
+        owner = type(self).__name__
+        settings_of_reader = [owner, self.root, settings]
+        return read_cached(
+            self._read_and_check, sources, settings_of_reader, self.cache_dir, root=self.root, owner=owner
+        )
 
     def _read_and_check(self) -> dict[str, ImageIndex]:
         splits = dict(self.read())

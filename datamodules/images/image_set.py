@@ -10,7 +10,14 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from lightning_retrieval.checks import check_bool, check_choice
+from lightning_retrieval.checks import (
+    check_bool,
+    check_callable,
+    check_choice,
+    check_instance,
+    check_path,
+    check_tensor,
+)
 from lightning_retrieval.datamodules.images.image_file import read_image
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
@@ -39,7 +46,8 @@ class ImageSet(Dataset[dict[str, Any]]):
             and not of the upright images.
 
     Raises:
-        TypeError: if `load_truncated` or `boxes_before_rotation` is not a bool.
+        TypeError: if `load_truncated` or `boxes_before_rotation` is not a bool, `index` is no `ImageIndex`, `root` no
+            path, or `transform` cannot be called; for an item, if `transform` does not return a tensor.
         ValueError: if `on_error` is unknown; for an item, if the image cannot be decoded and `on_error` is `"raise"`.
         FileNotFoundError: for an item, if the file does not exist and `on_error` is `"raise"`.
 
@@ -65,9 +73,10 @@ class ImageSet(Dataset[dict[str, Any]]):
         load_truncated: bool = False,
         boxes_before_rotation: bool = False,
     ) -> None:
+        check_instance("ImageSet", "index", index, ImageIndex)
         self.index = index
-        self.root = Path(root)
-        self.transform = transform
+        self.root = check_path("ImageSet", "root", root)
+        self.transform = check_callable("ImageSet", "transform", transform)
         self.on_error = check_choice("ImageSet", "on_error", on_error, ("raise", "skip"))
         self.load_truncated = check_bool("ImageSet", "load_truncated", load_truncated)
         self.boxes_before_rotation = check_bool("ImageSet", "boxes_before_rotation", boxes_before_rotation)
@@ -126,6 +135,7 @@ class ImageSet(Dataset[dict[str, Any]]):
             if isinstance(index, SeededIndex):
                 torch.manual_seed(index.seed)
             images = self.transform(image)
+        check_tensor("ImageSet", "transform's result", images)
         item = {"images": images, "labels": self._targets[position], "ids": torch.tensor(position)}
         for name, values in self._for_metrics.items():
             item[name] = values[position]
@@ -165,10 +175,12 @@ class ImageSet(Dataset[dict[str, Any]]):
     def _raise_or_count(self, position: int, error: Exception) -> None:
         path = self.root / self.index.paths[position]
         if self.on_error == "raise":
-            kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-            raise kind(
-                f"ImageSet: cannot read the image {path} ({error}); repair or remove it, or set on_error='skip'."
-            ) from error
+            kind: type[Exception] = ValueError
+            cure = "repair or remove it"
+            if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+                kind = FileNotFoundError
+                cure = "correct `root`"
+            raise kind(f"ImageSet: cannot read the image {path} ({error}); {cure}, or set on_error='skip'.") from error
         if not self._skipped[position]:
             self._skipped[position] = True
             count = int(self._skipped.sum())

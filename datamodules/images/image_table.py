@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.checks import check_integer
+from lightning_retrieval.checks import check_path, check_seed
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.images.classes import check_test_fraction, class_numbers, split_by_class
 from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ROLES, ImageIndex
@@ -134,9 +134,9 @@ class ImageTable(ImageDataModule):
         **settings: Any,
     ) -> None:
         super().__init__(root, **settings)
-        self.table = Path(table).expanduser()
+        self.table = check_path("ImageTable", "table", table)
         self.test_fraction = check_test_fraction("ImageTable", test_fraction)
-        self.split_seed = check_integer("ImageTable", "split_seed", split_seed, least=0)
+        self.split_seed = check_seed("ImageTable", "split_seed", split_seed)
 
     def sources(self) -> list[Path]:
         """The table."""
@@ -174,7 +174,7 @@ class ImageTable(ImageDataModule):
     def _table_path(self) -> Path:
         path = self.table
         if (self.root / self.table).exists() or not self.table.is_file():
-            path = find_file("ImageTable", self.root, str(self.table))
+            path = find_file("ImageTable", self.root, str(self.table), argument="table")
         if path.is_dir():
             raise ValueError(f"ImageTable: `table` must be a CSV or Parquet file, got the folder {path}.")
         return path

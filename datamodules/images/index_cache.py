@@ -26,6 +26,7 @@ def read_cached(
     folder: Path,
     *,
     root: Path | None = None,
+    owner: str = "ImageDataModule",
 ) -> dict[str, ImageIndex]:
     """Return the result of `read()` and issue its warnings, from the cache if sources and settings are unchanged.
 
@@ -40,6 +41,7 @@ def read_cached(
         root: the folder that the paths of the images are relative to. If none of the images that are looked for there
             exists, the images were moved, for example to another accepted directory structure, and are read again.
             Not looked for if None.
+        owner: prefix of error messages and warnings.
 
     Raises:
         ValueError: if `folder` is a file or is inside one.
@@ -48,15 +50,15 @@ def read_cached(
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise ValueError(
-            f"ImageDataModule: `cache_dir` must be a folder or a path where one can be created, got {folder} "
+            f"{owner}: `cache_dir` must be a folder or a path where one can be created, got {folder} "
             f"({error.strerror})."
         ) from None
     except OSError as error:
-        _warn_of_failure(folder, error)
+        _warn_of_failure(owner, folder, error)
         return dict(read())
     file = folder / f"index-{_key(sources, settings)}.npz"
     if file.exists():
-        loaded = _load(file)
+        loaded = _load(owner, file)
         if loaded is not None and not _were_moved(loaded[0], root):
             splits, messages = loaded
             for message in messages:
@@ -66,13 +68,13 @@ def read_cached(
     try:
         _save(file, result, messages_now)
     except OSError as error:
-        _warn_of_failure(folder, error)
+        _warn_of_failure(owner, folder, error)
     return result
 
 
-def _warn_of_failure(folder: Path, error: OSError) -> None:
+def _warn_of_failure(owner: str, folder: Path, error: OSError) -> None:
     warnings.warn(
-        f"ImageDataModule: the index of the images is not stored, because `cache_dir` cannot be written, got {folder} "
+        f"{owner}: the index of the images is not stored, because `cache_dir` cannot be written, got {folder} "
         f"({error.strerror}).",
         stacklevel=4,
     )
@@ -115,7 +117,7 @@ def _save(file: Path, splits: Mapping[str, ImageIndex], messages: Sequence[str])
         raise
 
 
-def _load(file: Path) -> tuple[dict[str, ImageIndex], PackedStrings] | None:
+def _load(owner: str, file: Path) -> tuple[dict[str, ImageIndex], PackedStrings] | None:
     """The splits and the warnings that a file of the cache holds; None if the file is damaged."""
     arrays_of_split: dict[str, dict[str, NDArray[Any]]] = {}
     try:
@@ -128,7 +130,7 @@ def _load(file: Path) -> tuple[dict[str, ImageIndex], PackedStrings] | None:
         splits = {split: ImageIndex.from_arrays(parts) for split, parts in arrays_of_split.items()}
     except Exception as error:  # zipfile and NumPy do not document the types of their errors
         warnings.warn(
-            f"ImageDataModule: the lists are read again because the cache file {file} is damaged ({error!r}).",
+            f"{owner}: the lists are read again because the cache file {file} is damaged ({error!r}).",
             stacklevel=3,
         )
         return None

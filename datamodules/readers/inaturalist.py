@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_retrieval.checks import check_strings
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import check_unique, find_missing, read_lines
 from lightning_retrieval.datamodules.images.classes import class_numbers
@@ -79,7 +80,10 @@ class INaturalist(ImageDataModule):
 
     def __init__(self, root: str | Path, *, levels: Sequence[str] | None = None, **settings: Any) -> None:
         super().__init__(root, **settings)
-        self.levels = None if levels is None else _check_levels(tuple(levels))
+        self.levels: tuple[str, ...] | None = None
+        if levels is not None:
+            check_strings("INaturalist", "levels", levels)
+            self.levels = _check_levels(tuple(levels))
 
     def sources(self) -> list[Path]:
         """The lists and, for `levels`, the files of the taxonomy."""

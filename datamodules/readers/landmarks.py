@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+from lightning_retrieval.checks import check_string
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import normalized_path, parse_integers, read_rows
 from lightning_retrieval.datamodules.images.classes import class_numbers
@@ -74,7 +75,7 @@ class LandmarksClean(ImageDataModule):
 
     def __init__(self, root: str | Path, *, images: str = "images", **settings: Any) -> None:
         super().__init__(root, **settings)
-        self.images = images
+        self.images = check_string("LandmarksClean", "images", images)
 
     def sources(self) -> list[Path]:
         """The lists, and the folders of the images, whose modification times change when a file is added or removed."""
@@ -130,7 +131,7 @@ class LandmarksClean(ImageDataModule):
         landmarks = parse_integers("LandmarksClean", path, "landmark", landmark_ids)
         downloaded = set[str]()
         if any(map(_is_url, sources)):
-            downloaded.update(os.listdir(find_file("LandmarksClean", self.root, self.images)))
+            downloaded.update(os.listdir(find_file("LandmarksClean", self.root, self.images, argument="images")))
         rows = []
         for source, landmark in zip(sources, landmarks):
             image = self._find_image(source, downloaded)

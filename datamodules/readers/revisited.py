@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from PIL import Image
 from torch import Tensor
 
-from lightning_retrieval.checks import check_bool, check_integer
+from lightning_retrieval.checks import check_bool, check_integer, check_path
 from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import check_not_empty, check_unique, join_paths, read_lines
@@ -84,17 +84,18 @@ class _Revisited(ImageDataModule):
         eval_batch_size: int = 1,
         **settings: Any,
     ) -> None:
-        folder = common = Path(root).expanduser()
+        owner = type(self).__name__
+        folder = common = check_path(owner, "root", root)
         distractor_folder = None
         if distractors is not None:
             folder = Path(os.path.abspath(folder))
-            distractor_folder = Path(os.path.abspath(Path(distractors).expanduser()))
+            distractor_folder = Path(os.path.abspath(check_path(owner, "distractors", distractors)))
             common = Path(os.path.commonpath([folder, distractor_folder]))  # all images are below it
         super().__init__(common, transform=transform, eval_batch_size=eval_batch_size, **settings)
         self.folder = folder
         self.distractors = distractor_folder
-        self.crop_queries = check_bool(type(self).__name__, "crop_queries", crop_queries)
-        self.image_size = check_integer(type(self).__name__, "image_size", image_size, least=1)
+        self.crop_queries = check_bool(owner, "crop_queries", crop_queries)
+        self.image_size = check_integer(owner, "image_size", image_size, least=1)
 
     @property
     def val_set(self) -> ImageSet | dict[str, ImageSet]:
@@ -110,7 +111,7 @@ class _Revisited(ImageDataModule):
         """The ground truth and, if there are distractors, their list."""
         found = [self._pickle()]
         if self.distractors is not None:
-            found.append(find_file(type(self).__name__, self.distractors, DISTRACTORS))
+            found.append(find_file(type(self).__name__, self.distractors, DISTRACTORS, root_name="distractors"))
         return found
 
     def read(self) -> Mapping[str, ImageIndex]:
@@ -185,7 +186,7 @@ class _Revisited(ImageDataModule):
         if self.distractors is None:
             return []
         owner = type(self).__name__
-        path = find_file(owner, self.distractors, DISTRACTORS)
+        path = find_file(owner, self.distractors, DISTRACTORS, root_name="distractors")
         folder = self._image_folder(self.distractors)
         names = []
         for line in read_lines(owner, path):

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_retrieval.checks import check_bool, check_choice
+from lightning_retrieval.checks import check_bool, check_choice, check_strings
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import (
     check_not_empty,
@@ -227,7 +227,8 @@ class VehicleID(ImageDataModule):
 
 def _check_sizes(owner: str, sizes: Size | Sequence[Size]) -> list[Size]:
     """The names of the test sets, each once."""
-    names = [sizes] if isinstance(sizes, str) else sizes
+    names: Sequence[str] = [sizes] if isinstance(sizes, str) else sizes
+    check_strings(owner, "sizes", names)
     if len(names) == 0:
         raise ValueError(f"{owner}: `sizes` must name at least one test set, got {sizes!r}.")
     return [check_choice(owner, "sizes", name, tuple(NUM_VEHICLES)) for name in dict.fromkeys(names)]

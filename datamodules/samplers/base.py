@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from lightning_retrieval.checks import check_integer
+from lightning_retrieval.checks import check_integer, check_seed
+from lightning_retrieval.datamodules.arrays import as_array
 
 Integers = NDArray[np.signedinteger[Any]]
 Labels = Tensor | NDArray[Any] | Sequence[int]
@@ -28,12 +29,7 @@ def integer_array(owner: str, name: str, values: Labels) -> NDArray[Any]:
         ValueError: if the values are empty or not one-dimensional.
         TypeError: if the values are not integers.
     """
-    if isinstance(values, Tensor):
-        values = values.detach().cpu().numpy()
-    try:
-        array = np.asarray(values)
-    except ValueError:
-        raise ValueError(f"{owner}: `{name}` must be one integer for each image, got rows of unequal length.") from None
+    array = as_array(owner, name, values)
     if array.ndim != 1 or len(array) == 0:
         raise ValueError(f"{owner}: `{name}` must be one integer for each image, got shape {array.shape}.")
     if array.dtype.kind not in "iu":
@@ -87,7 +83,7 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
     """
 
     def __init__(self, labels: Labels, *, seed: int = 0) -> None:
-        self.seed = check_integer(self.name, "seed", seed, 0)
+        self.seed = check_seed(self.name, "seed", seed)
         self.epoch = 0
         array = integer_array(self.name, "labels", labels)
         order, starts = group_equal_values(array)

@@ -31,10 +31,18 @@ def main(args: Any = None) -> None:
 
     Args:
         args: the arguments, if None those of the process; `fit` and its siblings also accept a parsed config.
+
+    Raises:
+        TypeError: if `args` is something else, such as a single string.
     """
     given = args
     if args is None:
         given = sys.argv[1:]
+    if isinstance(given, (str, bytes, int, float)):
+        raise TypeError(
+            f"main: `args` must be a list of strings, such as ['fit', '--config', 'a.yaml'], got {given!r} "
+            f"({type(given).__name__})."
+        )
     if isinstance(given, (list, tuple)):
         command = _parse_command(given)
         if command in OTHER_COMMANDS:

@@ -78,7 +78,7 @@ class DetectionModule(CheckpointedModule):
         if "_instantiator" in self.hparams:  # LightningCLI: the hyperparameters are the config, which is plain already
             self.save_hyperparameters()
         else:
-            self.save_hyperparameters(describe({**self.hparams, **objects}))
+            self._replace_hyperparameters(describe({**self.hparams, **objects}))
             # Lightning looks for an argument that equals the dict, and torchmetrics' metrics equal anything.
             self._hparams_name = None
         owner = type(self).__name__

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_retrieval.checks import short_repr
 from lightning_retrieval.search.rows import OWNER, normalized_rows, sample_rows
 
 ROWS_PER_CENTROID = 256  # more are ignored by the k-means of faiss
@@ -37,7 +38,8 @@ def new_faiss_index(dim: int, factory: str, parameters: str) -> Any:
     faiss = load_faiss()
     if not isinstance(factory, str):
         raise TypeError(
-            f"{OWNER}: `factory` must be a string, such as 'Flat', got {factory!r} ({type(factory).__name__})."
+            f"{OWNER}: `factory` must be a string, such as 'Flat', got {short_repr(factory)} "
+            f"({type(factory).__name__})."
         )
     try:
         if "IDMap" in factory:
@@ -72,7 +74,7 @@ def set_search_parameters(index: Any, factory: str, parameters: str) -> None:
     """
     if not isinstance(parameters, str):
         raise TypeError(
-            f"{OWNER}: `parameters` must be a string, such as 'nprobe=16', got {parameters!r} "
+            f"{OWNER}: `parameters` must be a string, such as 'nprobe=16', got {short_repr(parameters)} "
             f"({type(parameters).__name__})."
         )
     if not parameters:

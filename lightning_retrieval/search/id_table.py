@@ -1,16 +1,32 @@
 """The ids of the rows of an index, and a path for each."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import check_integers
+from lightning_retrieval.checks import check_integers, check_tensor
 from lightning_retrieval.search.packed_strings import PackedStrings
 from lightning_retrieval.search.rows import OWNER
 
 LARGEST_ID = int(np.iinfo(np.int64).max)
+
+
+def integer_ids(ids: Any) -> NDArray[np.int64]:
+    """The ids of rows as an array.
+
+    Raises:
+        ValueError: if they are not one-dimensional.
+        TypeError: if they are not a tensor of integers.
+    """
+    check_tensor(OWNER, "ids", ids)
+    if ids.ndim != 1:
+        raise ValueError(f"{OWNER}: `ids` must have shape (rows,), got {tuple(ids.shape)}.")
+    check_integers(OWNER, "ids", ids, len(ids), "ids")
+    array: NDArray[np.int64] = ids.cpu().numpy().astype(np.int64)
+    return array
 
 
 class IdTable:

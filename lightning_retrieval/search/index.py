@@ -5,6 +5,7 @@ rank by.
 """
 
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,9 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.checks import check_bool, check_integer, check_integers, check_strings
+from lightning_retrieval.checks import check_bool, check_integer, check_mapping, check_path, check_strings
 from lightning_retrieval.search.faiss_index import faiss_reason, load_faiss, new_faiss_index, set_search_parameters
-from lightning_retrieval.search.id_table import IdTable
+from lightning_retrieval.search.id_table import IdTable, integer_ids
 from lightning_retrieval.search.packed_strings import PackedStrings
 from lightning_retrieval.search.recall import measure_recall
 from lightning_retrieval.search.rows import OWNER, check_finite_rows, check_rows
@@ -30,6 +31,8 @@ from lightning_retrieval.search.shards import (
 )
 from lightning_retrieval.search.storage import Writer, read_folder, write_folder
 
+LARGEST_DIM = 2**31 - 1  # of faiss
+MOST_SHARDS = 10_000  # each is a file
 SETTINGS = ("dim", "factory", "parameters", "shards", "about", "recall")  # saved in the manifest
 
 
@@ -42,14 +45,14 @@ class RetrievalIndex:
             approximate, and faster or smaller. All of them keep ids, without `IDMap`.
         parameters: of the search, as faiss writes them: `"nprobe=16"` for IVF (the default searches a single list),
             `"efSearch=64"` for HNSW; both must be >= 1.
-        shards: number of parts that the rows are distributed over, >= 1. Each is a file and a faiss index, and they are
-            searched in parallel (faiss' `IndexShards`).
-        about: plain values that are saved with the index, such as the checkpoint that made the embeddings.
+        shards: number of parts that the rows are distributed over, from 1 to 10,000. Each is a file and a faiss index,
+            and they are searched in parallel (faiss' `IndexShards`).
+        about: plain values by name that are saved with the index, such as the checkpoint that made the embeddings.
 
     Raises:
         ValueError: if a number is below 1, faiss does not know the factory string or a parameter, or it has no inner
             products for this factory string.
-        TypeError: if a number is not an integer.
+        TypeError: if a number is not an integer, or `about` holds anything but plain values.
 
     Example:
         >>> import torch
@@ -80,11 +83,11 @@ class RetrievalIndex:
         shards: int = 1,
         about: Mapping[str, Any] | None = None,
     ) -> None:
-        self.dim = check_integer(OWNER, "dim", dim, least=1)
+        self.dim = check_integer(OWNER, "dim", dim, least=1, most=LARGEST_DIM)
         self.factory = factory
         self.parameters = parameters
-        self.shards = check_integer(OWNER, "shards", shards, least=1)
-        self.about = dict(about or {})
+        self.shards = check_integer(OWNER, "shards", shards, least=1, most=MOST_SHARDS)
+        self.about = _plain_values(about)
         self.recall: float | None = None
         """Recall@10 against exact search, see `add`; None for an exact index."""
         self.mapped = False
@@ -130,7 +133,7 @@ class RetrievalIndex:
         new_ids = self._table.new_ids(ids, rows)
         if paths is not None:
             _check_paths(paths, rows)
-        check_finite_rows(embeddings, new_ids, paths)
+        check_finite_rows("embeddings", embeddings, new_ids, paths)
 
         is_first = len(self) == 0 and rows > 0
         if not self.faiss_indexes[0].is_trained:
@@ -166,8 +169,8 @@ class RetrievalIndex:
             TypeError: if queries are not floating point, or `k` is not an integer.
         """
         check_rows("queries", queries, self.dim)
-        check_finite_rows(queries, np.arange(len(queries)))
-        check_integer(OWNER, "k", k, least=1)
+        check_finite_rows("queries", queries, np.arange(len(queries)))
+        k = check_integer(OWNER, "k", k, least=1)
         if k > len(self):
             raise ValueError(
                 f"{OWNER}: `k` must be at most the number of rows in the index, {len(self)}, got {k}; ask for fewer."
@@ -206,8 +209,7 @@ class RetrievalIndex:
             TypeError: if ids are not integers.
         """
         self._check_not_mapped("remove from")
-        check_integers(OWNER, "ids", ids, len(ids), "ids")
-        removed = np.unique(ids.cpu().numpy().astype(np.int64))
+        removed = np.unique(integer_ids(ids))
         positions = self._table.positions(removed)
         remove_from_shards(self.faiss_indexes, self.factory, removed)
         self._table.remove(positions)
@@ -221,8 +223,7 @@ class RetrievalIndex:
         Raises:
             ValueError: if an id is not in the index.
         """
-        check_integers(OWNER, "ids", ids, len(ids), "ids")
-        positions = self._table.positions(ids.cpu().numpy())
+        positions = self._table.positions(integer_ids(ids))
         return [self._table.paths[position] for position in positions.tolist()]
 
     def save(self, folder: str | Path) -> None:
@@ -237,6 +238,7 @@ class RetrievalIndex:
             OSError: if a file cannot be written completely; an index that is there is unchanged.
         """
         self._check_not_mapped("save")
+        path = check_path(OWNER, "folder", folder)
         writers: dict[str, Writer] = {
             "ids.npy": functools.partial(np.save, arr=self._table.ids),
             "paths.npy": functools.partial(np.save, arr=self._table.paths.data),
@@ -244,7 +246,7 @@ class RetrievalIndex:
         }
         for number, index in enumerate(self.faiss_indexes):
             writers[f"vectors-{number}.faiss"] = functools.partial(write_shard, index)
-        write_folder(OWNER, Path(folder), writers, {name: getattr(self, name) for name in SETTINGS})
+        write_folder(OWNER, path, writers, {name: getattr(self, name) for name in SETTINGS})
 
     @classmethod
     def load(cls, folder: str | Path, mapped: bool = False, verify: bool = True) -> "RetrievalIndex":
@@ -264,7 +266,7 @@ class RetrievalIndex:
         check_bool(OWNER, "mapped", mapped)
         check_bool(OWNER, "verify", verify)
         read = functools.partial(cls._read, mapped=mapped)
-        return read_folder(OWNER, Path(folder), verify, read)
+        return read_folder(OWNER, check_path(OWNER, "folder", folder), verify, read)
 
     @classmethod
     def _read(cls, files: Mapping[str, Path], settings: dict[str, Any], mapped: bool) -> "RetrievalIndex":
@@ -311,6 +313,18 @@ class RetrievalIndex:
         faiss = load_faiss()
         vars(self).update(state)
         self.faiss_indexes = [faiss.deserialize_index(serialized) for serialized in state["faiss_indexes"]]
+
+
+def _plain_values(about: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The values that are saved with an index; raise unless JSON can hold them."""
+    if about is None:
+        return {}
+    check_mapping(OWNER, "about", about)
+    try:
+        json.dumps(dict(about))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{OWNER}: `about` must hold plain values only, since it is saved as JSON ({error}).") from None
+    return dict(about)
 
 
 def _check_paths(paths: Sequence[str], rows: int) -> None:

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import check_tensor
+from lightning_retrieval.checks import check_float, check_tensor
 from lightning_retrieval.ranking.similarity import normalize
 
 BLOCK = 1 << 16  # rows that are normalised and passed to faiss at a time
@@ -47,11 +47,12 @@ def check_rows(name: str, embeddings: Any, dim: int) -> None:
         raise ValueError(
             f"{OWNER}: `{name}` must have shape (rows, {dim}), as the index has, got {tuple(embeddings.shape)}."
         )
-    if not embeddings.is_floating_point():
-        raise TypeError(f"{OWNER}: `{name}` must be floating point, got {embeddings.dtype}.")
+    check_float(OWNER, name, embeddings)
 
 
-def check_finite_rows(embeddings: Tensor, ids: NDArray[np.int64], paths: Sequence[str] | None = None) -> None:
+def check_finite_rows(
+    name: str, embeddings: Tensor, ids: NDArray[np.int64], paths: Sequence[str] | None = None
+) -> None:
     """Raise if a row holds NaN or infinity; the message names the first such rows by their ids and paths."""
     invalid: list[int] = []
     for begin in range(0, len(embeddings), BLOCK):
@@ -69,6 +70,6 @@ def check_finite_rows(embeddings: Tensor, ids: NDArray[np.int64], paths: Sequenc
     if len(invalid) > SHOWN:
         shown.append("...")
     raise ValueError(
-        f"{OWNER}: embeddings must be finite, got NaN or inf in {len(invalid)} of {len(embeddings)} rows: "
+        f"{OWNER}: `{name}` must be finite, got NaN or inf in {len(invalid)} of {len(embeddings)} rows: "
         f"{', '.join(shown)}."
     )

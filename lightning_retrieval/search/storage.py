@@ -57,11 +57,16 @@ def write_folder(owner: str, folder: Path, writers: Mapping[str, Writer], settin
         settings: plain values, kept in the manifest.
 
     Raises:
-        ValueError: if the folder holds anything but an index, or another process writes to it.
+        ValueError: if the folder holds anything but an index, is inside a file, or another process writes to it.
         OSError: if a file cannot be written completely; the folder keeps its previous content.
     """
     check_folder(owner, folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(
+            f"{owner}: the index must be written to a folder, got {folder}, which is inside a file; give another path."
+        ) from None
     with folder_lock(owner, folder):
         inner = folder / f"files-{secrets.token_hex(4)}"
         inner.mkdir()

@@ -8,9 +8,13 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
 
+from lightning_retrieval.checks import check_path, short_repr
+
 ZIP_START = b"PK\x03\x04"
+HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # of Lightning
 LEGACY_START = b"\x80\x02"  # files of torch.save before torch 1.6, which have no checksums
 
 
@@ -32,6 +36,76 @@ def check_checkpoint(owner: str, checkpoint: Any) -> None:
     damage = find_damage(checkpoint)
     if damage is not None:
         raise ValueError(f"{owner}: the checkpoint {checkpoint} is damaged, {damage}; take another checkpoint.")
+
+
+def check_checkpoint_exists(owner: str, name: str, checkpoint: Any) -> None:
+    """Raise unless an argument is a stream, an address on another machine, or the path of a file.
+
+    Args:
+        owner: prefix of error messages.
+        name: the argument.
+        checkpoint: its value.
+
+    Raises:
+        FileNotFoundError: if there is nothing at the path.
+        ValueError: if the path is empty or that of a folder.
+        TypeError: if it is none of the three.
+    """
+    is_stream = hasattr(checkpoint, "read") and hasattr(checkpoint, "seek")
+    is_address = isinstance(checkpoint, str) and "://" in checkpoint
+    if is_stream or is_address:
+        return
+    path = check_path(owner, name, checkpoint)
+    if path.is_dir():
+        raise ValueError(f"{owner}: `{name}` must be the path of a checkpoint file, got the folder {path}.")
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{owner}: `{name}` must be the path of a checkpoint, got {path}, which does not exist."
+        )
+
+
+def check_map_location(owner: str, map_location: Any) -> None:
+    """Raise unless `map_location` is what `torch.load` accepts: a device, a dict of devices, a function or None.
+
+    Args:
+        owner: prefix of error messages.
+        map_location: the argument.
+
+    Raises:
+        ValueError: if it is a string that names no device.
+        TypeError: if it is something else.
+    """
+    if isinstance(map_location, str):
+        try:
+            torch.device(map_location)
+        except RuntimeError:
+            raise ValueError(
+                f"{owner}: `map_location` must be a device such as 'cpu' or 'cuda:0', got {map_location!r}."
+            ) from None
+    elif not (map_location is None or isinstance(map_location, (torch.device, dict)) or callable(map_location)):
+        raise TypeError(
+            f"{owner}: `map_location` must be a device such as 'cpu', got {short_repr(map_location)} "
+            f"({type(map_location).__name__})."
+        )
+
+
+def check_hparams_file(owner: str, hparams_file: Any) -> None:
+    """Raise unless `hparams_file` is a YAML or CSV file.
+
+    Args:
+        owner: prefix of error messages.
+        hparams_file: the argument.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: if it has another suffix.
+        TypeError: if it is no path.
+    """
+    path = check_path(owner, "hparams_file", hparams_file)
+    if path.suffix.lower() not in HPARAMS_SUFFIXES:
+        raise ValueError(f"{owner}: `hparams_file` must end in {', '.join(HPARAMS_SUFFIXES)}, got {path}.")
+    if not path.is_file():
+        raise FileNotFoundError(f"{owner}: `hparams_file` must be a file, got {path}, which is none.")
 
 
 def find_damage(checkpoint: Any) -> str | None:

@@ -1,5 +1,6 @@
 """Checkpoints of all modules: verified when they are read, plain when they are written."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,13 +9,30 @@ from lightning_fabric.utilities.cloud_io import _load
 from pytorch_lightning.utilities.model_helpers import _restricted_classmethod
 
 from lightning_retrieval.checks import check_flag
-from lightning_retrieval.training.checkpoint_files import check_checkpoint, verify_checkpoints
+from lightning_retrieval.training.checkpoint_files import (
+    check_checkpoint,
+    check_checkpoint_exists,
+    check_hparams_file,
+    check_map_location,
+    verify_checkpoints,
+)
 from lightning_retrieval.training.finetuning import TRAINABLE, has_finetuning, unfreeze
 from lightning_retrieval.training.hyperparameters import check_command_line_hyperparameters, describe
 
 
 class CheckpointedModule(pl.LightningModule):
     """A module whose checkpoints hold plain values, so they load with `weights_only=True`, and are verified first."""
+
+    def _replace_hyperparameters(self, described: Mapping[str, Any]) -> None:
+        """Keep other hyperparameters than the constructor's arguments.
+
+        Lightning compares `described` with each argument of the constructor that it finds in the frames above, which
+        fails for an array. The outermost frame has none above it.
+        """
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_back is not None:
+            frame = frame.f_back
+        self.save_hyperparameters(described, frame=frame)
 
     def configure_callbacks(self) -> Any:
         """Let the Trainer verify the checkpoints that it loads."""
@@ -42,12 +60,18 @@ class CheckpointedModule(pl.LightningModule):
             kwargs: constructor arguments that replace those of the checkpoint.
 
         Raises:
-            ValueError: if the file is damaged, or names a class whose module is neither imported nor in one of
-                `class_paths.TRUSTED_PACKAGES`.
-            TypeError: if `strict` or `weights_only` is not True, False or None.
+            FileNotFoundError: if there is no file at a path.
+            ValueError: if the path is that of a folder, the file is damaged, or it names a class whose module is
+                neither imported nor in one of `class_paths.TRUSTED_PACKAGES`.
+            TypeError: if `strict` or `weights_only` is not True, False or None, or another argument is neither a path
+                nor a device.
         """
         check_flag(cls.__name__, "strict", strict)
         check_flag(cls.__name__, "weights_only", weights_only)
+        check_checkpoint_exists(cls.__name__, "checkpoint_path", checkpoint_path)
+        check_map_location(cls.__name__, map_location)
+        if hparams_file is not None:
+            check_hparams_file(cls.__name__, hparams_file)
         check_checkpoint(cls.__name__, checkpoint_path)
         if hparams_file is None:
             _check_class_paths(cls, checkpoint_path, weights_only, kwargs)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from lightning_retrieval.checks import check_integer, check_tensor
+from lightning_retrieval.checks import check_callable, check_integer, check_tensor
 from lightning_retrieval.training.chunked import check_inputs
 from lightning_retrieval.training.module_visits import visit_modules
 from lightning_retrieval.training.out_of_memory import is_out_of_memory, may_be_out_of_memory
@@ -34,6 +34,7 @@ def largest_chunk_size(embed: Callable[[Tensor], Tensor], inputs: Tensor, *, res
 
     Raises:
         ValueError: if `inputs` is empty or `reserve` < 0.
+        TypeError: if `embed` cannot be called, `inputs` is no tensor, or `reserve` no integer.
         torch.OutOfMemoryError: if not even one row fits.
 
     Example:
@@ -42,8 +43,9 @@ def largest_chunk_size(embed: Callable[[Tensor], Tensor], inputs: Tensor, *, res
         >>> largest_chunk_size(torch.nn.Linear(3, 2), torch.randn(5, 3))
         5
     """
+    check_callable("largest_chunk_size", "embed", embed)
     check_inputs("largest_chunk_size", inputs)
-    check_integer("largest_chunk_size", "reserve", reserve, least=0)
+    reserve = check_integer("largest_chunk_size", "reserve", reserve, least=0)
     size = len(inputs)
     while not _fits(embed, inputs[:size], reserve):
         _free_memory(inputs.device)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_retrieval.checks import check_integer, check_tensor
+from lightning_retrieval.checks import check_callable, check_integer, check_tensor
 from lightning_retrieval.training.random_state import RandomState
 from lightning_retrieval.training.running_statistics import RunningStatistics
 
@@ -51,6 +51,7 @@ def chunked_backward(
 
     Raises:
         ValueError: if `inputs` is empty, `chunk_size` < 1, or the embeddings do not have one row for each input.
+        TypeError: if `inputs` is no tensor, `chunk_size` no integer, or a function cannot be called.
 
     Example:
         >>> import torch
@@ -68,6 +69,9 @@ def chunked_backward(
     Cost:
         All chunks but the last are embedded twice. Memory is that of one chunk's graph, the embeddings and the loss.
     """
+    check_callable(_OWNER, "embed", embed)
+    check_callable(_OWNER, "loss", loss)
+    check_callable(_OWNER, "backward", backward)
     check_inputs(_OWNER, inputs)
     chunks = inputs.split(_rows_of_a_chunk(inputs, chunk_size))
     statistics = RunningStatistics(embed, len(inputs), watched=len(chunks) > 1)
@@ -103,7 +107,7 @@ def check_inputs(owner: str, inputs: Tensor) -> None:
             f"{owner}: `inputs` must not be part of a graph, because each chunk would back-propagate through it again; "
             "detach them, or make that graph part of `embed`."
         )
-    if len(inputs) == 0:
+    if inputs.ndim == 0 or len(inputs) == 0:
         raise ValueError(f"{owner}: `inputs` must hold at least one row, got shape {tuple(inputs.shape)}.")
 
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from lightning_retrieval.checks import short_repr
 from lightning_retrieval.training.class_paths import check_config_paths, class_path, load_class
 
 T = TypeVar("T")
@@ -95,7 +96,8 @@ def rebuild_factory(owner: str, name: str, value: Any, kind: type[Any] | tuple[t
         return functools.partial(cls, **arguments)
     if not callable(value):
         raise TypeError(
-            f"{owner}: `{name}` must be callable, such as functools.partial(torch.optim.SGD, lr=0.1), got {value!r}."
+            f"{owner}: `{name}` must be callable, such as functools.partial(torch.optim.SGD, lr=0.1), got "
+            f"{short_repr(value)}."
         )
     return value
 
@@ -180,7 +182,8 @@ def _load(owner: str, name: str, value: dict[str, Any], kind: Any) -> tuple[Any,
     path, arguments = value["class_path"], value.get("init_args", {})
     if not isinstance(path, str) or not isinstance(arguments, (dict, type(None))):
         raise TypeError(
-            f"{owner}: `{name}` must have a string as class_path and a dict of arguments as init_args, got {value!r}."
+            f"{owner}: `{name}` must have a string as class_path and a dict of arguments as init_args, got "
+            f"{short_repr(value)}."
         )
     if arguments is None or "<" in path:
         raise ValueError(

@@ -9,6 +9,7 @@ memory, which also holds the batch, and all references of the second term are wi
 this with `memory_weight=1.0`. `references` is one list of the batch, with a gradient, and the memory.
 """
 
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from lightning_retrieval.checks import (
     check_integer,
     check_integers,
     check_labels,
+    check_matrix,
+    short_repr,
 )
 from lightning_retrieval.losses.ranked_batch import RankedBatch
 
@@ -146,7 +149,8 @@ class CrossBatchMemory(nn.Module):
             labels: of the batch.
             ids: dataset index of each row; required.
         """
-        batch = self._validated(embeddings.detach(), labels, ids)
+        batch = self._validated(embeddings, labels, ids)
+        batch = batch._replace(embeddings=batch.embeddings.detach())
         if self.started:
             new = batch.select(_first_of_each(batch.ids))
             # Cut before they are joined: a checkpoint would store all rows that a slice is a view of.
@@ -163,10 +167,10 @@ class CrossBatchMemory(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         """Restore the state of a checkpoint; from a larger memory, its newest rows."""
+        _check_state(state)
         rows = None
         if state["rows"] is not None:
             stored = _Rows(*state["rows"])
-            check_finite("CrossBatchMemory", "state", stored.embeddings, stored.ids)
             self._check_like_stored(stored.embeddings, stored.labels)
             rows = _Rows(*(part[: self.size].clone() for part in stored))
         self._rows = rows
@@ -178,13 +182,14 @@ class CrossBatchMemory(nn.Module):
     def _validated(self, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> _Rows:
         """The batch in the dtypes of the memory."""
         check_embeddings("CrossBatchMemory", "embeddings", embeddings)
-        check_labels("CrossBatchMemory", "labels", labels, len(embeddings), "embeddings")
+        rows, device = len(embeddings), embeddings.device
+        check_labels("CrossBatchMemory", "labels", labels, rows, "embeddings", device=device)
         if ids is None:
             raise TypeError(
                 "CrossBatchMemory: `ids` must be given, the dataset index of each row, since an image is stored once "
                 "and never ranked for itself, got None; let the batches hold (images, labels, ids)."
             )
-        check_integers("CrossBatchMemory", "ids", ids, len(embeddings), "embeddings")
+        check_integers("CrossBatchMemory", "ids", ids, rows, "embeddings", device=device)
         if len(ids) > self.size:
             raise ValueError(
                 f"CrossBatchMemory: `size` must be at least that of a batch, got {self.size} for a batch of {len(ids)} "
@@ -216,6 +221,28 @@ class CrossBatchMemory(nn.Module):
             return batch.select(slice(0))._replace(embeddings=batch.embeddings[:0].detach())
         stored = self._rows.like(batch)
         return stored.select(~torch.isin(stored.ids, batch.ids))
+
+
+def _check_state(state: Any) -> None:
+    """Raise unless `state` is what `get_extra_state` returns, with finite embeddings."""
+    is_state = isinstance(state, dict) and state.keys() == {"rows", "steps"}
+    if not is_state or not isinstance(state["rows"], (tuple, list, NoneType)):
+        raise TypeError(
+            f"CrossBatchMemory: `state` must be a dict with `rows` and `steps` of another memory, got "
+            f"{short_repr(state)}."
+        )
+    check_integer("CrossBatchMemory", "state['steps']", state["steps"], least=0)
+    if state["rows"] is None:
+        return
+    if len(state["rows"]) != len(_Rows._fields):
+        raise ValueError(
+            f"CrossBatchMemory: `state` must hold {len(_Rows._fields)} tensors as rows, got {len(state['rows'])}."
+        )
+    stored = _Rows(*state["rows"])
+    check_matrix("CrossBatchMemory", "state", stored.embeddings)
+    check_labels("CrossBatchMemory", "state", stored.labels, len(stored.embeddings), "state")
+    check_integers("CrossBatchMemory", "state", stored.ids, len(stored.embeddings), "state")
+    check_finite("CrossBatchMemory", "state", stored.embeddings, stored.ids)
 
 
 def _first_of_each(ids: Tensor) -> Tensor:

@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_retrieval.checks import check_bool, check_choice, check_integer, check_positive
+from lightning_retrieval.checks import (
+    check_bool,
+    check_choice,
+    check_integer,
+    check_positive,
+    check_string,
+    check_tensor,
+)
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.whitening import Whitening
@@ -114,7 +121,7 @@ class RetrievalModule(ManualTraining):
         if "_instantiator" in self.hparams:  # LightningCLI: the hyperparameters are the config, which is plain already
             self.save_hyperparameters()
         else:
-            self.save_hyperparameters(describe({**self.hparams, **objects}))
+            self._replace_hyperparameters(describe({**self.hparams, **objects}))
         owner = type(self).__name__
         self.embedder = rebuild(owner, "embedder", embedder, nn.Module)
         self.loss = adapt_loss(owner, rebuild(owner, "loss", loss, nn.Module))
@@ -127,10 +134,9 @@ class RetrievalModule(ManualTraining):
             owner, "lr_scheduler_interval", lr_scheduler_interval, ("epoch", "step")
         )
         self.lr_scheduler_frequency = check_integer(owner, "lr_scheduler_frequency", lr_scheduler_frequency, least=1)
-        self.lr_scheduler_monitor = lr_scheduler_monitor
+        self.lr_scheduler_monitor = check_string(owner, "lr_scheduler_monitor", lr_scheduler_monitor)
         self.memory = rebuild_optional(owner, "memory", memory, CrossBatchMemory)
-        check_memory(owner, self.loss, self.memory, memory_weight)
-        self.memory_weight = memory_weight
+        self.memory_weight = check_memory(owner, self.loss, self.memory, memory_weight)
         self.whitening = rebuild_optional(owner, "whitening", whitening, Whitening)
         self.eval_scales = check_scales(owner, "eval_scales", eval_scales)
         self.eval_scales_pooling = check_choice(owner, "eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING))
@@ -159,6 +165,7 @@ class RetrievalModule(ManualTraining):
             images: as for `forward`.
             whiten: False skips the whitening, for embeddings from which it is learned.
         """
+        check_tensor(type(self).__name__, "images", images)
         check_bool(type(self).__name__, "whiten", whiten)
         only_original_size = self.eval_scales == (1,)
         if only_original_size:

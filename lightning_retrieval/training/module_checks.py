@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_retrieval.checks import check_finite_number, check_integer, check_positive
+from lightning_retrieval.checks import check_finite_number, check_integer, check_positive, check_seed
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
 from lightning_retrieval.losses.third_party import USE_OTHER_LOSS, as_batch_loss
@@ -19,10 +19,12 @@ def check_chunk_size(owner: str, chunk_size: Any) -> Any:
         owner: prefix of error messages.
         chunk_size: the setting.
     """
-    if chunk_size is None or chunk_size == "auto":
+    if chunk_size is None:
         return chunk_size
     if isinstance(chunk_size, str):
-        raise TypeError(f"{owner}: `chunk_size` must be an integer >= 1 or 'auto', got {chunk_size!r}.")
+        if chunk_size != "auto":
+            raise TypeError(f"{owner}: `chunk_size` must be an integer >= 1 or 'auto', got {chunk_size!r}.")
+        return chunk_size
     return check_integer(owner, "chunk_size", chunk_size, least=1)
 
 
@@ -41,8 +43,10 @@ def adapt_loss(owner: str, loss: nn.Module) -> BatchLoss:
     return as_batch_loss(loss)
 
 
-def check_memory(owner: str, loss: BatchLoss, memory: CrossBatchMemory | None, memory_weight: float | None) -> None:
-    """Raise if the loss cannot rank a memory, or a weight is given without a memory.
+def check_memory(
+    owner: str, loss: BatchLoss, memory: CrossBatchMemory | None, memory_weight: float | None
+) -> float | None:
+    """Return `memory_weight`; raise if the loss cannot rank a memory, or a weight is given without a memory.
 
     Args:
         owner: prefix of error messages.
@@ -51,7 +55,7 @@ def check_memory(owner: str, loss: BatchLoss, memory: CrossBatchMemory | None, m
         memory_weight: weight of a second term with the memory, or None.
     """
     if memory_weight is not None:
-        check_finite_number(owner, "memory_weight", memory_weight)
+        memory_weight = check_finite_number(owner, "memory_weight", memory_weight)
         if memory is None:
             raise ValueError(f"{owner}: `memory_weight` was given without `memory`; give both or neither.")
     if memory is not None and loss.terms_without_references:
@@ -59,6 +63,7 @@ def check_memory(owner: str, loss: BatchLoss, memory: CrossBatchMemory | None, m
             f"{owner}: with a `memory` the loss must rank references without the query's own copy, which "
             f"{', '.join(loss.terms_without_references)} cannot do; {USE_OTHER_LOSS}."
         )
+    return memory_weight
 
 
 def check_clip_value(owner: str, gradient_clip_val: float | None) -> float | None:
@@ -82,4 +87,4 @@ def seed_of_run(owner: str, seed: int | None) -> int:
     """
     if seed is None:
         return int(os.environ.get("PL_GLOBAL_SEED", "0"))
-    return check_integer(owner, "seed", seed, least=0)
+    return check_seed(owner, "seed", seed)

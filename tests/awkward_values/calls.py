@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from beartype import BeartypeConf
 from beartype.door import is_bearable
@@ -38,6 +39,8 @@ class Call:
         without: {argument: reason} of the arguments that stay as they are.
         maps: whether it maps tensors element by element or row by row, as a network does, so that numbers that are not
             finite, and tensors on the device meta, may give the like.
+        raises: {argument: names of awkward values} with which a network or a function that is given fails by itself:
+            its error is passed on.
     """
 
     owner: str
@@ -48,6 +51,7 @@ class Call:
     accepts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
     maps: bool = False
+    raises: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def signed(self):
@@ -69,6 +73,8 @@ def complaints(call):
         if argument in call.without:
             continue
         for name, value in awkward_values(valid).items():
+            if name in call.raises.get(argument, ()):
+                continue
             fits = is_of_type(value, hints[argument]) or name in call.accepts.get(argument, ())
             problem = problem_of(call, argument, value, fits)
             if problem:
@@ -76,10 +82,25 @@ def complaints(call):
     return found
 
 
+def refused_numpy_integers(call):
+    """One line for each integer of the valid call in whose place one of NumPy's raises an error."""
+    found = []
+    for argument, valid in call.arguments().items():
+        if type(valid) is not int:
+            continue
+        try:
+            with time_limit(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                call.use(call.function(**{**call.arguments(), argument: np.int64(valid)}))
+        except Exception as error:
+            found.append(f"{call.owner}: {argument}=np.int64({valid}) raised {type(error).__name__}: {error}")
+    return found
+
+
 def missing_arguments(call):
     """A line if parameters of the signature are not in the table."""
     parameters = inspect.signature(call.signed).parameters.values()
-    named = {parameter.name for parameter in parameters if parameter.kind not in VARIABLE} - {"self"}
+    named = {parameter.name for parameter in parameters if parameter.kind not in VARIABLE} - {"self", "cls"}
     missing = sorted(named - call.arguments().keys())
     if missing:
         return [f"{call.owner}: the table gives no value for {missing}"]
@@ -141,7 +162,7 @@ def annotations(function):
         return typing.get_type_hints(function)
     found = {}
     for base in reversed(function.__mro__):
-        if "__init__" in vars(base) and base is not object:
+        if "__init__" in vars(base) and base.__module__.startswith("lightning_retrieval"):
             found |= typing.get_type_hints(base.__init__)
     return found
 

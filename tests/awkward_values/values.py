@@ -27,11 +27,15 @@ EXTREMES = (*SIZES, *(-size for size in SIZES))
 def awkward_values(valid):
     """{name: value} for one argument. Tensors have the values of `valid` if that is a tensor.
 
-    A meta tensor stands for a tensor on another device than the others.
+    A meta tensor stands for a tensor on another device than the others. The file is written into the working directory.
     """
     tensor = torch.ones(2, 3)
     if isinstance(valid, torch.Tensor):
         tensor = valid.detach()
+    folder = Path("a folder")
+    file = folder / "a file"
+    folder.mkdir(exist_ok=True)
+    file.write_text("text")
     values = {
         "None": None,
         "'abc'": "abc",
@@ -50,7 +54,10 @@ def awkward_values(valid):
         "an object without a repr": WithoutRepr(),
         "b'x'": b"x",
         "a lambda": lambda *arguments, **settings: None,
-        "a Path": Path("no/such/file"),
+        "a missing file": Path("no/such/file"),
+        "a file": file,
+        "a folder": folder,
+        "a path inside a file": file / "file",
         "a class": Anything,
         "an array": tensor.numpy(),
         "a meta tensor": tensor.to("meta"),

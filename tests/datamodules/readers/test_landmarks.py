@@ -135,7 +135,7 @@ def test_invalid_lists_raise(tmp_path):
     with pytest.raises(ValueError, match=r"`landmark` must be integers in .*, got 'one'"):
         LandmarksClean(tmp_path).prepare_data()
     write_text(path, "http://x.org/a.jpg 1\n")
-    with pytest.raises(FileNotFoundError, match=r"`root` must contain images, got"):
+    with pytest.raises(FileNotFoundError, match=r"`root` must contain images, the `images`, got"):
         LandmarksClean(tmp_path).prepare_data()
     (tmp_path / "images").mkdir()
     with (

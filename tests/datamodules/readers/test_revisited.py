@@ -247,7 +247,7 @@ def test_missing_files_raise_with_a_suggestion(tmp_path):
     with pytest.raises(FileNotFoundError, match=re.escape(f"pass root={folder}")):
         RevisitedOxford(folder / "jpg").prepare_data()
     (tmp_path / "list").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"RevisitedOxford: `root` must contain revisitop1m.txt, got"):
+    with pytest.raises(FileNotFoundError, match=r"RevisitedOxford: `distractors` must contain revisitop1m.txt, got"):
         RevisitedOxford(folder, distractors=tmp_path / "list").prepare_data()
     (folder / "jpg").rename(folder / "jpegs")
     with pytest.raises(FileNotFoundError, match="RevisitedOxford: `root` must contain jpg or images, got"):

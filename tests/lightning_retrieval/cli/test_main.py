@@ -27,6 +27,13 @@ def test_subcommand(command, capsys):
     assert capsys.readouterr().out.startswith(f"usage: lightning-retrieval {command} ")
 
 
+@pytest.mark.refusal
+@pytest.mark.parametrize("args", ["fit --config a.yaml", b"fit", 3])
+def test_arguments_that_are_no_list_raise(args):
+    with pytest.raises(TypeError, match=r"^main: `args` must be a list of strings, such as \['fit', .*, got .*\)\.$"):
+        main(args)
+
+
 WITHOUT_TORCH = """
 import sys
 from lightning_retrieval.cli.main import main

@@ -1,0 +1,61 @@
+"""Valid calls of the callbacks and the logger."""
+
+from lightning_retrieval import DatabaseAugmentation, QueryExpansion
+from lightning_retrieval.callbacks import (
+    APMonitor,
+    LearnWhitening,
+    PrecisionRecallCurve,
+    RetrievalEvaluation,
+    RetrievalGallery,
+    RetrievalWandbLogger,
+    ScoreHistogram,
+    TrainingCurve,
+)
+from tests.awkward_values.calls import Call
+
+CALLS = {
+    "APMonitor": [Call("APMonitor", APMonitor)],
+    "LearnWhitening": [Call("LearnWhitening", LearnWhitening, lambda: {"images": 50})],
+    "PrecisionRecallCurve": [Call("PrecisionRecallCurve", PrecisionRecallCurve, lambda: {"every_n_epochs": 2})],
+    "RetrievalEvaluation": [
+        Call(
+            "RetrievalEvaluation",
+            RetrievalEvaluation,
+            lambda: {
+                "ks": (1, 7),
+                "before_fit": True,
+                "map_ks": (5,),
+                "map_divisor": "R",
+                "extra_metrics": ("mINP",),
+                "query_expansion": QueryExpansion(),
+                "database_augmentation": DatabaseAugmentation(),
+                "embeddings_on_cpu": False,
+            },
+            accepts=dict.fromkeys(("query_expansion", "database_augmentation"), ("a lambda", "a class")),
+        )
+    ],
+    "RetrievalGallery": [
+        Call(
+            "RetrievalGallery",
+            RetrievalGallery,
+            lambda: {"queries": 3, "k": 5, "every_n_epochs": 2, "order": "hardest"},
+        )
+    ],
+    "RetrievalWandbLogger": [
+        Call(
+            "RetrievalWandbLogger",
+            RetrievalWandbLogger,
+            lambda: {
+                "name": "smooth-ap",
+                "save_dir": "logs",
+                "project": "products",
+                "id": "a1",
+                "offline": True,
+                "artifact": False,
+                "prefix": "",
+            },
+        )
+    ],
+    "ScoreHistogram": [Call("ScoreHistogram", ScoreHistogram, lambda: {"bins": 50, "every_n_epochs": 2})],
+    "TrainingCurve": [Call("TrainingCurve", TrainingCurve, lambda: {"metric": "val/R@1"})],
+}

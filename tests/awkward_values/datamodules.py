@@ -1,0 +1,301 @@
+"""Valid calls of the data modules, data sets and samplers. Their files are written into the working directory."""
+
+import functools
+from pathlib import Path
+
+import pytorch_lightning as pl
+
+from lightning_retrieval.datamodules import (
+    CUB200,
+    IJBC,
+    AllClassesSampler,
+    CategorySampler,
+    DataReport,
+    GlobalBatchSampler,
+    GlyphDataset,
+    Glyphs,
+    ImageFolder,
+    ImageIndex,
+    ImageSet,
+    ImageTable,
+    INaturalist,
+    InShop,
+    LandmarksClean,
+    PKSampler,
+    RetrievalDataLoader,
+    RevisitedOxford,
+    RevisitedParis,
+    StanfordOnlineProducts,
+    VehicleID,
+    VGGFace2,
+    item_generator,
+    reference_transform,
+    resume_position,
+)
+from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
+from tests.awkward_values.calls import Call
+from tests.datamodules.small_ijbc import write_ijbc
+from tests.datamodules.small_revisited import write_revisited
+from tests.datamodules.trees import (
+    write_cub,
+    write_image,
+    write_in_shop,
+    write_online_products,
+    write_text,
+    write_vehicle_id,
+)
+from tests.datamodules.trees_more import (
+    QUICK,
+    SMALL,
+    write_folders,
+    write_inaturalist,
+    write_landmarks,
+    write_vgg_face2,
+)
+
+LABELS = (0, 0, 1, 1, 2, 2, 2)
+
+
+@functools.cache
+def glyphs():
+    return load_glyph_images()
+
+
+@functools.cache
+def trainer():
+    return pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+
+
+def folder(name, write):
+    """Write a tree once into a folder of the working directory."""
+    if not Path(name).exists():
+        write(Path(name))
+    return name
+
+
+def first_batch(data):
+    batch = next(iter(data.train_dataloader()))
+    return [batch["images"], batch["labels"]]
+
+
+def first_test_image(data):
+    data.train_set  # noqa: B018
+    return first_evaluation_image(data)
+
+
+def first_evaluation_image(data):
+    dataset = data.test_set
+    if isinstance(dataset, dict):
+        dataset = next(iter(dataset.values()))
+    return dataset[0]["images"]
+
+
+def write_paris(root):
+    return write_revisited(root, "rparis6k", pickled="gnd_rparis6k.pkl")
+
+
+def revisited(cls, write):
+    own = {"distractors": None, "crop_queries": True, "image_size": 64, "transform": "plain", "eval_batch_size": 4}
+    transforms = {name: QUICK[name] for name in ("train_transform", "eval_transform")}
+
+    def arguments():
+        return {"root": folder(cls.__name__, write), **own}
+
+    return Call(
+        cls.__name__, functools.partial(cls, **transforms), arguments, signature=cls, use=first_evaluation_image
+    )
+
+
+def with_epoch(**arguments):
+    sampler = PKSampler(LABELS, classes_per_batch=2, samples_per_class=2)
+    sampler.set_epoch(**arguments)
+    return list(sampler)
+
+
+def reader(cls, write, use=first_test_image, **own):
+    """A call of a data module that reads a published data set: its root and its own arguments."""
+
+    def arguments():
+        return {"root": folder(cls.__name__, write), **own}
+
+    return Call(cls.__name__, functools.partial(cls, **QUICK), arguments, signature=cls, use=use)
+
+
+def write_list(_):
+    for number in range(8):
+        write_image(Path(f"listed/{number}.png"), seed=number)
+    rows = [f"{number}.png,{number // 2},{'train' if number < 4 else 'test'}" for number in range(8)]
+    write_text(Path("listed/table.csv"), "\n".join(["image,label,split", *rows]))
+
+
+def folder_settings():
+    names = [f"class {number}" for number in range(6)]
+    return {
+        "root": folder("images", lambda root: write_folders(root, names)),
+        "test_fraction": 0.5,
+        "categories": False,
+        "split_seed": 0,
+        "transform": "plain",
+        "train_transform": SMALL,
+        "eval_transform": SMALL,
+        "on_error": "raise",
+        "load_truncated": False,
+        "val_fraction": 0.0,
+        "cache_dir": "cache",
+        "classes_per_batch": 1,
+        "samples_per_class": 2,
+        "eval_batch_size": 4,
+        "num_workers": 0,
+        "seed": 0,
+        "sampler": "pk",
+        "pin_memory": None,
+        "persistent_workers": None,
+    }
+
+
+def index_columns():
+    return {
+        "paths": ["a.png", "b.png"],
+        "labels": [0, 1],
+        "categories": [0, 0],
+        "levels": [[0, 0], [1, 0]],
+        "boxes": [[0, 0, 9, 9], [0, 0, 9, 9]],
+        "roles": [1, 2],
+        "instances": [0, 1],
+        "cameras": [1, 2],
+        "names": ["x", "y"],
+    }
+
+
+def write_one_image(root):
+    write_image(root / "a.png")
+
+
+def loader_settings():
+    return {
+        "dataset": range(7),
+        "batch_sampler": PKSampler(LABELS, classes_per_batch=2, samples_per_class=2),
+        "epoch": 1,
+        "start": 0,
+    }
+
+
+IMAGE_FOLDER = Call(
+    "ImageFolder",
+    ImageFolder,
+    folder_settings,
+    use=first_batch,
+    raises={"train_transform": ("a lambda", "a class")},
+)
+CALLS = {
+    "PKSampler": [
+        Call(
+            "PKSampler",
+            PKSampler,
+            lambda: {"labels": LABELS, "classes_per_batch": 2, "samples_per_class": 2, "seed": 5},
+            use=list,
+        )
+    ],
+    "GlobalBatchSampler": [Call("PKSampler", with_epoch, lambda: {"epoch": 3}, signature=GlobalBatchSampler.set_epoch)],
+    "AllClassesSampler": [
+        Call("AllClassesSampler", AllClassesSampler, lambda: {"labels": LABELS, "batch_size": 4, "seed": 5}, use=list)
+    ],
+    "CategorySampler": [
+        Call(
+            "CategorySampler",
+            CategorySampler,
+            lambda: {
+                "labels": LABELS,
+                "categories": (4, 4, 4, 4, 7, 7, 7),
+                "classes_per_batch": 2,
+                "samples_per_class": 2,
+                "categories_per_batch": 2,
+                "seed": 5,
+            },
+            use=list,
+        )
+    ],
+    "RetrievalDataLoader": [Call("RetrievalDataLoader", RetrievalDataLoader, loader_settings, use=list)],
+    "item_generator": [Call("item_generator", item_generator, lambda: {"index": 3}, use=lambda _: 0)],
+    "resume_position": [
+        Call(
+            "resume_position",
+            resume_position,
+            lambda: {"trainer": trainer()},
+        )
+    ],
+    "reference_transform": [
+        Call("reference_transform", reference_transform, lambda: {"name": "plain", "train": False})
+    ],
+    "DataReport": [
+        Call(
+            "DataReport",
+            DataReport,
+            lambda: {"splits": {"train": ((2, 1), ())}, "missing_files": ["a.jpg"], "problems": ["a sentence"]},
+            use=str,
+        )
+    ],
+    "GlyphDataset": [
+        Call(
+            "GlyphDataset",
+            GlyphDataset,
+            lambda: {"glyphs": glyphs(), "split": "val", "augment": True, "channels": 3},
+        )
+    ],
+    "Glyphs": [
+        Call(
+            "Glyphs",
+            Glyphs,
+            lambda: {
+                "classes_per_batch": 4,
+                "samples_per_class": 2,
+                "eval_batch_size": 4,
+                "num_workers": 0,
+                "seed": 0,
+                "augment": True,
+                "channels": 1,
+                "cache_dir": None,
+            },
+        )
+    ],
+    "ImageIndex": [Call("ImageIndex", ImageIndex, index_columns)],
+    "ImageSet": [
+        Call(
+            "ImageSet",
+            ImageSet,
+            lambda: {
+                "index": ImageIndex(["a.png"], [0]),
+                "root": folder("pictures", write_one_image),
+                "transform": SMALL,
+                "on_error": "raise",
+                "load_truncated": False,
+                "boxes_before_rotation": False,
+            },
+            use=lambda images: images[0]["images"],
+            raises={"transform": ("a class",)},
+        )
+    ],
+    "ImageFolder": [IMAGE_FOLDER],
+    "ImageDataModule": [IMAGE_FOLDER],
+    "RetrievalDataModule": [IMAGE_FOLDER],
+    "ImageTable": [
+        Call(
+            "ImageTable",
+            functools.partial(ImageTable, **QUICK),
+            lambda: {"root": folder("listed", write_list), "table": "table.csv", "test_fraction": 0.5, "split_seed": 0},
+            signature=ImageTable,
+            use=first_test_image,
+            raises={"table": ("a file",)},  # which the error names, and its line
+        )
+    ],
+    "CUB200": [reader(CUB200, write_cub, boxes=True)],
+    "IJBC": [reader(IJBC, write_ijbc, use=first_evaluation_image, least_instances=2)],
+    "INaturalist": [reader(INaturalist, write_inaturalist, levels=("species", "genus"))],
+    "InShop": [reader(InShop, write_in_shop, boxes=True, high_res=False)],
+    "LandmarksClean": [reader(LandmarksClean, write_landmarks, images="images")],
+    "RevisitedOxford": [revisited(RevisitedOxford, write_revisited)],
+    "RevisitedParis": [revisited(RevisitedParis, write_paris)],
+    "StanfordOnlineProducts": [reader(StanfordOnlineProducts, write_online_products)],
+    "VGGFace2": [reader(VGGFace2, write_vgg_face2, boxes=True)],
+    "VehicleID": [reader(VehicleID, write_vehicle_id, sizes=("small", "large"), protocol="reid", select_by_vid=False)],
+}

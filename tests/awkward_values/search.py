@@ -1,0 +1,83 @@
+"""Valid calls of the index."""
+
+from pathlib import Path
+
+import torch
+
+from lightning_retrieval import RetrievalIndex
+from tests.awkward_values.calls import Call
+
+
+def built():
+    index = RetrievalIndex(dim=3)
+    index.add(torch.eye(3), torch.tensor([5, 6, 7]), ["a.jpg", "b.jpg", "c.jpg"])
+    return index
+
+
+def ids():
+    return torch.tensor([5, 7])
+
+
+def after(method):
+    """A function that calls a method of an index and returns the index."""
+
+    def call(**arguments):
+        index = built()
+        getattr(index, method)(**arguments)
+        return index
+
+    return call
+
+
+def result_of(method):
+    """A function that calls a method of an index and returns its result."""
+
+    def call(**arguments):
+        return getattr(built(), method)(**arguments)
+
+    return call
+
+
+def saved_index():
+    if not Path("saved").exists():
+        built().save("saved")
+    return "saved"
+
+
+CALLS = {
+    "RetrievalIndex": [
+        Call(
+            "RetrievalIndex",
+            RetrievalIndex,
+            lambda: {"dim": 3, "factory": "Flat", "parameters": "", "shards": 2, "about": {"checkpoint": "last.ckpt"}},
+        ),
+        Call(
+            "RetrievalIndex",
+            after("add"),
+            lambda: {"embeddings": torch.ones(2, 3), "ids": torch.arange(2), "paths": ["d.jpg", "e.jpg"]},
+            signature=RetrievalIndex.add,
+            use=len,
+        ),
+        Call(
+            "RetrievalIndex",
+            result_of("search"),
+            lambda: {"queries": torch.ones(2, 3), "k": 1},
+            signature=RetrievalIndex.search,
+        ),
+        Call(
+            "RetrievalIndex",
+            after("set_parameters"),
+            lambda: {"parameters": ""},
+            signature=RetrievalIndex.set_parameters,
+        ),
+        Call("RetrievalIndex", after("remove"), lambda: {"ids": ids()}, signature=RetrievalIndex.remove, use=len),
+        Call("RetrievalIndex", result_of("paths"), lambda: {"ids": ids()}, signature=RetrievalIndex.paths),
+        Call("RetrievalIndex", after("save"), lambda: {"folder": "folder"}, signature=RetrievalIndex.save),
+        Call(
+            "RetrievalIndex",
+            RetrievalIndex.load,
+            lambda: {"folder": saved_index(), "mapped": False, "verify": True},
+            use=len,
+        ),
+    ],
+}
