@@ -66,7 +66,7 @@ class DetectionPicture(pl.Callback):
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Draw the picture on rank 0."""
         if trainer.is_global_zero and self._shown:
-            names = getattr(pl_module, "class_names", list)()
+            names: list[str] = getattr(pl_module, "class_names", list)()
             path = run_folder(trainer) / "detections.png"
             save_and_log(trainer, path, "detections", self._draw(names, _class_values(trainer)))
         self._shown = []

@@ -86,7 +86,8 @@ class SceneArtist:
     @cached_property
     def _probabilities(self) -> Float[np.ndarray, " class"]:
         weights = 1 / np.arange(1, self.num_classes + 1) ** self.frequency_exponent
-        return weights / weights.sum()
+        probabilities: Float[np.ndarray, " class"] = weights / weights.sum()
+        return probabilities
 
     @cached_property
     def _faces(self) -> dict[tuple[str, int], ImageFont.FreeTypeFont]:

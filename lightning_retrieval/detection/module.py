@@ -72,7 +72,7 @@ class DetectionModule(CheckpointedModule):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        objects = {"detector": detector, "loss": loss, "metrics": metrics}
+        objects: dict[str, Any] = {"detector": detector, "loss": loss, "metrics": metrics}
         objects |= {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
         self.save_hyperparameters(ignore=list(objects))
         if "_instantiator" in self.hparams:  # LightningCLI: the hyperparameters are the config, which is plain already
@@ -84,9 +84,10 @@ class DetectionModule(CheckpointedModule):
         owner = type(self).__name__
         self.detector = rebuild(owner, "detector", detector, nn.Module)
         check_roi_heads(owner, "detector", getattr(self.detector, "roi_heads", self.detector))
+        heads: Any = self.detector.roi_heads
         loss = rebuild_optional(owner, "loss", loss, nn.Module)
         if loss is not None:
-            self.detector.roi_heads = RankedRoIHeads(self.detector.roi_heads, loss)
+            self.detector.roi_heads = RankedRoIHeads(heads, loss)
         self.optimizer = rebuild_factory(owner, "optimizer", optimizer, Optimizer)
         self.lr_scheduler = lr_scheduler
         if lr_scheduler is not None:
@@ -98,7 +99,7 @@ class DetectionModule(CheckpointedModule):
         self.lr_scheduler_frequency = check_integer(owner, "lr_scheduler_frequency", lr_scheduler_frequency, least=1)
         self.lr_scheduler_monitor = lr_scheduler_monitor
         self.num_classes = num_classes(self.detector)
-        self.metrics = rebuild_optional(owner, "metrics", metrics, Metric)
+        self.metrics = rebuild_optional(owner, "metrics", metrics, Metric)  # type: ignore[type-abstract]
         self.seed = seed_of_run(owner, seed)
 
     @property
@@ -179,7 +180,8 @@ class DetectionModule(CheckpointedModule):
     def predict_step(self, batch: Any, batch_idx: int) -> list[dict[str, Tensor]]:
         """Detections of a batch."""
         images, _ = self.unpack_batch(batch)
-        return self(images)
+        detections: list[dict[str, Tensor]] = self(images)
+        return detections
 
     def class_names(self) -> list[str]:
         """Names of the classes, from the data module if it has `class_names`, else their labels."""

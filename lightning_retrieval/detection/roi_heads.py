@@ -15,7 +15,7 @@ from lightning_retrieval.detection.targets import check_class_labels
 NEEDED = "RoI heads with a box classifier, as those of torchvision's FasterRCNN and MaskRCNN"
 
 
-class RankedRoIHeads(RoIHeads):
+class RankedRoIHeads(RoIHeads):  # type: ignore[misc]
     """RoI heads that train the box classifier with a loss of ranked lists. Detection is unchanged.
 
     `detector.roi_heads = RankedRoIHeads(detector.roi_heads, DetectionAPLoss())` is all that a detector needs. The
