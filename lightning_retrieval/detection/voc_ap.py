@@ -75,12 +75,14 @@ def voc_average_precision(
         The AP, NaN without objects.
 
     Example:
+        >>> import torch
+        >>> from lightning_retrieval.detection.voc_ap import Outcome, voc_average_precision
         >>> scores = torch.tensor([0.9, 0.8, 0.7])
         >>> outcomes = torch.tensor([Outcome.TRUE, Outcome.FALSE, Outcome.TRUE])
         >>> voc_average_precision(scores, outcomes, 2, eleven_points=False)  # (1 + 2/3) / 2
         0.8333333333333333
         >>> voc_average_precision(scores, outcomes, 2, eleven_points=True)  # 1 up to a recall of 0.5, then 2/3
-        0.8484848484848485
+        0.8484848484848484
     """
     if objects == 0:
         return float("nan")

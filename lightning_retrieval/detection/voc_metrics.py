@@ -120,6 +120,14 @@ class VOCMetrics(Metric):
         name = f"AP{round(100 * self.iou_threshold)}"
         return {name: per_class.nanmean(), f"{name}_per_class": per_class}
 
+    def init_args(self) -> dict[str, Any]:
+        """The constructor arguments, from which a checkpoint rebuilds the metric."""
+        return {
+            "classes": self.classes,
+            "iou_threshold": self.iou_threshold,
+            "eleven_points": self.eleven_points,
+        }
+
     def extra_repr(self) -> str:
         return f"classes={self.classes}, iou_threshold={self.iou_threshold}, eleven_points={self.eleven_points}"
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_retrieval.detection import VOCMetrics
+from lightning_retrieval.training.hyperparameters import describe, rebuild
 
 CLASSES = 3
 
@@ -42,6 +43,11 @@ def test_mean_is_over_the_classes_with_objects():
     assert 0 < result["AP50"] < 1
     assert result["AP50"].item() == pytest.approx(sum(per_class) / len(per_class))
     assert not torch.equal(result["AP50"], evaluated([0, 1, 4, 5], eleven_points=False)["AP50"])
+
+
+def test_a_checkpoint_can_rebuild_it():
+    rebuilt = rebuild("test", "metrics", describe(VOCMetrics(3, iou_threshold=0.7, eleven_points=False)), VOCMetrics)
+    assert (rebuilt.classes, rebuilt.iou_threshold, rebuilt.eleven_points) == (3, 0.7, False)
 
 
 def test_order_and_repetition_of_images_do_not_matter():
