@@ -8,23 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
-from torch.nn.functional import pad
 
 from lightning_retrieval.ranking.float64 import float64_device
-from lightning_retrieval.ranking.precision import ieee_products
+from lightning_retrieval.ranking.score_tiles import ScoreTiles
 
-# The last digits of a matrix product depend on its shape. Two rules make scores independent of how the work is
-# partitioned. Blocks have a fixed number of rows (64 or more) and the last one is padded, so a query has the same
-# scores on any number of processes. Columns are padded to a multiple of all kernels' widths, so equal embeddings have
-# equal scores wherever they are in the gallery, and ties are recognised as ties.
-_BLOCK_ROWS = (256, 128, 64)
-_COLUMN_MULTIPLE = 384
-_MAX_BLOCK_SCORES = 1 << 26
-# Rows of the gallery that are copied at a time, if it is kept on another device than the labels.
-_GALLERY_CHUNK = 384 * 256
+_BLOCK_ROWS = (256, 128, 64)  # 64 or more: see `lightning_retrieval.ranking.score_tiles`
+_MAX_BLOCK_POSITIVES = 1 << 22
 # If at most this fraction of the scores reaches the worst positive, only these scores are counted, else all are sorted.
 _MAX_COUNTED_FRACTION = 1 / 16
 
@@ -142,37 +135,40 @@ def positive_ranks(
         The ranks of a block, on the device that computes float64 numbers for the labels' device.
 
     Cost:
-        Memory for one block of scores and a few tensors of its size. The time is that of the matrix product plus a few
-        passes over the scores if all positives rank high, or a sort of the scores if they do not; it grows with the
-        logarithm of the number of positives. Ranks are counted on the labels' device. Embeddings on another device are
-        copied there in chunks, once for each block.
+        Memory for a few tiles of scores, and for the positives of a block of queries. The time is that of the matrix
+        product plus a few passes over the scores if all positives rank high, or a sort of the scores if they do not; it
+        grows with the logarithm of the number of positives. Ranks are counted on the labels' device. Embeddings on
+        another device are copied there tile by tile, once for each block.
     """
-    size, device = len(gallery), query_labels.device
-    columns = -(-size // _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
-    rows = _rows_of_a_block(columns)
+    if len(queries) == 0:
+        return
+    device = query_labels.device
     coarsest, query_coarsest = gallery_labels[:, -1].contiguous(), query_labels[:, -1].contiguous()
     first = torch.searchsorted(coarsest, query_coarsest)
     last = torch.searchsorted(coarsest, query_coarsest, right=True)
-    padded_gallery = pad(gallery, (0, 0, 0, columns - size))
-    padded_queries = torch.zeros(rows, gallery.shape[1], dtype=gallery.dtype, device=device)
-    buffer = torch.empty(rows, columns, dtype=gallery.dtype, device=device)
+    most_positives = int((last - first).max())
+    rows = _rows_of_a_block(most_positives)
+    tiles = ScoreTiles(gallery, rows=rows, positives=most_positives, device=device)
     for start in range(shard * rows, len(queries), num_shards * rows):
         index = torch.arange(start, min(start + rows, len(queries)), device=device)
-        padded_queries[: len(index)] = queries[start : start + rows]
-        _multiply(padded_queries, padded_gallery, buffer)
-        scores = buffer[: len(index)]
-        scores[:, size:] = -torch.inf
-        _exclude_self(scores, self_index[index])
-        column, missing = _positive_columns(first[index], last[index], self_index[index], columns)
-        level = _shared_levels(query_labels[index], gallery_labels, column).masked_fill(missing, 0)
+        begin, end, width = _extent(first[index], last[index])
+        column = first[index, None] + torch.arange(width, device=device)  # (query, pos): images of the query's label
+        is_padding = column >= last[index, None]
+        is_excluded = column == self_index[index, None]
+        level = _shared_levels(query_labels[index], gallery_labels, column)
         if query_cameras is not None and gallery_cameras is not None:
-            same_camera = gallery_cameras[column.clamp(max=size - 1)] == query_cameras[index, None]
-            is_excluded = same_camera & (level == query_labels.shape[1])
-            _exclude(scores, column, is_excluded)
-            missing |= is_excluded
-            level = level.masked_fill(is_excluded, 0)
-        positives = scores.gather(1, column).masked_fill(missing, torch.inf)
-        ranks = _block_ranks(scores, positives, level, index, query_labels.shape[1])
+            same_camera = gallery_cameras[column.clamp(max=len(gallery) - 1)] == query_cameras[index, None]
+            is_excluded |= same_camera & (level == query_labels.shape[1]) & ~is_padding
+        is_missing = is_excluded | is_padding
+        level = level.masked_fill(is_missing, 0)
+        tiles.start_block(queries[start : start + rows])
+        scores = tiles.gather(column, begin, end)
+        positives, level = _worst_first(scores.masked_fill(is_missing, torch.inf), level, query_labels.shape[1])
+        rank = -count_at_least(scores.masked_fill(~is_excluded, -torch.inf), positives)
+        for tile in tiles:
+            rank += count_at_least(tile, positives)
+        first_tied = torch.searchsorted(positives, positives)
+        ranks = PositiveRanks(index, rank, first_tied, level, query_labels.shape[1])
         yield ranks.to(float64_device(device))
 
 
@@ -185,58 +181,36 @@ def count_at_least(
     """
     if scores.dtype == torch.float32:
         reaches_worst = scores >= positives[:, :1]
-        if int(reaches_worst.sum()) <= _MAX_COUNTED_FRACTION * scores.numel():
+        if _number_of_true(reaches_worst) <= _MAX_COUNTED_FRACTION * scores.numel():
             return _count_reaching(scores, positives, reaches_worst)
     return scores.shape[1] - torch.searchsorted(_sorted(scores), positives)
 
 
-def _rows_of_a_block(columns: int) -> int:
+def _number_of_true(mask: Bool[Tensor, "query gallery"]) -> int:
+    """How many are True. Eight bytes are added at a time, so few of them that no byte overflows."""
+    if mask.numel() % 1536:
+        return int(mask.sum())
+    return int(mask.flatten().view(torch.int64).view(-1, 192).sum(1).view(torch.uint8).sum())
+
+
+def _true_positions(mask: Bool[Tensor, "query gallery"]) -> Int[Tensor, " true"]:
+    """Where the flattened mask is True. On a CPU NumPy finds them, in a tenth of the time of torch."""
+    if mask.device.type != "cpu":
+        return mask.flatten().nonzero()[:, 0]
+    return torch.from_numpy(np.flatnonzero(mask.numpy()))
+
+
+def _rows_of_a_block(positives: int) -> int:
     for rows in _BLOCK_ROWS:
-        if rows * columns <= _MAX_BLOCK_SCORES:
+        if rows * positives <= _MAX_BLOCK_POSITIVES:
             return rows
     return _BLOCK_ROWS[-1]
 
 
-def _multiply(
-    queries: Float[Tensor, "query dim"], gallery: Float[Tensor, "gallery dim"], out: Float[Tensor, "query gallery"]
-) -> None:
-    """Write the scores to `out`, in chunks of the gallery if it has to be copied to the device first."""
-    chunk = _rows_of_a_chunk(gallery, out.device)
-    for begin in range(0, len(gallery), chunk):
-        end = begin + chunk
-        part = gallery[begin:end].to(out.device)
-        with ieee_products():
-            torch.mm(queries, part.T, out=out[:, begin:end])
-
-
-def _rows_of_a_chunk(gallery: Float[Tensor, "gallery dim"], device: torch.device) -> int:
-    if gallery.device == device:
-        return len(gallery)
-    return _GALLERY_CHUNK
-
-
-def _exclude_self(scores: Float[Tensor, "query gallery"], self_index: Int[Tensor, " query"]) -> None:
-    """Set the score of each query with itself to -inf."""
-    in_gallery = (self_index >= 0).nonzero()[:, 0]
-    scores[in_gallery, self_index[in_gallery]] = -torch.inf
-
-
-def _exclude(
-    scores: Float[Tensor, "query gallery"], column: Int[Tensor, "query pos"], is_excluded: Bool[Tensor, "query pos"]
-) -> None:
-    """Set the scores of the excluded columns to -inf."""
-    row, index = is_excluded.nonzero(as_tuple=True)
-    scores[row, column[row, index]] = -torch.inf
-
-
-def _positive_columns(
-    first: Int[Tensor, " query"], last: Int[Tensor, " query"], self_index: Int[Tensor, " query"], columns: int
-) -> tuple[Int[Tensor, "query pos"], Bool[Tensor, "query pos"]]:
-    """The gallery columns of the positives, and which of them are padding or the query itself."""
-    width = max(int((last - first).max()), 1)
-    column = first[:, None] + torch.arange(width, device=first.device)  # (query, pos)
-    missing = (column >= last[:, None]) | (column == self_index[:, None])
-    return column.clamp(max=columns - 1), missing
+def _extent(first: Int[Tensor, " query"], last: Int[Tensor, " query"]) -> tuple[int, int, int]:
+    """The first column of any query, the last one + 1, and the largest number of columns of a query, at least 1."""
+    begin, end, width = torch.stack([first.min(), last.max(), (last - first).max()]).tolist()
+    return begin, end, max(width, 1)
 
 
 def _shared_levels(
@@ -251,21 +225,15 @@ def _shared_levels(
     return (labels == query_labels[:, None]).sum(2)
 
 
-def _block_ranks(
-    scores: Float[Tensor, "query gallery"],
-    positives: Float[Tensor, "query pos"],
-    level: Int[Tensor, "query pos"],
-    queries: Int[Tensor, " query"],
-    levels: int,
-) -> PositiveRanks:
-    """Sort the positives by their scores, which are inf at padding, and count their ranks."""
+def _worst_first(
+    positives: Float[Tensor, "query pos"], level: Int[Tensor, "query pos"], levels: int
+) -> tuple[Float[Tensor, "query pos"], Int[Tensor, "query pos"]]:
+    """Sort the scores of the positives, which are inf at padding, in ascending order, and their levels with them."""
     if levels > 1:  # of positives that tie, the one that shares the most levels comes first
         level, order = level.sort(dim=1, descending=True, stable=True)
         positives = positives.gather(1, order)
     positives, order = positives.sort(dim=1, stable=True)
-    level = level.gather(1, order)
-    first_tied = torch.searchsorted(positives, positives)
-    return PositiveRanks(queries, count_at_least(scores, positives), first_tied, level, levels)
+    return positives, level.gather(1, order)
 
 
 def _count_reaching(
@@ -278,9 +246,10 @@ def _count_reaching(
     A key is the row in its upper 32 bits and the score in its lower 32 bits, so the keys of all rows are in one order.
     """
     rows, width = positives.shape
-    row, column = reaches_worst.nonzero(as_tuple=True)
+    reaching = _true_positions(reaches_worst)
+    row = reaching // scores.shape[1]
     upper_bits = torch.arange(rows, device=scores.device) << 32
-    keys = _sortable_integers(scores[row, column]) + upper_bits[row]
+    keys = _sortable_integers(scores.flatten()[reaching]) + upper_bits[row]
     bounds = (_sortable_integers(positives) + upper_bits[:, None]).flatten()
     reached = torch.searchsorted(bounds, keys, right=True) - row * width  # positives of the row at most as high
     counts = torch.bincount(reached + row * (width + 1), minlength=rows * (width + 1)).view(rows, width + 1)

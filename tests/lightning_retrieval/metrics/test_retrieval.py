@@ -8,7 +8,7 @@ from torch.nn.functional import normalize
 from tqdm import tqdm
 
 from lightning_retrieval.metrics import RetrievalMetrics
-from lightning_retrieval.ranking import ranks
+from lightning_retrieval.ranking import ranks, score_tiles
 from tests.lightning_retrieval.metrics.helpers import LargestTensor, compute
 
 KS = (1, 2, 4, 8)
@@ -40,7 +40,7 @@ def test_no_query_with_a_positive(kwargs, queries):
 
 
 def test_no_tensor_is_as_large_as_the_score_matrix(monkeypatch):
-    monkeypatch.setattr(ranks, "_MAX_BLOCK_SCORES", 1)
+    monkeypatch.setattr(ranks, "_MAX_BLOCK_POSITIVES", 1)
     x, labels = torch.randn(1500, 4), torch.arange(1500) % 300
     metrics = RetrievalMetrics()
     metrics.update(x, labels)
@@ -78,12 +78,17 @@ def test_per_query():
     assert len(metrics.per_query()["AP"]) == 78  # not the table of before
 
 
-def test_embeddings_on_the_cpu_and_a_gallery_in_chunks(monkeypatch):
-    x, labels = torch.randn(900, 6), torch.randint(0, 30, (900,))
+@pytest.mark.parametrize("embeddings_on_cpu", [False, True])
+@pytest.mark.parametrize("kept", [0, 4])
+@pytest.mark.parametrize("classes", [30, 3])  # 3: the positives of a query are in several tiles
+def test_a_gallery_in_tiles(classes, kept, embeddings_on_cpu, monkeypatch):
+    x, labels = torch.randn(900, 6), torch.randint(0, classes, (900,))
+    x[::50] = x[0]  # ties of images in different tiles
     whole = compute(x, labels)
-    monkeypatch.setattr(ranks, "_GALLERY_CHUNK", 384)
-    monkeypatch.setattr(ranks, "_rows_of_a_chunk", lambda gallery, device: ranks._GALLERY_CHUNK)
-    metrics = RetrievalMetrics(ks=KS, embeddings_on_cpu=True)
+    monkeypatch.setattr(score_tiles, "_CPU_COLUMNS", 384)
+    monkeypatch.setattr(score_tiles, "_COLUMNS_OF_A_POSITIVE", 0)
+    monkeypatch.setattr(score_tiles, "_KEPT_TILES", kept)
+    metrics = RetrievalMetrics(ks=KS, embeddings_on_cpu=embeddings_on_cpu)
     metrics.update(x, labels)
     assert {name: value.item() for name, value in metrics.compute().items()} == whole
 

@@ -60,7 +60,7 @@ def problem(queries=70, gallery=90, classes=4, dtype=torch.float32):
 @pytest.mark.parametrize("path", PATHS)
 def test_against_loops(path, classes, dtype, monkeypatch):
     monkeypatch.setattr(ranks, "_MAX_COUNTED_FRACTION", PATHS[path])
-    monkeypatch.setattr(ranks, "_MAX_BLOCK_SCORES", 1)  # blocks of 64 queries: one whole block and a part of one
+    monkeypatch.setattr(ranks, "_MAX_BLOCK_POSITIVES", 1)  # blocks of 64 queries: one whole block and a part of one
     given = problem(classes=classes, dtype=dtype)
     found = as_dict(positive_ranks(*given))
     q, query_labels, g, gallery_labels, own = given
@@ -139,7 +139,7 @@ def test_ordered_integers_keep_the_order():
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 7])
 def test_shards_together_are_the_whole(num_shards, monkeypatch):
-    monkeypatch.setattr(ranks, "_MAX_BLOCK_SCORES", 1)
+    monkeypatch.setattr(ranks, "_MAX_BLOCK_POSITIVES", 1)
     given = problem(queries=300)
     shards = [as_dict(positive_ranks(*given, shard=shard, num_shards=num_shards)) for shard in range(num_shards)]
     assert sum(map(len, shards)) == 300
@@ -147,10 +147,10 @@ def test_shards_together_are_the_whole(num_shards, monkeypatch):
     assert together == as_dict(positive_ranks(*given))
 
 
-@pytest.mark.parametrize(("block_scores", "rows"), [(1 << 26, 256), (128 * 384, 128), (1, 64)])
-def test_size_of_the_blocks(block_scores, rows, monkeypatch):
-    monkeypatch.setattr(ranks, "_MAX_BLOCK_SCORES", block_scores)
-    given = problem(queries=300)
+@pytest.mark.parametrize(("block_positives", "rows"), [(1 << 22, 256), (128 * 90, 128), (1, 64)])
+def test_size_of_the_blocks(block_positives, rows, monkeypatch):
+    monkeypatch.setattr(ranks, "_MAX_BLOCK_POSITIVES", block_positives)
+    given = problem(queries=300, classes=1)  # up to 90 positives
     blocks = list(positive_ranks(*given))
     assert [len(block.queries) for block in blocks[:-1]] == [rows] * (300 // rows)
     monkeypatch.undo()
