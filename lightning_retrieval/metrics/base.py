@@ -302,7 +302,7 @@ class EmbeddingMetric(Metric):
         if len(self.embeddings) == 0:
             return None
         return CollectedRows(
-            embeddings=dim_zero_cat(self.embeddings),
+            embeddings=self.embeddings,
             labels=dim_zero_cat(self.labels),
             ids=_concatenated(self.ids),
             roles=dim_zero_cat(self.roles),

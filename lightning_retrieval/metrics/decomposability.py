@@ -15,8 +15,8 @@ from lightning_retrieval.metrics.gathering import Rows
 from lightning_retrieval.metrics.query_gallery import query_gallery
 from lightning_retrieval.metrics.retrieval import RetrievalMetrics, query_values
 from lightning_retrieval.metrics.table import QueryMetric
+from lightning_retrieval.metrics.unit_rows import unit_rows
 from lightning_retrieval.ranking.float64 import float64_device
-from lightning_retrieval.ranking.similarity import normalize
 
 _AP = QueryMetric(average_precision, "AP", "mAP")
 
@@ -50,7 +50,7 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
 def _select(rows: Rows, batch: Int[Tensor, " batch"]) -> Rows:
     """The rows of a batch as if a metric had been updated with them, with the finest level of their labels."""
     chosen = rows.select(batch.sort().values.to(rows.ids.device))
-    embeddings = normalize(chosen.embeddings.to(rows.ids.device))
+    embeddings = unit_rows([chosen.embeddings.tensor().to(rows.ids.device)])
     return chosen._replace(embeddings=embeddings, labels=chosen.labels[:, :1])
 
 

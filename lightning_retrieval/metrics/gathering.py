@@ -11,9 +11,9 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from lightning_retrieval.distributed import gather_rows
+from lightning_retrieval.metrics.unit_rows import UnitRows, unit_rows
 from lightning_retrieval.ranking.labels import check_nesting
 from lightning_retrieval.ranking.roles import Role
-from lightning_retrieval.ranking.similarity import normalize
 
 _CHUNK = 1 << 16  # rows that are gathered at a time if embeddings are kept on the CPU
 
@@ -21,7 +21,7 @@ _CHUNK = 1 << 16  # rows that are gathered at a time if embeddings are kept on t
 class Rows(NamedTuple):
     """The images of an evaluation set, each once, in the order of their ids."""
 
-    embeddings: Float[Tensor, "row dim"]
+    embeddings: UnitRows
     labels: Int[Tensor, "row level"]
     ids: Int[Tensor, " row"]
     roles: Int[Tensor, " row"]
@@ -32,14 +32,13 @@ class Rows(NamedTuple):
         cameras = self.cameras
         if cameras is not None:
             cameras = cameras[chosen]
-        embeddings = self.embeddings[chosen.to(self.embeddings.device)]
-        return Rows(embeddings, self.labels[chosen], self.ids[chosen], self.roles[chosen], cameras)
+        return Rows(self.embeddings.select(chosen), self.labels[chosen], self.ids[chosen], self.roles[chosen], cameras)
 
 
 class CollectedRows(NamedTuple):
-    """The rows of all updates in any order. An image may occur several times."""
+    """The rows of all updates in any order. An image may occur several times. Only the embeddings are in batches."""
 
-    embeddings: Float[Tensor, "row dim"]
+    embeddings: Sequence[Float[Tensor, "batch dim"]]
     labels: Int[Tensor, "row ..."]
     ids: Int[Tensor, " row"] | None
     roles: Int[Tensor, " row"]
@@ -93,7 +92,7 @@ def gather_over_processes(
     """
     count, row_format = 0, None
     if rows is not None:
-        count, row_format = len(rows.embeddings), _format_of(rows)
+        count, row_format = len(rows.roles), _format_of(rows)
         if error is None:
             error = _incomplete_column(owner, rows)
     reports: list[Any] = [None] * dist.get_world_size(group)
@@ -103,8 +102,10 @@ def gather_over_processes(
     row_format = _common_format(owner, formats)
     if rows is None:
         rows = _no_rows(row_format, device, embeddings_device)
-    columns: dict[str, Any] = {}
+    columns: dict[str, Any] = {"embeddings": [_gather_column(torch.cat(list(rows.embeddings)), counts, device, group)]}
     for name, column in rows._asdict().items():
+        if name == "embeddings":
+            continue
         columns[name] = None if column is None else _gather_column(column, counts, device, group)
     return CollectedRows(**columns)
 
@@ -125,8 +126,7 @@ def merge_duplicates(owner: str, collected: CollectedRows) -> Rows:
         ids = torch.arange(len(labels), device=labels.device)
     check_nesting(owner, labels)
     first, roles = _first_of_each(owner, "id", ids, labels, collected.roles, collected.cameras)
-    embeddings = normalize(collected.embeddings[first.to(collected.embeddings.device)])
-    rows = Rows(embeddings, labels[first], ids[first], roles)
+    rows = Rows(unit_rows(collected.embeddings).select(first), labels[first], ids[first], roles)
     if collected.cameras is not None:
         rows = rows._replace(cameras=collected.cameras[first])
     if collected.instances is None:
@@ -157,8 +157,8 @@ def _incomplete_column(owner: str, rows: CollectedRows) -> str | None:
 
 def _format_of(rows: CollectedRows) -> RowFormat:
     return RowFormat(
-        dim=rows.embeddings.shape[1],
-        dtype=str(rows.embeddings.dtype),
+        dim=rows.embeddings[0].shape[1],
+        dtype=str(rows.embeddings[0].dtype),
         label_shape=tuple(rows.labels.shape[1:]),
         has_ids=rows.ids is not None,
         has_instances=rows.instances is not None,
@@ -193,7 +193,7 @@ def _no_rows(row_format: RowFormat, device: torch.device, embeddings_device: tor
     dtype = getattr(torch, row_format.dtype.removeprefix("torch."))
     integers = torch.empty(0, dtype=torch.int64, device=device)
     return CollectedRows(
-        embeddings=torch.empty(0, row_format.dim, dtype=dtype, device=embeddings_device),
+        embeddings=[torch.empty(0, row_format.dim, dtype=dtype, device=embeddings_device)],
         labels=integers.new_empty(0, *row_format.label_shape),
         ids=integers,
         roles=integers,
@@ -260,6 +260,6 @@ def _average_instances(owner: str, rows: Rows, instances: Int[Tensor, " row"]) -
     by_instance = instances.argsort(stable=True)
     by_id = first.argsort()  # rows are in the order of their ids, so the first row of an instance has its least id
     device = rows.embeddings.device
-    sums = torch.segment_reduce(rows.embeddings[by_instance.to(device)], "sum", lengths=sizes.to(device))
-    means = normalize(sums[by_id.to(device)])
-    return rows.select(first[by_id])._replace(embeddings=means, roles=roles[by_id])
+    unit = rows.embeddings.select(by_instance).tensor()
+    sums = torch.segment_reduce(unit, "sum", lengths=sizes.to(device))
+    return rows.select(first[by_id])._replace(embeddings=unit_rows([sums]).select(by_id), roles=roles[by_id])

@@ -71,13 +71,15 @@ def query_gallery(
     order = _order_by_label(rows.labels)
     query_rows = order[has_role(rows.roles[order], Role.QUERY)]
     gallery_rows = order[has_role(rows.roles[order], Role.GALLERY)]
+    if torch.equal(query_rows, gallery_rows):
+        query_rows = gallery_rows
     column_of_row = torch.full_like(order, -1)
     column_of_row[gallery_rows] = torch.arange(len(gallery_rows), device=order.device)
     self_index = column_of_row[query_rows]
     device = rows.embeddings.device
-    queries = gallery = rows.embeddings[gallery_rows.to(device)]
-    if not torch.equal(query_rows, gallery_rows):
-        queries = rows.embeddings[query_rows.to(device)]
+    queries = gallery = rows.embeddings.select(gallery_rows).tensor()
+    if query_rows is not gallery_rows:
+        queries = rows.embeddings.select(query_rows).tensor()
     if len(queries) > 0 and len(gallery) > 0:
         if database_augmentation is not None:
             augmented = database_augmentation(gallery)

@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Int
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -34,24 +35,30 @@ def query_values(
         `"ids"` and `"labels"` (query,) int64, and the values (query,) of each metric under its name, float64; on the
         CPU if the device of the ids has no float64.
     """
-    shape = (len(lists.queries), len(metrics))
+    shape = (len(metrics), len(lists.queries))
     device = float64_device(lists.query_ids.device)
     table = torch.zeros(shape, dtype=torch.float64, device=device)
-    columns = {"ids": lists.query_ids.to(device), "labels": lists.query_labels[:, 0].to(device)}
-    for index, metric in enumerate(metrics):
-        columns[metric.per_query] = table[:, index]
+    by_id = lists.query_ids.argsort()
+    columns = {"ids": lists.query_ids[by_id].to(device), "labels": lists.query_labels[by_id, 0].to(device)}
+    for metric, row in zip(metrics, table):
+        columns[metric.per_query] = row
     if len(lists.queries) == 0 or len(lists.gallery) == 0:
         table.fill_(torch.nan)
     else:
-        _rank_shard(lists, metrics, shard, columns)
+        _rank_shard(lists, metrics, shard, by_id.argsort().to(device), columns)
         if shard.count > 1:
             dist.all_reduce(table, group=group)  # other processes have zeros for each query: the sum is exact
-    by_id = columns["ids"].argsort()
-    return {name: column[by_id] for name, column in columns.items()}
+    return columns
 
 
-def _rank_shard(lists: QueryGallery, metrics: Sequence[QueryMetric], shard: Shard, columns: dict[str, Tensor]) -> None:
-    """Rank the queries of one shard and write the values of each metric to the column of its name."""
+def _rank_shard(
+    lists: QueryGallery,
+    metrics: Sequence[QueryMetric],
+    shard: Shard,
+    position: Int[Tensor, " query"],
+    columns: dict[str, Tensor],
+) -> None:
+    """Rank the queries of one shard and write the values of each metric to the column of its name, at its position."""
     progress = tqdm(
         total=-(-len(lists.queries) // shard.count),
         desc="Ranking",
@@ -63,7 +70,7 @@ def _rank_shard(lists: QueryGallery, metrics: Sequence[QueryMetric], shard: Shar
     with progress:
         for ranks in lists.positive_ranks(shard):
             for metric in metrics:
-                columns[metric.per_query][ranks.queries] = metric.values(ranks)
+                columns[metric.per_query][position[ranks.queries]] = metric.values(ranks)
             progress.update(len(ranks.queries))
 
 

@@ -197,7 +197,7 @@ def ranks_without_same_camera(given, query_cameras, gallery_cameras):
 @pytest.mark.parametrize("path", PATHS)
 def test_the_same_label_under_the_same_camera_is_not_in_the_list(path, levels, monkeypatch):
     monkeypatch.setattr(ranks, "_MAX_COUNTED_FRACTION", PATHS[path])
-    monkeypatch.setattr(ranks, "_MAX_BLOCK_SCORES", 1)
+    monkeypatch.setattr(ranks, "_MAX_BLOCK_POSITIVES", 1)
     queries, query_labels, gallery, gallery_labels, own = problem(classes=12)
     if levels == 2:
         query_labels = torch.cat([query_labels, query_labels // 3], 1)

@@ -1,0 +1,66 @@
+"""Rows that stay in their batches, and the memory of an evaluation."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_retrieval.metrics import unit_rows as module
+from lightning_retrieval.metrics.unit_rows import unit_rows
+from lightning_retrieval.ranking.similarity import normalize
+
+# Peak of `update` and `compute` in a process of its own, as a multiple of the embeddings' bytes. A first evaluation
+# loads what the first use loads; large tensors are returned to the system as soon as they are freed.
+PEAK = """
+import json, torch
+from pathlib import Path
+from lightning_retrieval import RetrievalMetrics
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+def evaluate(rows, dim):
+    metrics = RetrievalMetrics()
+    for begin in range(0, rows, 500):
+        ids = torch.arange(begin, begin + 500)
+        metrics.update(torch.randn(500, dim), ids % (rows // 5), ids)
+    return metrics.compute()
+
+evaluate(1500, 512)
+Path("/proc/self/clear_refs").write_text("5")  # Linux: reset the peak to the memory in use
+before = status("VmRSS")
+evaluate(12_000, 512)
+print(json.dumps((status("VmHWM") - before) / (12_000 * 512 * 4)))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak memory from the /proc of Linux")
+def test_an_evaluation_keeps_two_and_a_half_times_the_rows():
+    """Once in the batches of `update`, once as they are ranked, and the rest for scores and results."""
+    settings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", PEAK], env=settings, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert 2 < json.loads(done.stdout) < 2.5
+
+
+@pytest.mark.parametrize("numbers", [1, 16, 1 << 18])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("sizes", [[50], [7, 1, 0, 30, 12], [1] * 50])
+def test_chosen_rows_are_those_of_all_batches_together(sizes, dtype, numbers, monkeypatch):
+    monkeypatch.setattr(module, "_PART_NUMBERS", numbers)
+    batches = torch.randn(50, 4, dtype=dtype).split(sizes)
+    chosen = torch.randint(0, 50, (40,))  # some of them several times
+    is_kept = torch.arange(40) % 3 > 0
+    rows = unit_rows(batches).select(chosen).select(is_kept)
+    assert torch.equal(rows.tensor(), normalize(torch.cat(batches))[chosen][is_kept])
+
+
+def test_no_rows():
+    rows = unit_rows([torch.zeros(0, 3)])
+    assert rows.tensor().shape == (0, 3)
+    assert unit_rows([torch.randn(4, 3)]).select(torch.zeros(4, dtype=torch.bool)).tensor().shape == (0, 3)
