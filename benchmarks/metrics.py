@@ -1,6 +1,7 @@
 """Evaluation against peers, and against the product of its score matrix alone.
 
     python benchmarks/metrics.py
+    python benchmarks/metrics.py --memory
 
 The product is what any evaluation has to do: all queries against all images, block by block into one buffer that is
 there before. The evaluation is `RetrievalMetrics`, from the first update to the last number, with all its metrics. The
@@ -9,7 +10,14 @@ positive, or class centres with noise, which rank about as a trained network's d
 embeddings and asked for the same numbers as far as they have them: torchmetrics' `RetrievalMAP`, with scores shifted
 above 0, and pytorch-metric-learning's `AccuracyCalculator` with the faster of its two searches. The last line is what
 raw pixels reach. About eight minutes on two cores.
+
+With `--memory` one million images are evaluated, of which a few are queries, and the peak memory of `update` and
+`compute` is compared with the embeddings. A query adds its values, about 100 bytes with the default metrics.
 """
+
+import os
+
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # processes that measure memory return what is freed at once
 
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +42,7 @@ SETS = {  # images, images of each class, dimension, noise of what is as if trai
     "340 a class": (20_000, 340, 512, 1.6),
 }
 QUICK = 500  # images of each set
+MEMORY = {"images": 1_000_000, "queries": 1_000}  # of the evaluation whose memory is measured
 
 
 def glyphs(quick: bool) -> tuple[Tensor, Tensor]:
@@ -120,9 +129,38 @@ def measured(name: str, quick: bool, device: str) -> Callable[[], Any]:
     return evaluation(embeddings, labels)
 
 
+def kept(images: int, dim: int, device: str) -> Callable[[], Any]:
+    """For the memory: an evaluation of random points that are there only in the metric."""
+
+    def run(images: int) -> None:
+        metrics = RetrievalMetrics().to(device)
+        for ids in torch.arange(images, device=device).split(512):
+            points = torch.randn(len(ids), dim, device=device)
+            metrics.update(points, ids % (images // 5), ids, is_query=ids < MEMORY["queries"])
+        metrics.compute()
+
+    run(1000)  # loads what the first use loads
+    return lambda: run(images)
+
+
+def memory_rows(device: str, quick: bool) -> list[dict[str, Any]]:
+    images = 10 * QUICK if quick else MEMORY["images"]
+    rows = []
+    for dim in (128, 512):
+        added = peak_added_memory(kept, device, images, dim, device)
+        size = images * dim * 4
+        row = {"images": images, "queries": MEMORY["queries"], "D": dim, "embeddings MiB": size / MIB}
+        rows.append({**row, "added MiB": added / MIB, "added / embeddings": added / size})
+    return rows
+
+
 def main() -> None:
-    options = arguments("RetrievalMetrics against peers and against the score matrix product alone.")
+    description = "RetrievalMetrics against peers and against the score matrix product alone."
+    options = arguments(description, memory="only the memory of an evaluation of one million images")
     device, quick = options.device, options.quick
+    if options.memory:
+        report("Memory of RetrievalMetrics", environment(device), memory_rows(device, quick), options.json)
+        return
     rows: list[dict[str, Any]] = []
     for name in (*SETS, GLYPHS):
         for trained in (True, False):

@@ -118,12 +118,14 @@ def _processor() -> str:
     return platform.machine()
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """The options of every benchmark."""
+def arguments(description: str, **flags: str) -> argparse.Namespace:
+    """The options of every benchmark, and flags of this one with their help."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and one run: only to test that it works")
+    for name, text in flags.items():
+        parser.add_argument(f"--{name}", action="store_true", help=text)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: torch finds no GPU on this machine.")

@@ -109,8 +109,8 @@ def test_one_camera_for_each_image_changes_nothing():
 def test_cameras_with_embeddings_on_the_cpu_in_any_batches(monkeypatch):
     x, labels, cameras = torch.randn(900, 6), torch.randint(0, 30, (900,)), torch.randint(0, 3, (900,))
     whole = compute(x, labels, cameras=cameras)
-    monkeypatch.setattr(ranks, "_GALLERY_CHUNK", 384)
-    monkeypatch.setattr(ranks, "_rows_of_a_chunk", lambda gallery, device: ranks._GALLERY_CHUNK)
+    monkeypatch.setattr(score_tiles, "_CPU_COLUMNS", 384)
+    monkeypatch.setattr(score_tiles, "_COLUMNS_OF_A_POSITIVE", 0)
     metrics = RetrievalMetrics(ks=KS, embeddings_on_cpu=True)
     for part in torch.arange(900).split(250):
         metrics.update(x[part], labels[part], part, cameras=cameras[part])
