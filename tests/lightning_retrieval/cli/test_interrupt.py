@@ -169,7 +169,7 @@ def test_two_processes_leave_a_checkpoint_and_continue_from_it(launcher, signall
     code, output = fit(tmp_path, launcher, interrupt=signalled)
     assert code == {"fit": EXIT_CODE, "torchrun": 1}[launcher], output[-3000:]  # torchrun has its own code
     left = checkpoint(tmp_path, 0, "last-interrupted")
-    assert 3 <= left["global_step"] <= 4, output[-3000:]
+    assert 3 <= left["global_step"] < STEPS, output[-3000:]
     code, output = fit(tmp_path, launcher, "--ckpt_path=last")
     assert code == 0, output[-3000:]
     assert f"step {left['global_step']} of" in output
