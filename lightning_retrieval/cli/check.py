@@ -15,6 +15,7 @@ PROGRAM = "lightning-retrieval check"
 DATA_MODULES = (
     "CUB200",
     "CocoDetection",
+    "GlyphScenes",
     "Glyphs",
     "IJBC",
     "INaturalist",
