@@ -8,7 +8,7 @@ from typing import Any
 from lightning_retrieval.checks import check_path
 from lightning_retrieval.datamodules.boxes.box_index import BoxIndex
 from lightning_retrieval.datamodules.boxes.box_module import BoxDataModule
-from lightning_retrieval.datamodules.images.image_index import leaves_root
+from lightning_retrieval.datamodules.files.lists import leaves_root
 
 OWNER = "CocoDetection"
 # The keys that are read, and the types of their values.

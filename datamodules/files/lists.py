@@ -2,12 +2,46 @@
 
 import csv
 import posixpath
+import re
 from collections.abc import Container, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 MAX_SHOWN = 5  # line numbers in a message
+_OUTSIDE_ROOT = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")  # an absolute path, or a part `..`
+
+
+@dataclass(frozen=True)
+class ListLines:
+    """Which line of a list each image was read from, for error messages.
+
+    Args:
+        owner: name of the data set's class.
+        path: the list.
+        rows: the position of each image's line among the lines that are not blank, after the skipped ones; if None, the
+            images are in the order of the lines.
+        skip: number of lines that are not blank before the first image.
+    """
+
+    owner: str
+    path: Path
+    rows: Sequence[int] | NDArray[np.intp] | None = None
+    skip: int = 0
+
+    def where(self, image: int) -> str:
+        """The line of the image at a position, and the list."""
+        row = image
+        if self.rows is not None:
+            row = self.rows[image]
+        return f"line {line_number(self.path, row + self.skip)} of {self.path}"
+
+
+def leaves_root(path: str) -> bool:
+    """Whether a path is absolute or goes up with `..`, and so may be outside of the data set's root."""
+    return _OUTSIDE_ROOT.search(path) is not None
 
 
 def read_lines(owner: str, path: Path) -> Iterator[str]:
@@ -231,37 +265,40 @@ def join_paths(folder: str, names: Iterable[str], suffix: str = "") -> list[str]
     return [f"{folder}/{name}{suffix}" for name in names]
 
 
-def check_unique(owner: str, path: Path, column: str, values: Sequence[object]) -> None:
+def check_unique(owner: str, path: Path, column: str, values: Sequence[object], *, skip: int = 0) -> None:
     """Check that no value of a column occurs twice.
 
     Args:
         owner: prefix of error messages.
-        path: the file that the values come from.
+        path: the file that the values come from, one from each line that is not blank.
         column: name of the column, for the message.
         values: the values.
+        skip: number of lines that are not blank before the first value.
 
     Raises:
-        ValueError: if a value occurs twice.
+        ValueError: if a value occurs twice; the message has both line numbers.
     """
     hashes = np.fromiter(map(hash, values), np.int64, len(values))  # a set of millions of paths takes much memory
     if len(np.unique(hashes)) == len(values):
         return
-    seen: set[object] = set()
-    for value in values:
-        if value in seen:
-            raise ValueError(f"{owner}: `{column}` must be different in each line of {path}, got {value!r} twice.")
-        seen.add(value)
+    first_with: dict[object, int] = {}
+    for position, value in enumerate(values):
+        first = first_with.setdefault(value, position)
+        if first != position:
+            lines = f"lines {line_number(path, skip + first)} and {line_number(path, skip + position)}"
+            raise ValueError(
+                f"{owner}: `{column}` must be different in each line of {path}, got {value!r} twice, in {lines}."
+            )
 
 
 def line_number(path: Path, position: int) -> int:
     """Return the number of the line at a position among the lines that are not blank, for an error message."""
     not_blank = 0
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                not_blank += 1
-            if not_blank > position:
-                return number
+    for number, line in enumerate(read_lines("line_number", path), 1):
+        if line.strip():
+            not_blank += 1
+        if not_blank > position:
+            return number
     raise IndexError(f"{path} has {not_blank} lines that are not blank, so there is none at {position}")
 
 

@@ -9,20 +9,15 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.checks import LARGEST_INTEGER, check_strings
 from lightning_retrieval.datamodules.arrays import as_array
+from lightning_retrieval.datamodules.files.lists import ListLines, leaves_root
 from lightning_retrieval.ranking.roles import Role
 from lightning_retrieval.search.packed_strings import PackedStrings
 
 # The roles of an image in evaluation. A distractor is ranked, but relevant to no query.
 ROLES = {"query": Role.QUERY, "gallery": Role.GALLERY, "both": Role.BOTH, "distractor": Role.GALLERY}
 DISTRACTOR = -1  # the label of distractors
-_OUTSIDE_ROOT = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")  # an absolute path, or a part `..`
 _NOT_NORMALIZED = re.compile(r"(^|/)\./|//|/\.?$")  # parts that allow several spellings of one path
 _COLUMNS = ("labels", "categories", "levels", "boxes", "roles", "instances", "cameras")
-
-
-def leaves_root(path: str) -> bool:
-    """Whether a path is absolute or goes up with `..`, and so may be outside of the data set's root."""
-    return _OUTSIDE_ROOT.search(path) is not None
 
 
 class ImageIndex:
@@ -40,10 +35,12 @@ class ImageIndex:
         cameras: the camera or the sequence that each image is from, any integers. In evaluation, images of the query's
             own class and camera are not in its list, as in Market-1501. If None, only the query itself is not.
         names: names of the classes, in the order of the labels 0, 1, ...; or None.
+        lines: the lines of the list that the images were read from, a `files.lists.ListLines`, for error messages; or
+            None.
 
     Raises:
-        TypeError: if `paths` or `names` is no sequence of strings, or labels, categories, levels, boxes, roles,
-            instances or cameras are not integers.
+        TypeError: if `paths` or `names` is no sequence of strings, labels, categories, levels, boxes, roles, instances
+            or cameras are not integers, or `lines` is no `ListLines`.
         ValueError: if there is no image, the lengths differ, a path leaves the root or contains `./` or `//`, a role is
             not from 0 to 3, images with one label at a level have different labels at the next, a box contains no pixel
             or does not fit into 32 bits, an image (with its box, if there are boxes) has two labels and no `instances`
@@ -71,6 +68,7 @@ class ImageIndex:
         instances: Any = None,
         cameras: Any = None,
         names: Sequence[str] | None = None,
+        lines: ListLines | None = None,
     ) -> None:
         self.paths = _packed("paths", paths)
         self.labels = _integer_array("labels", labels)
@@ -81,8 +79,9 @@ class ImageIndex:
         self.instances = _optional_array("instances", instances)
         self.cameras = _optional_array("cameras", cameras)
         self.names = None if names is None else _packed("names", names)
+        self.lines = _check_lines(lines)
         _check_lengths(self)
-        _check_paths(self.paths)
+        _check_paths(self)
         _check_boxes(self)
         _check_levels(self)
         _check_one_label_each(self)
@@ -118,6 +117,19 @@ class ImageIndex:
                 hashes = hashes * np.int64(1_000_003) + side  # wraps around
         return hashes
 
+    @property
+    def owner(self) -> str:
+        """The prefix of error messages: the data set whose list was read, or `ImageIndex`."""
+        if self.lines is None:
+            return "ImageIndex"
+        return self.lines.owner
+
+    def where(self, *positions: int) -> str:
+        """The lines that these images were read from, for an error message; empty if they are not known."""
+        if self.lines is None:
+            return ""
+        return " in " + " and ".join(map(self.lines.where, positions))
+
     def arrays(self) -> dict[str, NDArray[Any]]:
         """All parts of the index as named arrays."""
         arrays: dict[str, NDArray[Any]] = {"paths": self.paths.data, "ends": self.paths.ends}
@@ -138,6 +150,7 @@ class ImageIndex:
         for name in _COLUMNS:
             setattr(index, name, arrays.get(name))
         index.names = None
+        index.lines = None
         if "names" in arrays:
             index.names = PackedStrings.from_arrays(arrays["names"], arrays["name_ends"])
         return index
@@ -205,6 +218,12 @@ def _box_array(boxes: Any) -> NDArray[np.int32] | None:
     return array.astype(np.int32)
 
 
+def _check_lines(lines: Any) -> ListLines | None:
+    if lines is not None and not isinstance(lines, ListLines):
+        raise TypeError(f"ImageIndex: `lines` must be a ListLines or None, got {type(lines).__name__}.")
+    return lines
+
+
 def _check_lengths(index: ImageIndex) -> None:
     if len(index) == 0:
         raise ValueError("ImageIndex: `paths` must hold at least one image, got none.")
@@ -216,12 +235,14 @@ def _check_lengths(index: ImageIndex) -> None:
             )
 
 
-def _check_paths(paths: PackedStrings) -> None:
-    for path in paths:
+def _check_paths(index: ImageIndex) -> None:
+    for position, path in enumerate(index.paths):
         if leaves_root(path):
-            raise ValueError(f"ImageIndex: `paths` must lie inside the root, got {path!r}.")
+            raise ValueError(f"{index.owner}: `paths` must lie inside the root, got {path!r}{index.where(position)}.")
         if _NOT_NORMALIZED.search(path):
-            raise ValueError(f"ImageIndex: `paths` must be without './' and '//', got {path!r}.")
+            raise ValueError(
+                f"{index.owner}: `paths` must be without './' and '//', got {path!r}{index.where(position)}."
+            )
 
 
 def _check_boxes(index: ImageIndex) -> None:
@@ -232,8 +253,8 @@ def _check_boxes(index: ImageIndex) -> None:
     if len(empty):
         first = int(empty[0])
         raise ValueError(
-            f"ImageIndex: `boxes` must contain at least one pixel, got {index.boxes[first].tolist()} for "
-            f"{index.paths[first]} ({len(empty)} such boxes)."
+            f"{index.owner}: `boxes` must contain at least one pixel, got {index.boxes[first].tolist()} for "
+            f"{index.paths[first]}{index.where(first)} ({len(empty)} such boxes)."
         )
 
 
@@ -250,8 +271,9 @@ def _check_levels(index: ImageIndex) -> None:
             second = int(different[0])
             first = int(first_image[group[second]])
             raise ValueError(
-                f"ImageIndex: `levels` must nest, the finest first, got {index.levels[first].tolist()} for "
-                f"{index.paths[first]} and {index.levels[second].tolist()} for {index.paths[second]}."
+                f"{index.owner}: `levels` must nest, the finest first, got {index.levels[first].tolist()} for "
+                f"{index.paths[first]} and {index.levels[second].tolist()} for {index.paths[second]}"
+                f"{index.where(first, second)}."
             )
 
 
@@ -267,8 +289,9 @@ def _check_one_label_each(index: ImageIndex) -> None:
         first = first_with.setdefault(index.key(position), position)
         if index.labels[first] != index.labels[position]:
             raise ValueError(
-                f"ImageIndex: `labels` must be the same each time that an image is listed with one box or without any, "
-                f"got {index.labels[[first, position]].tolist()} for {index.paths[position]}."
+                f"{index.owner}: `labels` must be the same each time that an image is listed with one box or without "
+                f"any, got {index.labels[[first, position]].tolist()} for {index.paths[position]}"
+                f"{index.where(first, position)}."
             )
 
 
@@ -286,6 +309,7 @@ def _check_instances(index: ImageIndex) -> None:
             second = int(different[0])
             first = int(first_image[instance_of_image[second]])
             raise ValueError(
-                f"ImageIndex: `instances` must have one {name} each, got {values[[first, second]].tolist()} for "
-                f"instance {index.instances[first]} ({index.paths[first]} and {index.paths[second]})."
+                f"{index.owner}: `instances` must have one {name} each, got {values[[first, second]].tolist()} for "
+                f"instance {index.instances[first]} ({index.paths[first]} and {index.paths[second]})"
+                f"{index.where(first, second)}."
             )

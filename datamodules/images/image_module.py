@@ -144,6 +144,8 @@ class ImageDataModule(RetrievalDataModule):
         if not self.shared_classes:
             check_no_shared_classes(owner, splits)
         check_no_shared_images(owner, splits)
+        for index in splits.values():
+            index.lines = None  # only needed for errors of reading, and not to be sent to each worker
         return splits
 
     @cached_property

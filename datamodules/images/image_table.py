@@ -23,7 +23,7 @@ from lightning_retrieval.datamodules.images.table_columns import (
     parse_roles,
     parse_splits,
 )
-from lightning_retrieval.datamodules.images.table_file import read_table
+from lightning_retrieval.datamodules.images.table_file import TextTable, read_table
 
 
 @dataclass
@@ -38,6 +38,7 @@ class ImageRows:
         boxes: (rows, 4), or None.
         roles: numbers of the roles, or None.
         cameras: numbers of the cameras, or None.
+        table: the table, for error messages.
     """
 
     images: list[str]
@@ -47,6 +48,7 @@ class ImageRows:
     boxes: NDArray[np.int32] | None
     roles: NDArray[np.uint8] | None
     cameras: NDArray[np.int64] | None
+    table: TextTable
 
     def index(self, name: str, chosen: NDArray[np.bool_]) -> ImageIndex:
         """The index of the chosen rows, which form the split `name`; its classes are numbered 0, 1, ..."""
@@ -64,6 +66,7 @@ class ImageRows:
             roles=_chosen_rows(roles, chosen),
             cameras=_chosen_rows(self.cameras, chosen),
             names=names,
+            lines=self.table.lines_of(np.flatnonzero(chosen)),
         )
 
 
@@ -160,7 +163,7 @@ class ImageTable(ImageDataModule):
         if roles is not None:
             _check_queries_and_gallery(path, splits, roles, distractors)
         categories, cameras = parse_numbers(table, "category"), parse_numbers(table, "camera")
-        rows = ImageRows(images, labels, distractors, categories, boxes, roles, cameras)
+        rows = ImageRows(images, labels, distractors, categories, boxes, roles, cameras, table)
         names = dict.fromkeys(["train", *sorted(set(splits.tolist()))])
         return {name: rows.index(name, splits == name) for name in names}
 

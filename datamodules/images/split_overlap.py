@@ -1,6 +1,7 @@
 """Checks that no class and no image is used for training and for evaluation."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,8 @@ def check_no_shared_classes(owner: str, splits: Mapping[str, ImageIndex]) -> Non
     """Raise a ValueError if a class is in the split `"train"` and in another split."""
     if "train" not in splits:
         return
-    train_classes = set(splits["train"].names or ())
+    train = splits["train"]
+    train_classes = set(train.names or ())
     for name, index in splits.items():
         if name == "train":
             continue
@@ -20,8 +22,14 @@ def check_no_shared_classes(owner: str, splits: Mapping[str, ImageIndex]) -> Non
         if shared:
             raise ValueError(
                 f"{owner}: classes must be in training or in evaluation, not in both, got {len(shared)} in train and "
-                f"{name}, such as {shared[0]!r}."
+                f"{name}, such as {shared[0]!r}{_where_class(train, shared[0])}{_where_class(index, shared[0])}."
             )
+
+
+def _where_class(index: ImageIndex, name: str) -> str:
+    """The line of the first image of a class, for the message."""
+    label = list(index.names or ()).index(name)
+    return index.where(int(np.argmax(index.labels == label)))
 
 
 def check_no_shared_images(owner: str, splits: Mapping[str, ImageIndex]) -> None:
@@ -41,8 +49,14 @@ def check_no_shared_images(owner: str, splits: Mapping[str, ImageIndex]) -> None
         if shared:
             raise ValueError(
                 f"{owner}: images must be in training or in evaluation, not in both, got {len(shared)} in train and "
-                f"{name}, such as {shared[0][0]}."
+                f"{name}, such as {shared[0][0]}{_where_image(train, shared[0])}{_where_image(index, shared[0])}."
             )
+
+
+def _where_image(index: ImageIndex, key: tuple[Any, ...]) -> str:
+    """The line of an image, for the message."""
+    position = next(position for position in range(len(index)) if index.key(position) == key)
+    return index.where(position)
 
 
 def _positions_with_hash_in(index: ImageIndex, sorted_hashes: NDArray[np.int64]) -> list[int]:

@@ -7,9 +7,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.datamodules.files.lists import normalized_path
+from lightning_retrieval.datamodules.files.lists import leaves_root, normalized_path
 from lightning_retrieval.datamodules.images.classes import class_numbers
-from lightning_retrieval.datamodules.images.image_index import ROLES, leaves_root
+from lightning_retrieval.datamodules.images.image_index import ROLES
 from lightning_retrieval.datamodules.images.table_file import TextTable
 
 WHOLE_IMAGE = (0, 0, 2**31 - 1, 2**31 - 1)  # the box of an image without one, because boxes are cropped to the image

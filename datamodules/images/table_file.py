@@ -6,11 +6,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_retrieval.datamodules.files.lists import read_csv_header, read_csv_rows
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_retrieval.datamodules.files.lists import ListLines, read_csv_header, read_csv_rows
 
 SIDES = ("left", "top", "right", "bottom")
 COLUMNS = ("image", "label", "category", "split", "role", "camera", "box", *SIDES)
 PARQUET_SUFFIXES = (".parquet", ".pq")
+
+
+@dataclass(frozen=True)
+class TableLines(ListLines):
+    """Which row of a table each image was read from, for error messages.
+
+    Args:
+        numbers: the number of each row in the file.
+        unit: what `numbers` count, `"line"` or `"row"`.
+    """
+
+    numbers: Sequence[int] = ()
+    unit: str = "line"
+
+    def where(self, image: int) -> str:
+        """The row of the image at a position, and the table."""
+        row = image
+        if self.rows is not None:
+            row = self.rows[image]
+        return f"{self.unit} {self.numbers[row]} of {self.path}"
 
 
 @dataclass
@@ -28,6 +51,10 @@ class TextTable:
     columns: dict[str, list[str]]
     lines: Sequence[int]
     unit: str = "line"
+
+    def lines_of(self, rows: NDArray[np.intp]) -> TableLines:
+        """The lines of some rows, from 0, for the index of their images."""
+        return TableLines("ImageTable", self.path, rows, numbers=self.lines, unit=self.unit)
 
     def check(self, invalid_rows: Sequence[int], rule: str, values: Sequence[str] | None = None) -> None:
         """Raise a ValueError about the first of the invalid rows, if there are any.

@@ -10,6 +10,7 @@ from typing import Any
 from lightning_retrieval.checks import check_bool
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import (
+    ListLines,
     check_not_empty,
     check_unique,
     join_paths,
@@ -47,7 +48,7 @@ class CUB200(ImageDataModule):
     Raises:
         FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
         ValueError: if a line lacks a field, an id is not an integer, occurs twice or is missing in another list, a
-            class is not from 1 to 200, or a box is not four finite numbers.
+            class is not from 1 to 200, or a box is empty or not four finite numbers.
         TypeError: if `boxes` is not a bool.
 
     Example:
@@ -94,11 +95,13 @@ class CUB200(ImageDataModule):
         splits = {}
         for split, of_split in SPECIES.items():
             images = {}
-            for image, path in zip(image_ids, paths):
+            rows = []
+            for row, (image, path) in enumerate(zip(image_ids, paths)):
                 if species[image] in of_split and not _is_macos_metadata(path):
                     images[image] = path
+                    rows.append(row)
             check_not_empty(owner, self._file(CLASSES), split, images)
-            splits[split] = _make_index(images, species, boxes)
+            splits[split] = _make_index(images, species, boxes, ListLines(owner, self._file(PATHS), rows))
         return splits
 
     def _file(self, name: str) -> Path:
@@ -138,7 +141,13 @@ class CUB200(ImageDataModule):
             box = _enclosing_pixels(texts)
             if box is None:
                 raise ValueError(
-                    f"{owner}: a box must be four finite numbers, got {' '.join(texts)!r} in line "
+                    f"{owner}: a box must be four finite numbers, got {' '.join(texts)!r} in "
+                    f"line {line_number(path, position)} of {path}."
+                )
+            left, top, right, bottom = box
+            if left >= right or top >= bottom:
+                raise ValueError(
+                    f"{owner}: `boxes` must contain at least one pixel, got {list(box)} for image {image} in line "
                     f"{line_number(path, position)} of {path}."
                 )
             boxes[image] = box
@@ -175,7 +184,9 @@ def _enclosing_pixels(texts: Sequence[str]) -> _Box | None:
     return box
 
 
-def _make_index(images: Mapping[int, str], species: Mapping[int, int], boxes: Mapping[int, _Box] | None) -> ImageIndex:
+def _make_index(
+    images: Mapping[int, str], species: Mapping[int, int], boxes: Mapping[int, _Box] | None, lines: ListLines
+) -> ImageIndex:
     """The index of the images of a split, which are given by id and path."""
     species_of_images = []
     boxes_of_images = []
@@ -184,4 +195,5 @@ def _make_index(images: Mapping[int, str], species: Mapping[int, int], boxes: Ma
         if boxes is not None:
             boxes_of_images.append(boxes[image])
     labels, names = class_numbers(species_of_images)
-    return ImageIndex(join_paths("images", images.values()), labels, boxes=boxes_of_images or None, names=names)
+    paths = join_paths("images", images.values())
+    return ImageIndex(paths, labels, boxes=boxes_of_images or None, names=names, lines=lines)

@@ -11,7 +11,14 @@ from pytorch_lightning.utilities import rank_zero_info
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.files.find import find_file
-from lightning_retrieval.datamodules.files.lists import check_not_empty, check_unique, read_columns, read_csv_columns
+from lightning_retrieval.datamodules.files.lists import (
+    check_not_empty,
+    check_unique,
+    leaves_root,
+    line_number,
+    read_columns,
+    read_csv_columns,
+)
 from lightning_retrieval.datamodules.images.classes import class_numbers
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
@@ -168,6 +175,10 @@ def _read_boxes(lists: Sequence[Path]) -> dict[_Face, _Box]:
                 skipped += 1
                 continue
             _check_not_blank("FILENAME", name, path, line)
+            if leaves_root(name):
+                raise ValueError(
+                    f"IJBC: `FILENAME` must lie inside the root, got {f'images/{name}'!r} in line {line} of {path}."
+                )
             _check_not_blank("SIGHTING_ID", sighting, path, line)
             first_box = boxes.setdefault(_Face(subject, f"images/{name}", sighting), box)
             differing += box != first_box
@@ -189,7 +200,12 @@ def _read_crops(lists: Sequence[Path], crops: Path) -> list[_Face]:
     check_unique("IJBC", crops, "image", images)
     faces = []
     skipped = 0
-    for image, template, medium in zip(images, templates, media):
+    for position, (image, template, medium) in enumerate(zip(images, templates, media)):
+        if leaves_root(image):
+            line = line_number(crops, position)
+            raise ValueError(
+                f"IJBC: the images must lie inside the root, got {f'loose_crop/{image}'!r} in line {line} of {crops}."
+            )
         if template not in subject_of:
             skipped += 1
             continue

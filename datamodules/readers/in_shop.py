@@ -12,6 +12,7 @@ from lightning_retrieval.checks import check_bool
 from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import (
+    ListLines,
     check_not_empty,
     check_unique,
     find_missing,
@@ -59,7 +60,7 @@ class InShop(ImageDataModule):
         FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
         ValueError: if both `boxes` and `high_res` are set; if the number of images in a list differs from its first
             line, the header differs, a line lacks a field, an image occurs twice, a status is unknown, or an image has
-            no box.
+            no box or an empty one.
         TypeError: if `boxes` or `high_res` is not a bool.
 
     Example:
@@ -129,6 +130,7 @@ class InShop(ImageDataModule):
                 boxes=None if boxes is None else boxes[rows],
                 roles=roles,
                 names=names,
+                lines=ListLines(type(self).__name__, self._list(PARTITION), rows, skip=2),
             )
         return splits
 
@@ -148,7 +150,7 @@ class InShop(ImageDataModule):
     def _read_partition(self) -> _Partition:
         owner, path = type(self).__name__, self._list(PARTITION)
         images, items, statuses = self._read_counted(path, PARTITION_HEADER)
-        check_unique(owner, path, "image_name", images)
+        check_unique(owner, path, "image_name", images, skip=2)
         for position, (image, status) in enumerate(zip(images, statuses), 2):  # after the count and the header
             if status not in ("train", "query", "gallery"):
                 raise ValueError(
@@ -200,7 +202,7 @@ class InShop(ImageDataModule):
         """(images, 4) the box of each of these images."""
         owner, path = type(self).__name__, self._list(BOXES)
         images, _, _, *columns = self._read_counted(path, BOXES_HEADER)
-        check_unique(owner, path, "image_name", images)
+        check_unique(owner, path, "image_name", images, skip=2)
         corners = np.empty((len(images), 4), dtype=np.int32)
         for side, texts in enumerate(columns):
             corners[:, side] = parse_integers(owner, path, BOXES_HEADER[3 + side], texts, bits=32)
@@ -211,7 +213,17 @@ class InShop(ImageDataModule):
                 f"{owner}: {path} must have a box for each image, got none for {len(without)} images, such as "
                 f"{without[0]}."
             )
-        return corners[[row_of[image] for image in wanted.tolist()]]
+        rows = np.array([row_of[image] for image in wanted.tolist()])
+        boxes: NDArray[np.int32] = corners[rows]
+        left, top, right, bottom = boxes.T
+        empty = rows[(right <= left) | (bottom <= top)]
+        if len(empty):
+            first = int(empty.min())
+            raise ValueError(
+                f"{owner}: `boxes` must contain at least one pixel, got {corners[first].tolist()} for {images[first]} "
+                f"in line {line_number(path, first + 2)} of {path}."
+            )
+        return boxes
 
 
 def _gender_and_kind(image: str) -> str:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.checks import check_strings
 from lightning_retrieval.datamodules.files.find import find_file
-from lightning_retrieval.datamodules.files.lists import check_unique, find_missing, read_lines
+from lightning_retrieval.datamodules.files.lists import ListLines, check_unique, find_missing, read_lines
 from lightning_retrieval.datamodules.images.classes import class_numbers
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
@@ -27,6 +27,7 @@ _Taxonomy = dict[str, Mapping[str, Any]]  # category id: what the taxonomy says 
 class _Images(NamedTuple):
     """The images of a list, one entry for each in all three columns."""
 
+    source: Path  # the list
     paths: list[str]
     category_ids: list[int]
     supercategories: list[str]
@@ -54,8 +55,8 @@ class INaturalist(ImageDataModule):
     Raises:
         FileNotFoundError: if a list, or the taxonomy for `levels`, is missing.
         ValueError: if `levels` are unknown or in another order, a line is not the path of an image in the folder of its
-            category or occurs twice, or the taxonomy lacks a category; with `levels` also if several supercategories
-            share a category id.
+            category or occurs twice, or the taxonomy lacks a category or has two different entries of one; with
+            `levels` also if several supercategories share a category id.
 
     Example:
         >>> from pathlib import Path
@@ -101,8 +102,8 @@ class INaturalist(ImageDataModule):
         shared = _shared_numbers([train, test])
         if shared and taxonomy is not None:
             raise ValueError(
-                f"INaturalist: `levels` need each category id in one supercategory, got {min(shared)} in several; set "
-                "levels=None."
+                f"INaturalist: `levels` need each category id in one supercategory, got {min(shared)} in several, "
+                f"{_where_shared([train, test], min(shared))}; set levels=None."
             )
         # The splits have supercategories in common, which therefore have the same numbers in both.
         categories, _ = class_numbers(train.supercategories + test.supercategories)
@@ -123,7 +124,8 @@ class INaturalist(ImageDataModule):
         levels = None
         if taxonomy is not None:
             levels = self._labels_of_levels(taxonomy, labels, names)
-        return ImageIndex(images.paths, labels, categories=categories, levels=levels, names=names)
+        lines = ListLines("INaturalist", images.source)
+        return ImageIndex(images.paths, labels, categories=categories, levels=levels, names=names, lines=lines)
 
     def _list(self, split: str) -> Path:
         return find_file("INaturalist", self.root, f"Inat_dataset_splits/{LISTS[split]}", LISTS[split])
@@ -184,7 +186,7 @@ def _check_levels(levels: tuple[str, ...]) -> tuple[str, ...]:
 
 def _read_list(path: Path) -> _Images:
     """The images of a list, whose lines end in `<supercategory>/<category id>/<image>`."""
-    images = _Images([], [], [])
+    images = _Images(path, [], [], [])
     for number, line in enumerate(read_lines("INaturalist", path), 1):
         image = line.strip()
         if not image:
@@ -215,6 +217,18 @@ def _shared_numbers(lists: Sequence[_Images]) -> set[int]:
     return shared
 
 
+def _where_shared(lists: Sequence[_Images], number: int) -> str:
+    """Two supercategories of a category id, each with a line that names it, for an error message."""
+    line_of: dict[str, str] = {}
+    for images in lists:
+        lines = ListLines("INaturalist", images.source)
+        for position, (category_id, supercategory) in enumerate(zip(images.category_ids, images.supercategories)):
+            if category_id == number and supercategory not in line_of:
+                line_of[supercategory] = f"{supercategory} ({lines.where(position)})"
+    first, second, *_ = line_of.values()
+    return f"{first} and {second}"
+
+
 def _class_keys(images: _Images, shared: set[int]) -> list[tuple[int, str]]:
     """What identifies the class of each image: its category id and, if the id is shared, its supercategory."""
     keys = []
@@ -231,11 +245,19 @@ def _read_categories(path: Path) -> _Taxonomy:
         content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content, dict):
             content = content["categories"]
-        return {str(category["id"]): category for category in content}
+        ids = [str(category["id"]) for category in content]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"INaturalist: {path} must be JSON with a list of categories, each with an id, got {error!r}."
         ) from None
+    categories: _Taxonomy = {}
+    for position, (category_id, category) in enumerate(zip(ids, content)):
+        if categories.setdefault(category_id, category) != category:
+            raise ValueError(
+                f"INaturalist: each category must have one entry in {path}, got the id {category_id} in the entries "
+                f"{ids.index(category_id)} and {position} of its categories, which differ."
+            )
+    return categories
 
 
 def _missing_ranks(categories: _Taxonomy, ranks: Sequence[str]) -> list[str]:

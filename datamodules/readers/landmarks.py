@@ -11,9 +11,15 @@ from urllib.parse import unquote, urlsplit
 
 from lightning_retrieval.checks import check_string
 from lightning_retrieval.datamodules.files.find import find_file
-from lightning_retrieval.datamodules.files.lists import normalized_path, parse_integers, read_rows
+from lightning_retrieval.datamodules.files.lists import (
+    ListLines,
+    leaves_root,
+    normalized_path,
+    parse_integers,
+    read_rows,
+)
 from lightning_retrieval.datamodules.images.classes import class_numbers
-from lightning_retrieval.datamodules.images.image_index import ImageIndex, leaves_root
+from lightning_retrieval.datamodules.images.image_index import ImageIndex
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
 LISTS = {"train": "annotation_clean_train.txt", "test": "annotation_clean_val.txt"}
@@ -24,6 +30,7 @@ class _Row(NamedTuple):
     source: str  # URL or path
     path: str  # below the root; empty if the file is missing
     landmark: int
+    position: int  # in its list
 
 
 class LandmarksClean(ImageDataModule):
@@ -104,13 +111,16 @@ class LandmarksClean(ImageDataModule):
         labels, names = class_numbers([row.landmark for row in kept])
         paths_of: dict[str, list[str]] = defaultdict(list)
         labels_of: dict[str, list[int]] = defaultdict(list)
+        positions_of: dict[str, list[int]] = defaultdict(list)
         for row, label in zip(kept, labels.tolist()):
+            positions_of[row.split].append(row.position)
             paths_of[row.split].append(row.path)
             labels_of[row.split].append(label)
         splits = {}
-        for split in self._lists():
+        for split, path in self._lists().items():
             self._check_has_images(split, rows, paths_of[split])
-            splits[split] = ImageIndex(paths_of[split], labels_of[split], names=names)
+            lines = ListLines("LandmarksClean", path, positions_of[split])
+            splits[split] = ImageIndex(paths_of[split], labels_of[split], names=names, lines=lines)
         return splits
 
     def _lists(self) -> dict[str, Path]:
@@ -133,9 +143,9 @@ class LandmarksClean(ImageDataModule):
         if any(map(_is_url, sources)):
             downloaded.update(os.listdir(find_file("LandmarksClean", self.root, self.images, argument="images")))
         rows = []
-        for source, landmark in zip(sources, landmarks):
+        for position, (source, landmark) in enumerate(zip(sources, landmarks)):
             image = self._find_image(source, downloaded)
-            rows.append(_Row(split, source, image, landmark))
+            rows.append(_Row(split, source, image, landmark, position))
         return rows
 
     def _find_image(self, source: str, downloaded: set[str]) -> str:

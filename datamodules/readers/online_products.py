@@ -1,6 +1,6 @@
 """Stanford Online Products: products sold on eBay, each with a few photographs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import (
+    ListLines,
     check_not_empty,
     check_unique,
     join_paths,
@@ -89,8 +90,7 @@ class StanfordOnlineProducts(ImageDataModule):
         train_list, test_list = self.sources()
         train = self._read_list("train", train_list)
         test = self._read_list("test", test_list)
-        both_lists = train_list.with_name("Ebay_{train,test}.txt")
-        check_unique(owner, both_lists, "image_id", train.image_ids + test.image_ids)
+        _check_no_shared_id(owner, {train_list: train.image_ids, test_list: test.image_ids})
         # The splits have the same categories, which therefore have the same numbers in both.
         categories, _ = class_numbers(train.super_class_ids + test.super_class_ids)
         folder = self._image_folder(train.paths[0])
@@ -113,6 +113,7 @@ class StanfordOnlineProducts(ImageDataModule):
             parse_integers(owner, path, "super_class_id", super_class_ids),
             paths,
         )
+        check_unique(owner, path, "image_id", products.image_ids, skip=1)
         _check_one_super_class_each(owner, path, products)
         return products
 
@@ -128,9 +129,22 @@ class StanfordOnlineProducts(ImageDataModule):
         paths = products.paths
         if folder:
             paths = join_paths(folder, paths)
-        check_unique(type(self).__name__, path, "path", paths)
+        owner = type(self).__name__
+        check_unique(owner, path, "path", paths, skip=1)
         labels, names = class_numbers(products.class_ids)
-        return ImageIndex(paths, labels, categories=categories, names=names)
+        return ImageIndex(paths, labels, categories=categories, names=names, lines=ListLines(owner, path, skip=1))
+
+
+def _check_no_shared_id(owner: str, ids_of_list: Mapping[Path, Sequence[int]]) -> None:
+    (train_list, train_ids), (test_list, test_ids) = ids_of_list.items()
+    row_of = dict(zip(train_ids, range(1, len(train_ids) + 1)))
+    for row, image in enumerate(test_ids, 1):
+        if image in row_of:
+            raise ValueError(
+                f"{owner}: `image_id` must be different in each line of both lists, got {image} twice, in line "
+                f"{line_number(train_list, row_of[image])} of {train_list} and in line {line_number(test_list, row)} "
+                f"of {test_list}."
+            )
 
 
 def _check_one_super_class_each(owner: str, path: Path, products: _Products) -> None:

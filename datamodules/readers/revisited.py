@@ -17,7 +17,13 @@ from torch import Tensor
 from lightning_retrieval.checks import check_bool, check_integer, check_path
 from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.files.find import find_file
-from lightning_retrieval.datamodules.files.lists import check_not_empty, check_unique, join_paths, read_lines
+from lightning_retrieval.datamodules.files.lists import (
+    check_not_empty,
+    check_unique,
+    join_paths,
+    leaves_root,
+    read_lines,
+)
 from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ROLES, ImageIndex
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 from lightning_retrieval.datamodules.images.image_set import ImageSet
@@ -129,8 +135,7 @@ class _Revisited(ImageDataModule):
         boxes = None
         if self.crop_queries:
             boxes = [WHOLE_IMAGE] * num_gallery
-            for left, top, right, bottom in truth.boxes:
-                boxes.append((round(left), round(top), round(right), round(bottom)))  # as Pillow rounds
+            boxes += self._query_boxes(queries)
         labels = [DISTRACTOR] * num_gallery + list(range(len(queries)))
         index = ImageIndex(database + distractors + queries, labels, boxes=boxes, roles=roles)
         return {"test": index}
@@ -181,6 +186,19 @@ class _Revisited(ImageDataModule):
         """The folder of the images in this folder, relative to the root."""
         return find_file(type(self).__name__, folder, *IMAGE_FOLDERS).relative_to(self.root).as_posix()
 
+    def _query_boxes(self, paths: Sequence[str]) -> list[tuple[int, int, int, int]]:
+        """The box of each query in whole pixels; each must contain at least one."""
+        boxes = []
+        for number, (path, sides) in enumerate(zip(paths, self.ground_truth.boxes)):
+            left, top, right, bottom = map(round, sides)  # as Pillow rounds
+            if left >= right or top >= bottom:
+                raise ValueError(
+                    f"{type(self).__name__}: `boxes` must contain at least one pixel, got "
+                    f"{[left, top, right, bottom]} for {path}, query {number} in {self._pickle()}."
+                )
+            boxes.append((left, top, right, bottom))
+        return boxes
+
     def _read_distractors(self) -> list[str]:
         """The paths of the distractors, relative to the root."""
         if self.distractors is None:
@@ -189,9 +207,14 @@ class _Revisited(ImageDataModule):
         path = find_file(owner, self.distractors, DISTRACTORS, root_name="distractors")
         folder = self._image_folder(self.distractors)
         names = []
-        for line in read_lines(owner, path):
-            if line.strip():
-                names.append(line.strip())
+        for number, line in enumerate(read_lines(owner, path), 1):
+            name = line.strip()
+            if leaves_root(name):
+                raise ValueError(
+                    f"{owner}: the images must lie inside the root, got {name!r} in line {number} of {path}."
+                )
+            if name:
+                names.append(name)
         check_not_empty(owner, path, "distractors", names)
         check_unique(owner, path, "image", names)
         return join_paths(folder, names)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_retrieval.datamodules.files.lists import leaves_root
 from lightning_retrieval.datamodules.files.plain_pickle import load_plain_pickle
 
 KEYS = ("imlist", "qimlist", "gnd")
@@ -55,7 +56,8 @@ def read_ground_truth(owner: str, path: Path) -> GroundTruth:
     in_both = set(images) & set(queries)
     if in_both:
         raise ValueError(
-            f"{owner}: `imlist` must not contain queries in {path}, got {len(in_both)}, such as {min(in_both)!r}."
+            f"{owner}: `imlist` must not contain queries in {path}, got {len(in_both)}, such as {min(in_both)!r} at "
+            f"position {images.index(min(in_both))}, which is at position {queries.index(min(in_both))} of `qimlist`."
         )
     entries = content["gnd"]
     _check_number_of_entries(owner, path, entries, len(queries))
@@ -103,9 +105,19 @@ def _parse_names(owner: str, path: Path, key: str, values: Any) -> list[str]:
     names = _to_list(values)
     if not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{owner}: `{key}` must be a list of names in {path}, got {_shown(values)}.")
-    for name, times in Counter(names).items():
-        if times > 1:
-            raise ValueError(f"{owner}: `{key}` must contain each name only once in {path}, got {name!r} twice.")
+    first_with: dict[str, int] = {}
+    for position, name in enumerate(names):
+        first = first_with.setdefault(name, position)
+        if first != position:
+            raise ValueError(
+                f"{owner}: `{key}` must contain each name only once in {path}, got {name!r} twice, at positions "
+                f"{first} and {position}."
+            )
+        if leaves_root(name):
+            raise ValueError(
+                f"{owner}: `{key}` must be names of images inside the root, got {name!r} at position {position} in "
+                f"{path}."
+            )
     return names
 
 

@@ -10,9 +10,11 @@ from torch import Tensor
 from lightning_retrieval.checks import check_bool, check_choice, check_strings
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import (
+    ListLines,
     check_not_empty,
     check_unique,
     join_paths,
+    line_number,
     parse_integers,
     read_columns,
 )
@@ -76,8 +78,8 @@ class VehicleID(ImageDataModule):
     Raises:
         FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.
         ValueError: if a size or the protocol is unknown; if a line lacks a field, a vehicle's id is not an integer, an
-            image occurs twice or with two vehicles, or a vehicle has no images; or if no vehicle of a test set has two
-            images for `"reid"`.
+            image occurs twice or with two vehicles, or a vehicle has no images or two models; or if no vehicle of a
+            test set has two images for `"reid"`.
         TypeError: if `select_by_vid` is not a bool.
 
     Example:
@@ -140,16 +142,19 @@ class VehicleID(ImageDataModule):
         for split, name in self._lists().items():
             images, vehicles = self._read_images(name)
             check_not_empty(type(self).__name__, self.root / name, split, images)
+            lines = ListLines(type(self).__name__, self.root / name)
             if all_images is not None:
-                images, vehicles = self._images_of(set(vehicles), all_images)
-            self._check_one_vehicle_each(name, images, vehicles, vehicle_of)
+                images, vehicles, rows = self._images_of(set(vehicles), all_images)
+                lines = ListLines(type(self).__name__, self.root / ALL_IMAGES, rows)
+            _check_one_vehicle_each(lines, images, vehicles, vehicle_of)
             if split != "train":
                 self._check_protocol(name, vehicles)
             labels, names = class_numbers(vehicles)
             categories = None
             if model_of is not None:
                 categories = [model_of.get(vehicle, model_of[None]) for vehicle in vehicles]
-            splits[split] = ImageIndex(join_paths(folder, images, ".jpg"), labels, categories=categories, names=names)
+            paths = join_paths(folder, images, ".jpg")
+            splits[split] = ImageIndex(paths, labels, categories=categories, names=names, lines=lines)
         return splits
 
     def evaluation_set(self, name: str, index: ImageIndex) -> ImageSet:
@@ -175,8 +180,8 @@ class VehicleID(ImageDataModule):
         check_unique(owner, path, "image", images)
         return images, parse_integers(owner, path, "vehicle id", vehicles)
 
-    def _images_of(self, wanted: set[int], all_images: _Images) -> _Images:
-        """All images of some vehicles, each of which must have one."""
+    def _images_of(self, wanted: set[int], all_images: _Images) -> tuple[list[str], list[int], list[int]]:
+        """All images of some vehicles, each of which must have one, with their vehicles and their rows."""
         without = sorted(wanted.difference(all_images[1]))
         if without:
             raise ValueError(
@@ -185,22 +190,13 @@ class VehicleID(ImageDataModule):
             )
         images = []
         vehicles = []
-        for image, vehicle in zip(*all_images):
+        rows = []
+        for row, (image, vehicle) in enumerate(zip(*all_images)):
             if vehicle in wanted:
                 images.append(image)
                 vehicles.append(vehicle)
-        return images, vehicles
-
-    def _check_one_vehicle_each(
-        self, name: str, images: Sequence[str], vehicles: Sequence[int], vehicle_of: dict[str, int]
-    ) -> None:
-        """Check that no image has another vehicle than in `vehicle_of`, and add the images of this list to it."""
-        for image, vehicle in zip(images, vehicles):
-            if vehicle_of.setdefault(image, vehicle) != vehicle:
-                raise ValueError(
-                    f"{type(self).__name__}: an image must have the same vehicle in all lists, got {image} with "
-                    f"{vehicle_of[image]} and with {vehicle} in {self.root / name}."
-                )
+                rows.append(row)
+        return images, vehicles, rows
 
     def _check_protocol(self, name: str, vehicles: Sequence[int]) -> None:
         if self.protocol == "reid" and len(set(vehicles)) == len(vehicles):
@@ -214,15 +210,37 @@ class VehicleID(ImageDataModule):
         owner, path = type(self).__name__, self.root / MODELS
         if not path.exists():
             return None
-        vehicle_ids = []
-        model_ids = []
-        for vehicle_id, model_id in dict.fromkeys(zip(*read_columns(owner, path, 2))):  # the file may repeat lines
-            vehicle_ids.append(vehicle_id)
-            model_ids.append(model_id)
+        vehicle_ids, model_ids = read_columns(owner, path, 2)
         vehicles = parse_integers(owner, path, "vehicle id", vehicle_ids)
-        check_unique(owner, path, "vehicle id", vehicles)
-        numbers, names = class_numbers(parse_integers(owner, path, "model id", model_ids))
+        models = parse_integers(owner, path, "model id", model_ids)
+        _check_one_model_each(owner, path, vehicles, models)
+        numbers, names = class_numbers(models)
         return {None: len(names), **dict(zip(vehicles, numbers.tolist()))}
+
+
+def _check_one_model_each(owner: str, path: Path, vehicles: Sequence[int], models: Sequence[int]) -> None:
+    """Check that no vehicle has two models. The file may repeat lines."""
+    first_with: dict[int, int] = {}
+    for row, vehicle in enumerate(vehicles):
+        first = first_with.setdefault(vehicle, row)
+        if models[first] != models[row]:
+            raise ValueError(
+                f"{owner}: `vehicle id` must be different or have the same model in each line of {path}, got {vehicle} "
+                f"twice, with the models {models[first]} and {models[row]}, in lines {line_number(path, first)} and "
+                f"{line_number(path, row)}."
+            )
+
+
+def _check_one_vehicle_each(
+    lines: ListLines, images: Sequence[str], vehicles: Sequence[int], vehicle_of: dict[str, int]
+) -> None:
+    """Check that no image has another vehicle than in `vehicle_of`, and add the images of this list to it."""
+    for position, (image, vehicle) in enumerate(zip(images, vehicles)):
+        if vehicle_of.setdefault(image, vehicle) != vehicle:
+            raise ValueError(
+                f"{lines.owner}: an image must have the same vehicle in all lists, got {image} with "
+                f"{vehicle_of[image]} and with {vehicle} in {lines.where(position)}."
+            )
 
 
 def _check_sizes(owner: str, sizes: Size | Sequence[Size]) -> list[Size]:

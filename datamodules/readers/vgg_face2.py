@@ -3,6 +3,7 @@
 import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +13,13 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.checks import check_bool
 from lightning_retrieval.datamodules.files.find import find_file
-from lightning_retrieval.datamodules.files.lists import check_unique, read_csv_header, read_csv_rows, read_lines
+from lightning_retrieval.datamodules.files.lists import (
+    ListLines,
+    check_unique,
+    read_csv_header,
+    read_csv_rows,
+    read_lines,
+)
 from lightning_retrieval.datamodules.images.classes import class_numbers
 from lightning_retrieval.datamodules.images.image_file import image_suffixes
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
@@ -41,7 +48,8 @@ class VGGFace2(ImageDataModule):
 
     Raises:
         FileNotFoundError: if neither lists nor folders exist, or the files of the boxes are missing.
-        ValueError: if a line is not the path of an image in a person's folder, or an image occurs twice or has no box.
+        ValueError: if a line is not the path of an image in a person's folder, an image occurs twice, or an
+            image has no box, an empty one or several different ones.
         TypeError: if `boxes` is not a bool.
 
     Example:
@@ -91,16 +99,18 @@ class VGGFace2(ImageDataModule):
         splits = {}
         for split in SPLITS:
             path = self._list(split)
+            lines = None
             if path is None:
                 people, paths = _read_folder(find_file("VGGFace2", self.root, split), split)
             else:
                 people, paths = _read_list(path, split)
+                lines = ListLines("VGGFace2", path)
             boxes = None
             if self.boxes:
                 boxes = _read_boxes(self._boxes_file(split), split, paths)
             labels, names = class_numbers(people)
             del people  # millions of entries, which need not stay while the index is made
-            splits[split] = ImageIndex(paths, labels, boxes=boxes, names=names)
+            splits[split] = ImageIndex(paths, labels, boxes=boxes, names=names, lines=lines)
         return splits
 
     def _list(self, split: str) -> Path | None:
@@ -182,11 +192,19 @@ def _read_boxes(path: Path, split: str, paths: Sequence[str]) -> NDArray[np.int3
     """(images, 4) left, top, right, bottom of each image, in the order of the paths."""
     sides = array("i")  # four for each row that belongs to an image
     positions = array("q")  # of the images of these rows
-    for position, box in _matching_rows(path, split, paths):
+    for position, box, _ in _matching_rows(path, split, paths):
         positions.append(position)
         sides.extend(box)
     image_of_row = np.asarray(positions, dtype=np.int64)
     box_of_row = np.asarray(sides, dtype=np.int32).reshape(-1, 4)
+    left, top, right, bottom = box_of_row.T
+    empty = np.flatnonzero((right <= left) | (bottom <= top))
+    if len(empty):
+        first = int(empty[0])
+        raise ValueError(
+            f"VGGFace2: `boxes` must contain at least one pixel, got {box_of_row[first].tolist()} for "
+            f"{paths[image_of_row[first]]} in line {_line_of_row(path, split, paths, first)} of {path}."
+        )
     boxes = np.zeros((len(paths), 4), dtype=np.int32)
     boxes[image_of_row] = box_of_row
     has_box = np.zeros(len(paths), dtype=bool)
@@ -194,8 +212,12 @@ def _read_boxes(path: Path, split: str, paths: Sequence[str]) -> NDArray[np.int3
 
     overwritten = np.flatnonzero((boxes[image_of_row] != box_of_row).any(1))
     if len(overwritten):
-        image = paths[image_of_row[overwritten[0]]]
-        raise ValueError(f"VGGFace2: {path} must have one box for each image, got several for {image}.")
+        first = int(overwritten[0])
+        last = int(np.flatnonzero(image_of_row == image_of_row[first])[-1])
+        raise ValueError(
+            f"VGGFace2: {path} must have one box for each image, got several for {paths[image_of_row[first]]}, in "
+            f"lines {_line_of_row(path, split, paths, first)} and {_line_of_row(path, split, paths, last)}."
+        )
     without = np.flatnonzero(~has_box)
     if len(without):
         raise ValueError(
@@ -205,8 +227,14 @@ def _read_boxes(path: Path, split: str, paths: Sequence[str]) -> NDArray[np.int3
     return boxes
 
 
-def _matching_rows(path: Path, split: str, paths: Sequence[str]) -> Iterator[tuple[int, Sequence[int]]]:
-    """Yield the position in the paths and the box of each row that belongs to one of them.
+def _line_of_row(path: Path, split: str, paths: Sequence[str], row: int) -> int:
+    """The line number of one of `_matching_rows`, for an error message."""
+    _, _, line = next(islice(_matching_rows(path, split, paths), row, None))
+    return line
+
+
+def _matching_rows(path: Path, split: str, paths: Sequence[str]) -> Iterator[tuple[int, Sequence[int], int]]:
+    """Yield the position in the paths, the box and the line number of each row that belongs to one of the paths.
 
     The rows of the official files are in the order of the official lists, so a table of all names is made only when a
     row is found that is not.
@@ -227,9 +255,9 @@ def _matching_rows(path: Path, split: str, paths: Sequence[str]) -> Iterator[tup
             in_order = False
             position_of = {_without_suffix(image): position for position, image in enumerate(paths)}
         if in_order:
-            yield row, box
+            yield row, box, line
         elif name in position_of:
-            yield position_of[name], box
+            yield position_of[name], box, line
 
 
 def _parse_box(path: Path, fields: Sequence[str], line: int) -> Sequence[int]:

@@ -164,6 +164,7 @@ def index_columns():
         "instances": [0, 1],
         "cameras": [1, 2],
         "names": ["x", "y"],
+        "lines": None,
     }
 
 

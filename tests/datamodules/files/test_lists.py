@@ -91,8 +91,9 @@ def test_an_image_that_is_listed_twice_raises(tmp_path, kind):
 def test_different_values_with_the_same_hash_are_unique(tmp_path):
     assert hash(-1) == hash(-2)
     check_unique("I", tmp_path, "id", [-1, -2, "-1"])
-    with pytest.raises(ValueError, match=r"`id` must be different in each line of .*, got -2 twice"):
-        check_unique("I", tmp_path, "id", [-1, -2, -2])
+    file = write_text(tmp_path / "list.txt", "-1\n\n-2\n-2\n")
+    with pytest.raises(ValueError, match=r"`id` must be different in each line of .*, got -2 twice, in lines 3 and 4"):
+        check_unique("I", file, "id", [-1, -2, -2])
 
 
 @refusal
@@ -118,5 +119,8 @@ def test_rows_are_split_into_fields_and_checked(tmp_path):
     assert len(list(read_rows("I", file, 2, more=True))) == 2
     with pytest.raises(ValueError, match=rf"^I: `id` must be integers in {file}, got '1x'"):
         parse_integers("I", file, "id", ["1", "1x"])
-    with pytest.raises(ValueError, match=rf"^I: `id` must be different in each line of {file}, got 7 twice"):
-        check_unique("I", file, "id", [7, 8, 7])
+    file.write_text("id\n7\n8\n7\n")
+    with pytest.raises(
+        ValueError, match=rf"^I: `id` must be different in each line of {file}, got 7 twice, in lines 2"
+    ):
+        check_unique("I", file, "id", [7, 8, 7], skip=1)

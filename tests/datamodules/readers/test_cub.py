@@ -73,7 +73,12 @@ INVALID = {
         r"labels.txt must have 2 fields, got 1 with a different number of fields \(line 3\)",
     ),
     "missing height": (BOXES, "2.0 20.25 30.0", "2.0 20.25", r"boxes.txt must have 5 fields, .* \(line 2\)"),
-    "id twice": (PATHS, "2 001", "1 001", "`image_id` must be different in each line of .*images.txt, got 1 twice"),
+    "id twice": (
+        PATHS,
+        "2 001",
+        "1 001",
+        "`image_id` must be different in each line of .*images.txt, got 1 twice, in lines 1 and 2",
+    ),
     "class's id twice": (CLASSES, "20 200", "21 200", "must be different .*image_class_labels.txt, got 21 twice"),
     "box's id twice": (BOXES, "20 4.5", "21 4.5", "must be different .*bounding_boxes.txt, got 21 twice"),
     "id that is not a number": (PATHS, "2 001", "b 001", "`image_id` must be integers in .*images.txt, got 'b'"),
@@ -103,9 +108,14 @@ INVALID = {
         BOXES,
         "20 4.5 2.0 20.25",
         "20 4.0 2.0 0.0",
-        r"`boxes` must contain at least one pixel, got \[4, 2, 4, 32\] for im",
+        r"`boxes` must contain at least one pixel, got \[4, 2, 4, 32\] for image 20 in line 3 of .*bounding_boxes.txt",
     ),
-    "path out of the root": (PATHS, "2 001", "2 ../../001", "must lie inside the root, got 'images/../../001.Black"),
+    "path out of the root": (
+        PATHS,
+        "2 001",
+        "2 ../../001",
+        "^CUB200: .* inside the root, got 'images/../../001.Black.* in line 2 of .*images.txt",
+    ),
 }
 
 

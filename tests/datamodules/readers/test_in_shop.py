@@ -123,7 +123,12 @@ INVALID = {
     ),
     "missing corner": (BOXES, " 030\n", "\n", r"7 fields, got 1 with a different number of fields \(line 3\)"),
     "corner that is not a number": (BOXES, " 030\n", " 3x\n", "`y_2` must be integers .*, got '3x'"),
-    "empty box": (BOXES, " 030\n", " 002\n", r"`boxes` must contain at least one pixel, got \[3, 2, 30, 2\] for img/"),
+    "empty box": (
+        BOXES,
+        " 030\n",
+        " 002\n",
+        r"`boxes` must contain at least one pixel, got \[3, 2, 30, 2\] for img/.* in line 3 of .*list_bbox_inshop.txt",
+    ),
     "no box": (
         BOXES,
         FIRST,

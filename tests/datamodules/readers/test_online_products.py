@@ -81,8 +81,18 @@ INVALID = {
         "2 12 ",
         r"Ebay_train.txt must have 4 fields, got 1 with a different number of fields \(line 3\)",
     ),
-    "id twice": ("train", "\n2 8", "\n1 8", r"`image_id` must be different .*Ebay_\{train,test\}.txt, got 1 twice"),
-    "id in both lists": ("test", "\n13 ", "\n1 ", r"`image_id` must be different .*Ebay_\{train,test\}.txt, got 1 "),
+    "id twice": (
+        "train",
+        "\n2 8",
+        "\n1 8",
+        r"`image_id` must be different .*Ebay_train.txt, got 1 twice, in lines 2 and 3",
+    ),
+    "id in both lists": (
+        "test",
+        "\n13 ",
+        "\n1 ",
+        r"`image_id` must be .* got 1 twice, in line 2 of .*train.txt and in line 2 of .*test.txt",
+    ),
     "id that is not a number": ("train", "\n2 8", "\nb 8", "`image_id` must be integers .*, got 'b'"),
     "class that is not a number": ("test", "13 11319", "13 c11319", "`class_id` must be integers .*, got 'c11319'"),
     "category that is not a number": (

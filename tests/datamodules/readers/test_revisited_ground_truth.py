@@ -84,7 +84,7 @@ INVALID = {
     "image in two lists": (entry(1, easy=[2]), rf"must list an image only once for {OF}, got 2 \({IMAGES[2]}\) twice"),
     "path out of the root": (
         ground_truth(imlist=["../x", *IMAGES[1:]]),
-        r"`paths` must lie inside the root, got 'jpg/\.",
+        r"^RevisitedOxford: `imlist` must be names of images inside the root, got '\.\./x' at position 0 in .*\.pkl",
     ),
 }
 

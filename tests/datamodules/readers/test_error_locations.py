@@ -1,0 +1,219 @@
+"""Errors about paths, clashes and empty boxes name the data set, the list and the line, for every reader of lists."""
+
+import json
+import re
+from typing import NamedTuple
+
+import pytest
+
+from lightning_retrieval.datamodules import (
+    CUB200,
+    IJBC,
+    ImageTable,
+    INaturalist,
+    InShop,
+    LandmarksClean,
+    RevisitedOxford,
+    StanfordOnlineProducts,
+    VehicleID,
+    VGGFace2,
+)
+from tests.datamodules.small_ijbc import write_ijbc, write_ijbc_repack
+from tests.datamodules.small_revisited import GND, ground_truth, write_distractors, write_pickle, write_revisited
+from tests.datamodules.trees import write_cub, write_in_shop, write_online_products, write_text, write_vehicle_id
+from tests.datamodules.trees_more import write_inaturalist, write_landmarks, write_vgg_face2
+
+
+class Tree(NamedTuple):
+    """How the tree of a data set is written and read."""
+
+    write: object
+    read: object
+
+
+def write_revisited_with_distractors(root):
+    write_revisited(root)
+    write_distractors(root / "revisitop1m")
+
+
+def write_table(root):
+    """A table of two classes for training and two for the test, two images each, with boxes."""
+    rows = ["image,label,split,box"]
+    for image in range(8):
+        split = "train" if image < 4 else "test"
+        rows.append(f"{image}.jpg,{image // 2},{split},1 2 {20 + image} 30")
+    write_text(root / "table.csv", "\n".join(rows) + "\n")
+
+
+TREES = {
+    "StanfordOnlineProducts": Tree(write_online_products, StanfordOnlineProducts),
+    "InShop": Tree(write_in_shop, lambda root: InShop(root, boxes=True)),
+    "CUB200": Tree(write_cub, lambda root: CUB200(root, boxes=True)),
+    "VehicleID": Tree(write_vehicle_id, VehicleID),
+    "VehicleID, all images": Tree(write_vehicle_id, lambda root: VehicleID(root, select_by_vid=True)),
+    "VGGFace2": Tree(write_vgg_face2, VGGFace2),
+    "VGGFace2, boxes": Tree(write_vgg_face2, lambda root: VGGFace2(root, boxes=True)),
+    "INaturalist": Tree(write_inaturalist, INaturalist),
+    "INaturalist, levels": Tree(write_inaturalist, lambda root: INaturalist(root, levels=["species", "genus"])),
+    "LandmarksClean": Tree(write_landmarks, LandmarksClean),
+    "IJBC": Tree(write_ijbc, lambda root: IJBC(root, least_instances=1)),
+    "IJBC, re-pack": Tree(write_ijbc_repack, lambda root: IJBC(root, least_instances=1)),
+    "RevisitedOxford": Tree(
+        write_revisited_with_distractors, lambda root: RevisitedOxford(root, distractors=root / "revisitop1m")
+    ),
+    "ImageTable": Tree(write_table, lambda root: ImageTable(root, "table.csv")),
+}
+TRAIN, TEST = "Ebay_train.txt", "Ebay_test.txt"
+PARTITION, INSHOP_BOXES = "Eval/list_eval_partition.txt", "Eval/list_bbox_inshop.txt"
+VEHICLES, SMALL, ALL = (
+    "train_test_split/train_list.txt",
+    "train_test_split/test_list_800.txt",
+    "attribute/img2vid.txt",
+)
+FACES, TEST_FACES, LOOSE = "meta/train_list.txt", "meta/test_list.txt", "bb_landmark/loose_bb_train.csv"
+PLANTS, ANIMALS = (f"Inat_dataset_splits/Inaturalist_{split}_set1.txt" for split in ("train", "test"))
+LANDMARKS = "annotations/annotation_clean_train.txt"
+GALLERY, PROBES = "protocols/ijbc_1N_gallery_G1.csv", "meta/ijbc_1N_probe_mixed.csv"
+CROPS = "meta/ijbc_face_tid_mid.txt"
+DISTRACTORS = "revisitop1m/revisitop1m.txt"
+# For each case: the tree, the list that is changed, the number of its line, the new line, and the lines that the error
+# must name, by list. Paths that are joined to a folder are absolute as they stand in the list.
+CASES = {
+    "products ..": ("StanfordOnlineProducts", TRAIN, 3, "2 8 12 ../a.JPG", {TRAIN: [3]}),
+    "products absolute": ("StanfordOnlineProducts", TRAIN, 3, "2 8 12 /a.JPG", {TRAIN: [3]}),
+    "products class in both": ("StanfordOnlineProducts", TEST, 3, "14 8 12 b.JPG", {TRAIN: [2], TEST: [3]}),
+    "products id in both": ("StanfordOnlineProducts", TEST, 4, "1 11319 2 b.JPG", {TRAIN: [2], TEST: [4]}),
+    "products id twice": ("StanfordOnlineProducts", TRAIN, 4, "1 8 12 b.JPG", {TRAIN: [2, 4]}),
+    "products path twice": ("StanfordOnlineProducts", TRAIN, 4, "3 8 12 toaster_final/11108_0.JPG", {TRAIN: [2, 4]}),
+    "clothes ..": ("InShop", PARTITION, 4, "img/../a/b/1.jpg id_00000001 gallery", {PARTITION: [4]}),
+    "clothes absolute": ("InShop", PARTITION, 4, "/img/MEN/Denim/1.jpg id_00000001 gallery", {PARTITION: [4]}),
+    "clothes class in both": (
+        *("InShop", PARTITION, 6, "img/WOMEN/Dresses/id_00000002/01_1_front.jpg id_00000001 train"),
+        {PARTITION: [3, 6]},
+    ),
+    "clothes twice": (
+        *("InShop", PARTITION, 4, "img/MEN/Denim/id_00000001/01_1_front.jpg id_00000001 gallery"),
+        {PARTITION: [3, 4]},
+    ),
+    "clothes empty box": (
+        *("InShop", INSHOP_BOXES, 23, "img/MEN/Denim/id_00000001/01_1_front.jpg 1 2 001 002 001 030"),
+        {INSHOP_BOXES: [23]},
+    ),
+    "birds ..": ("CUB200", "images.txt", 2, "2 ../a.jpg", {"images.txt": [2]}),
+    "birds absolute": ("CUB200", "images.txt", 2, "2 /a.jpg", {"images.txt": [2]}),
+    "birds id twice": ("CUB200", "images.txt", 3, "2 001.a/a.jpg", {"images.txt": [2, 3]}),
+    "birds empty box": ("CUB200", "bounding_boxes.txt", 4, "19 3.0 2.0 0.0 30.0", {"bounding_boxes.txt": [4]}),
+    "vehicles ..": ("VehicleID", VEHICLES, 2, "../a 9", {VEHICLES: [2]}),
+    "vehicles absolute": ("VehicleID", VEHICLES, 2, "/a 9", {VEHICLES: [2]}),
+    "vehicles class in both": ("VehicleID", SMALL, 2, "a 9", {VEHICLES: [1], SMALL: [2]}),
+    "vehicles image of two": ("VehicleID", SMALL, 2, "0000001 30", {SMALL: [2]}),
+    "vehicles twice": ("VehicleID", VEHICLES, 2, "0000001 9", {VEHICLES: [1, 2]}),
+    "vehicles two models": ("VehicleID", "attribute/model_attr.txt", 2, "9 7", {"attribute/model_attr.txt": [1, 2]}),
+    "vehicles, all images ..": ("VehicleID, all images", ALL, 3, "../a 11", {ALL: [3]}),
+    "faces ..": ("VGGFace2", FACES, 2, "../a.jpg", {FACES: [2]}),
+    "faces absolute": ("VGGFace2", FACES, 2, "/n000002/a.jpg", {FACES: [2]}),
+    "faces absolute, without a folder": ("VGGFace2", FACES, 2, "/a.jpg", {FACES: [2]}),
+    "faces class in both": ("VGGFace2", TEST_FACES, 2, "n000002/a.jpg", {FACES: [1], TEST_FACES: [2]}),
+    "faces twice": ("VGGFace2", FACES, 2, "n000002/0001_01.jpg", {FACES: [1, 2]}),
+    "faces empty box": ("VGGFace2, boxes", LOOSE, 3, '"n000002/0002_01",1,2,0,30', {LOOSE: [3]}),
+    "faces two boxes": ("VGGFace2, boxes", LOOSE, 3, '"n000002/0001_01",1,2,3,30', {LOOSE: [2, 3]}),
+    "plants ..": ("INaturalist", PLANTS, 2, "train_val2018/../10/a.jpg", {PLANTS: [2]}),
+    "plants absolute": ("INaturalist", PLANTS, 2, "/train_val2018/Plantae/10/a.jpg", {PLANTS: [2]}),
+    "plants class in both": (
+        *("INaturalist", ANIMALS, 2, "train_val2018/Plantae/10/a.jpg"),
+        {PLANTS: [1], ANIMALS: [2]},
+    ),
+    "plants supercategories": (
+        *("INaturalist, levels", ANIMALS, 2, "train_val2018/Aves/10/a.jpg"),
+        {PLANTS: [1], ANIMALS: [2]},
+    ),
+    "landmarks ..": ("LandmarksClean", LANDMARKS, 2, "../a.jpg 3 17 0.5", {LANDMARKS: [2]}),
+    "landmarks absolute": ("LandmarksClean", LANDMARKS, 2, "/a.jpg 3 17 0.5", {LANDMARKS: [2]}),
+    "people ..": ("IJBC", GALLERY, 3, "1,5,../a.jpg,101,2,3,20,25", {GALLERY: [3]}),
+    "people absolute": ("IJBC", GALLERY, 3, "1,5,/a.jpg,101,2,3,20,25", {GALLERY: [3]}),
+    "people empty box": ("IJBC", GALLERY, 3, "1,5,img/10.jpg,101,2,3,20,0", {GALLERY: [3]}),
+    "crops ..": ("IJBC, re-pack", CROPS, 3, "../a.jpg 1 102", {CROPS: [3]}),
+    "crops absolute": ("IJBC, re-pack", CROPS, 3, "/a.jpg 1 102", {CROPS: [3]}),
+    "crops twice": ("IJBC, re-pack", CROPS, 3, "1.jpg 1 102", {CROPS: [1, 3]}),
+    "crops template of two": ("IJBC, re-pack", PROBES, 3, "1,12,a.jpg,101,2,3,20,25", {PROBES: [3]}),
+    "distractors ..": ("RevisitedOxford", DISTRACTORS, 2, "../a.jpg", {DISTRACTORS: [2]}),
+    "distractors absolute": ("RevisitedOxford", DISTRACTORS, 2, "/a.jpg", {DISTRACTORS: [2]}),
+    "distractors twice": ("RevisitedOxford", DISTRACTORS, 2, "0/03bc.jpg", {DISTRACTORS: [1, 2]}),
+    "table ..": ("ImageTable", "table.csv", 3, "../1.jpg,0,train,1 2 3 4", {"table.csv": [3]}),
+    "table absolute": ("ImageTable", "table.csv", 3, "/1.jpg,0,train,1 2 3 4", {"table.csv": [3]}),
+    "table twice": ("ImageTable", "table.csv", 3, "0.jpg,0,train,1 2 20 30", {"table.csv": [2, 3]}),
+    "table class in both": ("ImageTable", "table.csv", 7, "5.jpg,0,test,1 2 3 4", {"table.csv": [2, 7]}),
+    "table empty box": ("ImageTable", "table.csv", 3, "1.jpg,0,train,1 2 1 4", {"table.csv": [3]}),
+}
+
+
+def error_of(tree, root):
+    with pytest.raises(ValueError, match=f"^{tree.partition(',')[0]}: ") as raised:
+        TREES[tree].read(root).splits  # noqa: B018
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_the_trees_are_valid(tmp_path, tree):
+    TREES[tree].write(tmp_path)
+    data = TREES[tree].read(tmp_path)
+    assert all(index.lines is None for index in data.splits.values())  # would be copied to each worker
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_error_names_the_data_set_the_list_and_the_line(tmp_path, case):
+    tree, name, number, line, expected = CASES[case]
+    TREES[tree].write(tmp_path)
+    path = tmp_path / name
+    lines = path.read_text(encoding="utf-8").splitlines()
+    lines[number - 1] = line
+    write_text(path, "\n".join(lines) + "\n")
+    message = error_of(tree, tmp_path)
+    for list_name, numbers in expected.items():
+        assert str(tmp_path / list_name) in message
+        for expected_number in numbers:
+            assert re.search(rf"(lines?|and) {expected_number}\b", message), message
+
+
+def test_blank_lines_are_counted(tmp_path):
+    write_online_products(tmp_path)
+    path = tmp_path / TRAIN
+    text = path.read_text(encoding="utf-8").replace("2 8 12 ", "\n\n2 8 12 ../")
+    write_text(path, text)
+    assert f"line 5 of {path}" in error_of("StanfordOnlineProducts", tmp_path)
+
+
+GROUND_TRUTHS = {
+    "..": ({"imlist": ["a", "../b", "c"]}, "`imlist` .* '../b' at position 1"),
+    "absolute": ({"qimlist": ["/a", "b", "c"]}, "`qimlist` .* '/a' at position 0"),
+    "twice": ({"imlist": ["a", "b", "a"]}, "`imlist` .* 'a' twice, at positions 0 and 2"),
+    "empty box": (
+        {"gnd": [GND[0], GND[1] | {"bbx": [9, 2, 9, 30]}, GND[2]]},
+        r"got \[9, 2, 9, 30\] for roxford5k/jpg/radcliffe_camera_000519.jpg, query 1 in",
+    ),
+    "in both lists": (
+        {"imlist": ["a", "b"], "qimlist": ["c", "d", "b"]},
+        "'b' at position 1, .* position 2 of `qimlist`",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GROUND_TRUTHS)
+def test_an_error_names_the_position_in_a_pickle(tmp_path, case):
+    changes, match = GROUND_TRUTHS[case]
+    folder = write_revisited(tmp_path)
+    path = write_pickle(folder / "gnd_roxford5k.pkl", ground_truth(**changes))
+    with pytest.raises(ValueError, match=match) as raised:
+        RevisitedOxford(tmp_path).splits  # noqa: B018
+    assert str(raised.value).startswith("RevisitedOxford: ")
+    assert str(path) in str(raised.value)
+
+
+def test_an_error_names_the_entries_of_a_category(tmp_path):
+    write_inaturalist(tmp_path)
+    path = tmp_path / "train2018.json"
+    content = json.loads(path.read_text(encoding="utf-8"))
+    content["categories"].append({**content["categories"][1], "genus": "another"})
+    write_text(path, json.dumps(content))
+    message = error_of("INaturalist, levels", tmp_path)
+    assert f"one entry in {path}, got the id 9 in the entries 1 and 5 of its categories" in message
