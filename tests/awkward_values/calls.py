@@ -18,7 +18,7 @@ from beartype.door import is_bearable
 
 from tests.awkward_values.values import awkward_values
 
-SECONDS = 2.0  # that a call may take
+SECONDS = 10.0  # that a call may take, also on a busy machine
 ERRORS = (ValueError, TypeError, FileNotFoundError)
 INT_FOR_FLOAT = BeartypeConf(is_pep484_tower=True)
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
