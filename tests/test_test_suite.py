@@ -15,6 +15,7 @@ MIRRORED = {
 }
 # Tests that belong to no single source file: {file: what they test}.
 OF_NO_SINGLE_FILE = {
+    "tests/datamodules/readers/test_error_locations.py": "all readers, with errors in their lists",
     "tests/datamodules/readers/test_every_reader.py": "what all readers have in common",
     "tests/lightning_retrieval/losses/test_every_loss.py": "what all losses have in common",
     "tests/lightning_retrieval/losses/test_extreme_settings.py": "all losses, with extreme settings",
