@@ -106,7 +106,7 @@ def check_seed(owner: str, name: str, value: Any) -> int:
     return check_integer(owner, name, value, least=0, most=math.inf)
 
 
-def check_counts(owner: str, name: str, values: Sequence[int], *, may_be_empty: bool = False) -> tuple[int, ...]:
+def check_counts(owner: str, name: str, values: Sequence[Any], *, may_be_empty: bool = False) -> tuple[int, ...]:
     """The values as a tuple; raise unless they are a sequence of integers >= 1; `may_be_empty` allows none."""
     is_sequence = isinstance(values, Sequence) and not isinstance(values, (str, bytes))
     if not is_sequence or not (values or may_be_empty):

@@ -147,7 +147,7 @@ class COCOMetrics(Metric):
         return detections, targets
 
 
-def _rows_by_key(key: Int[Tensor, " row"]) -> dict[int, Int[Tensor, " row"]]:
+def _rows_by_key(key: Int[Tensor, " row"]) -> dict[int, Int[Tensor, " _"]]:
     """{key: its rows}, in their order."""
     order = key.argsort(stable=True)
     keys, counts = torch.unique_consecutive(key[order], return_counts=True)

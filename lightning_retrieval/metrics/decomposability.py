@@ -54,7 +54,7 @@ def _select(rows: Rows, batch: Int[Tensor, " batch"]) -> Rows:
     return chosen._replace(embeddings=embeddings, labels=chosen.labels[:, :1])
 
 
-def cut_into_batches(labels: Int[Tensor, " row"], classes: int, samples: int) -> list[Int[Tensor, " batch"]]:
+def cut_into_batches(labels: Int[Tensor, " row"], classes: int, samples: int) -> list[Int[Tensor, " _"]]:
     """Cut a set into batches like those of a PK sampler.
 
     The images of each class are cut into groups of `samples` images, in random order; the last group of a class may be

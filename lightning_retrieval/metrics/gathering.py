@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 class CollectedRows(NamedTuple):
     """The rows of all updates in any order. An image may occur several times. Only the embeddings are in batches."""
 
-    embeddings: Sequence[Float[Tensor, "batch dim"]]
+    embeddings: Sequence[Float[Tensor, "_ dim"]]
     labels: Int[Tensor, "row ..."]
     ids: Int[Tensor, " row"] | None
     roles: Int[Tensor, " row"]

@@ -25,7 +25,7 @@ class UnitRows:
         index: the chosen rows of all batches together.
     """
 
-    batches: Sequence[Float[Tensor, "batch dim"]]
+    batches: Sequence[Float[Tensor, "_ dim"]]
     index: Int[Tensor, " row"]
 
     @property
@@ -50,13 +50,13 @@ class UnitRows:
         return rows
 
 
-def unit_rows(batches: Sequence[Float[Tensor, "batch dim"]]) -> UnitRows:
+def unit_rows(batches: Sequence[Float[Tensor, "_ dim"]]) -> UnitRows:
     """All rows of these batches."""
     rows = sum(len(batch) for batch in batches)
     return UnitRows(batches, torch.arange(rows, device=batches[0].device))
 
 
-def _parts(batches: Sequence[Float[Tensor, "batch dim"]]) -> Iterator[Float[Tensor, "part dim"]]:
+def _parts(batches: Sequence[Float[Tensor, "_ dim"]]) -> Iterator[Float[Tensor, "_ dim"]]:
     """The rows of all batches in order, in parts that are neither large nor many."""
     most_rows = max(1, _PART_NUMBERS // batches[0].shape[1])
     waiting: list[Tensor] = []
@@ -72,7 +72,7 @@ def _parts(batches: Sequence[Float[Tensor, "batch dim"]]) -> Iterator[Float[Tens
         yield _joined(waiting)
 
 
-def _joined(parts: list[Float[Tensor, "part dim"]]) -> Float[Tensor, "rows dim"]:
+def _joined(parts: list[Float[Tensor, "_ dim"]]) -> Float[Tensor, "rows dim"]:
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts)
