@@ -1,5 +1,6 @@
 """The LightningModule that trains a torchvision detector, and evaluates it."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,21 +10,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
-from lightning_retrieval.checks import check_choice, check_integer
 from lightning_retrieval.detection.coco_metrics import COCOMetrics
 from lightning_retrieval.detection.roi_heads import RankedRoIHeads, check_roi_heads
 from lightning_retrieval.detection.targets import check_targets, num_classes
 from lightning_retrieval.distributed import rank
-from lightning_retrieval.training.checkpointed_module import CheckpointedModule
-from lightning_retrieval.training.hyperparameters import describe, rebuild, rebuild_factory, rebuild_optional
+from lightning_retrieval.training.hyperparameters import rebuild, rebuild_optional
 from lightning_retrieval.training.module_checks import seed_of_run
-from lightning_retrieval.training.optimizers import make_optimizer
+from lightning_retrieval.training.optimized_module import OptimizedModule
 from lightning_retrieval.training.random_state import step_random_state
 
 MAX_BATCHES = 1 << 24  # of an epoch
 
 
-class DetectionModule(CheckpointedModule):
+class DetectionModule(OptimizedModule):
     """Trains a detector whose box classifier ranks the regions of all images of the global batch.
 
     It uses automatic optimization, so every flag of the Trainer works that works with it, such as `gradient_clip_val`
@@ -74,13 +73,7 @@ class DetectionModule(CheckpointedModule):
         super().__init__()
         objects: dict[str, Any] = {"detector": detector, "loss": loss, "metrics": metrics}
         objects |= {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
-        self.save_hyperparameters(ignore=list(objects))
-        if "_instantiator" in self.hparams:  # LightningCLI: the hyperparameters are the config, which is plain already
-            self.save_hyperparameters()
-        else:
-            self._replace_hyperparameters(describe({**self.hparams, **objects}))
-            # Lightning looks for an argument that equals the dict, and torchmetrics' metrics equal anything.
-            self._hparams_name = None
+        self._keep_hyperparameters(objects, inspect.currentframe())
         owner = type(self).__name__
         self.detector = rebuild(owner, "detector", detector, nn.Module)
         check_roi_heads(owner, "detector", getattr(self.detector, "roi_heads", self.detector))
@@ -88,16 +81,13 @@ class DetectionModule(CheckpointedModule):
         loss = rebuild_optional(owner, "loss", loss, nn.Module)
         if loss is not None:
             self.detector.roi_heads = RankedRoIHeads(heads, loss)
-        self.optimizer = rebuild_factory(owner, "optimizer", optimizer, Optimizer)
-        self.lr_scheduler = lr_scheduler
-        if lr_scheduler is not None:
-            schedulers = (LRScheduler, ReduceLROnPlateau)
-            self.lr_scheduler = rebuild_factory(owner, "lr_scheduler", lr_scheduler, schedulers)
-        self.lr_scheduler_interval = check_choice(
-            owner, "lr_scheduler_interval", lr_scheduler_interval, ("epoch", "step")
+        self._set_optimizer(
+            optimizer,
+            lr_scheduler,
+            interval=lr_scheduler_interval,
+            frequency=lr_scheduler_frequency,
+            monitor=lr_scheduler_monitor,
         )
-        self.lr_scheduler_frequency = check_integer(owner, "lr_scheduler_frequency", lr_scheduler_frequency, least=1)
-        self.lr_scheduler_monitor = lr_scheduler_monitor
         self.num_classes = num_classes(self.detector)
         self.metrics = rebuild_optional(owner, "metrics", metrics, Metric)  # type: ignore[type-abstract]
         self.seed = seed_of_run(owner, seed)
@@ -122,16 +112,7 @@ class DetectionModule(CheckpointedModule):
 
     def configure_optimizers(self) -> Any:
         """One optimizer over the trainable parameters, and its scheduler."""
-        optimizer = make_optimizer(self, None, self.optimizer, 1.0)
-        if self.lr_scheduler is None:
-            return optimizer
-        scheduler = {
-            "scheduler": self.lr_scheduler(optimizer),
-            "interval": self.lr_scheduler_interval,
-            "frequency": self.lr_scheduler_frequency,
-            "monitor": self.lr_scheduler_monitor,
-        }
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+        return self._make_optimizer(monitor=self.lr_scheduler_monitor)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The sum of the detector's losses. All random choices are a function of (seed, epoch, batch, rank)."""

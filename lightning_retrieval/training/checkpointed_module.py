@@ -1,7 +1,7 @@
 """Checkpoints of all modules: verified when they are read, plain when they are written."""
 
-import inspect
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 import pytorch_lightning as pl
@@ -23,16 +23,24 @@ from lightning_retrieval.training.hyperparameters import check_command_line_hype
 class CheckpointedModule(pl.LightningModule):
     """A module whose checkpoints hold plain values, so they load with `weights_only=True`, and are verified first."""
 
-    def _replace_hyperparameters(self, described: Mapping[str, Any]) -> None:
-        """Keep other hyperparameters than the constructor's arguments.
+    def _keep_hyperparameters(self, objects: Mapping[str, Any], frame: FrameType | None) -> None:
+        """Keep the arguments of a constructor as hyperparameters of plain values.
 
-        Lightning compares `described` with each argument of the constructor that it finds in the frames above, which
-        fails for an array. The outermost frame has none above it.
+        Args:
+            objects: the arguments that are objects, which are kept as their classes and arguments.
+            frame: of the constructor.
         """
-        frame = inspect.currentframe()
+        self.save_hyperparameters(ignore=list(objects), frame=frame)
+        if "_instantiator" in self.hparams:  # LightningCLI: the hyperparameters are the config, which is plain already
+            self.save_hyperparameters(frame=frame)
+            return
+        # Lightning compares what it is given with each argument of the constructors that it finds in the frames above,
+        # which fails for an array. The outermost frame has none above it.
         while frame is not None and frame.f_back is not None:
             frame = frame.f_back
-        self.save_hyperparameters(described, frame=frame)
+        self.save_hyperparameters(describe({**self.hparams, **objects}), frame=frame)
+        # With `load_from_checkpoint` it compares nevertheless, and a metric of torchmetrics equals anything.
+        self._hparams_name = None
 
     def configure_callbacks(self) -> Any:
         """Let the Trainer verify the checkpoints that it loads."""

@@ -9,7 +9,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_retrieval.training.checkpointed_module import CheckpointedModule
+from lightning_retrieval.training.optimized_module import OptimizedModule
 from lightning_retrieval.training.run_report import log_facts
 from lightning_retrieval.training.schedulers import (
     check_plateau_schedulers,
@@ -21,12 +21,11 @@ from lightning_retrieval.training.throughput import Throughput
 from lightning_retrieval.training.trainer_checks import check_trainer
 
 
-class ManualTraining(CheckpointedModule):
+class ManualTraining(OptimizedModule):
     """The hooks of a run that are the same whatever is embedded and ranked. `RetrievalModule` builds on it."""
 
     gradient_clip_val: float | None
     gradient_clip_algorithm: str
-    lr_scheduler_monitor: str
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
 """The LightningModule that trains any embedding network with any loss of the whole batch's ranked lists."""
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -12,9 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_retrieval.checks import (
     check_bool,
     check_choice,
-    check_integer,
     check_positive,
-    check_string,
     check_tensor,
 )
 from lightning_retrieval.distributed import rank
@@ -23,7 +22,7 @@ from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.training.batches import Unpacked, unpack
 from lightning_retrieval.training.chunk_size_search import ChunkSizeSearch
 from lightning_retrieval.training.chunked import chunked_backward
-from lightning_retrieval.training.hyperparameters import describe, rebuild, rebuild_factory, rebuild_optional
+from lightning_retrieval.training.hyperparameters import rebuild, rebuild_optional
 from lightning_retrieval.training.manual_training import ManualTraining
 from lightning_retrieval.training.memory import CrossBatchMemory
 from lightning_retrieval.training.module_checks import (
@@ -33,7 +32,6 @@ from lightning_retrieval.training.module_checks import (
     check_memory,
     seed_of_run,
 )
-from lightning_retrieval.training.optimizers import make_optimizer
 from lightning_retrieval.training.random_state import step_random_state
 from lightning_retrieval.training.run_report import report_first_step
 from lightning_retrieval.training.step import TrainingStep
@@ -117,24 +115,17 @@ class RetrievalModule(ManualTraining):
         super().__init__()
         modules = {"embedder": embedder, "loss": loss, "memory": memory, "whitening": whitening}
         objects = {**modules, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
-        self.save_hyperparameters(ignore=list(objects))
-        if "_instantiator" in self.hparams:  # LightningCLI: the hyperparameters are the config, which is plain already
-            self.save_hyperparameters()
-        else:
-            self._replace_hyperparameters(describe({**self.hparams, **objects}))
+        self._keep_hyperparameters(objects, inspect.currentframe())
         owner = type(self).__name__
         self.embedder = rebuild(owner, "embedder", embedder, nn.Module)
         self.loss = adapt_loss(owner, rebuild(owner, "loss", loss, nn.Module))
-        self.optimizer = rebuild_factory(owner, "optimizer", optimizer, Optimizer)
-        self.lr_scheduler = lr_scheduler
-        if lr_scheduler is not None:
-            schedulers = (LRScheduler, ReduceLROnPlateau)
-            self.lr_scheduler = rebuild_factory(owner, "lr_scheduler", lr_scheduler, schedulers)
-        self.lr_scheduler_interval = check_choice(
-            owner, "lr_scheduler_interval", lr_scheduler_interval, ("epoch", "step")
+        self._set_optimizer(
+            optimizer,
+            lr_scheduler,
+            interval=lr_scheduler_interval,
+            frequency=lr_scheduler_frequency,
+            monitor=lr_scheduler_monitor,
         )
-        self.lr_scheduler_frequency = check_integer(owner, "lr_scheduler_frequency", lr_scheduler_frequency, least=1)
-        self.lr_scheduler_monitor = check_string(owner, "lr_scheduler_monitor", lr_scheduler_monitor)
         self.memory = rebuild_optional(owner, "memory", memory, CrossBatchMemory)
         self.memory_weight = check_memory(owner, self.loss, self.memory, memory_weight)
         self.whitening = rebuild_optional(owner, "whitening", whitening, Whitening)
@@ -192,15 +183,7 @@ class RetrievalModule(ManualTraining):
         in manual optimization.
         """
         head = getattr(self.embedder, "head", None)
-        optimizer = make_optimizer(self, head, self.optimizer, self.head_lr_factor)
-        if self.lr_scheduler is None:
-            return optimizer
-        scheduler = {
-            "scheduler": self.lr_scheduler(optimizer),
-            "interval": self.lr_scheduler_interval,
-            "frequency": self.lr_scheduler_frequency,
-        }
-        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+        return self._make_optimizer(head, self.head_lr_factor)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Compute the gradient of the loss in chunks, sum it over the processes, and step; all state changes here."""

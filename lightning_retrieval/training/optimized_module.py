@@ -1,0 +1,63 @@
+"""The optimizer of a module and its learning-rate scheduler, as its constructor was given them."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lightning_retrieval.checks import check_choice, check_integer, check_string
+from lightning_retrieval.training.checkpointed_module import CheckpointedModule
+from lightning_retrieval.training.hyperparameters import rebuild_factory
+from lightning_retrieval.training.optimizers import make_optimizer
+
+
+class OptimizedModule(CheckpointedModule):
+    """A module with one optimizer over its trainable parameters, and a learning-rate scheduler or none."""
+
+    def _set_optimizer(
+        self,
+        optimizer: Callable[[Iterable[Any]], Optimizer],
+        lr_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None,
+        *,
+        interval: Literal["epoch", "step"],
+        frequency: int,
+        monitor: str,
+    ) -> None:
+        """Check these arguments of the constructor and keep them as attributes.
+
+        Args:
+            optimizer: called with the parameter groups.
+            lr_scheduler: called with the optimizer, or None.
+            interval: the argument `lr_scheduler_interval`.
+            frequency: the argument `lr_scheduler_frequency`.
+            monitor: the argument `lr_scheduler_monitor`.
+        """
+        owner = type(self).__name__
+        self.optimizer = rebuild_factory(owner, "optimizer", optimizer, Optimizer)
+        self.lr_scheduler = lr_scheduler
+        if lr_scheduler is not None:
+            schedulers = (LRScheduler, ReduceLROnPlateau)
+            self.lr_scheduler = rebuild_factory(owner, "lr_scheduler", lr_scheduler, schedulers)
+        self.lr_scheduler_interval = check_choice(owner, "lr_scheduler_interval", interval, ("epoch", "step"))
+        self.lr_scheduler_frequency = check_integer(owner, "lr_scheduler_frequency", frequency, least=1)
+        self.lr_scheduler_monitor = check_string(owner, "lr_scheduler_monitor", monitor)
+
+    def _make_optimizer(self, head: Any = None, head_lr_factor: float = 1.0, **scheduler_settings: Any) -> Any:
+        """What `configure_optimizers` returns: the optimizer and, if there is one, its scheduler.
+
+        Args:
+            head: the last layers of the network, or None.
+            head_lr_factor: ratio of the head's learning rate to that of the other parameters.
+            scheduler_settings: further entries of Lightning's description of the scheduler.
+        """
+        optimizer = make_optimizer(self, head, self.optimizer, head_lr_factor)
+        if self.lr_scheduler is None:
+            return optimizer
+        scheduler = {
+            "scheduler": self.lr_scheduler(optimizer),
+            "interval": self.lr_scheduler_interval,
+            "frequency": self.lr_scheduler_frequency,
+            **scheduler_settings,
+        }
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
