@@ -24,8 +24,8 @@ class CocoDetection(BoxDataModule):
 
     A file has the lists `images` (`id`, `file_name`), `annotations` (`image_id`, `category_id`, `bbox` as left, top,
     width and height in pixels, optionally `iscrowd`) and `categories` (`id`, `name`). Labels are numbered from 1 in the
-    order of the categories' ids. Crowds are treated as difficult objects: not trained on, and ignored in evaluation by
-    `VOCMetrics`. Images without annotations are kept.
+    order of the categories' ids. Crowds are treated as difficult objects: not trained on, and ignored in evaluation.
+    Images without annotations are kept.
 
     Args:
         root: the folder that the file names of the images are relative to.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchvision.models.detection.roi_heads import RoIHeads
 
+from lightning_retrieval.checks import short_repr
 from lightning_retrieval.detection.targets import check_class_labels
 
 NEEDED = "RoI heads with a box classifier, as those of torchvision's FasterRCNN and MaskRCNN"
@@ -41,7 +42,7 @@ class RankedRoIHeads(RoIHeads):  # type: ignore[misc]
     def __init__(self, roi_heads: nn.Module, loss: nn.Module) -> None:
         check_roi_heads("RankedRoIHeads", "roi_heads", roi_heads)
         if not isinstance(loss, nn.Module):
-            raise TypeError(f"RankedRoIHeads: `loss` must be a module such as DetectionAPLoss, got {loss!r}.")
+            raise TypeError(f"RankedRoIHeads: `loss` must be a module such as DetectionAPLoss, got {short_repr(loss)}.")
         nn.Module.__init__(self)
         for name, value in vars(roi_heads).items():
             if isinstance(value, dict):  # layers, parameters and hooks: the loss must not be added to the old heads

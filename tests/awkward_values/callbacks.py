@@ -3,6 +3,7 @@
 from lightning_retrieval import DatabaseAugmentation, QueryExpansion
 from lightning_retrieval.callbacks import (
     APMonitor,
+    DetectionPicture,
     LearnWhitening,
     PrecisionRecallCurve,
     RetrievalEvaluation,
@@ -15,6 +16,7 @@ from tests.awkward_values.calls import Call
 
 CALLS = {
     "APMonitor": [Call("APMonitor", APMonitor)],
+    "DetectionPicture": [Call("DetectionPicture", DetectionPicture, lambda: {"images": 4, "detections": 2})],
     "LearnWhitening": [Call("LearnWhitening", LearnWhitening, lambda: {"images": 50})],
     "PrecisionRecallCurve": [Call("PrecisionRecallCurve", PrecisionRecallCurve, lambda: {"every_n_epochs": 2})],
     "RetrievalEvaluation": [

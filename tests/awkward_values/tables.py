@@ -1,4 +1,4 @@
-"""All tables of valid calls, and the public names that have none yet.
+"""All tables of valid calls.
 
 A table maps each name to its valid calls: usually the constructor and the main methods.
 """
@@ -28,9 +28,3 @@ TABLES = (
     search.CALLS,
     training.CALLS,
 )
-# The public names that are in no table yet, by package. A new public name belongs into a table.
-NOT_COVERED = {
-    "detection": ["COCOMetrics", "DetectionModule", "RankedRoIHeads", "TinyFasterRCNN"],
-    "callbacks": ["DetectionPicture"],
-    "datamodules": ["BoxDataModule", "DetectionDataModule", "GlyphScenes"],
-}  # fmt: skip

@@ -94,7 +94,7 @@ def test_invalid_settings_and_lists():
         VOCMetrics(3, iou_threshold=50)
     with pytest.raises(TypeError, match="VOCMetrics: `eleven_points` must be True or False"):
         VOCMetrics(3, eleven_points="no")
-    with pytest.raises(ValueError, match="`detections` must have one entry for each target, got 0 for 1 targets"):
+    with pytest.raises(ValueError, match="`detections` must be one for each target, got 0 for 1"):
         VOCMetrics(3).update([], [image(0)[1]])
     with pytest.raises(TypeError, match="VOCMetrics: `detections` must be a dict, got 3"):
         VOCMetrics(3).update([3], [image(0)[1]])
