@@ -1,24 +1,23 @@
 """The base class of all data modules: a loader of global batches for training, plain loaders for evaluation."""
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 import pytorch_lightning as pl
-import torch
 from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_retrieval.checks import check_flag, check_integer, check_seed, short_repr
+from lightning_retrieval.checks import check_flag, check_integer, short_repr
 from lightning_retrieval.datamodules.files.data_report import Count, DataReport
-from lightning_retrieval.datamodules.loader import RetrievalDataLoader, resume_position
+from lightning_retrieval.datamodules.loader import RetrievalDataLoader, loader_settings, training_loader
 from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
 from lightning_retrieval.datamodules.samplers.category import CategorySampler
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
+from lightning_retrieval.training.random_state import seed_of_run
 
 SamplerName = Literal["pk", "category", "all_classes"]
 
@@ -98,9 +97,7 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         self.samples_per_class = check_integer(owner, "samples_per_class", samples_per_class, least=2)
         self.eval_batch_size = check_integer(owner, "eval_batch_size", eval_batch_size, least=1)
         self.num_workers = check_integer(owner, "num_workers", num_workers, least=0)
-        if seed is None:
-            seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        self.seed = check_seed(owner, "seed", seed)
+        self.seed = seed_of_run(owner, seed)
         self.sampler = check_sampler(owner, sampler)
         self.pin_memory = check_flag(owner, "pin_memory", pin_memory)
         self.persistent_workers = check_flag(owner, "persistent_workers", persistent_workers)
@@ -145,11 +142,8 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
 
     def train_dataloader(self) -> RetrievalDataLoader:
         """A loader of the batches of `train_sampler`, which begins where a resumed run continues."""
-        position: dict[str, int] = {}
-        if self.trainer is not None:
-            position = resume_position(self.trainer)
         settings = self._loader_settings(self.train_set)
-        return RetrievalDataLoader(self.train_set, self.train_sampler(), **position, **settings)
+        return training_loader(self.trainer, self.train_set, self.train_sampler(), **settings)
 
     def val_dataloader(self) -> Any:
         """A loader of the validation set in order, or a dict of loaders if there are several sets."""
@@ -186,15 +180,9 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
 
     def _loader_settings(self, dataset: Any) -> dict[str, Any]:
         """Arguments that the loaders for training and for evaluation have in common."""
-        pin_memory = self.pin_memory
-        if pin_memory is None:
-            pin_memory = torch.cuda.is_available()
-        persistent_workers = self.persistent_workers
-        if persistent_workers is None:
-            persistent_workers = self.num_workers > 0
-        return {
-            "num_workers": self.num_workers,
-            "persistent_workers": persistent_workers,
-            "pin_memory": pin_memory,
-            "collate_fn": getattr(dataset, "collate", None),
-        }
+        return loader_settings(
+            self.num_workers,
+            pin_memory=self.pin_memory,
+            persistent_workers=self.persistent_workers,
+            collate_fn=getattr(dataset, "collate", None),
+        )

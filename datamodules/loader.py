@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_retrieval.checks import check_instance, short_repr
@@ -39,6 +40,46 @@ def resume_position(trainer: pl.Trainer) -> dict[str, int]:
     if between_epochs:  # the progress still counts the batches of the previous epoch
         return {"epoch": trainer.current_epoch, "start": 0}
     return {"epoch": trainer.current_epoch, "start": batches.processed}
+
+
+def training_loader(
+    trainer: pl.Trainer | None, dataset: Any, sampler: GlobalBatchSampler, **settings: Any
+) -> "RetrievalDataLoader":
+    """The loader of a data module's training batches, which begins where the trainer's run continues.
+
+    Args:
+        trainer: that of the data module, None outside of a run.
+        dataset: a map-style dataset.
+        sampler: of the global batches.
+        settings: other arguments of `DataLoader`.
+    """
+    position: dict[str, int] = {}
+    if trainer is not None:
+        position = resume_position(trainer)
+    return RetrievalDataLoader(dataset, sampler, **position, **settings)
+
+
+def loader_settings(
+    num_workers: int, *, pin_memory: bool | None, persistent_workers: bool | None = None, collate_fn: Any
+) -> dict[str, Any]:
+    """Arguments that the loaders of a data module for training and for evaluation have in common.
+
+    Args:
+        num_workers: number of processes that load images.
+        pin_memory: whether batches are copied to page-locked memory; if None, only if there is a GPU.
+        persistent_workers: whether the workers are kept between epochs; if None, they are.
+        collate_fn: makes a batch of items, or None.
+    """
+    if pin_memory is None:
+        pin_memory = torch.cuda.is_available()
+    if persistent_workers is None:
+        persistent_workers = num_workers > 0
+    return {
+        "num_workers": num_workers,
+        "persistent_workers": persistent_workers,
+        "pin_memory": pin_memory,
+        "collate_fn": collate_fn,
+    }
 
 
 class RetrievalDataLoader(DataLoader[Any]):

@@ -1,6 +1,5 @@
 """The base classes of the data modules for detectors."""
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
@@ -9,15 +8,15 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import pytorch_lightning as pl
-import torch
 from torch.utils.data import DataLoader
 
 from lightning_retrieval.checks import check_flag, check_integer, check_path
 from lightning_retrieval.datamodules.boxes.box_index import BoxIndex
 from lightning_retrieval.datamodules.boxes.box_set import BoxSet, collate_boxes
 from lightning_retrieval.datamodules.files.data_report import DataReport
-from lightning_retrieval.datamodules.loader import RetrievalDataLoader, resume_position
+from lightning_retrieval.datamodules.loader import RetrievalDataLoader, loader_settings, training_loader
 from lightning_retrieval.datamodules.samplers.random_batches import RandomBatchSampler
+from lightning_retrieval.training.random_state import seed_of_run
 
 
 class DetectionDataModule(pl.LightningDataModule, ABC):
@@ -57,9 +56,7 @@ class DetectionDataModule(pl.LightningDataModule, ABC):
         self.batch_size = check_integer(owner, "batch_size", batch_size, least=1)
         self.eval_batch_size = check_integer(owner, "eval_batch_size", eval_batch_size, least=1)
         self.num_workers = check_integer(owner, "num_workers", num_workers, least=0)
-        if seed is None:
-            seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
-        self.seed = check_integer(owner, "seed", seed, least=0)
+        self.seed = seed_of_run(owner, seed)
         self.pin_memory = check_flag(owner, "pin_memory", pin_memory)
 
     @property
@@ -84,11 +81,8 @@ class DetectionDataModule(pl.LightningDataModule, ABC):
 
     def train_dataloader(self) -> RetrievalDataLoader:
         """A loader of random batches, which begins where a resumed run continues."""
-        position: dict[str, int] = {}
-        if self.trainer is not None:
-            position = resume_position(self.trainer)
         sampler = RandomBatchSampler(len(self.train_set), batch_size=self.batch_size, seed=self.seed)
-        return RetrievalDataLoader(self.train_set, sampler, **position, **self._loader_settings())
+        return training_loader(self.trainer, self.train_set, sampler, **self._loader_settings())
 
     def val_dataloader(self) -> DataLoader[Any]:
         """A loader of the validation set in order."""
@@ -106,15 +100,7 @@ class DetectionDataModule(pl.LightningDataModule, ABC):
         return DataLoader(dataset, batch_size=self.eval_batch_size, **self._loader_settings())
 
     def _loader_settings(self) -> dict[str, Any]:
-        pin_memory = self.pin_memory
-        if pin_memory is None:
-            pin_memory = torch.cuda.is_available()
-        return {
-            "num_workers": self.num_workers,
-            "persistent_workers": self.num_workers > 0,
-            "pin_memory": pin_memory,
-            "collate_fn": collate_boxes,
-        }
+        return loader_settings(self.num_workers, pin_memory=self.pin_memory, collate_fn=collate_boxes)
 
 
 class BoxDataModule(DetectionDataModule):

@@ -15,9 +15,8 @@ from lightning_retrieval.detection.roi_heads import RankedRoIHeads, check_roi_he
 from lightning_retrieval.detection.targets import check_targets, num_classes
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.training.hyperparameters import rebuild, rebuild_optional
-from lightning_retrieval.training.module_checks import seed_of_run
 from lightning_retrieval.training.optimized_module import OptimizedModule
-from lightning_retrieval.training.random_state import step_random_state
+from lightning_retrieval.training.random_state import seed_of_run, step_random_state
 
 MAX_BATCHES = 1 << 24  # of an epoch
 

@@ -30,9 +30,8 @@ from lightning_retrieval.training.module_checks import (
     check_chunk_size,
     check_clip_value,
     check_memory,
-    seed_of_run,
 )
-from lightning_retrieval.training.random_state import step_random_state
+from lightning_retrieval.training.random_state import seed_of_run, step_random_state
 from lightning_retrieval.training.run_report import report_first_step
 from lightning_retrieval.training.step import TrainingStep
 from lightning_retrieval.training.strategy import without_gradient_sync

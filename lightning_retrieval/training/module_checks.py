@@ -1,11 +1,10 @@
 """Settings of a `RetrievalModule` that are validated at construction."""
 
-import os
 from typing import Any
 
 from torch import nn
 
-from lightning_retrieval.checks import check_finite_number, check_integer, check_positive, check_seed
+from lightning_retrieval.checks import check_finite_number, check_integer, check_positive
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
 from lightning_retrieval.losses.third_party import USE_OTHER_LOSS, as_batch_loss
@@ -76,15 +75,3 @@ def check_clip_value(owner: str, gradient_clip_val: float | None) -> float | Non
     if gradient_clip_val is None:
         return None
     return check_positive(owner, "gradient_clip_val", gradient_clip_val)
-
-
-def seed_of_run(owner: str, seed: int | None) -> int:
-    """The seed; if None, that of Lightning's `seed_everything`, else 0.
-
-    Args:
-        owner: prefix of error messages.
-        seed: the setting.
-    """
-    if seed is None:
-        return int(os.environ.get("PL_GLOBAL_SEED", "0"))
-    return check_seed(owner, "seed", seed)

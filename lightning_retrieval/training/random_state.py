@@ -1,11 +1,26 @@
 """Random numbers of a training step: a function of (seed, step, rank), and replayed in the second pass over a chunk."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_retrieval.checks import check_seed
+
+
+def seed_of_run(owner: str, seed: int | None) -> int:
+    """The seed; if None, that of Lightning's `seed_everything`, else 0.
+
+    Args:
+        owner: prefix of error messages.
+        seed: the setting.
+    """
+    if seed is None:
+        return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+    return check_seed(owner, "seed", seed)
 
 
 class RandomState:
