@@ -239,9 +239,9 @@ def check_maps(owner: str, name: str, value: Any) -> None:
         raise ValueError(f"{owner}: `{name}` must have shape (N, C, H, W), got {tuple(value.shape)}.")
 
 
-def check_device(owner: str, name: str, value: Any, device: torch.device, of: str) -> None:
-    """Raise if `value` is a tensor on another device than this one, which is that of the argument `of`."""
-    if isinstance(value, Tensor) and value.device != device:
+def check_device(owner: str, name: str, value: Any, device: torch.device | None, of: str) -> None:
+    """Raise if `value` is a tensor on another device than this one, which is that of the argument `of`; None is any."""
+    if device is not None and isinstance(value, Tensor) and value.device != device:
         raise ValueError(
             f"{owner}: `{name}` must be on the device of `{of}`, {device}, got {value.device}; move it there."
         )
@@ -291,8 +291,7 @@ def check_integers(
 
     With `device`, the device of that argument, it must be on the same one.
     """
-    if device is not None:
-        check_device(owner, name, values, device, of)
+    check_device(owner, name, values, device, of)
     check_tensor(owner, name, values)
     if not is_integer(values):
         raise TypeError(f"{owner}: `{name}` must be integers, got {values.dtype}.")
@@ -309,8 +308,7 @@ def check_labels(
 
     With `device`, the device of that argument, they must be on the same one.
     """
-    if device is not None:
-        check_device(owner, name, labels, device, of)
+    check_device(owner, name, labels, device, of)
     check_tensor(owner, name, labels)
     if labels.ndim == 2 and labels.shape[1] > 0:
         labels = labels[:, 0]

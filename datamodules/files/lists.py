@@ -33,10 +33,13 @@ class ListLines:
 
     def where(self, image: int) -> str:
         """The line of the image at a position, and the list."""
-        row = image
-        if self.rows is not None:
-            row = self.rows[image]
-        return f"line {line_number(self.path, row + self.skip)} of {self.path}"
+        return f"line {line_number(self.path, self.row(image) + self.skip)} of {self.path}"
+
+    def row(self, image: int) -> int:
+        """The position of an image's line among the lines that are not blank, after the skipped ones."""
+        if self.rows is None:
+            return image
+        return int(self.rows[image])
 
 
 def leaves_root(path: str) -> bool:

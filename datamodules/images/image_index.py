@@ -258,18 +258,25 @@ def _check_boxes(index: ImageIndex) -> None:
         )
 
 
+def _first_conflict(groups: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[int, int] | None:
+    """Two positions of one group with different values, the earlier first; None if each group has one value."""
+    _, first_of_group, group = np.unique(groups, return_index=True, return_inverse=True)
+    different = np.flatnonzero(values != values[first_of_group][group])
+    if len(different) == 0:
+        return None
+    second = int(different[0])
+    return int(first_of_group[group[second]]), second
+
+
 def _check_levels(index: ImageIndex) -> None:
     """Check that the levels nest: images with one label at a level have one label at the next, coarser one."""
     if index.levels is None:
         return
     columns = index.levels.T
     for level in range(len(columns) - 1):
-        _, first_image, group = np.unique(columns[level], return_index=True, return_inverse=True)
-        coarser = columns[level + 1]
-        different = np.flatnonzero(coarser != coarser[first_image][group])
-        if len(different):
-            second = int(different[0])
-            first = int(first_image[group[second]])
+        conflict = _first_conflict(columns[level], columns[level + 1])
+        if conflict is not None:
+            first, second = conflict
             raise ValueError(
                 f"{index.owner}: `levels` must nest, the finest first, got {index.levels[first].tolist()} for "
                 f"{index.paths[first]} and {index.levels[second].tolist()} for {index.paths[second]}"
@@ -298,16 +305,13 @@ def _check_one_label_each(index: ImageIndex) -> None:
 def _check_instances(index: ImageIndex) -> None:
     if index.instances is None:
         return
-    _, first_image, instance_of_image = np.unique(index.instances, return_index=True, return_inverse=True)
     annotations = {"label": index.labels}
     if index.cameras is not None:
         annotations["camera"] = index.cameras
     for name, values in annotations.items():
-        value_of_instance = values[first_image]
-        different = np.flatnonzero(values != value_of_instance[instance_of_image])
-        if len(different):
-            second = int(different[0])
-            first = int(first_image[instance_of_image[second]])
+        conflict = _first_conflict(index.instances, values)
+        if conflict is not None:
+            first, second = conflict
             raise ValueError(
                 f"{index.owner}: `instances` must have one {name} each, got {values[[first, second]].tolist()} for "
                 f"instance {index.instances[first]} ({index.paths[first]} and {index.paths[second]})"

@@ -30,10 +30,7 @@ class TableLines(ListLines):
 
     def where(self, image: int) -> str:
         """The row of the image at a position, and the table."""
-        row = image
-        if self.rows is not None:
-            row = self.rows[image]
-        return f"{self.unit} {self.numbers[row]} of {self.path}"
+        return f"{self.unit} {self.numbers[self.row(image)]} of {self.path}"
 
 
 @dataclass

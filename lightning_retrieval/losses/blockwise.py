@@ -14,7 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_retrieval.host import is_accelerator
+from lightning_retrieval.host import size_for
 from lightning_retrieval.losses.positives import MaskFacts, attach_facts
 from lightning_retrieval.losses.ranked_lists import RankedLists
 
@@ -90,9 +90,7 @@ def cut_into_blocks(
 
 def block_elements(device: torch.device) -> int:
     """Number of elements of a block on a device."""
-    if is_accelerator(device):
-        return ACCELERATOR_BLOCK_ELEMENTS
-    return BLOCK_ELEMENTS
+    return size_for(device, cpu=BLOCK_ELEMENTS, accelerator=ACCELERATOR_BLOCK_ELEMENTS)
 
 
 class _BlockGradients:

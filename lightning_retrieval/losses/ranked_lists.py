@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_finite
-from lightning_retrieval.host import is_accelerator, to_host
+from lightning_retrieval.host import size_for, to_host
 
 # Elements of the mask in which positives are counted at a time, on the CPU and on other devices.
 COUNTED_ELEMENTS = 1 << 22
@@ -70,15 +70,10 @@ class RankedLists(ABC):
 
     def _count_on_device(self) -> Int[Tensor, " query"]:
         rows = torch.arange(len(self.tensors[0]), device=self.device)
-        rows_of_a_block = _counted_elements(self.device) // max(1, self.gallery)
+        elements = size_for(self.device, cpu=COUNTED_ELEMENTS, accelerator=ACCELERATOR_COUNTED_ELEMENTS)
+        rows_of_a_block = elements // max(1, self.gallery)
         counts = []
         for block in rows.split(max(1, rows_of_a_block)):
             relevant = self.masks(block)[0]  # the candidates are freed at once
             counts.append((relevant > 0).sum(1))
         return torch.cat(counts)
-
-
-def _counted_elements(device: torch.device) -> int:
-    if is_accelerator(device):
-        return ACCELERATOR_COUNTED_ELEMENTS
-    return COUNTED_ELEMENTS

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from lightning_retrieval.host import size_for
 from lightning_retrieval.ranking.precision import ieee_products
 
 _COLUMN_MULTIPLE = 384
@@ -91,5 +92,5 @@ class ScoreTiles:
 
 
 def _columns_of_a_tile(device: torch.device, positives: int) -> int:
-    least = _CPU_COLUMNS if device.type == "cpu" else _DEVICE_COLUMNS
+    least = size_for(device, cpu=_CPU_COLUMNS, accelerator=_DEVICE_COLUMNS)
     return least * max(1, -(-_COLUMNS_OF_A_POSITIVE * positives // least))

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lightning_retrieval import RetrievalModule, losses
+from lightning_retrieval import RetrievalModule, host, losses
 from lightning_retrieval.losses import blockwise, embedding_lists, positives, ranked_lists
 from lightning_retrieval.training import step as step_module
 from lightning_retrieval.training.chunked import chunked_backward
@@ -137,7 +137,7 @@ def waits(monkeypatch):
     mode = Waits()
     for module in (embedding_lists, positives, ranked_lists, step_module):
         monkeypatch.setattr(module, "to_host", mode.to_host)
-    for module in (blockwise, positives, ranked_lists):
+    for module in (host, positives):
         monkeypatch.setattr(module, "is_accelerator", lambda device: True)
     monkeypatch.setattr(blockwise, "ACCELERATOR_BLOCK_ELEMENTS", 384 * 64)
     monkeypatch.setattr(ranked_lists, "ACCELERATOR_COUNTED_ELEMENTS", 384 * 64)
