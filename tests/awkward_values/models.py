@@ -51,6 +51,21 @@ def small_scale(images):
     return images.mean((2, 3)) + torch.arange(2.0)
 
 
+def whitening_calls(kind, settings):
+    """Valid calls of the constructor of a whitening, of `fit` and of the fitted whitening."""
+    name, labels = kind.__name__, torch.tensor([7, 7, 3, 3])
+    return [
+        Call(name, kind, lambda: settings, use=lambda whitening: whitening.fit(rows(), labels)(rows())),
+        Call(
+            name,
+            lambda embeddings, labels: kind().fit(embeddings, labels)(rows()),
+            lambda: {"embeddings": rows(), "labels": labels},
+            signature=kind.fit,
+        ),
+        Call(name, kind().fit(rows(), labels), lambda: {"embeddings": rows()}, signature=kind.forward, maps=True),
+    ]
+
+
 CALLS = {
     "Embedder": [
         Call("Embedder", Embedder, embedder_settings, use=lambda embedder: embedder(images())),
@@ -76,43 +91,8 @@ CALLS = {
         Call("gem", gem, lambda: {"features": features(), "p": 3.0, "eps": 1e-6}, maps=True),
         Call("gem", gem, lambda: {"features": features(), "p": torch.tensor([3.0]), "eps": 1e-6}, maps=True),
     ],
-    "PCAWhitening": [
-        Call("PCAWhitening", PCAWhitening, lambda: {"dim": 2, "power": 0.5}, use=lambda pca: pca.fit(rows())(rows())),
-        Call(
-            "PCAWhitening",
-            lambda embeddings, labels: PCAWhitening().fit(embeddings, labels)(rows()),
-            lambda: {"embeddings": rows(), "labels": torch.tensor([7, 7, 3, 3])},
-            signature=PCAWhitening.fit,
-        ),
-        Call(
-            "PCAWhitening",
-            PCAWhitening().fit(rows()),
-            lambda: {"embeddings": rows()},
-            signature=PCAWhitening.forward,
-            maps=True,
-        ),
-    ],
-    "SupervisedWhitening": [
-        Call(
-            "SupervisedWhitening",
-            SupervisedWhitening,
-            lambda: {"dim": 2, "pairs_per_image": 2},
-            use=lambda whitening: whitening.fit(rows(), torch.tensor([7, 7, 3, 3]))(rows()),
-        ),
-        Call(
-            "SupervisedWhitening",
-            lambda embeddings, labels: SupervisedWhitening().fit(embeddings, labels)(rows()),
-            lambda: {"embeddings": rows(), "labels": torch.tensor([7, 7, 3, 3])},
-            signature=SupervisedWhitening.fit,
-        ),
-        Call(
-            "SupervisedWhitening",
-            SupervisedWhitening().fit(rows(), torch.tensor([7, 7, 3, 3])),
-            lambda: {"embeddings": rows()},
-            signature=SupervisedWhitening.forward,
-            maps=True,
-        ),
-    ],
+    "PCAWhitening": whitening_calls(PCAWhitening, {"dim": 2, "power": 0.5}),
+    "SupervisedWhitening": whitening_calls(SupervisedWhitening, {"dim": 2, "pairs_per_image": 2}),
     "multi_scale": [
         Call(
             "multi_scale",

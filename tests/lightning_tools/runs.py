@@ -17,23 +17,10 @@ from torch import nn
 from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import RetrievalDataModule
+from tests.point_set import Points
 
 BATCHES, EPOCHS = 3, 3
 STEPS = EPOCHS * BATCHES
-
-
-class Points(torch.utils.data.Dataset):
-    """Vectors in classes of four."""
-
-    def __init__(self, seed: int, size: int = 27):
-        self.images = torch.randn(size, 6, generator=torch.Generator().manual_seed(seed))
-        self.labels = torch.arange(size) // 4
-
-    def __len__(self):
-        return len(self.labels)
-
-    def __getitem__(self, index):
-        return {"images": self.images[index], "labels": self.labels[index], "ids": torch.tensor(int(index))}
 
 
 class PointData(RetrievalDataModule):

@@ -43,6 +43,7 @@ from lightning_retrieval.losses import (
 )
 from lightning_retrieval.losses.ranked_batch import RankedBatch
 from lightning_retrieval.training import run_report
+from tests.point_set import Points
 
 DIM = 3
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -512,23 +513,8 @@ def test_losses_of_pytorch_metric_learning(make, weight):
     )
 
 
-class Points(torch.utils.data.Dataset):
-    """Twenty-six vectors of seven classes."""
-
-    labels = torch.arange(26) // 4
-
-    def __init__(self):
-        self.images = torch.randn(26, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-
-    def __len__(self):
-        return 26
-
-    def __getitem__(self, index):
-        return {"images": self.images[index], "labels": self.labels[index], "ids": torch.tensor(int(index))}
-
-
 class PointData(RetrievalDataModule):
-    train_set = val_set = test_set = Points()
+    train_set = val_set = test_set = Points(3, 26, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("weight", [None, 0.7])

@@ -13,25 +13,11 @@ from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 from lightning_retrieval import Embedder, RetrievalModule, ROADMAPLoss, SmoothAPLoss, SupAPLoss, WeightedSum
 from lightning_retrieval.datamodules import RetrievalDataModule
 from tests.lightning_retrieval.training.small_training import SGD, Gives, Log, assert_same, fit, net, trainer
-
-
-class Points(torch.utils.data.Dataset):
-    """Twenty-six vectors of seven classes."""
-
-    labels = torch.arange(26) // 4
-
-    def __init__(self):
-        self.images = torch.randn(26, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-
-    def __len__(self):
-        return 26
-
-    def __getitem__(self, index):
-        return {"images": self.images[index], "labels": self.labels[index], "ids": torch.tensor(int(index))}
+from tests.point_set import Points
 
 
 class PointData(RetrievalDataModule):
-    train_set = val_set = test_set = Points()
+    train_set = val_set = test_set = Points(3, 26, dtype=torch.float64)
 
 
 def resumable() -> RetrievalModule:

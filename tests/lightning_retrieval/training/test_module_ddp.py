@@ -19,6 +19,7 @@ from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery
 from lightning_retrieval.datamodules import PKSampler, RetrievalDataModule
 from lightning_retrieval.training import run_report
+from tests.point_set import Points
 
 STEPS = 3
 TRAINED = ["smooth-ap", "smooth-ap in chunks", "proxies", "proxies in chunks", "learned tau", "learned tau in chunks"]
@@ -26,25 +27,15 @@ TRAINED = ["smooth-ap", "smooth-ap in chunks", "proxies", "proxies in chunks", "
 ALL = [*TRAINED, "batch norm", "batch norm in chunks"]
 
 
-class Points(torch.utils.data.Dataset):
-    """Small images in classes of four; an odd number of them."""
-
-    def __init__(self, seed: int, size: int = 27):
-        self.images = torch.randn(size, 1, 2, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        self.labels = torch.arange(size) // 4
-
-    def __len__(self):
-        return len(self.labels)
-
-    def __getitem__(self, index):
-        return {"images": self.images[index], "labels": self.labels[index], "ids": torch.tensor(int(index))}
+def small_images(seed, size=27):
+    return Points(seed, size, shape=(1, 2, 3), dtype=torch.float64)
 
 
 class PointData(RetrievalDataModule):
     def __init__(self):
         super().__init__(classes_per_batch=3, samples_per_class=3, eval_batch_size=5, seed=1)
 
-    train_set, val_set, test_set = Points(1), Points(2), Points(3, 29)
+    train_set, val_set, test_set = small_images(1), small_images(2), small_images(3, 29)
 
 
 class LearnedTau(SmoothAPLoss):
