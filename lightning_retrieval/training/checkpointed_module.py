@@ -35,12 +35,10 @@ class CheckpointedModule(pl.LightningModule):
             self.save_hyperparameters(frame=frame)
             return
         # Lightning compares what it is given with each argument of the constructors that it finds in the frames above,
-        # which fails for an array. The outermost frame has none above it.
+        # which fails for an array, and finds that a metric equals anything. The outermost frame has none above it.
         while frame is not None and frame.f_back is not None:
             frame = frame.f_back
         self.save_hyperparameters(describe({**self.hparams, **objects}), frame=frame)
-        # With `load_from_checkpoint` it compares nevertheless, and a metric of torchmetrics equals anything.
-        self._hparams_name = None
 
     def configure_callbacks(self) -> Any:
         """Let the Trainer verify the checkpoints that it loads."""

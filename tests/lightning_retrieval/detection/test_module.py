@@ -130,6 +130,11 @@ def test_checkpoints_rebuild_the_module_from_plain_values(tmp_path):
     assert loaded.loss.weight == 2.0
     assert loaded.metrics.classes == 2
     assert len(loaded.loss.map_loss.memory) == 1
+    again = make_trainer(tmp_path, max_epochs=1)
+    again.strategy.connect(loaded)
+    again.save_checkpoint(tmp_path / "again.ckpt")
+    twice_loaded = DetectionModule.load_from_checkpoint(tmp_path / "again.ckpt", weights_only=True)
+    assert twice_loaded.hparams == module.hparams
     images, _ = make_batch(range(3))
     for one, other in zip(module.eval()(images), loaded.eval()(images)):
         assert torch.equal(one["boxes"], other["boxes"])
