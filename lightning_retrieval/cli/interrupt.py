@@ -47,15 +47,15 @@ class CheckpointOnInterrupt(pl.Callback):
         self._previous = signal.signal(signal.SIGINT, self._on_signal)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """A step begins, after which several processes may stop."""
+        """A step begins: several processes will stop after it if one of them has received the signal before."""
         self._in_step = True
-        self._propose(self._steps + 1)
+        if self._store is not None and self._requested:
+            self._store.compare_set(_KEY, "", str(self._steps + 1))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """A step is complete: end the training if Ctrl-C was pressed."""
         self._in_step = False
         self._steps += 1
-        self._propose(self._steps + 1)
         if self._is_last_step():
             raise KeyboardInterrupt
 
@@ -79,11 +79,6 @@ class CheckpointOnInterrupt(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave the signal to others again."""
         self._restore()
-
-    def _propose(self, step: int) -> None:
-        """Several processes: write after which step to stop, unless another process has done so."""
-        if self._store is not None and self._requested:
-            self._store.compare_set(_KEY, "", str(step))
 
     def _is_last_step(self) -> bool:
         if self._store is None:
