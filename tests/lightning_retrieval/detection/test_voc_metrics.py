@@ -31,6 +31,8 @@ def image(number):
 
 def evaluated(numbers, eleven_points=True):
     metrics = VOCMetrics(CLASSES, eleven_points=eleven_points)
+    metrics.update(*([part] for part in image(9)))
+    metrics.reset()  # what was evaluated before leaves nothing
     for number in numbers:
         detected, target = image(number)
         metrics.update([detected], [target])
@@ -54,6 +56,19 @@ def test_order_and_repetition_of_images_do_not_matter():
     expected = evaluated(range(7))
     again = evaluated([6, 3, 0, 1, 5, 2, 4, 3, 0])
     torch.testing.assert_close(again, expected, rtol=0, atol=0)
+
+
+def test_equal_scores_of_two_images_are_ranked_by_the_ids():
+    box, label = torch.tensor([[0.0, 0.0, 10.0, 10.0]]), torch.tensor([1])
+    items = []
+    for number, found in ((0, box + 50), (1, box)):  # the first detection is false
+        detected = {"boxes": found, "scores": torch.tensor([0.5]), "labels": label}
+        items.append((detected, {"boxes": box, "labels": label, "image_id": number}))
+    for order in (items, items[::-1]):
+        metrics = VOCMetrics(1, eleven_points=False)
+        for detected, target in order:
+            metrics.update([detected], [target])
+        assert metrics.compute()["AP50"] == 0.25  # the true one has rank 2 and finds one of two objects
 
 
 def _evaluated_on(rank, world_size):
