@@ -77,7 +77,7 @@ class CheckpointOnInterrupt(pl.Callback):
         rank_zero_info(f"Interrupted after step {trainer.global_step}; --ckpt_path last continues from {path}.")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave the signal to others again."""
+        """Restore the handler of the signal that was there before."""
         self._restore()
 
     def _is_last_step(self) -> bool:

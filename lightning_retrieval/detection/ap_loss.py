@@ -31,7 +31,7 @@ from lightning_retrieval.losses.blackbox import LARGEST_MARGIN
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
 from lightning_retrieval.training.global_batch import gather_batch
 
-# A zero gradient is no failure below this value of 1 - mAP: of a few last errors, lambda need not reach any.
+# Below this value of 1 - mAP a zero gradient is normal: lambda may be too small to correct the few errors that remain.
 LARGE_LOSS = 0.1
 
 

@@ -1,8 +1,9 @@
 """The positives of a block of lists, found without waiting for the device.
 
-A device waits for nobody, but `nonzero` makes the host wait for the device: the size of its result depends on values.
-A loss would wait in each block. But the number of positives of each query is read once, before the first block, and
-goes with the mask of a block (`attach_facts`). A mask without these facts is correct too, and waits.
+The host gives work to a device without waiting for results. But `nonzero` makes it wait, because the size of its result
+depends on values, and a loss would wait in each block. So the number of positives of each query is read once, before
+the first block, and is attached to the mask of each block (`attach_facts`). With a mask without these facts the result
+is the same, but the host waits.
 """
 
 from collections.abc import Sequence

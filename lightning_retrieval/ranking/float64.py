@@ -1,4 +1,4 @@
-"""float64 numbers, on devices that have them and beside those that do not.
+"""Computing in float64: on the device itself, or on the CPU if the device has no float64.
 
 Ranks are counted on the device of the labels, and metrics are computed from them in float64. Apple's GPUs (MPS) have no
 float64: there the ranks, which are few compared with the scores, are copied to the CPU, and so are the metrics' values.

@@ -188,9 +188,12 @@ def count_at_least(
 
 def _number_of_true(mask: Bool[Tensor, "query gallery"]) -> int:
     """How many are True. Eight bytes are added at a time, so few of them that no byte overflows."""
-    if mask.numel() % 1536:
+    words_added = 192  # at most 255, the largest number of a byte
+    if mask.numel() % (8 * words_added):
         return int(mask.sum())
-    return int(mask.flatten().view(torch.int64).view(-1, 192).sum(1).view(torch.uint8).sum())
+    words = mask.flatten().view(torch.int64).view(-1, words_added)
+    sums_of_bytes = words.sum(1).view(torch.uint8)
+    return int(sums_of_bytes.sum())
 
 
 def _true_positions(mask: Bool[Tensor, "query gallery"]) -> Int[Tensor, " true"]:

@@ -7,6 +7,7 @@ problem only. The columns of a tile are padded to a multiple of all kernels' wid
 scores wherever they are in the gallery, and ties are recognised as ties.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -49,7 +50,7 @@ class ScoreTiles:
         self._buffers: list[Tensor] = []
 
     def start_block(self, queries: Float[Tensor, "query dim"]) -> None:
-        """Go on with these unit rows, at most `rows`."""
+        """Begin the block of these queries, unit rows, at most `rows` of them."""
         self._queries[: len(queries)] = queries
         self._number = len(queries)
         self._kept.clear()
@@ -64,7 +65,8 @@ class ScoreTiles:
             if keep:
                 self._kept[start] = scores
             inside = (column >= start) & (column < start + self._columns)
-            found = torch.where(inside, scores.gather(1, (column - start).clamp(0, scores.shape[1] - 1)), found)
+            column_of_tile = (column - start).clamp(0, scores.shape[1] - 1)
+            found = torch.where(inside, scores.gather(1, column_of_tile), found)
         return found
 
     def __iter__(self) -> Iterator[Float[Tensor, "query column"]]:
@@ -93,4 +95,6 @@ class ScoreTiles:
 
 def _columns_of_a_tile(device: torch.device, positives: int) -> int:
     least = size_for(device, cpu=_CPU_COLUMNS, accelerator=_DEVICE_COLUMNS)
-    return least * max(1, -(-_COLUMNS_OF_A_POSITIVE * positives // least))
+    wanted = _COLUMNS_OF_A_POSITIVE * positives
+    multiple = math.ceil(wanted / least)
+    return least * max(1, multiple)
