@@ -10,8 +10,8 @@ from torchvision.transforms.v2 import functional
 
 from lightning_retrieval.checks import check_bool, check_instance, check_path
 from lightning_retrieval.datamodules.boxes.box_index import BoxIndex
-from lightning_retrieval.datamodules.images.image_file import to_rgb
 from lightning_retrieval.datamodules.item_seeds import item_generator
+from lightning_retrieval.models.colours import to_rgb
 
 Item = tuple[Tensor, dict[str, Tensor]]
 

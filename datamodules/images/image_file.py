@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import EpsImagePlugin, Image, ImageFile
 
+from lightning_retrieval.models.colours import to_rgb
+
 _ORIENTATION = 0x0112  # number of the EXIF tag
 _ROTATIONS = {  # by value of the tag; 1 is upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -93,29 +95,3 @@ def _crop(image: Image.Image, box: NDArray[np.int32]) -> Image.Image:
             f"its box {[left, top, right, bottom]} is outside of its {image.width} x {image.height} pixels"
         )
     return image.crop(inside)
-
-
-def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image to RGB with 8 bits; 16 bits are scaled to 8.
-
-    Pillow's own conversion would clip all values above 255.
-
-    Raises:
-        ValueError: if the pixels are floating-point numbers, or 32-bit integers that are not obviously 16-bit values.
-    """
-    if image.mode == "F":
-        raise ValueError("it holds floating-point numbers, whose range is unknown; save it in 8 bits")
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        return _16_bits_to_rgb(image)
-    if image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
-        image = image.convert("RGBA")  # gives the same colours, without a warning of Pillow
-    return image.convert("RGB")
-
-
-def _16_bits_to_rgb(image: Image.Image) -> Image.Image:
-    values = np.asarray(image).astype(np.int64)
-    low, high = int(values.min()), int(values.max())
-    if image.mode == "I" and not (low >= 0 and 255 < high < 2**16):
-        raise ValueError(f"it holds 32-bit integers from {low} to {high}, whose range is unknown; save it in 8 bits")
-    scaled = (values + 128) // 257
-    return Image.fromarray(scaled.astype(np.uint8)).convert("RGB")

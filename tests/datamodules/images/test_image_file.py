@@ -84,14 +84,14 @@ def test_pixels_of_unknown_range_raise(tmp_path, values, sentence):
         images[0]
 
 
-def test_a_palette_with_transparency_keeps_its_colours_without_a_warning(tmp_path):
+def test_a_palette_with_transparency_is_composed_on_white_without_a_warning(tmp_path):
     image = Image.new("P", (4, 4), 1)
     image.putpalette([10, 20, 30, 200, 100, 50])
     image.save(tmp_path / "a.png", transparency=bytes([255, 128]))
     images = ImageSet(ImageIndex(["a.png"], [0]), tmp_path, as_it_is)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert images[0]["images"][0, 0].tolist() == [200, 100, 50]
+        assert images[0]["images"][0, 0].tolist() == [227, 177, 152]  # of [200, 100, 50], whose alpha is 128 / 255
 
 
 @pytest.mark.parametrize("error", [RuntimeError("of a decoder"), NotImplementedError("of another")])
