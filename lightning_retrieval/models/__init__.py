@@ -1,8 +1,9 @@
-"""Models: an embedder with any backbone, pooling of feature maps, whitening, and a small network for glyphs."""
+"""Models: an embedder with any backbone, how its images are prepared, pooling, whitening, and a network for glyphs."""
 
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.models.glyph_net import GlyphNet
 from lightning_retrieval.models.pooling import GeM, GlobalAvgPool, GlobalMaxPool, gem
+from lightning_retrieval.models.preparation import Preparation
 from lightning_retrieval.models.supervised_whitening import SupervisedWhitening
 from lightning_retrieval.models.whitening import PCAWhitening
 
@@ -13,6 +14,7 @@ __all__ = [
     "GlobalMaxPool",
     "GlyphNet",
     "PCAWhitening",
+    "Preparation",
     "SupervisedWhitening",
     "gem",
 ]

@@ -1,6 +1,7 @@
 """Valid calls of the models."""
 
 import torch
+from PIL import Image
 from torch import nn
 
 from lightning_retrieval import multi_scale
@@ -11,6 +12,7 @@ from lightning_retrieval.models import (
     GlobalMaxPool,
     GlyphNet,
     PCAWhitening,
+    Preparation,
     SupervisedWhitening,
     gem,
 )
@@ -66,6 +68,32 @@ def whitening_calls(kind, settings):
     ]
 
 
+def preparation_settings():
+    return {
+        "image_size": 8,
+        "resize": 9,
+        "interpolation": "bicubic",
+        "mean": (0.5,),
+        "std": (0.5,),
+        "channels": 1,
+        "background": "black",
+    }
+
+
+def preparation_calls():
+    """Valid calls of the constructor and the methods of `Preparation`."""
+    grey = Preparation(**preparation_settings())
+    pixels = torch.zeros(2, 1, 4, 4, dtype=torch.uint8)
+    image = Image.new("RGB", (12, 9))
+    return [
+        Call("Preparation", Preparation, preparation_settings, use=lambda preparation: preparation(image)),
+        Call("Preparation", Preparation.named, lambda: {"name": "plain"}),
+        Call("Preparation", grey, lambda: {"image": image}, signature=Preparation.__call__),
+        Call("Preparation", grey.normalize, lambda: {"images": pixels}),
+        Call("Preparation", grey.undo, lambda: {"images": grey.normalize(pixels)}, maps=True),
+    ]
+
+
 CALLS = {
     "Embedder": [
         Call("Embedder", Embedder, embedder_settings, use=lambda embedder: embedder(images())),
@@ -77,6 +105,7 @@ CALLS = {
             maps=True,
         ),
     ],
+    "Preparation": preparation_calls(),
     "GlyphNet": [
         Call("GlyphNet", GlyphNet, lambda: {"width": 2, "in_channels": 1}, use=lambda network: network(images())),
         Call("GlyphNet", GlyphNet(width=2), lambda: {"images": images()}, signature=GlyphNet.forward, maps=True),

@@ -1,0 +1,304 @@
+"""What is done to an image before the network in evaluation: resize, crop, normalise, as plain data.
+
+A model gives the embeddings that it was evaluated with only for images that are prepared in the same way. So the
+preparation is a dataclass of plain values, which a checkpoint, a config and an exported model can hold.
+
+The preparations of the papers, by name:
+
+| name | result |
+| --- | --- |
+| `"plain"` | short side 256, centre crop 224 |
+| `"smooth_ap"` | the same: Brown et al., ECCV 2020, official code |
+| `"roadmap"` | 256 x 256, centre crop 224: Ramzi et al., NeurIPS 2021, official code |
+| `"ap_gem"` | the image as it is: Revaud et al., ICCV 2019 |
+| `"glyphs"` | 32 x 32, grey, values from 0 to 1: the data module `Glyphs` |
+
+The sizes and the pixels are those of torchvision's `Resize` and `CenterCrop` for PIL images.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from PIL import Image
+from torch import Tensor
+
+from lightning_retrieval.checks import (
+    check_choice,
+    check_finite_number,
+    check_float,
+    check_integer,
+    check_positive,
+    check_tensor,
+    short_repr,
+)
+from lightning_retrieval.models.colours import check_colour, to_rgb
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+DEFAULT_IMAGE_SIZE = 224
+MOST_PIXELS = 16384  # of a side
+Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
+INTERPOLATIONS = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+    "box": Image.Resampling.BOX,
+    "hamming": Image.Resampling.HAMMING,
+}
+MODES = {1: "L", 3: "RGB"}  # of Pillow, by the number of channels
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """The preparation of an image for a network in evaluation: a function from a PIL image to a normalised tensor.
+
+    Args:
+        image_size: height and width of the result, or one number for both, from 1 to 16,384 pixels: what the centre
+            crop keeps. None keeps the image as large as it is after resizing.
+        resize: before the crop, resize the image: one number for its short side, or height and width. If None, the
+            short side is 256 / 224 of `image_size`, as in the papers; if `image_size` is a pair, the image is resized
+            to it; if that is None too, the image is not resized.
+        interpolation: of resizing: `"nearest"`, `"bilinear"`, `"bicubic"`, `"lanczos"`, `"box"` or `"hamming"`.
+        mean: subtracted from each channel, whose values are from 0 to 1; by default that of ImageNet.
+        std: what the difference is divided by, for each channel; by default that of ImageNet.
+        channels: 3 for colour, 1 for grey.
+        background: the colour that shows through transparent pixels: a name such as `"white"`, a hexadecimal number
+            such as `"#ff8000"`, or red, green and blue from 0 to 255.
+
+    Raises:
+        ValueError: if a value is out of its range, the crop is larger than the resized image, or `mean` or `std` has
+            not one number for each channel.
+        TypeError: if an argument has another type; when called, if the image is no PIL image.
+
+    Example:
+        >>> from PIL import Image
+        >>> from lightning_retrieval.models import Preparation
+        >>> preparation = Preparation(image_size=64, resize=64)
+        >>> image = preparation(Image.new("RGB", (100, 80), "red"))
+        >>> image.shape, preparation.undo(image)[:, 0, 0].tolist()
+        (torch.Size([3, 64, 64]), [255, 0, 0])
+        >>> Preparation(**preparation.as_dict()) == preparation
+        True
+
+    Relations:
+        `Preparation.named` gives those of the papers. `training_transform` gives the random transforms of training.
+        `dataclasses.replace` changes a setting.
+    """
+
+    image_size: int | Sequence[int] | None = DEFAULT_IMAGE_SIZE
+    resize: int | Sequence[int] | None = None
+    interpolation: Interpolation = "bilinear"
+    mean: Sequence[float] = IMAGENET_MEAN
+    std: Sequence[float] = IMAGENET_STD
+    channels: int = 3
+    background: str | Sequence[int] = "white"
+
+    NAMES: ClassVar[tuple[str, ...]] = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")
+
+    def __post_init__(self) -> None:
+        self._set("image_size", _check_size("image_size", self.image_size))
+        self._set("resize", _check_size("resize", self.resize))
+        check_choice("Preparation", "interpolation", self.interpolation, tuple(INTERPOLATIONS))
+        self._set("channels", check_choice("Preparation", "channels", self.channels, tuple(MODES)))
+        self._set("mean", _check_channels("mean", self.mean, self.channels))
+        self._set("std", _check_channels("std", self.std, self.channels))
+        for value in self.std:
+            check_positive("Preparation", "std", value)
+        check_colour("Preparation", "background", self.background)
+        if not isinstance(self.background, str):
+            self._set("background", tuple(self.background))
+        self._check_crop()
+
+    @staticmethod
+    def named(name: str) -> "Preparation":
+        """The preparation of a paper, see the table at the top of this module.
+
+        Args:
+            name: `"plain"`, `"smooth_ap"`, `"roadmap"`, `"ap_gem"` or `"glyphs"`.
+
+        Raises:
+            ValueError: if the name is unknown.
+        """
+        name = check_choice("Preparation", "name", name, Preparation.NAMES)
+        return Preparation(**_SETTINGS[name])
+
+    def __call__(self, image: Image.Image) -> Float[Tensor, "channel height width"]:
+        """The image that the network receives.
+
+        Args:
+            image: a PIL image of any mode.
+
+        Raises:
+            TypeError: if the image is no PIL image.
+            ValueError: if the range of its values is unknown.
+        """
+        return self.normalize(self.to_uint8(image))
+
+    def to_uint8(self, image: Image.Image) -> UInt8[Tensor, "channel height width"]:
+        """The image after the conversion of its colours, resizing and cropping, before it is normalised.
+
+        Args:
+            image: a PIL image of any mode.
+        """
+        if not isinstance(image, Image.Image):
+            raise TypeError(
+                f"Preparation: `image` must be a PIL image, got {type(image).__name__}; PIL.Image.fromarray makes one "
+                "of an array (height, width, 3) of uint8."
+            )
+        image = to_rgb(image, check_colour("Preparation", "background", self.background))
+        image = _crop(self._resized(image.convert(MODES[self.channels])), self._crop_size)
+        pixels = torch.from_numpy(np.array(image))
+        if pixels.ndim == 2:
+            return pixels[None]
+        return pixels.permute(2, 0, 1)
+
+    def normalize(self, images: UInt8[Tensor, "*batch channel height width"]) -> Float[Tensor, "..."]:
+        """Images of uint8 as float32, scaled to values from 0 to 1 and normalised by `mean` and `std`.
+
+        Args:
+            images: one image or a batch.
+        """
+        check_tensor("Preparation", "images", images)
+        if images.dtype != torch.uint8:
+            raise TypeError(f"Preparation: `images` must be uint8, got {images.dtype}.")
+        mean, std = self._channel_values(images)
+        return images.to(torch.float32).mul_(1 / 255).sub_(mean).div_(std)
+
+    def undo(self, images: Float[Tensor, "*batch channel height width"]) -> UInt8[Tensor, "..."]:
+        """Normalised images as uint8 with their true colours, to show them.
+
+        Args:
+            images: one image or a batch.
+        """
+        check_float("Preparation", "images", images)
+        mean, std = self._channel_values(images)
+        values = images.float() * std + mean
+        return values.mul_(255).round_().clamp_(0, 255).to(torch.uint8)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The settings as plain data, which checkpoints, JSON and YAML can hold."""
+        settings = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            settings[field.name] = list(value) if isinstance(value, tuple) else value
+        return settings
+
+    @property
+    def resized_to(self) -> int | tuple[int, int] | None:
+        """What images are resized to: the length of the short side, height and width, or None."""
+        target = self.resize
+        if target is None:
+            target = self.image_size
+            if isinstance(target, int):
+                target = round(target * 256 / 224)
+        return target  # type: ignore[return-value]
+
+    @property
+    def _crop_size(self) -> tuple[int, int] | None:
+        if isinstance(self.image_size, int):
+            return self.image_size, self.image_size
+        return self.image_size  # type: ignore[return-value]
+
+    def _resized(self, image: Image.Image) -> Image.Image:
+        target = self.resized_to
+        if target is None:
+            return image
+        if isinstance(target, int):
+            target = _with_short_side(image, target)
+        height, width = target
+        if image.size == (width, height):
+            return image
+        return image.resize((width, height), INTERPOLATIONS[self.interpolation])
+
+    def _channel_values(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """`mean` and `std` in a shape that fits the images."""
+        if images.ndim < 3 or images.shape[-3] != self.channels:
+            raise ValueError(
+                f"Preparation: `images` must have shape (..., {self.channels}, height, width), got "
+                f"{tuple(images.shape)}."
+            )
+        values = torch.tensor([self.mean, self.std], device=images.device)  # (2, channel)
+        mean, std = values[..., None, None]
+        return mean, std
+
+    def _check_crop(self) -> None:
+        """Raise if the crop would be larger than some resized image."""
+        crop, target = self._crop_size, self.resized_to
+        if crop is None or target is None:
+            return
+        if isinstance(target, int):
+            target = (target, target)
+        if crop[0] > target[0] or crop[1] > target[1]:
+            raise ValueError(
+                f"Preparation: `resize` must be at least `image_size`, {self.image_size}, so that the crop lies in the "
+                f"image, got {self.resize}."
+            )
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
+
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smooth_ap": {},
+    "roadmap": {"resize": (256, 256)},
+    "ap_gem": {"image_size": None},
+    "glyphs": {
+        "image_size": 32,
+        "resize": (32, 32),
+        "interpolation": "bicubic",
+        "mean": (0.0,),
+        "std": (1.0,),
+        "channels": 1,
+    },
+}
+
+
+def _with_short_side(image: Image.Image, length: int) -> tuple[int, int]:
+    """Height and width after resizing the short side to `length`; the long side is rounded down."""
+    short, long = sorted(image.size)
+    long_length = int(length * long / short)
+    if image.width <= image.height:
+        return long_length, length
+    return length, long_length
+
+
+def _crop(image: Image.Image, size: tuple[int, int] | None) -> Image.Image:
+    """The centre of the image."""
+    if size is None or image.size == (size[1], size[0]):
+        return image
+    height, width = size
+    left, top = round((image.width - width) / 2), round((image.height - height) / 2)
+    return image.crop((left, top, left + width, top + height))
+
+
+def _check_size(name: str, value: Any) -> int | tuple[int, int] | None:
+    """One number of pixels or a pair of them, as plain data."""
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)):
+        return check_integer("Preparation", name, value, 1, MOST_PIXELS)
+    if len(value) != 2:
+        raise ValueError(
+            f"Preparation: `{name}` must be one number of pixels or a pair (height, width), got {short_repr(value)}."
+        )
+    height, width = (check_integer("Preparation", name, length, 1, MOST_PIXELS) for length in value)
+    return height, width
+
+
+def _check_channels(name: str, values: Any, channels: int) -> tuple[float, ...]:
+    """One number for each channel, as plain data."""
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(
+            f"Preparation: `{name}` must hold one number for each channel, got {short_repr(values)} "
+            f"({type(values).__name__})."
+        )
+    if len(values) != channels:
+        raise ValueError(
+            f"Preparation: `{name}` must hold one number for each channel, {channels}, got {short_repr(values)}."
+        )
+    return tuple(float(check_finite_number("Preparation", name, value)) for value in values)

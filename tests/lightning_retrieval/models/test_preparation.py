@@ -1,0 +1,152 @@
+"""What is done to an image before the network, against torchvision's transforms."""
+
+import dataclasses
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from torchvision.transforms import InterpolationMode, v2
+
+from lightning_retrieval.models import Preparation
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+BILINEAR = InterpolationMode.BILINEAR
+STEPS = {
+    "plain": [v2.Resize(256, BILINEAR), v2.CenterCrop(224)],
+    "smooth_ap": [v2.Resize(256, BILINEAR), v2.CenterCrop(224)],
+    "roadmap": [v2.Resize((256, 256), BILINEAR), v2.CenterCrop(224)],
+    "ap_gem": [],
+}
+
+
+def noise(width, height):
+    values = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+def by_torchvision(steps, image, mean=MEAN, std=STD):
+    to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)]
+    return v2.Compose([*steps, *to_tensor])(image)
+
+
+@pytest.mark.parametrize("size", [(500, 375), (375, 500), (256, 256), (64, 64), (300, 299), (1001, 77)])
+@pytest.mark.parametrize("name", STEPS)
+def test_named_preparations_are_torchvisions_bit_for_bit(name, size):
+    found = Preparation.named(name)(noise(*size))
+    assert found.dtype == torch.float32
+    assert torch.equal(found, by_torchvision(STEPS[name], noise(*size)))
+
+
+def test_glyphs_are_grey_and_not_normalised():
+    image = noise(50, 40)
+    grey = np.asarray(image.convert("L").resize((32, 32)))
+    wanted = torch.from_numpy(grey.copy())[None].float() * (1 / 255)
+    assert torch.equal(Preparation.named("glyphs")(image), wanted)
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"image_size": 64}, [v2.Resize(73), v2.CenterCrop(64)]),
+        ({"image_size": 64, "resize": 64}, [v2.Resize(64), v2.CenterCrop(64)]),
+        ({"image_size": (48, 96)}, [v2.Resize((48, 96))]),
+        ({"image_size": (30, 41), "resize": (50, 60)}, [v2.Resize((50, 60)), v2.CenterCrop((30, 41))]),
+        ({"image_size": None, "resize": 40}, [v2.Resize(40)]),
+        (
+            {"image_size": 64, "interpolation": "bicubic", "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)},
+            [v2.Resize(73, InterpolationMode.BICUBIC), v2.CenterCrop(64)],
+        ),
+    ],
+)
+def test_settings_are_those_of_torchvision(settings, steps):
+    preparation = Preparation(**settings)
+    for size in [(130, 77), (64, 64), (20, 31)]:
+        wanted = by_torchvision(steps, noise(*size), preparation.mean, preparation.std)
+        assert torch.equal(preparation(noise(*size)), wanted)
+
+
+def test_the_two_halves_make_the_whole_also_for_a_batch():
+    preparation = Preparation(image_size=20, mean=(0.1, 0.2, 0.3))
+    images = [noise(40, 30), noise(41, 30)]
+    pixels = torch.stack([preparation.to_uint8(image) for image in images])
+    assert pixels.dtype == torch.uint8
+    assert torch.equal(preparation.normalize(pixels), torch.stack([preparation(image) for image in images]))
+    assert torch.equal(preparation.undo(preparation.normalize(pixels)), pixels)
+
+
+def test_every_value_comes_back():
+    values = torch.arange(256, dtype=torch.uint8).reshape(1, 16, 16)
+    grey = Preparation(channels=1, mean=[0.456], std=[0.224])
+    assert torch.equal(grey.undo(grey.normalize(values)), values)
+
+
+@pytest.mark.parametrize(("background", "shown"), [("white", 255), ((9, 9, 9), 9), ("black", 0)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_transparent_pixels_show_the_background(background, shown, channels):
+    middle = [0.5] * channels
+    preparation = Preparation(8, background=background, channels=channels, mean=middle, std=middle)
+    pixels = preparation.to_uint8(Image.new("RGBA", (10, 10), (200, 0, 0, 0)))
+    assert pixels.shape == (channels, 8, 8)
+    assert (pixels == shown).all()
+
+
+@pytest.mark.parametrize("name", Preparation.NAMES)
+def test_settings_are_plain_data(name):
+    preparation = dataclasses.replace(Preparation.named(name), background=(1, 2, 3))
+    stream = io.BytesIO()
+    torch.save(preparation.as_dict(), stream)
+    stream.seek(0)
+    for plain in (
+        json.loads(json.dumps(preparation.as_dict())),
+        yaml.safe_load(yaml.safe_dump(preparation.as_dict())),
+        torch.load(stream, weights_only=True),
+    ):
+        assert Preparation(**plain) == preparation
+    assert hash(preparation) == hash(Preparation(**plain))
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"image_size": 0}, r"`image_size` must be an integer >= 1, got 0\."),
+        (
+            {"image_size": (64, 64, 3)},
+            r"`image_size` must be one number of pixels or a pair \(height, width\), got \(64",
+        ),
+        (
+            {"resize": 200},
+            r"`resize` must be at least `image_size`, 224, so that the crop lies in the image, got 200\.",
+        ),
+        (
+            {"image_size": (8, 9), "resize": (9, 8)},
+            r"`resize` must be at least `image_size`, \(8, 9\), .* got \(9, 8\)",
+        ),
+        ({"interpolation": "cubic"}, r"`interpolation` must be one of 'nearest', .* got 'cubic'\."),
+        ({"channels": 4}, r"`channels` must be one of 1, 3, got 4\."),
+        ({"channels": 1}, r"`mean` must hold one number for each channel, 1, got \(0\.485, 0\.456, 0\.406\)\."),
+        ({"std": (0.2, 0.2)}, r"`std` must hold one number for each channel, 3, got \(0\.2, 0\.2\)\."),
+        ({"std": (0.2, 0.2, 0)}, r"`std` must be a finite number > 0, got 0\.0\."),
+        ({"background": "whitish"}, r"`background` must be the name of a colour, .* got 'whitish'\."),
+    ],
+)
+def test_invalid_settings_raise(settings, sentence):
+    with pytest.raises(ValueError, match=f"^Preparation: {sentence}"):
+        Preparation(**settings)
+
+
+@pytest.mark.refusal
+def test_invalid_images_raise():
+    preparation = Preparation()
+    with pytest.raises(TypeError, match=r"^Preparation: `image` must be a PIL image, got ndarray; PIL.Image.fromarray"):
+        preparation(np.zeros((4, 4, 3), np.uint8))
+    with pytest.raises(TypeError, match=r"^Preparation: `images` must be uint8, got torch.float32\.$"):
+        preparation.normalize(torch.zeros(3, 4, 4))
+    with pytest.raises(ValueError, match=r"`images` must have shape \(\.\.\., 3, height, width\), got \(1, 4, 4\)\."):
+        preparation.undo(torch.zeros(1, 4, 4))
+    with pytest.raises(ValueError, match=r"^Preparation: `name` must be one of 'plain', .*, got 'x'\.$"):
+        Preparation.named("x")
