@@ -73,11 +73,12 @@ class TextTable:
         raise ValueError(f"{message}.")
 
 
-def read_table(path: Path) -> TextTable:
+def read_table(path: Path, required: Sequence[str] = ("image", "label")) -> TextTable:
     """Read those of the columns `COLUMNS` that a CSV or Parquet file has.
 
     Args:
         path: a CSV file in UTF-8 with a header line, or a Parquet file, which has the suffix .parquet or .pq.
+        required: the columns that the table must have.
 
     Raises:
         ModuleNotFoundError: if the file is Parquet and pyarrow is not installed.
@@ -85,18 +86,18 @@ def read_table(path: Path) -> TextTable:
             row, or the rows have different numbers of fields.
     """
     if path.suffix.lower() in PARQUET_SUFFIXES:
-        table = _read_parquet(path)
+        table = _read_parquet(path, required)
     else:
-        table = _read_csv(path)
+        table = _read_csv(path, required)
     if not table.lines:
         raise ValueError(f"ImageTable: {path} must have rows, got only the header.")
     return table
 
 
-def _read_csv(path: Path) -> TextTable:
+def _read_csv(path: Path, required: Sequence[str]) -> TextTable:
     rows = read_csv_rows("ImageTable", path)
     header = read_csv_header(rows)
-    _check_header(path, header)
+    _check_header(path, header, required)
     positions: list[tuple[str, int]] = []
     table: dict[str, list[str]] = {}
     for name in COLUMNS:
@@ -116,7 +117,7 @@ def _read_csv(path: Path) -> TextTable:
     return TextTable(path, table, lines)
 
 
-def _read_parquet(path: Path) -> TextTable:
+def _read_parquet(path: Path, required: Sequence[str]) -> TextTable:
     try:
         import pyarrow.parquet
     except ImportError:
@@ -133,7 +134,7 @@ def _read_parquet(path: Path) -> TextTable:
             table[name] = [as_text(value) for value in content.column(name).to_pylist()]
     except Exception as error:  # pyarrow has many types of errors, few of which name the file
         raise ValueError(f"ImageTable: {path} must be a Parquet file, but cannot be read as one ({error}).") from None
-    _check_header(path, header)
+    _check_header(path, header, required)
     return TextTable(path, table, range(1, content.num_rows + 1), unit="row")
 
 
@@ -155,15 +156,15 @@ def _missing(names: Sequence[str], header: Sequence[str]) -> list[str]:
     return [name for name in names if name not in header]
 
 
-def _check_header(path: Path, header: Sequence[str]) -> None:
-    missing = _missing(("image", "label"), header)
+def _check_header(path: Path, header: Sequence[str], required: Sequence[str]) -> None:
+    missing = _missing(required, header)
     missing_sides = _missing(SIDES, header)
     if "box" not in header and len(missing_sides) < len(SIDES):
         missing += missing_sides
     if missing:
         raise ValueError(
-            f"ImageTable: line 1 of {path} must name the columns image and label, and all of {', '.join(SIDES)} or "
-            f"none, separated by commas; {', '.join(missing)} missing in {','.join(header)!r}."
+            f"ImageTable: line 1 of {path} must name the columns {' and '.join(required)}, and all of "
+            f"{', '.join(SIDES)} or none, separated by commas; {', '.join(missing)} missing in {','.join(header)!r}."
         )
     for name in COLUMNS:
         if list(header).count(name) > 1:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
+from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_retrieval.checks import check_choice, check_integer
@@ -21,13 +22,16 @@ from lightning_retrieval.search.files import file_digest
 from lightning_retrieval.training.module import RetrievalModule
 from lightning_retrieval.training.out_of_memory import is_out_of_memory
 
+PROBED_SIZE = (224, 224)  # pixels of the black image that shows how long an embedding is
+
 
 @dataclass(frozen=True)
 class UnreadableImage:
-    """An image file that could not be read."""
+    """An image file that could not be read, and its position among the images."""
 
     path: str
     reason: str
+    position: int = 0
 
     def __str__(self) -> str:
         return f"cannot read the image {printable(self.path)} ({self.reason})"
@@ -133,26 +137,46 @@ class ImageEmbedder:
         module = _move(owner, module, device).eval()
         return cls(owner, module, load_transform(name), about, batch_size, num_workers, device)
 
-    def embed(self, root: Path, paths: Sequence[str], names: Sequence[str]) -> Iterator[EmbeddedBatch]:
+    def embed(
+        self,
+        root: Path,
+        index: ImageIndex,
+        *,
+        names: Sequence[str] | None = None,
+        ranges: Sequence[range] | None = None,
+    ) -> Iterator[EmbeddedBatch]:
         """Embed images batch by batch, in their order, with a progress bar if the output is a terminal.
 
         Args:
             root: folder that the paths are relative to.
-            paths: of the images.
-            names: how messages refer to the images.
+            index: the images.
+            names: how messages refer to the images; if None, by their paths.
+            ranges: positions of the images to embed; no batch reaches from one range into the next. If None, all.
 
         Raises:
             ValueError: if the model cannot embed images as the transform gives them, or an embedding is not finite.
         """
-        images = ImageSet(ImageIndex(paths, [0] * len(paths)), root, self.transform)
+        if names is None:
+            names = index.paths
+        if ranges is None:
+            ranges = [range(len(index))]
         loader = DataLoader(
-            _ReadableImages(images), batch_size=self.batch_size, num_workers=self.num_workers, collate_fn=list
+            _ReadableImages(ImageSet(index, root, self.transform)),
+            batch_sampler=_RangeBatches(ranges, self.batch_size),
+            num_workers=self.num_workers,
+            collate_fn=list,
         )
+        count = sum(map(len, ranges))
         # disable=None: no progress bar if the output goes to a file.
-        with tqdm(total=len(paths), desc="Embedding", unit="image", disable=None, leave=False) as progress:
+        with tqdm(total=count, desc="Embedding", unit="image", disable=None, leave=False) as progress:
             for items in loader:
                 progress.update(len(items))
                 yield self._embed_items(items, names)
+
+    def dim(self) -> int:
+        """The length of an embedding: that of a black image."""
+        image = self.transform(Image.new("RGB", PROBED_SIZE))
+        return self._embed_batch(image[None]).shape[1]
 
     def _embed_items(self, items: Sequence["_Item"], names: Sequence[str]) -> EmbeddedBatch:
         positions: list[int] = []
@@ -161,7 +185,7 @@ class ImageEmbedder:
         unreadable: list[UnreadableImage] = []
         for item in items:
             if item.image is None:
-                unreadable.append(UnreadableImage(names[item.position], item.reason))
+                unreadable.append(UnreadableImage(names[item.position], item.reason, item.position))
             else:
                 positions.append(item.position)
                 images.append(item.image)
@@ -206,6 +230,22 @@ class _Item:
     position: int
     image: Tensor | None
     reason: str = ""
+
+
+class _RangeBatches(Sampler[list[int]]):
+    """Batches of consecutive positions, none of which reaches from one range into the next."""
+
+    def __init__(self, ranges: Sequence[range], batch_size: int) -> None:
+        self.ranges = ranges
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return sum(-(-len(positions) // self.batch_size) for positions in self.ranges)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for positions in self.ranges:
+            for begin in range(0, len(positions), self.batch_size):
+                yield list(positions[begin : begin + self.batch_size])
 
 
 class _ReadableImages(Dataset[_Item]):

@@ -1,9 +1,11 @@
-"""What the commands `index` and `search` share: the options of embedding, and the report of unreadable images."""
+"""What the commands that embed images share: the options of embedding, and the report of unreadable images."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from lightning_retrieval.cli.transform_names import TRANSFORMS
 
 if TYPE_CHECKING:
     from lightning_retrieval.cli.embedding import UnreadableImage
@@ -21,6 +23,17 @@ def add_embedding_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="module with classes of the checkpoint that are not of this library, torch, torchvision, timm or "
         "pytorch_metric_learning; it is imported, which runs its code",
+    )
+
+
+def add_transform_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--transform` to a parser."""
+    parser.add_argument(
+        "--transform",
+        choices=TRANSFORMS,
+        help="how images are prepared: as in the evaluation of a paper, or as 32 x 32 pixels in grey, light on dark "
+        "('glyphs'); by default as in the evaluation during training if the checkpoint names it, else 'plain', or "
+        "'glyphs' for a model of grey images",
     )
 
 

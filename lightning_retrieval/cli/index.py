@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_retrieval.cli.embedding_options import add_embedding_options, report_unreadable
+from lightning_retrieval.cli.embedding_options import add_embedding_options, add_transform_option, report_unreadable
 from lightning_retrieval.cli.messages import command_line_message
-from lightning_retrieval.cli.transform_names import TRANSFORMS
 
 if TYPE_CHECKING:
     from lightning_retrieval.search.index import RetrievalIndex
@@ -70,13 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", type=Path, required=True, metavar="INDEX", help="new folder for the index, or an index to replace"
     )
-    parser.add_argument(
-        "--transform",
-        choices=TRANSFORMS,
-        help="how images are prepared: as in the evaluation of a paper, or as 32 x 32 pixels in grey, light on dark "
-        "('glyphs'); by default as in the evaluation during training if the checkpoint names it, else 'plain', or "
-        "'glyphs' for a model of grey images",
-    )
+    add_transform_option(parser)
     parser.add_argument("--factory", default="Flat", help="factory string of faiss, default Flat, which is exact")
     parser.add_argument("--parameters", default="", help="search parameters of faiss, such as nprobe=16")
     parser.add_argument("--shards", type=int, default=1, help="number of parts of the index, one file each")

@@ -4,13 +4,12 @@ The index records which checkpoint it was made with and how images were prepared
 same way.
 """
 
-import os
 from pathlib import Path
 
 import torch
 
 from lightning_retrieval.cli.embedding import EmbeddedImages, ImageEmbedder, UnreadableImage
-from lightning_retrieval.datamodules.images.image_file import image_suffixes
+from lightning_retrieval.cli.image_list import images_in_folder
 from lightning_retrieval.search.index import RetrievalIndex
 from lightning_retrieval.search.storage import check_folder
 
@@ -59,11 +58,8 @@ def index_images(
     """
     check_folder(OWNER, output)
     RetrievalIndex(1, shards=shards)  # raises before any image is embedded
-    if not images.is_dir():
-        raise FileNotFoundError(f"{OWNER}: `images` must be a folder of images, got {images}, which is not a folder.")
-    paths = image_paths(images)
-    if not paths:
-        raise ValueError(f"{OWNER}: `images` must be a folder of images, got {images}, which holds no image.")
+    listed = images_in_folder(OWNER, images)
+    paths = listed.index.paths
     embedder = ImageEmbedder.load(
         OWNER, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
     )
@@ -71,7 +67,7 @@ def index_images(
 
     index = None
     embedded = EmbeddedImages(len(paths))
-    for batch in embedder.embed(images, paths, names=paths):
+    for batch in embedder.embed(images, listed.index):
         if index is None and batch.embeddings is not None:
             # Settings that do not fit the embeddings raise after the first batch, not after the last.
             dim = batch.embeddings.shape[1]
@@ -88,16 +84,3 @@ def index_images(
     )
     index.save(output)
     return index, embedded.unreadable
-
-
-def image_paths(folder: Path) -> list[str]:
-    """Sorted paths, relative to the folder, of the files at any depth with a suffix that Pillow opens, in any case."""
-    suffixes = image_suffixes()
-    found = []
-    for parent, subfolders, files in os.walk(folder):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for name in files:
-            path = Path(parent, name)
-            if not name.startswith(".") and path.suffix.lower() in suffixes:
-                found.append(path.relative_to(folder).as_posix())
-    return sorted(found)

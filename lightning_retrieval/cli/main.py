@@ -2,6 +2,7 @@
 
     lightning-retrieval fit|validate|test|predict --config FILE
     lightning-retrieval check --data NAME --root DIR
+    lightning-retrieval embed --checkpoint C --images DIR --output DIR
     lightning-retrieval index --checkpoint C --images DIR --output INDEX
     lightning-retrieval search --index INDEX IMAGE...
 
@@ -21,6 +22,7 @@ LIGHTNING_COMMANDS = {
 }
 OTHER_COMMANDS = {
     "check": "Check the directory structure of a data set: --data NAME --root DIR",
+    "embed": "Embed images into Parquet files: --checkpoint C --images DIR --output DIR",
     "index": "Embed the images in a folder: --checkpoint C --images DIR --output INDEX",
     "search": "Find the nearest images in an index: --index INDEX IMAGE...",
 }
@@ -75,6 +77,10 @@ def _run(command: str, args: Sequence[str]) -> int:
         from lightning_retrieval.cli.check import check
 
         return check(args)
+    if command == "embed":
+        from lightning_retrieval.cli.embed import embed
+
+        return embed(args)
     if command == "index":
         from lightning_retrieval.cli.index import index
 

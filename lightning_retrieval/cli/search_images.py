@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.cli.embedding import EmbeddedImages, ImageEmbedder, UnreadableImage
+from lightning_retrieval.datamodules import ImageIndex
 from lightning_retrieval.search.index import RetrievalIndex
 
 OWNER = "search_images"
@@ -130,6 +131,7 @@ def _embed(embedder: ImageEmbedder, queries: Sequence[str]) -> EmbeddedImages:
     root = Path(files[0].anchor)
     paths = [file.relative_to(root).as_posix() for file in files]
     embedded = EmbeddedImages(len(files))
-    for batch in embedder.embed(root, paths, names=[str(file) for file in files]):
+    index = ImageIndex(paths, [0] * len(paths))
+    for batch in embedder.embed(root, index, names=[str(file) for file in files]):
         embedded.add(batch)
     return embedded

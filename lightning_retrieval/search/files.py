@@ -96,17 +96,18 @@ def flush(path: Path) -> None:
 
 
 @contextmanager
-def folder_lock(owner: str, folder: Path) -> Iterator[None]:
+def folder_lock(owner: str, folder: Path, name: str = LOCK) -> Iterator[None]:
     """Hold the lock of a folder; the operating system releases it if the process ends.
 
     Args:
         owner: prefix of error messages.
         folder: an existing folder.
+        name: of the file in it that is locked.
 
     Raises:
         ValueError: if another process holds the lock.
     """
-    with (folder / LOCK).open("a") as file:
+    with (folder / name).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

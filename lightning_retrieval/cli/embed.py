@@ -1,0 +1,87 @@
+"""`lightning-retrieval embed`: arguments and output. The work, which needs torch, is imported after parsing."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_retrieval.cli.embedding_options import add_embedding_options, add_transform_option, report_unreadable
+from lightning_retrieval.cli.messages import command_line_message
+
+if TYPE_CHECKING:
+    from lightning_retrieval.cli.embed_images import EmbeddedFolder
+
+INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended
+
+
+def embed(args: Sequence[str]) -> int:
+    """Embed images into a folder of Parquet or .npy files.
+
+    Args:
+        args: `--checkpoint C --images DIR --output DIR` and further settings.
+
+    Returns:
+        The exit code: 0 if all images could be read, 1 if some could not, 2 if nothing was embedded, 130 after Ctrl-C.
+    """
+    settings = vars(_parser().parse_args(args))
+
+    from lightning_retrieval.cli.embed_images import embed_images
+    from lightning_retrieval.training.class_paths import import_named_module
+
+    try:
+        for module in settings.pop("import_module"):
+            import_named_module("embed", "--import_module", module)
+        done = embed_images(**settings)
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        print(command_line_message("embed", error, settings), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"embed: interrupted; the same command continues in {settings['output']}.", file=sys.stderr)
+        return INTERRUPTED
+    print(f"{settings['output']}: {_summary(done)}")
+    return report_unreadable("embed", done.unreadable)
+
+
+def _summary(done: "EmbeddedFolder") -> str:
+    manifest = done.folder.manifest
+    rows = manifest.images - len(done.unreadable)
+    shards = len(done.folder)
+    found = ""
+    if done.written < shards:
+        found = f", {shards - done.written} of which were there"
+    files = f"{shards} {manifest.file_format} files"
+    if shards == 1:
+        files = f"1 {manifest.file_format} file"
+    return f"{rows} embeddings of {manifest.dim} dimensions in {files}{found}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lightning-retrieval embed",
+        description="Embed images into a folder of Parquet files. After a kill, the same command continues.",
+    )
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="C", help="checkpoint that `fit` wrote")
+    parser.add_argument(
+        "--images",
+        type=Path,
+        required=True,
+        metavar="DIR|TABLE",
+        help="folder of images, searched at any depth, or a CSV or Parquet table with the column `image` and, "
+        "optionally, `label` and `box`",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="new folder, or one that this command began"
+    )
+    parser.add_argument(
+        "--root", type=Path, metavar="DIR", help="folder that the table's paths are relative to, default the table's"
+    )
+    parser.add_argument(
+        "--format", dest="file_format", choices=("parquet", "npy"), default="parquet", help="default parquet"
+    )
+    parser.add_argument(
+        "--shard_size", type=int, default=10_000, help="images of a file, default 10000; a kill costs at most these"
+    )
+    add_transform_option(parser)
+    add_embedding_options(parser)
+    return parser

@@ -1,0 +1,263 @@
+"""A folder of embeddings in shards, which several runs, and later several processes, can fill.
+
+    DIR/_manifest.json      what the embeddings are of: model, preparation, list of images, size of a shard
+    DIR/part-00000.parquet  rows 0 to shard_size - 1, and so on
+
+A shard appears in one atomic step when it is complete, so a file that exists is the record that its images are done.
+Whoever continues looks for the files that are missing, and nothing else has to be kept. Readers of folders of Parquet
+files ignore names that begin with `_` or `.`, so they can read the folder as one table.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning_retrieval.search.embedding_shards import (
+    FILE_FORMATS,
+    ShardRows,
+    read_npy,
+    read_parquet,
+    read_unreadable,
+    shard_suffixes,
+    write_json,
+    write_npy,
+    write_parquet,
+)
+from lightning_retrieval.search.files import flush, folder_lock, write_verified
+
+FORMAT, VERSION = "lightning-retrieval embeddings", 1
+MANIFEST = "_manifest.json"
+LOCK = "_lock"
+TEMPORARY = ".tmp"
+SHARD_SIZE = 10_000  # rows
+SETTINGS = ("dim", "shard_size", "file_format")
+
+
+@dataclass(frozen=True)
+class EmbeddingManifest:
+    """What the embeddings in a folder are of. Two runs may fill one folder if all of this but `about` is equal.
+
+    Args:
+        images: number of images, also those that cannot be read.
+        images_sha256: of their list, see `digest_of_list`.
+        model_sha256: of the checkpoint file, or of the weights.
+        preparation: plain values that say what is done to an image before the network.
+        dim: D, the length of an embedding.
+        shard_size: number of images of a shard; the last one may be smaller.
+        file_format: `"parquet"` or `"npy"`.
+        about: plain values that are kept for an index, such as the path of the checkpoint.
+    """
+
+    images: int
+    images_sha256: str
+    model_sha256: str
+    preparation: Mapping[str, Any]
+    dim: int
+    shard_size: int = SHARD_SIZE
+    file_format: str = FILE_FORMATS[0]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+def digest_of_list(fields: Iterable[Sequence[Any]]) -> str:
+    """SHA-256 of a list of images.
+
+    Args:
+        fields: of each image, its path and whatever else says what is embedded, such as its box and its label.
+    """
+    digest = hashlib.sha256()
+    for of_image in fields:
+        digest.update(json.dumps(of_image).encode() + b"\n")
+    return digest.hexdigest()
+
+
+class EmbeddingFolder:
+    """The shards in a folder, some of which may be missing; `create` or `load` makes one.
+
+    Args:
+        owner: prefix of error messages.
+        path: of the folder.
+        manifest: what the embeddings are of.
+    """
+
+    def __init__(self, owner: str, path: Path, manifest: EmbeddingManifest) -> None:
+        self.owner = owner
+        self.path = path
+        self.manifest = manifest
+
+    @classmethod
+    def create(cls, owner: str, path: Path, manifest: EmbeddingManifest) -> "EmbeddingFolder":
+        """Begin a folder, or continue one with the same manifest.
+
+        Raises:
+            ValueError: if the folder holds embeddings of another model or list, or something else.
+        """
+        check_output(owner, path)
+        if (path / MANIFEST).exists():
+            _check_same(owner, path, _read_manifest(owner, path), manifest)
+            return cls(owner, path, manifest)
+        path.mkdir(parents=True, exist_ok=True)
+        content = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+        text = json.dumps(content, indent=1) + "\n"
+        _write_atomically(owner, path / MANIFEST, lambda stream: stream.write(text.encode()))
+        return cls(owner, path, manifest)
+
+    @classmethod
+    def load(cls, owner: str, path: Path) -> "EmbeddingFolder":
+        """The embeddings in a folder, all of whose shards are there.
+
+        Raises:
+            FileNotFoundError: if the folder holds no embeddings.
+            ValueError: if its manifest is damaged, or a shard is missing.
+        """
+        folder = cls(owner, path, _read_manifest(owner, path))
+        missing = folder.missing()
+        if missing:
+            raise ValueError(
+                f"{owner}: {path} must hold all embeddings, but {len(missing)} of its {len(folder)} shards are "
+                "missing; run the command that writes it again, which continues."
+            )
+        return folder
+
+    def __len__(self) -> int:
+        """Number of shards, also of missing ones."""
+        return -(-self.manifest.images // self.manifest.shard_size)
+
+    def positions(self, shard: int) -> range:
+        """Positions in the list of the images of a shard, which are also their ids."""
+        begin = shard * self.manifest.shard_size
+        return range(begin, min(begin + self.manifest.shard_size, self.manifest.images))
+
+    def missing(self) -> list[int]:
+        """Numbers of the shards that are not complete yet."""
+        return [shard for shard in range(len(self)) if not self._file(shard).exists()]
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Let nobody else write meanwhile, and remove what a killed run has left.
+
+        Raises:
+            ValueError: if another process is writing.
+        """
+        with folder_lock(self.owner, self.path, LOCK):
+            for file in self.path.glob(f".*{TEMPORARY}"):
+                file.unlink()
+            yield
+
+    def write(self, shard: int, rows: ShardRows) -> None:
+        """Write a shard, which is complete or absent at any time.
+
+        Raises:
+            OSError: if it cannot be written completely.
+        """
+        if self.manifest.file_format == "npy":
+            _write_atomically(self.owner, self._file(shard, ".json"), partial(write_json, rows))
+            _write_atomically(self.owner, self._file(shard), partial(write_npy, rows))
+        else:
+            _write_atomically(self.owner, self._file(shard), partial(write_parquet, self.owner, rows))
+
+    def read(self, shard: int) -> ShardRows:
+        """The rows of a shard.
+
+        Raises:
+            ValueError: if its file is damaged.
+        """
+        file = self._file(shard)
+        try:
+            if self.manifest.file_format == "npy":
+                return read_npy(file)
+            return read_parquet(self.owner, file)
+        except ModuleNotFoundError:
+            raise
+        except Exception as error:  # pyarrow and NumPy raise errors of many kinds for damaged files
+            lines = str(error).splitlines() or [type(error).__name__]
+            raise ValueError(
+                f"{self.owner}: {file} is damaged ({lines[0].rstrip('.')}); delete it, and run the command that wrote "
+                "it again."
+            ) from None
+
+    def unreadable(self) -> list[tuple[str, str]]:
+        """Path and reason of each image that could not be read, of all shards that are complete."""
+        found = []
+        for shard in range(len(self)):
+            file = self._file(shard)
+            if file.exists():
+                found += read_unreadable(self.owner, file)
+        return found
+
+    def _file(self, shard: int, suffix: str = "") -> Path:
+        """The file of a shard; without a suffix the one that is written last."""
+        suffix = suffix or shard_suffixes(self.manifest.file_format)[-1]
+        return self.path / f"part-{shard:05d}{suffix}"
+
+
+def check_output(owner: str, path: Path) -> None:
+    """Raise unless embeddings may be written to this path: it does not exist, is an empty folder, or holds embeddings.
+
+    Raises:
+        ValueError: if the path is a file, or a folder that holds anything else.
+    """
+    occupied = path.exists() or path.is_symlink()
+    if not occupied:
+        return
+    if path.is_dir():
+        others = [file for file in path.iterdir() if file.name != LOCK and file.suffix != TEMPORARY]
+        if not others or (path / MANIFEST).is_file():
+            return
+    raise ValueError(
+        f"{owner}: `output` must be a new folder, or one with embeddings to continue, got {path}, which is something "
+        "else; give another path."
+    )
+
+
+def _read_manifest(owner: str, path: Path) -> EmbeddingManifest:
+    file = path / MANIFEST
+    if not file.is_file():
+        raise FileNotFoundError(f"{owner}: the embeddings must be a folder with {MANIFEST} in it, got {path}.")
+    try:
+        content = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (TypeError, ValueError):
+        raise ValueError(f"{owner}: {file} is damaged, it is not valid JSON; give another folder.") from None
+    found = content.pop("format", None), content.pop("version", None)
+    try:
+        if found != (FORMAT, VERSION):
+            raise TypeError
+        return EmbeddingManifest(**content)
+    except TypeError:
+        raise ValueError(
+            f"{owner}: {file} must be the manifest of embeddings that this release can read (version {VERSION}), which "
+            "it is not; give another folder."
+        ) from None
+
+
+def _check_same(owner: str, path: Path, found: EmbeddingManifest, wanted: EmbeddingManifest) -> None:
+    """Raise if a folder holds embeddings of something else."""
+    what = None
+    if found.model_sha256 != wanted.model_sha256:
+        what = "of another model"
+    elif found.preparation != wanted.preparation:
+        what = f"of images that were prepared otherwise ({dict(found.preparation)}, not {dict(wanted.preparation)})"
+    elif (found.images, found.images_sha256) != (wanted.images, wanted.images_sha256):
+        what = f"of another list of images ({found.images} then, {wanted.images} now)"
+    else:
+        for name in SETTINGS:
+            before, now = getattr(found, name), getattr(wanted, name)
+            if before != now:
+                what = f"with {name}={before}, not {now}"
+    if what is not None:
+        raise ValueError(
+            f"{owner}: `output` must be a new folder or one that the same command began, got {path}, which holds "
+            f"embeddings {what}; give another path."
+        )
+
+
+def _write_atomically(owner: str, file: Path, write: Any) -> None:
+    temporary = file.with_name(f".{file.name}{TEMPORARY}")
+    write_verified(owner, temporary, write)
+    os.replace(temporary, file)
+    flush(file.parent)

@@ -1,0 +1,151 @@
+"""Folders of embeddings: rows come back as they were written, a file that exists is complete, damage is named."""
+
+import dataclasses
+import os
+
+import numpy as np
+import pytest
+
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, digest_of_list
+from lightning_retrieval.search.embedding_shards import ShardRows
+
+MANIFEST = EmbeddingManifest(
+    images=5, images_sha256="list", model_sha256="model", preparation={"transform": "plain"}, dim=3, shard_size=2
+)
+FORMATS = pytest.mark.parametrize("file_format", ["parquet", "npy"])
+
+
+def rows_of(folder, shard, unreadable=()):
+    ids = np.array([position for position in folder.positions(shard) if position not in unreadable], dtype=np.int64)
+    embeddings = np.random.default_rng(shard).normal(size=(len(ids), 3)).astype(np.float32)
+    paths = [f"ä {position}.jpg" for position in ids]
+    labels = [None if position == 4 else f"class {position}" for position in ids.tolist()]
+    return ShardRows(ids, embeddings, paths, labels, [(f"{position}.jpg", "why\n") for position in unreadable])
+
+
+def assert_same(found, expected):
+    np.testing.assert_array_equal(found.embeddings, expected.embeddings)
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    assert found.embeddings.dtype == np.float32
+    assert (found.paths, found.labels, found.unreadable) == (expected.paths, expected.labels, expected.unreadable)
+
+
+def begun(path, file_format):
+    """A folder without its second shard; the rows of the first."""
+    if file_format == "parquet":
+        pytest.importorskip("pyarrow")
+    folder = EmbeddingFolder.create("me", path / "e", dataclasses.replace(MANIFEST, file_format=file_format))
+    written = rows_of(folder, 0, unreadable=(1,))
+    folder.write(0, written)
+    folder.write(2, rows_of(folder, 2))
+    return folder, written
+
+
+@FORMATS
+def test_rows_come_back_exactly(tmp_path, file_format):
+    folder, written = begun(tmp_path, file_format)
+    folder.write(1, rows_of(folder, 1, unreadable=(2, 3)))
+    loaded = EmbeddingFolder.load("me", tmp_path / "e")
+    assert loaded.manifest == folder.manifest
+    assert_same(loaded.read(0), written)
+    assert_same(loaded.read(2), rows_of(folder, 2))
+    assert loaded.read(1).embeddings.shape == (0, 3)
+    assert loaded.unreadable() == [("1.jpg", "why\n"), ("2.jpg", "why\n"), ("3.jpg", "why\n")]
+
+
+@FORMATS
+def test_shards_that_are_missing_are_those_without_a_file(tmp_path, file_format):
+    folder, _ = begun(tmp_path, file_format)
+    assert len(folder) == 3
+    assert [list(folder.positions(shard)) for shard in range(3)] == [[0, 1], [2, 3], [4]]
+    assert folder.missing() == [1]
+    assert EmbeddingFolder.create("me", tmp_path / "e", folder.manifest).missing() == [1]
+    with pytest.raises(ValueError, match=r"^me: .* must hold all embeddings, but 1 of its 3 shards are missing; run "):
+        EmbeddingFolder.load("me", tmp_path / "e")
+
+
+@FORMATS
+def test_a_failed_write_leaves_no_shard(tmp_path, file_format, monkeypatch):
+    folder, _ = begun(tmp_path, file_format)
+
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", fail)
+    rows = rows_of(folder, 1)
+    with pytest.raises(KeyboardInterrupt):
+        folder.write(1, rows)
+    assert folder.missing() == [1]
+    assert [file for file in folder.path.iterdir() if file.suffix == ".tmp"]
+    with folder.lock():
+        assert not [file for file in folder.path.iterdir() if file.suffix == ".tmp"]
+
+
+def test_other_readers_see_one_table(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    folder, _ = begun(tmp_path, "parquet")
+    folder.write(1, rows_of(folder, 1))
+    with folder.lock():
+        table = parquet.read_table(folder.path)
+    assert table.column("id").to_pylist() == [0, 2, 3, 4]
+    assert str(table.schema.field("embedding").type) == "fixed_size_list<element: float>[3]"
+    assert table.column("label").to_pylist() == ["class 0", "class 2", "class 3", None]
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"model_sha256": "b"}, "of another model;"),
+        ({"preparation": {"transform": "roadmap"}}, r"of images that were prepared otherwise \(\{'transform': 'plain'"),
+        ({"images_sha256": "b"}, r"of another list of images \(5 then, 5 now\)"),
+        ({"images": 6}, r"of another list of images \(5 then, 6 now\)"),
+        ({"shard_size": 3}, "with shard_size=2, not 3"),
+        ({"file_format": "npy"}, "with file_format=parquet, not npy"),
+        ({"dim": 4}, "with dim=3, not 4"),
+    ],
+)
+def test_a_folder_of_something_else_is_refused(tmp_path, changed, what):
+    EmbeddingFolder.create("me", tmp_path, MANIFEST)
+    EmbeddingFolder.create("me", tmp_path, dataclasses.replace(MANIFEST, about={"checkpoint": "moved.ckpt"}))
+    with pytest.raises(ValueError, match=rf"^me: `output` must be a new folder or .* holds embeddings {what}"):
+        EmbeddingFolder.create("me", tmp_path, dataclasses.replace(MANIFEST, **changed))
+
+
+@pytest.mark.refusal
+def test_folders_that_hold_no_embeddings_are_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    for path in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(ValueError, match=r"^me: `output` must be a new folder, .* which is something else; give"):
+            EmbeddingFolder.create("me", path, MANIFEST)
+    with pytest.raises(FileNotFoundError, match=r"^me: the embeddings must be a folder with _manifest.json in it, got"):
+        EmbeddingFolder.load("me", tmp_path)
+    for text in ("{", "[1]", '{"format": "lightning-retrieval embeddings", "version": 7}'):
+        (tmp_path / "_manifest.json").write_text(text)
+        with pytest.raises(ValueError, match=r"_manifest\.json (is damaged|must be the manifest)"):
+            EmbeddingFolder.load("me", tmp_path)
+
+
+@pytest.mark.refusal
+def test_two_processes_cannot_write_at_once(tmp_path):
+    folder = EmbeddingFolder.create("me", tmp_path, MANIFEST)
+    with folder.lock(), pytest.raises(ValueError, match=r"^me: .* is being written to by another process; wait"):
+        folder.lock().__enter__()
+
+
+@pytest.mark.refusal
+@FORMATS
+def test_a_damaged_shard_is_named(tmp_path, file_format):
+    folder, written = begun(tmp_path, file_format)
+    file = tmp_path / "e" / f"part-00000.{file_format}"
+    content = bytearray(file.read_bytes())
+    place = content.index(written.embeddings.tobytes()[:4])
+    content[place] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=r"^me: .*part-00000\.\w+ is damaged \(.*\); delete it, and run the command"):
+        folder.read(0)
+
+
+def test_the_digest_of_a_list_depends_on_order_paths_labels_and_boxes():
+    lists = [[["a", None], ["b", "x"]], [["b", "x"], ["a", None]], [["a", "x"], ["b", None]], [["a", None], ["b", [1]]]]
+    assert len({digest_of_list(fields) for fields in lists}) == 4
