@@ -145,6 +145,8 @@ def test_two_processes(launcher, tmp_path):
     assert len(values(folder, "train/loss")) == 2
 
 
+@pytest.mark.filterwarnings("ignore:RetrievalEvaluation. (val|test) metrics cover 1 of:UserWarning")  # as FEW asks
+@pytest.mark.filterwarnings("ignore:RetrievalEvaluation. (val|test)/R@100 have a k above:UserWarning")
 def test_a_run_of_the_sweep(tmp_path, monkeypatch, end_offline_run):
     """The command that a sweep agent runs, with one value of each parameter; it logs the metric of the sweep."""
     sweep = yaml.safe_load((EXAMPLES / "sweep.yaml").read_text())
