@@ -5,6 +5,9 @@ equal fraction of a loss that is known for whole batches only. The gradient of a
 processes' gradients, whatever the loss, and one all-reduce computes it.
 """
 
+import os
+import sys
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -101,3 +104,23 @@ def _sum_group(parameters: list[torch.nn.Parameter], values: Tensor) -> Tensor:
         if ranks > 0:
             parameter.grad = gradient.view_as(parameter)
     return total
+
+
+def fork_may_deadlock(version: tuple[int, ...]) -> bool:
+    """Whether a forked process of this Python waits forever if another thread is just registering with Python.
+
+    That is issue 112275 of CPython. The threads of the gloo backend register after each collective operation, so a data
+    loader that starts its workers soon after one may never get its first batch.
+    """
+    repaired = {(3, 10): (3, 10, 15), (3, 11): (3, 11, 10)}
+    return version[:3] < repaired.get(version[:2], version[:3])
+
+
+def pause_before_fork() -> None:
+    """Let the threads of the process group finish what they do in Python, if there are several processes."""
+    if world_size() > 1:
+        time.sleep(0.05)
+
+
+if fork_may_deadlock(sys.version_info) and hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=pause_before_fork)

@@ -1,10 +1,14 @@
 """The collectives of the library in two and three real processes: the same results as in one process."""
 
+import ctypes
+import os
+import sys
+
 import pytest
 import torch
 from torch import nn
 
-from lightning_retrieval.distributed import gather_rows, rank, sum_gradients, world_size
+from lightning_retrieval.distributed import fork_may_deadlock, gather_rows, rank, sum_gradients, world_size
 
 
 def gather_kinds_of_rows(this, world):
@@ -91,3 +95,36 @@ def test_one_process_without_a_group():
     values = torch.ones(2)
     assert sum_gradients([parameter], values) is values
     assert parameter.grad.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [((3, 10, 13), True), ((3, 10, 15), False), ((3, 11, 7), True), ((3, 11, 10), False), ((3, 12, 0), False)],
+)
+def test_versions_of_python_in_which_a_fork_may_deadlock(version, expected):
+    assert fork_may_deadlock((*version, "final", 0)) is expected
+
+
+def fork_while_a_thread_waits(this, world):
+    """The number of threads that had finished when a process was forked while one waited for the interpreter."""
+    finished = []
+    function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(finished.append)
+    library, thread = ctypes.PyDLL(None), ctypes.c_ulong()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    library.pthread_create(ctypes.byref(thread), None, function, None)
+    process = os.fork()
+    if process == 0:
+        os._exit(len(finished))
+    sys.setswitchinterval(interval)
+    code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    ctypes.CDLL(None).pthread_join(thread, None)
+    return code
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not fork_may_deadlock(sys.version_info), reason="this Python forks without a deadlock")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_threads_finish_before_a_fork_of_several_processes(processes, run_processes):
+    finished = int(processes > 1)
+    assert run_processes(fork_while_a_thread_waits, processes) == [finished] * processes
