@@ -1,5 +1,6 @@
 """Ctrl-C in a run of two processes: it ends soon, with a checkpoint from which it continues exactly."""
 
+import faulthandler
 import os
 import signal
 import sys
@@ -41,7 +42,10 @@ LAUNCHERS = {
 
 
 class Pace(pl.Callback):
-    """Says which step begins, and makes a step last for a while."""
+    """Says which step begins, makes a step last for a while, and prints the stacks on SIGUSR1."""
+
+    def setup(self, *_, **__):
+        faulthandler.register(signal.SIGUSR1)
 
     def on_train_batch_start(self, trainer, *_):
         if trainer.is_global_zero:
@@ -126,7 +130,7 @@ def fit(folder, launcher, *options, interrupt=None):
     try:
         deadline = time.monotonic() + 240
         while started.process.poll() is None:
-            assert time.monotonic() < deadline, started.output()[-3000:]
+            assert time.monotonic() < deadline, started.output_with_stacks()[-20_000:]
             if interrupt is not None and "step 2 of" in started.output():
                 interrupt(started)
                 interrupt, deadline = None, time.monotonic() + 60
