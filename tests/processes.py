@@ -92,76 +92,20 @@ class StartedCommand:
         return self.output()
 
     def group(self):
-        """Ids of the processes that it has started, itself included, and that are still alive.
-
-        They are known by their environment, since torchrun starts each of its processes in a session of its own.
-        """
-        mark = f"STARTED_COMMAND={self.file}\0".encode()
-        found = []
-        for file in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if mark in file.read_bytes():
-                    found.append(int(file.parent.name))
-            except OSError:  # a process that has just ended, or of another user
-                continue
-        return found
-
-    def end(self):
-        self.process.kill()
-        self.process.wait()
-
-
-class StartedCommand:
-    """A command in a session of its own, as a terminal starts it; its output is a file in `folder`."""
-
-    def __init__(self, command, folder):
-        self.file = folder / "output"
-        with self.file.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                cwd=folder,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "PYTHONWARNINGS": "ignore",
-                    "PYTHONPATH": str(REPOSITORY),
-                    "STARTED_COMMAND": str(self.file),
-                },
-            )
-
-    def output(self):
-        """What it has printed so far."""
-        return self.file.read_text(errors="replace")
-
-    def output_with_stacks(self):
-        """The output, at its end what each process that has registered `faulthandler` for SIGUSR1 is doing."""
-        for process in self.group():
-            status = Path(f"/proc/{process}/status").read_text()
-            caught = int(status.partition("SigCgt:")[2].split()[0], 16)
-            if caught >> (signal.SIGUSR1 - 1) & 1:
-                os.kill(process, signal.SIGUSR1)
-                time.sleep(0.5)
-        return self.output()
-
-    def group(self):
-        """Ids of the processes of its session that are still alive."""
-        found = []
-        for file in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                fields = file.read_text().rpartition(")")[2].split()
-            except OSError:  # a process that has just ended
-                continue
-            if fields[0] != "Z" and int(fields[3]) == self.process.pid:
-                found.append(int(file.parent.name))
-        return found
+        """Ids of the processes that it has started, itself included, and that are still alive."""
+        return [int(file.parent.name) for file in Path("/proc").glob("[0-9]*/environ") if self._has_started(file)]
 
     def end(self):
         for process in self.group():
             os.kill(process, signal.SIGKILL)
         self.process.wait()
+
+    def _has_started(self, file):
+        """Whether this environment is of one of its processes: torchrun starts each in a session of its own."""
+        try:
+            return f"STARTED_COMMAND={self.file}\0".encode() in file.read_bytes()
+        except OSError:  # a process that has just ended, or of another user
+            return False
 
 
 def start_processes(function, world_size, *args, folder, backend=None):
