@@ -4,14 +4,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_retrieval.cli.embedding_options import add_embedding_options, add_transform_option, report_unreadable
 from lightning_retrieval.cli.messages import command_line_message
 
 if TYPE_CHECKING:
+    from lightning_retrieval.cli.embedding import UnreadableImage
     from lightning_retrieval.search.index import RetrievalIndex
 
+EMBEDDINGS_SETTINGS = ("embeddings", "output", "factory", "parameters", "shards")  # those of `index_embeddings`
 TRANSFORM_SOURCES = {
     "argument": "",
     "checkpoint": ", as the checkpoint says",
@@ -20,30 +22,58 @@ TRANSFORM_SOURCES = {
 
 
 def index(args: Sequence[str]) -> int:
-    """Index the images in a folder.
+    """Index the images in a folder, or embeddings of them that `embed` wrote.
 
     Args:
-        args: `--checkpoint C --images DIR --output INDEX` and further settings of the index.
+        args: `--checkpoint C --images DIR --output INDEX` or `--embeddings DIR --output INDEX`, and further settings.
 
     Returns:
         The exit code: 0 if all images could be read, 1 if some could not, 2 if no index was made.
     """
-    settings = vars(_parser().parse_args(args))
+    settings = _parse(args)
+    try:
+        made, unreadable = _index(settings)
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        print(command_line_message("index", error, settings), file=sys.stderr)
+        return 2
+    if "images" in settings:
+        source = TRANSFORM_SOURCES[made.about["transform_from"]]
+        print(f"images prepared with the transform {made.about['transform']!r}{source}")
+    print(f"{settings['output']}: {_summary(made)}")
+    return report_unreadable("index", unreadable)
+
+
+def _parse(args: Sequence[str]) -> dict[str, Any]:
+    """The settings of `index_images`, with the modules to import, or those of `index_embeddings`."""
+    parser = _parser()
+    settings = vars(parser.parse_args(args))
+    if settings["embeddings"] is None:
+        missing = [f"--{name}" for name in ("checkpoint", "images") if settings[name] is None]
+        if missing:
+            parser.error(f"the following arguments are required: {', '.join(missing)}, or --embeddings instead")
+        del settings["embeddings"]
+        return settings
+    for name in list(settings):
+        if name in EMBEDDINGS_SETTINGS:
+            continue
+        if settings[name] != parser.get_default(name):
+            parser.error(f"--{name} must not be given with --embeddings, because no image is embedded")
+        del settings[name]
+    return settings
+
+
+def _index(settings: dict[str, Any]) -> tuple["RetrievalIndex", list["UnreadableImage"]]:
+    if "embeddings" in settings:
+        from lightning_retrieval.cli.index_embeddings import index_embeddings
+
+        return index_embeddings(**settings)
 
     from lightning_retrieval.cli.index_images import index_images
     from lightning_retrieval.training.class_paths import import_named_module
 
-    try:
-        for module in settings.pop("import_module"):
-            import_named_module("index", "--import_module", module)
-        made, unreadable = index_images(**settings)
-    except (OSError, ValueError) as error:
-        print(command_line_message("index", error, settings), file=sys.stderr)
-        return 2
-    source = TRANSFORM_SOURCES[made.about["transform_from"]]
-    print(f"images prepared with the transform {made.about['transform']!r}{source}")
-    print(f"{settings['output']}: {_summary(made)}")
-    return report_unreadable("index", unreadable)
+    for module in settings.pop("import_module"):
+        import_named_module("index", "--import_module", module)
+    return index_images(**settings)
 
 
 def _summary(made: "RetrievalIndex") -> str:
@@ -60,11 +90,13 @@ def _summary(made: "RetrievalIndex") -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "lightning-retrieval index", description="Embed the images in a folder and write an index of them."
+        "lightning-retrieval index",
+        description="Embed the images in a folder and write an index of them, or of embeddings that `embed` wrote.",
     )
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="C", help="checkpoint that `fit` wrote")
+    parser.add_argument("--checkpoint", type=Path, metavar="C", help="checkpoint that `fit` wrote")
+    parser.add_argument("--images", type=Path, metavar="DIR", help="folder of images, searched at any depth")
     parser.add_argument(
-        "--images", type=Path, required=True, metavar="DIR", help="folder of images, searched at any depth"
+        "--embeddings", type=Path, metavar="DIR", help="instead of these two: folder that `embed` wrote"
     )
     parser.add_argument(
         "--output", type=Path, required=True, metavar="INDEX", help="new folder for the index, or an index to replace"

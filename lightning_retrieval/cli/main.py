@@ -23,7 +23,7 @@ LIGHTNING_COMMANDS = {
 OTHER_COMMANDS = {
     "check": "Check the directory structure of a data set: --data NAME --root DIR",
     "embed": "Embed images into Parquet files: --checkpoint C --images DIR --output DIR",
-    "index": "Embed the images in a folder: --checkpoint C --images DIR --output INDEX",
+    "index": "Index the images in a folder: --checkpoint C --images DIR --output INDEX",
     "search": "Find the nearest images in an index: --index INDEX IMAGE...",
 }
 

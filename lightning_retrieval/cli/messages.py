@@ -27,9 +27,9 @@ def command_line_message(command: str, error: Exception, arguments: Iterable[str
         'index: `--images` must be a folder, got x.'
     """
     message = str(error)
-    function = f"{command}_images: "
-    if message.startswith(function):
-        message = f"{command}: {message.removeprefix(function)}"
+    for function in (f"{command}_images: ", f"{command}_embeddings: "):
+        if message.startswith(function):
+            message = f"{command}: {message.removeprefix(function)}"
     message = message.replace("`index_images`", "`lightning-retrieval index`")
     for name in arguments:
         message = message.replace(f"`{name}`", f"`{_option(name)}`")

@@ -3,7 +3,8 @@
 Embeddings may be a tensor over a file that is larger than memory, so no function here copies more than a block of rows.
 """
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import check_float, check_tensor
+from lightning_retrieval.checks import check_float, check_mapping, check_strings, check_tensor
 from lightning_retrieval.ranking.similarity import normalize
 
 BLOCK = 1 << 16  # rows that are normalised and passed to faiss at a time
@@ -73,3 +74,22 @@ def check_finite_rows(
         f"{OWNER}: `{name}` must be finite, got NaN or inf in {len(invalid)} of {len(embeddings)} rows: "
         f"{', '.join(shown)}."
     )
+
+
+def plain_values(about: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The values that are saved with an index; raise unless JSON can hold them."""
+    if about is None:
+        return {}
+    check_mapping(OWNER, "about", about)
+    try:
+        json.dumps(dict(about))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{OWNER}: `about` must hold plain values only, since it is saved as JSON ({error}).") from None
+    return dict(about)
+
+
+def check_paths(paths: Sequence[str], rows: int) -> None:
+    """Raise unless there is one string for each row."""
+    check_strings(OWNER, "paths", paths)
+    if len(paths) != rows:
+        raise ValueError(f"{OWNER}: `paths` must have one entry for each of {rows} rows, got {len(paths)}.")

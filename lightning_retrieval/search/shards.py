@@ -87,6 +87,60 @@ def remove_from_shards(shards: list[Any], factory: str, ids: NDArray[np.int64]) 
         ) from None
 
 
+def rebuild_rows(shards: list[Any], dim: int, ids: NDArray[np.int64]) -> Float[Tensor, "rows dim"]:
+    """The rows with these ids, all of which are in the shards, wherever they are.
+
+    Raises:
+        ValueError: if faiss cannot give rows of this kind of index back.
+    """
+    faiss = load_faiss()
+    rows = np.empty((len(ids), dim), np.float32)
+    for shard in shards:
+        is_mapped = isinstance(shard, faiss.IndexIDMap)
+        stored = _stored_ids(shard, is_mapped)
+        here = np.isin(ids, stored)
+        try:
+            if is_mapped:
+                order = np.argsort(stored)
+                places = np.searchsorted(stored, ids[here], sorter=order)
+                rows[here] = shard.index.reconstruct_batch(order[places])
+            else:
+                rows[here] = _rebuild_from_lists(shard, ids[here])
+        except RuntimeError as error:
+            raise ValueError(
+                f"{OWNER}: faiss cannot give rows of this index back ({faiss_reason(error)}); keep the embeddings in "
+                "files of your own, as `lightning-retrieval embed` writes them."
+            ) from None
+    return torch.from_numpy(rows)
+
+
+def _stored_ids(shard: Any, is_mapped: bool) -> NDArray[np.int64]:
+    """The ids of a shard in the order in which it stores its rows."""
+    faiss = load_faiss()
+    if is_mapped:
+        stored: NDArray[np.int64] = faiss.vector_to_array(shard.id_map)
+        return stored
+    lists = faiss.extract_index_ivf(shard).invlists
+    parts = [np.zeros(0, np.int64)]
+    for number in range(lists.nlist):
+        size = lists.list_size(number)
+        if size > 0:
+            parts.append(faiss.rev_swig_ptr(lists.get_ids(number), size).copy())
+    return np.concatenate(parts)
+
+
+def _rebuild_from_lists(shard: Any, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Rows of an IVF index, which finds an id only with a table of all ids."""
+    faiss = load_faiss()
+    ivf = faiss.extract_index_ivf(shard)
+    ivf.set_direct_map_type(faiss.DirectMap.Hashtable)
+    try:
+        rows: NDArray[np.float32] = shard.reconstruct_batch(ids)
+    finally:
+        ivf.set_direct_map_type(faiss.DirectMap.NoMap)  # it would be saved, and slow down every change
+    return rows
+
+
 def write_shard(shard: Any, stream: DigestStream) -> None:
     """Write a shard to a stream. faiss' own files are not used: they ignore errors of the last flush."""
     faiss = load_faiss()

@@ -53,6 +53,37 @@ def test_rows_are_added_in_several_parts():
     assert index.paths(torch.tensor([398, 3, 391, 406])) == ["12", "", "19", ""]
 
 
+@pytest.mark.parametrize("factory", FACTORIES)
+@pytest.mark.parametrize(("shards", "mapped"), [(1, False), (3, True)])
+def test_rows_come_back_by_id(factory, shards, mapped, tmp_path):
+    index = built(factory, shards=shards, parameters="")
+    index.save(tmp_path / "i")
+    index = RetrievalIndex.load(tmp_path / "i", mapped=mapped)
+    added = vectors() / vectors().norm(dim=1, keepdim=True)
+    ids = torch.tensor([1000, 600, 401, 777, 600])
+    found = index.embeddings(ids)
+    atol = {"Flat": 1e-6, "IVF4,Flat": 1e-6, "HNSW8": 1e-6, "IVF4,PQ4x4,RFlat": 1e-6, "SQ8": 0.01}.get(factory, 0.8)
+    torch.testing.assert_close(found, added[1000 - ids], rtol=0, atol=atol)
+    cosines = torch.nn.functional.cosine_similarity(found, added[1000 - ids])
+    assert cosines.mean() > 0.5  # also those of codes are near what was added
+    everything = index.embeddings()
+    torch.testing.assert_close(everything, added.flip(0), rtol=0, atol=atol)
+    assert torch.equal(everything[index.ids == 777][0], found[3])
+    assert index.paths(ids)[2] == "é/599.jpg"
+    before = built(factory, shards=shards).search(added[:3], 1)
+    assert torch.equal(index.search(added[:3], 1)[1], before[1])  # the search is as it was
+
+
+def test_rows_come_back_after_a_removal_and_from_an_empty_index():
+    index = built()
+    index.remove(torch.tensor([1000, 998]))
+    added = vectors() / vectors().norm(dim=1, keepdim=True)
+    torch.testing.assert_close(index.embeddings(torch.tensor([999, 401])), added[[1, 599]], rtol=0, atol=1e-6)
+    with pytest.raises(ValueError, match=r"^RetrievalIndex: `ids` must be in the index, got 998, which is not"):
+        index.embeddings(torch.tensor([999, 998]))
+    assert RetrievalIndex(4).embeddings().shape == (0, 4)
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda index: pickle.loads(pickle.dumps(index))])
 def test_pickle_and_copy(copied):
     index = built("IVF4,Flat", shards=2)

@@ -1,0 +1,65 @@
+"""An index of a folder of embeddings is that of the images themselves."""
+
+import pytest
+import torch
+
+from lightning_retrieval import RetrievalIndex
+from lightning_retrieval.cli.embed_images import embed_images
+from lightning_retrieval.cli.index import index
+from lightning_retrieval.cli.index_embeddings import index_embeddings
+from tests.lightning_retrieval.cli.glyph_commands import command
+
+
+@pytest.fixture(scope="module")
+def embeddings(glyphs, tmp_path_factory):
+    path = tmp_path_factory.mktemp("embeddings") / "e"
+    settings = {"file_format": "npy", "shard_size": 15, "device": "cpu"}
+    embed_images(glyphs[0] / "model.ckpt", glyphs[0] / "images", path, **settings)
+    return path
+
+
+def run(capsys, *args):
+    code = index([str(arg) for arg in args])
+    return code, *capsys.readouterr()
+
+
+def test_the_index_is_that_of_the_images(indexed, embeddings, tmp_path, capsys):
+    code, out, err = run(capsys, "--embeddings", embeddings, "--output", tmp_path / "index")
+    assert (code, out, err) == (0, f"{tmp_path / 'index'}: 40 images, 24 dimensions, Flat (exact)\n", "")
+    made, expected = RetrievalIndex.load(tmp_path / "index"), RetrievalIndex.load(indexed / "index")
+    assert torch.equal(made.ids, expected.ids)
+    assert made.paths(made.ids) == expected.paths(made.ids)
+    torch.testing.assert_close(made.embeddings(), expected.embeddings(), rtol=0, atol=1e-6)
+    assert made.about == expected.about  # so `search` embeds its queries in the same way
+    code, out, _ = command(
+        capsys, "search", "--index", tmp_path / "index", indexed / "images" / made.paths(made.ids)[3]
+    )
+    assert code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index"]  # no temporary file
+
+
+def test_an_index_is_trained_on_rows_of_all_files(embeddings, tmp_path):
+    made, unreadable = index_embeddings(
+        embeddings, tmp_path / "i", factory="IVF2,Flat", parameters="nprobe=2", shards=2
+    )
+    assert (len(made), made.shards, unreadable) == (40, 2, [])
+    assert made.recall > 0.97  # measured on rows of all files; near ties go either way
+
+
+def test_all_files_train_the_index(embeddings, tmp_path):
+    made, _ = index_embeddings(embeddings, tmp_path / "i", factory="IVF20,Flat")  # the 15 rows of a file do not suffice
+    assert len(made) == 40
+
+
+@pytest.mark.refusal
+def test_mistakes_are_reported_in_one_sentence(embeddings, glyphs, tmp_path, capsys):
+    code, out, err = run(capsys, "--embeddings", tmp_path, "--output", tmp_path / "i")
+    assert (code, out) == (2, "")
+    assert err.startswith("index: the embeddings must be a folder with _manifest.json in it, got ")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        run(capsys, "--embeddings", embeddings, "--output", tmp_path / "i", "--images", tmp_path)
+    assert "--images must not be given with --embeddings, because no image is embedded" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"^2$"):
+        run(capsys, "--output", tmp_path / "i", "--images", tmp_path)
+    assert "are required: --checkpoint, or --embeddings instead" in capsys.readouterr().err
+    assert not (tmp_path / "i").exists()
