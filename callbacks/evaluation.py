@@ -24,6 +24,7 @@ from lightning_retrieval.checks import check_bool, check_callable, check_choice,
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
 from lightning_retrieval.metrics.definitions import Divisor
 from lightning_retrieval.metrics.table import extra_metric
+from lightning_retrieval.ranking.dims import check_dims
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 
 
@@ -45,10 +46,12 @@ class RetrievalEvaluation(pl.Callback):
         before_fit: evaluate the test set with the untrained model before training, and log the results as `test/...`
             at step 0. A resumed run skips this.
         map_ks: the k of mAP@k, each >= 1; empty for none. Data sets with a metric of their own ignore this and the next
-            two arguments.
+            three arguments.
         map_divisor: the divisor of mAP@k: `"min(k, R)"`, `"hits"` or `"R"`, see `RetrievalMetrics`.
         extra_metrics: names of metrics to log as well, such as `"mINP"`, `"precision@10"`, `"recall@10"`, `"MRR@10"`
             and `"NDCG@10"`, see `RetrievalMetrics`.
+        dims: numbers of dimensions, in ascending order, at which the metrics are also computed, from the first
+            dimensions of the embeddings, and logged as `val/mAP/64d` and so on; for models trained with `NestedLoss`.
         query_expansion: applied before ranking, such as `QueryExpansion(alpha=2, k=10)`; None for no expansion.
         database_augmentation: applied to the gallery before that, such as `DatabaseAugmentation()`; None for none.
         embeddings_on_cpu: keep the embeddings in main memory until they are ranked, and move them to the device piece
@@ -56,7 +59,7 @@ class RetrievalEvaluation(pl.Callback):
 
     Raises:
         ValueError: if a k is below 1, `map_divisor` or a name of `extra_metrics` is unknown, or `before_fit` is set and
-            there is no test set.
+            there is no test set, or `dims` does not ascend; in an evaluation, if `dims` is larger than the embeddings.
         TypeError: if a flag is not a bool, or `query_expansion` or `database_augmentation` cannot be called; in an
             evaluation, if the module's step does not return `embeddings` and `labels`.
 
@@ -79,6 +82,7 @@ class RetrievalEvaluation(pl.Callback):
         map_ks: Sequence[int] = (),
         map_divisor: Divisor = "min(k, R)",
         extra_metrics: Sequence[str] = (),
+        dims: Sequence[int] = (),
         query_expansion: QueryExpansion | None = None,
         database_augmentation: DatabaseAugmentation | None = None,
         embeddings_on_cpu: bool = False,
@@ -92,6 +96,7 @@ class RetrievalEvaluation(pl.Callback):
         self.extra_metrics = tuple(dict.fromkeys(extra_metrics))
         for name in self.extra_metrics:
             extra_metric(owner, name)
+        self.dims = check_dims(owner, dims, may_be_empty=True)
         if query_expansion is not None:
             check_callable(owner, "query_expansion", query_expansion)
         if database_augmentation is not None:
@@ -195,7 +200,7 @@ class RetrievalEvaluation(pl.Callback):
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, MetricProvider):
             return dataset.metrics(self.ks, **settings)
-        settings |= {"map_divisor": self.map_divisor, "extra_metrics": self.extra_metrics}
+        settings |= {"map_divisor": self.map_divisor, "extra_metrics": self.extra_metrics, "dims": self.dims}
         return RetrievalMetrics(self.ks, self.map_ks, **settings)
 
     def _log_results(self, stage: str, pl_module: pl.LightningModule, batches: Sequence[float]) -> None:

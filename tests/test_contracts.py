@@ -103,6 +103,7 @@ TABLE = {
     "WeightedSum": Entry(
         {"losses": {"ap": (1.0, SmoothAPLoss()), "recall": (0.5, SupAPLoss())}}, shown=(), not_moved=LAST_TERMS
     ),
+    "NestedLoss": Entry({"loss": SmoothAPLoss(tau=0.1), "dims": (2, 4), "weights": (1.0, 0.5)}, not_moved=LAST_TERMS),
     "blackbox_rank": Entry(without=ONLY_CALLED),
     "chunked_backward": Entry(without=ONLY_CALLED),
     "largest_chunk_size": Entry(without=ONLY_CALLED),
@@ -124,7 +125,14 @@ TABLE = {
     # lightning_retrieval.metrics
     "EmbeddingMetric": Entry(without=NEVER_MADE),
     "RetrievalMetrics": Entry(
-        {"ks": (1, 7), "map_ks": (5,), "map_divisor": "hits", "extra_metrics": ("mINP", "NDCG@3"), "alpha": 2.0},
+        {
+            "ks": (1, 7),
+            "map_ks": (5,),
+            "map_divisor": "hits",
+            "extra_metrics": ("mINP", "NDCG@3"),
+            "alpha": 2.0,
+            "dims": (1, 3),
+        },
         not_moved=LAST_TABLE,
     ),
     "RandomGalleryMetrics": Entry({"ks": (1, 7), "draws": 3, "seed": 4}, not_moved=LAST_TABLE),
@@ -173,7 +181,7 @@ TABLE = {
     # lightning_retrieval.callbacks
     "LearnWhitening": Entry({"images": 50}, without=STATELESS),
     "RetrievalEvaluation": Entry(
-        {"ks": (1, 7), "before_fit": True, "map_divisor": "R", "extra_metrics": ("mINP", "recall@3")},
+        {"ks": (1, 7), "before_fit": True, "map_divisor": "R", "extra_metrics": ("mINP", "recall@3"), "dims": (2,)},
         not_resumed={"results": "the metrics of the last evaluation"},
     ),
     "RetrievalGallery": Entry({"queries": 3, "k": 5, "every_n_epochs": 2, "order": "hardest"}, without=STATELESS),

@@ -8,6 +8,7 @@ from lightning_retrieval.losses.blackbox_recall import BlackboxRecallLoss
 from lightning_retrieval.losses.calibration import CalibrationLoss
 from lightning_retrieval.losses.fast_ap import FastAPLoss
 from lightning_retrieval.losses.hap import HAPLoss
+from lightning_retrieval.losses.nested import NestedLoss
 from lightning_retrieval.losses.pair_loss import PairLoss
 from lightning_retrieval.losses.quantized_ap import QuantizedAPLoss
 from lightning_retrieval.losses.recall_at_k import RecallAtKLoss
@@ -23,6 +24,7 @@ __all__ = [
     "CalibrationLoss",
     "FastAPLoss",
     "HAPLoss",
+    "NestedLoss",
     "PairLoss",
     "QuantizedAPLoss",
     "ROADMAPLoss",

@@ -10,6 +10,7 @@ from lightning_retrieval.checks import check_device, check_integers, check_label
 from lightning_retrieval.host import to_host
 from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
 from lightning_retrieval.losses.ranked_lists import RankedLists
+from lightning_retrieval.losses.shared_reads import read_once
 from lightning_retrieval.ranking.labels import check_nesting, finest
 from lightning_retrieval.ranking.similarity import normalize
 
@@ -48,7 +49,7 @@ class EmbeddingLists(RankedLists):
         self._label_levels: tuple[Tensor, Tensor] | None = None
         if graded:
             label_levels = _as_levels(batch.labels), _as_levels(ref_labels)
-            _check_levels(owner, *label_levels)
+            read_once((batch.labels, ref_labels), (), lambda: _check_levels(owner, *label_levels))
             self.levels = tuple(range(1, label_levels[0].shape[1] + 1))
             self._label_levels = label_levels
 
@@ -65,6 +66,7 @@ class EmbeddingLists(RankedLists):
         self.tensors = (queries, references)
         self.gallery = len(references)
         self._queries, self._references = queries.detach(), references.detach()
+        self._labels_and_ids = (batch.labels, batch.ref_labels, batch.ids, batch.ref_ids)
 
     def scores(self, rows: Tensor) -> Tensor:
         return self._queries[rows] @ self._references.T
@@ -80,6 +82,10 @@ class EmbeddingLists(RankedLists):
             self._exclude_self(rows, others)
             return relevant * others, candidate
         return relevant, candidate
+
+    def count_positives(self) -> tuple[Tensor, Tensor]:
+        settings = (self.include_self, self.self_is_positive, self.levels)
+        return read_once(self._labels_and_ids, settings, super().count_positives)
 
     def add_gradient(self, rows: Tensor, gradient: Tensor, gradients: list[Tensor | None]) -> None:
         of_queries, of_references = gradients[:2]

@@ -46,7 +46,8 @@ class ThirdPartyLoss(BatchLoss):
     """A loss of another library with the call signature of this library's losses.
 
     It is called with embeddings and labels and, if there are references, with all pairs of queries and references
-    except those of a query and its own copy. `RetrievalModule` and `WeightedSum` wrap such losses themselves.
+    except those of a query and its own copy. `RetrievalModule`, `WeightedSum` and `NestedLoss` wrap such losses
+    themselves.
 
     Args:
         loss: called as `loss(embeddings, labels)` or, with references, as `loss(embeddings, labels, indices_tuple,
@@ -143,6 +144,13 @@ def as_batch_loss(loss: nn.Module) -> BatchLoss:
     if name in CANNOT_TRAIN and _is_of_pytorch_metric_learning(type(loss)):
         raise TypeError(f"{name}: the loss cannot be trained, because {CANNOT_TRAIN[name]}; {USE_OTHER_LOSS}.")
     return ThirdPartyLoss(loss)
+
+
+def has_class_vectors(loss: nn.Module) -> bool:
+    """Whether it is a loss of pytorch-metric-learning that learns vectors of the length of the embeddings."""
+    if not _is_of_pytorch_metric_learning(type(loss)):
+        return False
+    return any(parameter.ndim > 1 for parameter in loss.parameters())
 
 
 def original_loss(loss: nn.Module) -> nn.Module:

@@ -178,9 +178,14 @@ class EmbeddingMetric(Metric):
         This is a collective operation if there are several processes, like `compute`. It may be called in `compute`,
         and elsewhere if `sync_on_compute` is True or there is one process.
         """
+        collected, shard = self._gather_collected()
+        return merge_duplicates(type(self).__name__, collected), shard
+
+    def _gather_collected(self) -> tuple[CollectedRows, Shard]:
+        """The rows of all processes as they were collected, and the fraction of the queries of this process."""
         if self._over_processes is None:
             with self.sync_context(should_sync=self.sync_on_compute):
-                return self.gather()
+                return self._gather_collected()
         owner = type(self).__name__
         collected, shard = self._collected(), UNSHARDED
         if self._over_processes:
@@ -195,7 +200,7 @@ class EmbeddingMetric(Metric):
             shard = Shard(dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
         if collected is None:
             raise ValueError(nothing_to_compute(owner))
-        return merge_duplicates(owner, collected), shard
+        return collected, shard
 
     def query_gallery(self, rows: Rows) -> QueryGallery:
         """Queries and gallery of these rows as they are ranked: sorted by label and post-processed."""

@@ -45,6 +45,10 @@ class CollectedRows(NamedTuple):
     instances: Int[Tensor, " row"] | None
     cameras: Int[Tensor, " row"] | None
 
+    def shortened(self, dim: int) -> "CollectedRows":
+        """The same rows with the first `dim` dimensions of each embedding; nothing is copied."""
+        return self._replace(embeddings=[batch[:, :dim] for batch in self.embeddings])
+
 
 class RowFormat(NamedTuple):
     """What the rows of all processes must have in common."""

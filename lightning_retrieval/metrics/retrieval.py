@@ -10,12 +10,20 @@ from jaxtyping import Int
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_retrieval.checks import check_choice, check_integer, check_positive, check_strings, short_repr
+from lightning_retrieval.checks import (
+    check_choice,
+    check_integer,
+    check_matrix,
+    check_positive,
+    check_strings,
+    short_repr,
+)
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.definitions import Divisor
-from lightning_retrieval.metrics.gathering import UNSHARDED, Rows, Shard
+from lightning_retrieval.metrics.gathering import UNSHARDED, Rows, Shard, merge_duplicates
 from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.metrics.table import QueryMetric, extra_metric, metrics_table
+from lightning_retrieval.ranking.dims import check_dims, check_dims_fit
 from lightning_retrieval.ranking.float64 import float64_device
 
 
@@ -88,13 +96,15 @@ class RetrievalMetrics(EmbeddingMetric):
         extra_metrics: names of metrics to compute as well: `"mINP"`, and `"precision@k"`, `"recall@k"`, `"MRR@k"` and
             `"NDCG@k"` for any k, such as `"NDCG@10"`.
         alpha: how much more a finer level counts in H-AP, > 0; for labels of several levels.
+        dims: numbers of dimensions, in ascending order, at which all metrics are computed as well, from the first
+            dimensions of each embedding; for models trained with `NestedLoss`.
         settings: settings of `EmbeddingMetric` (`query_expansion`, `database_augmentation`, `embeddings_on_cpu`) and of
             `torchmetrics.Metric`.
 
     Raises:
         ValueError: if `ks` is empty or holds a number below 1, `map_divisor` or a name of `extra_metrics` is unknown,
-            shapes do not fit, an embedding is not finite, one id
-            has two labels, label levels do not nest, or there are several processes and no ids.
+            `dims` does not ascend or is larger than the embeddings, shapes do not fit, an embedding is not finite, one
+            id has two labels, label levels do not nest, or there are several processes and no ids.
         TypeError: if a k is not an integer, embeddings are not floating point, or labels are not integers.
 
     Example:
@@ -123,10 +133,12 @@ class RetrievalMetrics(EmbeddingMetric):
         map_divisor: Divisor = "min(k, R)",
         extra_metrics: Sequence[str] = (),
         alpha: float = 1.0,
+        dims: Sequence[int] = (),
         **settings: Any,
     ) -> None:
         super().__init__(**settings)
         owner = type(self).__name__
+        self.dims = check_dims(owner, dims, may_be_empty=True)
         if not isinstance(ks, Sequence) or len(ks) == 0:
             raise ValueError(f"{owner}: `ks` must hold at least one k, such as (1, 10), got {short_repr(ks)}.")
         if not isinstance(map_ks, Sequence):
@@ -148,15 +160,18 @@ class RetrievalMetrics(EmbeddingMetric):
             `extra_metrics`, each a float64 scalar in [0, 1], and `"skipped_queries"`, the number of queries without any
             relevant candidate. With labels of several levels also `"H-AP"`, `"ASI"` and `"NDCG-levels"`, over the
             queries with a candidate of any level, and `"mAP/level1"` and so on: mAP if images that share the label of
-            this level are relevant. NaN, with a warning, if all queries are skipped.
+            this level are relevant. `"mAP/16d"` and so on: the same metrics of the first 16 dimensions, for each of
+            `dims`. NaN, with a warning, if all queries are skipped.
         """
-        rows, shard = self.gather()
+        collected, shard = self._gather_collected()
+        owner = type(self).__name__
+        rows = merge_duplicates(owner, collected)
         self._cached_values = self._query_values(rows, shard)
-        results = {}
-        for metric in self._table(rows):
-            if metric.mean is not None:
-                values = self._cached_values[metric.per_query]
-                results[metric.mean] = values[~values.isnan()].mean()
+        results = self._means(rows, self._cached_values)
+        for dim in self.dims:
+            shortened = merge_duplicates(owner, collected.shortened(dim))
+            means = self._means(shortened, self._query_values(shortened, shard))
+            results |= {f"{name}/{dim}d": mean for name, mean in means.items()}
         is_skipped = self._cached_values["AP"].isnan()
         if bool(is_skipped.all()):
             self._warn_of_no_positive(len(is_skipped))
@@ -172,7 +187,7 @@ class RetrievalMetrics(EmbeddingMetric):
             for each k of `ks`, those of `extra_metrics` (`"INP"` for mINP, `"RR@k"` for MRR@k), and with labels of
             several levels `"H-AP"`, `"ASI"`, `"NDCG-levels"`, `"AP/level1"`, ... NaN if the query has no relevant
             candidate. All processes get all queries. All of them must call it, unless they have called
-            `compute` already.
+            `compute` already. `dims` has no effect here.
         """
         if self._cached_values is None:
             self.compute()
@@ -180,7 +195,21 @@ class RetrievalMetrics(EmbeddingMetric):
 
     def extra_repr(self) -> str:
         at_k = f"ks={self.ks}, map_ks={self.map_ks}, map_divisor={self.map_divisor!r}"
-        return f"{at_k}, extra_metrics={self.extra_metrics}, alpha={self.alpha}"
+        return f"{at_k}, extra_metrics={self.extra_metrics}, alpha={self.alpha}, dims={self.dims}"
+
+    def _append(self, embeddings: Tensor, *arguments: Any) -> None:
+        check_matrix(type(self).__name__, "embeddings", embeddings)
+        check_dims_fit(type(self).__name__, self.dims, embeddings)
+        super()._append(embeddings, *arguments)
+
+    def _means(self, rows: Rows, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The means over the queries that have a value, by the name of the mean."""
+        means = {}
+        for metric in self._table(rows):
+            if metric.mean is not None:
+                of_queries = values[metric.per_query]
+                means[metric.mean] = of_queries[~of_queries.isnan()].mean()
+        return means
 
     def _table(self, rows: Rows) -> list[QueryMetric]:
         levels = rows.labels.shape[1]

@@ -29,6 +29,7 @@ CALLS = {
                 "map_ks": (5,),
                 "map_divisor": "R",
                 "extra_metrics": ("mINP",),
+                "dims": (2, 4),
                 "query_expansion": QueryExpansion(),
                 "database_augmentation": DatabaseAugmentation(),
                 "embeddings_on_cpu": False,

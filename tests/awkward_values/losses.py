@@ -10,6 +10,7 @@ from lightning_retrieval.losses import (
     CalibrationLoss,
     FastAPLoss,
     HAPLoss,
+    NestedLoss,
     PairLoss,
     QuantizedAPLoss,
     RecallAtKLoss,
@@ -135,6 +136,15 @@ CALLS = {
         Call("WeightedSum", WeightedSum, lambda: {"losses": terms()}, use=value_of_batch),
         Call("SmoothAPLoss", WeightedSum(terms()), batch, signature=WeightedSum.forward),
         Call("SmoothAPLoss", WeightedSum(terms()).from_scores, lists),
+    ],
+    "NestedLoss": [
+        Call(
+            "NestedLoss",
+            NestedLoss,
+            lambda: {"loss": SmoothAPLoss(), "dims": (1, 2), "weights": (1.0, 0.5)},
+            use=value_of_batch,
+        ),
+        Call("SmoothAPLoss", NestedLoss(SmoothAPLoss(), (1, 2)), batch, signature=NestedLoss.forward),
     ],
     "ThirdPartyLoss": [
         Call("ThirdPartyLoss", ThirdPartyLoss, lambda: {"loss": ContrastiveLoss()}, use=value_of_batch),

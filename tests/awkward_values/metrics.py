@@ -11,7 +11,7 @@ COMMON = {
     "database_augmentation": DatabaseAugmentation(k=1),
     "embeddings_on_cpu": False,
 }
-TABLE = {"extra_metrics": ("precision@2", "mINP"), "map_divisor": "R"}
+TABLE = {"extra_metrics": ("precision@2", "mINP"), "map_divisor": "R", "dims": (1, 2)}
 
 
 class OwnMetric(EmbeddingMetric):

@@ -70,6 +70,24 @@ def test_checkpoints_and_early_stopping_monitor_the_metrics(tmp_path):
     assert stopped.current_epoch == 3
 
 
+def test_metrics_of_the_first_dimensions_are_logged(capsys):
+    module = PointsModule()
+    (logged,) = make_trainer(RetrievalEvaluation(KS, dims=(2, 3))).validate(module, verbose=False)
+    points, labels = labelled_points(2).tensors
+    metrics = RetrievalMetrics(KS, dims=(2, 3))
+    with torch.no_grad():
+        metrics.update(module.eval()(points), labels)
+    assert logged == pytest.approx({f"val/{name}": value.item() for name, value in metrics.compute().items()}, abs=1e-6)
+    assert logged["val/mAP/2d"] != logged["val/mAP/3d"]
+    assert "val/mAP/2d " in capsys.readouterr().out
+
+
+@pytest.mark.refusal
+def test_dims_larger_than_the_embeddings_raise_in_the_sanity_check():
+    with pytest.raises(ValueError, match=r"^RetrievalMetrics: `dims` must be at most the dimension of the embeddings"):
+        make_trainer(RetrievalEvaluation(KS, dims=(2, 64)), max_epochs=1).fit(PointsModule())
+
+
 def test_extra_metrics_are_logged_by_their_names():
     module = PointsModule()
     evaluation = RetrievalEvaluation(KS, map_ks=(2,), map_divisor="R", extra_metrics=("mINP", "NDCG@3", "recall@2"))

@@ -37,7 +37,15 @@ def assert_lists_equal_loops(name, scores, relevant, candidate):
 
 def test_the_table_has_every_loss():
     made = {type(make(name)).__name__ for name in TABLE}
-    other = {"BlackboxMAPLoss", "PairLoss", "RetrievalLoss", "ROADMAPLoss", "WeightedSum", "blackbox_rank"}
+    other = {
+        "BlackboxMAPLoss",
+        "NestedLoss",
+        "PairLoss",
+        "RetrievalLoss",
+        "ROADMAPLoss",
+        "WeightedSum",
+        "blackbox_rank",
+    }
     assert made | other == set(losses.__all__)
 
 

@@ -17,6 +17,7 @@ from lightning_retrieval.losses import (
     CalibrationLoss,
     FastAPLoss,
     HAPLoss,
+    NestedLoss,
     QuantizedAPLoss,
     RecallAtKLoss,
     RetrievalLoss,
@@ -104,6 +105,7 @@ MADE = [
     HAPLoss(2.0, tau=0.1, rho=10.0, delta=0.1, offset=1.2, start=0.4, hrank_slopes=(2.0, 0.5, 1.0)),
     RecallAtKLoss((1, 3), tau_rank=0.1, tau_k=(0.5, 2.0)),
     WeightedSum({"a": (1.0, SmoothAPLoss())}),
+    NestedLoss(SmoothAPLoss(), (2, 4), weights=(1.0, 0.5)),
 ]
 
 
@@ -114,7 +116,15 @@ def test_arguments_are_attributes_and_copies_alike(loss):
     again = type(loss)(**arguments)
     for other in (again, copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
         assert repr(other) == repr(loss)
-    for name in set(arguments) - {"losses", "sup_ap", "calibration", "reduction", "class_balanced", "include_self"}:
+    for name in set(arguments) - {
+        "loss",
+        "losses",
+        "sup_ap",
+        "calibration",
+        "reduction",
+        "class_balanced",
+        "include_self",
+    }:
         assert f"{name}=" in repr(loss) or "weights=" in repr(loss)
 
 

@@ -60,14 +60,14 @@ def levels_and_instances():
 def table_of_the_whole_set():
     """Levels, instances, the values of each query and embeddings on the CPU, all at once."""
     labels, instances = levels_and_instances()
-    metrics = RetrievalMetrics((1, 5), (3,), sync_on_compute=False, embeddings_on_cpu=True)
+    metrics = RetrievalMetrics((1, 5), (3,), dims=(2, 8), sync_on_compute=False, embeddings_on_cpu=True)
     metrics.update(whole_set()[0], labels, torch.arange(ROWS), instances=instances)
     return {**metrics.compute(), **metrics.per_query()}
 
 
 def table_of_the_shards(this, world):
     x, (labels, instances) = whole_set()[0], levels_and_instances()
-    metrics = RetrievalMetrics((1, 5), (3,))
+    metrics = RetrievalMetrics((1, 5), (3,), dims=(2, 8))
     for batch in shards(world)[this].split(50):
         metrics.update(x[batch], labels[batch], batch, instances=instances[batch])
     return {**metrics.compute(), **metrics.per_query()}

@@ -155,3 +155,51 @@ def test_progress_bar_of_the_ranking(monkeypatch, capsys):
     metrics.compute()
     shown = capsys.readouterr().err
     assert [f"| {done}/600 [" in shown for done in (256, 512, 600)] == [True] * 3
+
+
+def test_metrics_of_the_first_dimensions():
+    """The same as of shortened embeddings, whose instances are averaged after they are shortened."""
+    x, labels, ids = torch.randn(60, 8, dtype=torch.float64), torch.arange(60) // 5, torch.arange(60) * 3
+    given = {"ids": ids, "instances": torch.arange(60) // 2, "cameras": torch.arange(60) // 2 % 3}
+    labels = labels // 2 * 2  # whole instances
+    metrics = RetrievalMetrics(KS, map_ks=(3,), dims=(2, 5, 8))
+    for part in torch.arange(60).split(25):
+        metrics.update(x[part], labels[part], **{name: values[part] for name, values in given.items()})
+    found = metrics.compute()
+    expected = {}
+    for dim in (2, 5, 8):
+        shortened = RetrievalMetrics(KS, map_ks=(3,))
+        shortened.update(x[:, :dim], labels, **given)
+        values = shortened.compute()
+        skipped = values.pop("skipped_queries")
+        expected |= {f"{name}/{dim}d": value for name, value in values.items()}
+        if dim == 8:
+            expected |= values | {"skipped_queries": skipped}
+    assert found.keys() == expected.keys()
+    assert found == expected
+    assert len({float(found[f"mAP/{dim}d"]) for dim in (2, 5, 8)}) == 3
+    per_query = metrics.per_query()["AP"]
+    assert per_query[~per_query.isnan()].mean() == found["mAP"]
+
+
+def test_the_rows_of_all_dims_are_gathered_once(monkeypatch):
+    metrics, calls = RetrievalMetrics(KS, dims=(1, 2, 3)), []
+    gathered = RetrievalMetrics._gather_collected
+    monkeypatch.setattr(RetrievalMetrics, "_gather_collected", lambda self: calls.append(1) or gathered(self))
+    metrics.update(X, Y)
+    metrics.compute()
+    assert len(calls) == 1
+
+
+@pytest.mark.refusal
+def test_dims_larger_than_the_embeddings():
+    metrics = RetrievalMetrics(KS, dims=(2, 4))
+    with pytest.raises(ValueError, match=r"^RetrievalMetrics: `dims` must be at most .* embeddings, 3, got 4; give"):
+        metrics.update(X, Y)
+    assert len(metrics.embeddings) == 0
+
+
+@pytest.mark.refusal
+def test_dims_that_do_not_ascend():
+    with pytest.raises(ValueError, match=r"^RetrievalMetrics: `dims` must be different .* order, got \(4, 2\)\."):
+        RetrievalMetrics(KS, dims=(4, 2))

@@ -169,7 +169,9 @@ def test_every_loss_of_the_package_can_be_described():
     for name in losses.__all__:
         cls = getattr(losses, name)
         if isinstance(cls, type) and not inspect.isabstract(cls):
-            loss = cls({"ap": (0.5, SmoothAPLoss(tau=0.2))}) if name == "WeightedSum" else cls()
+            settings = {"WeightedSum": {"losses": {"ap": (0.5, SmoothAPLoss(tau=0.2))}}}
+            settings["NestedLoss"] = {"loss": SmoothAPLoss(tau=0.2), "dims": (2, 8), "weights": (1.0, 0.5)}
+            loss = cls(**settings.get(name, {}))
             assert repr(rebuild("Test", "loss", describe(loss), nn.Module)) == repr(loss)
 
 

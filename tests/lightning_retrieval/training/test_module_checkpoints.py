@@ -10,7 +10,16 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
-from lightning_retrieval import Embedder, RetrievalModule, ROADMAPLoss, SmoothAPLoss, SupAPLoss, WeightedSum
+from lightning_retrieval import (
+    Embedder,
+    FastAPLoss,
+    NestedLoss,
+    RetrievalModule,
+    ROADMAPLoss,
+    SmoothAPLoss,
+    SupAPLoss,
+    WeightedSum,
+)
 from lightning_retrieval.datamodules import RetrievalDataModule
 from tests.lightning_retrieval.training.small_training import SGD, Gives, Log, assert_same, fit, net, trainer
 from tests.point_set import Points
@@ -168,6 +177,10 @@ def test_a_checkpoint_rebuilds_a_loss_made_of_losses(tmp_path):
     weighted = RetrievalModule(Embedder("glyph_net", 8), WeightedSum({"ap": (0.7, SmoothAPLoss(tau=0.3))}))
     rebuilt = RetrievalModule.load_from_checkpoint(saved(weighted, tmp_path / "sum.ckpt"), weights_only=True)
     assert repr(rebuilt.loss) == repr(weighted.loss)
+    for part in (SmoothAPLoss(tau=0.3), WeightedSum({"ap": (0.7, FastAPLoss())})):
+        nested = RetrievalModule(Embedder("glyph_net", 8), NestedLoss(part, (2, 8), weights=(0.5, 2.0)))
+        rebuilt = RetrievalModule.load_from_checkpoint(saved(nested, tmp_path / "nested.ckpt"), weights_only=True)
+        assert repr(rebuilt.loss) == repr(nested.loss)
 
 
 class Saves(RetrievalModule):

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
-from pytorch_metric_learning.losses import ProxyAnchorLoss
+from pytorch_metric_learning.losses import ContrastiveLoss, ProxyAnchorLoss
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import CrossBatchMemory, NestedLoss, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery
 from lightning_retrieval.datamodules import PKSampler, RetrievalDataModule
 from lightning_retrieval.training import run_report
@@ -23,6 +23,7 @@ from tests.point_set import Points
 
 STEPS = 3
 TRAINED = ["smooth-ap", "smooth-ap in chunks", "proxies", "proxies in chunks", "learned tau", "learned tau in chunks"]
+TRAINED += ["nested", "nested third-party in chunks"]
 # Batch norms see different shards on each rank, so only the agreement of the ranks can be tested.
 ALL = [*TRAINED, "batch norm", "batch norm in chunks"]
 
@@ -87,6 +88,10 @@ def make_loss(name: str) -> nn.Module:
         return ProxyAnchorLoss(7, 4).double()
     if name.startswith("learned tau"):
         return LearnedTau()
+    if name.startswith("nested third-party"):
+        return NestedLoss(ContrastiveLoss(), (2, 4))
+    if name.startswith("nested"):
+        return NestedLoss(SmoothAPLoss(tau=0.1), (1, 2, 4), weights=(0.5, 1.0, 2.0))
     return SmoothAPLoss(tau=0.1)
 
 
