@@ -84,8 +84,14 @@ SCENARIOS = {
     "roadmap": lambda: {
         "loss": ROADMAPLoss.official(),
         "memory": CrossBatchMemory(150),
+        "memory_mode": "two_terms",
         "memory_weight": 0.5,
         "gradient_clip_val": 0.1,
+    },
+    "memory without a gradient": lambda: {
+        "loss": SmoothAPLoss(),
+        "memory": CrossBatchMemory(150, start_step=1),
+        "memory_mode": "one_list_detached",
     },
     "proxies": lambda: {"loss": ProxyAnchorLoss(CLASSES, 16), "chunk_size": 7},
     "third-party memory": lambda: {"loss": MultiSimilarityLoss(), "chunk_size": 11, "memory": CrossBatchMemory(150)},

@@ -6,11 +6,11 @@ carry no gradient: they are references, never queries.
 
 Difference from the official code of both: there, the loss of the batch is added to that of its queries against the
 memory, which also holds the batch, and all references of the second term are without a gradient. `RetrievalModule` does
-this with `memory_weight=1.0`. `references` is one list of the batch, with a gradient, and the memory.
+this with `memory_mode="two_terms"`. `references` is one list of the batch, with a gradient, and the memory.
 """
 
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -27,6 +27,8 @@ from lightning_retrieval.checks import (
     short_repr,
 )
 from lightning_retrieval.losses.ranked_batch import RankedBatch
+
+MemoryMode = Literal["one_list", "one_list_detached", "two_terms"]
 
 
 class _Rows(NamedTuple):

@@ -24,7 +24,7 @@ from lightning_retrieval.training.chunk_size_search import ChunkSizeSearch
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.hyperparameters import rebuild, rebuild_optional
 from lightning_retrieval.training.manual_training import ManualTraining
-from lightning_retrieval.training.memory import CrossBatchMemory
+from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.module_checks import (
     adapt_loss,
     check_chunk_size,
@@ -65,8 +65,10 @@ class RetrievalModule(ManualTraining):
         seed: the random state of a step (dropout) is a function of (seed, step, rank); if None, the seed of
             `seed_everything`, else 0.
         memory: past batches whose embeddings are ranked too; batches must have ids, and losses must accept references.
-        memory_weight: None makes each query's list longer by the memory; a number adds a second term of that weight,
-            the loss of the batch's queries against memory and batch without gradient (XBM's and ROADMAP's code: 1).
+        memory_mode: `"one_list"` makes each query's list longer by the memory; `"one_list_detached"` does too, and no
+            reference has a gradient; `"two_terms"` adds to the loss of the batch that of its queries against the batch
+            and the memory, all without a gradient (the code of XBM and ROADMAP).
+        memory_weight: weight of the second of the `"two_terms"`; None for 1, as in the code of XBM and ROADMAP.
         gather: False restricts lists to the shard of each process, and averages the losses of the processes.
         eval_scales: factors of the image size at which images are embedded in evaluation and prediction, and averaged
             (`multi_scale`); a single 1 leaves embeddings as `forward` returns them.
@@ -105,6 +107,7 @@ class RetrievalModule(ManualTraining):
         head_lr_factor: float = 1.0,
         seed: int | None = None,
         memory: CrossBatchMemory | None = None,
+        memory_mode: MemoryMode = "one_list",
         memory_weight: float | None = None,
         gather: bool = True,
         eval_scales: Sequence[float] = (1.0,),
@@ -126,7 +129,8 @@ class RetrievalModule(ManualTraining):
             monitor=lr_scheduler_monitor,
         )
         self.memory = rebuild_optional(owner, "memory", memory, CrossBatchMemory)
-        self.memory_weight = check_memory(owner, self.loss, self.memory, memory_weight)
+        self.memory_weight = check_memory(owner, self.loss, self.memory, memory_mode, memory_weight)
+        self.memory_mode: MemoryMode = memory_mode
         self.whitening = rebuild_optional(owner, "whitening", whitening, Whitening)
         self.eval_scales = check_scales(owner, "eval_scales", eval_scales)
         self.eval_scales_pooling = check_choice(owner, "eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING))
@@ -199,6 +203,7 @@ class RetrievalModule(ManualTraining):
             self.seed,
             gather=self.gather,
             memory=self.memory,
+            memory_mode=self.memory_mode,
             memory_weight=self.memory_weight,
         )
         with step_random_state(self.seed, step.number, rank()), without_gradient_sync(self.trainer):

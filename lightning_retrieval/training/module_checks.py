@@ -1,14 +1,14 @@
 """Settings of a `RetrievalModule` that are validated at construction."""
 
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
-from lightning_retrieval.checks import check_finite_number, check_integer, check_positive
+from lightning_retrieval.checks import check_choice, check_finite_number, check_integer, check_positive
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
 from lightning_retrieval.losses.third_party import USE_OTHER_LOSS, as_batch_loss
-from lightning_retrieval.training.memory import CrossBatchMemory
+from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 
 
 def check_chunk_size(owner: str, chunk_size: Any) -> Any:
@@ -43,26 +43,35 @@ def adapt_loss(owner: str, loss: nn.Module) -> BatchLoss:
 
 
 def check_memory(
-    owner: str, loss: BatchLoss, memory: CrossBatchMemory | None, memory_weight: float | None
-) -> float | None:
-    """Return `memory_weight`; raise if the loss cannot rank a memory, or a weight is given without a memory.
+    owner: str, loss: BatchLoss, memory: CrossBatchMemory | None, mode: MemoryMode, weight: float | None
+) -> float:
+    """Return the weight of the term with the memory, 1 by default; raise if the settings do not fit each other.
 
     Args:
         owner: prefix of error messages.
         loss: the loss.
         memory: past batches, or None.
-        memory_weight: weight of a second term with the memory, or None.
+        mode: how the memory is ranked.
+        weight: of a second term with the memory, or None.
     """
-    if memory_weight is not None:
-        memory_weight = check_finite_number(owner, "memory_weight", memory_weight)
-        if memory is None:
-            raise ValueError(f"{owner}: `memory_weight` was given without `memory`; give both or neither.")
+    check_choice(owner, "memory_mode", mode, get_args(MemoryMode))
+    if mode != "one_list" and memory is None:
+        raise ValueError(f"{owner}: `memory_mode` {mode!r} was given without `memory`; give both or neither.")
+    if weight is not None:
+        weight = check_finite_number(owner, "memory_weight", weight)
+        if mode != "two_terms":
+            raise ValueError(
+                f"{owner}: `memory_weight` must be None unless `memory_mode` is 'two_terms', got {weight} for "
+                f"{mode!r}, whose loss is a single term; give memory_mode='two_terms' or no weight."
+            )
     if memory is not None and loss.terms_without_references:
         raise TypeError(
             f"{owner}: with a `memory` the loss must rank references without the query's own copy, which "
             f"{', '.join(loss.terms_without_references)} cannot do; {USE_OTHER_LOSS}."
         )
-    return memory_weight
+    if weight is None:
+        return 1.0
+    return weight
 
 
 def check_clip_value(owner: str, gradient_clip_val: float | None) -> float | None:

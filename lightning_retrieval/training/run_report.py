@@ -95,7 +95,9 @@ class _FirstStep:
         if memory is None:
             return text
         text += f" and up to {memory.size} of the memory"
-        if self.step.memory_weight is not None:
+        if self.step.memory_mode == "one_list_detached":
+            text += ", all without a gradient"
+        elif self.step.memory_mode == "two_terms":
             text += " in a second term"
         if memory.start_step:
             text += f", from step {memory.start_step} on"

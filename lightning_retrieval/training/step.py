@@ -14,7 +14,7 @@ from lightning_retrieval.host import to_host
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
 from lightning_retrieval.training.global_batch import GlobalBatch, gather_batch
-from lightning_retrieval.training.memory import CrossBatchMemory
+from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.random_state import step_random_state
 
 
@@ -34,8 +34,8 @@ class TrainingStep:
         seed: of the run.
         gather: whether lists are those of the global batch.
         memory: past batches that are ranked with this one, or None.
-        memory_weight: weight of a second term whose lists include the memory; if None, there is a single term and its
-            lists include the memory.
+        memory_mode: how the memory is ranked.
+        memory_weight: weight of the second term of the mode `"two_terms"`.
     """
 
     owner: str
@@ -46,7 +46,8 @@ class TrainingStep:
     seed: int
     gather: bool = True
     memory: CrossBatchMemory | None = None
-    memory_weight: float | None = None
+    memory_mode: MemoryMode = "one_list"
+    memory_weight: float = 1.0
     batch: GlobalBatch = field(init=False)
     terms: dict[str, Tensor] = field(init=False)  # this process's parts of the terms that are logged
 
@@ -61,7 +62,7 @@ class TrainingStep:
             value: Any = self.batch_loss(**ranked.keywords())
             _check_scalar(self.owner, value)
             terms = dict(self.batch_loss.terms)
-            if with_memory is not None and self.memory_weight is not None:
+            if with_memory is not None:
                 of_memory: Any = self.batch_loss(**with_memory.keywords())
                 _check_scalar(self.owner, of_memory)
                 terms |= {"batch": value.detach(), "memory": of_memory.detach()}
@@ -172,14 +173,13 @@ class TrainingStep:
         if self.memory is None:
             return ranked, None
         # Called during the warm-up too, so that an invalid batch raises before any state has changed.
-        is_second_term = self.memory_weight is not None
-        references = self.memory.references(embeddings, labels, ids, detach=is_second_term)
+        references = self.memory.references(embeddings, labels, ids, detach=self.memory_mode != "one_list")
         with_memory = replace(references, queries=queries)
-        if not is_second_term:
-            return with_memory, None
         if not self.memory.started:
             return ranked, None
-        return ranked, with_memory
+        if self.memory_mode == "two_terms":
+            return ranked, with_memory
+        return with_memory, None
 
 
 def _check_scalar(owner: str, value: Any) -> None:

@@ -125,6 +125,7 @@ CALLS = {
                 "head_lr_factor": 1.0,
                 "seed": 3,
                 "memory": CrossBatchMemory(8),
+                "memory_mode": "two_terms",
                 "memory_weight": 1.0,
                 "gather": True,
                 "eval_scales": (1.0, 0.5),

@@ -141,8 +141,8 @@ def test_the_term_that_approximates_ap_is_used(tmp_path, loss, term):
     assert row["train/AP_e"] == pytest.approx(abs(1 - row[f"train/loss{term}"] - row["train/AP"]), abs=1e-6)
 
 
-@pytest.mark.parametrize("weight", [None, 1.0])
-def test_memory_is_in_the_lists_if_it_is_in_those_of_the_loss(tmp_path, weight):
+@pytest.mark.parametrize("mode", ["one_list", "one_list_detached", "two_terms"])
+def test_memory_is_in_the_lists_if_it_is_in_those_of_the_loss(tmp_path, mode):
     record = Record()
     fit(
         tmp_path,
@@ -151,14 +151,14 @@ def test_memory_is_in_the_lists_if_it_is_in_those_of_the_loss(tmp_path, weight):
         APMonitor(),
         epochs=1,
         memory=CrossBatchMemory(12),
-        memory_weight=weight,
+        memory_mode=mode,
     )
     row = logged(tmp_path)[1]
-    loss = row["train/loss" if weight is None else "train/loss/batch"]
+    loss = row["train/loss/batch" if mode == "two_terms" else "train/loss"]
     assert row["train/AP"] == pytest.approx(1 - loss, abs=1e-6)
     assert row["train/AP_e"] == pytest.approx(0, abs=1e-6)
     of_batch = mean(average_precision_score(relevant, scores) for scores, relevant in lists(*record.steps[1][:2]))
-    assert (abs(row["train/AP"] - of_batch) < 1e-6) == (weight is not None)
+    assert (abs(row["train/AP"] - of_batch) < 1e-6) == (mode == "two_terms")
 
 
 def test_lists_of_a_third_party_loss_are_those_of_the_batch(tmp_path):

@@ -443,7 +443,15 @@ def ranked(loss, embeddings, labels, ids, ref_emb, ref_labels, ref_ids):
     return loss(embeddings, labels, (*torch.tensor(positive).T, *torch.tensor(negative).T), ref_emb, ref_labels)
 
 
-def plain_run(loss, data, size, weight, start_step):
+MODES = [
+    {"memory_mode": "one_list"},
+    {"memory_mode": "one_list_detached"},
+    {"memory_mode": "two_terms"},
+    {"memory_mode": "two_terms", "memory_weight": 0.7},
+]
+
+
+def plain_run(loss, data, size, start_step, memory_mode, memory_weight=1.0):
     """The steps in plain PyTorch, with the past in a dict: the newest image last."""
     plain, logged, past = net(), [], {}
     optimizer = SGD(plain.parameters())
@@ -457,17 +465,19 @@ def plain_run(loss, data, size, weight, start_step):
         def call(own, embeddings=embeddings, labels=labels, ids=ids, remembered=remembered):
             return ranked(loss, embeddings, labels, ids, *map(torch.cat, zip((own, labels, ids), remembered)))
 
-        if weight is None:
+        if memory_mode == "one_list":
             value = call(embeddings)
+        elif memory_mode == "one_list_detached" and number >= start_step:
+            value = call(embeddings.detach())
         else:
             third_party = type(loss).__module__.startswith("pytorch_metric_learning")
             value = loss(embeddings, labels, **({} if third_party else {"ids": ids}))
         if isinstance(loss, WeightedSum):
             terms |= {f"train/loss/{name}": term.item() for name, term in loss.terms.items()}
-        if weight is not None and number >= start_step:
+        if memory_mode == "two_terms" and number >= start_step:
             second = call(embeddings.detach())
             terms |= {"train/loss/batch": value.item(), "train/loss/memory": second.item()}
-            value = value + weight * second
+            value = value + memory_weight * second
         logged.append({"train/loss": value.item(), **terms})
         optimizer.zero_grad()
         value.backward()
@@ -481,31 +491,32 @@ def plain_run(loss, data, size, weight, start_step):
 
 
 @pytest.mark.parametrize(("start_step", "chunk_size"), [(0, None), (2, 3)])
-@pytest.mark.parametrize("weight", [None, 0.7])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [functools.partial(SmoothAPLoss, 0.1), functools.partial(ROADMAPLoss, 0.3)])
-def test_steps_are_those_of_a_plain_loop(make, weight, start_step, chunk_size):
+def test_steps_are_those_of_a_plain_loop(make, mode, start_step, chunk_size):
     """Each value and term logged, and the weights; without the memory they would be others."""
-    plain, logged, remembered = plain_run(make(), batches(), 16, weight, start_step)
+    plain, logged, remembered = plain_run(make(), batches(), 16, start_step, **mode)
     memory = CrossBatchMemory(16, start_step)
-    module = Recording(net(), make(), chunk_size=chunk_size, optimizer=SGD, memory=memory, memory_weight=weight)
+    module = Recording(net(), make(), chunk_size=chunk_size, optimizer=SGD, memory=memory, **mode)
     fit(module, batches())
     assert_same(module.embedder, plain)
     assert len(module.memory) == remembered == (16 if start_step == 0 else 15)
     for step, (values, expected) in enumerate(zip(module.logged, logged, strict=True)):
         assert values == pytest.approx(expected, rel=0, abs=1e-12)
         assert values.keys() == expected.keys()
-        assert ("train/loss/memory" in values) == (weight is not None and step >= start_step)
+        assert ("train/loss/memory" in values) == (mode["memory_mode"] == "two_terms" and step >= start_step)
     without = Recording(net(), make(), chunk_size=chunk_size, optimizer=SGD)
     fit(without, batches())
-    longer = [abs(a["train/loss"] - b["train/loss"]) > 1e-6 for a, b in zip(module.logged, without.logged)]
-    assert longer == [step >= start_step + (weight is None) for step in range(4)]
+    differs = [abs(a["train/loss"] - b["train/loss"]) > 1e-6 for a, b in zip(module.logged, without.logged)]
+    # The first list with a memory holds the batch alone, which a second term counts twice.
+    assert differs == [step >= start_step + (mode["memory_mode"] != "two_terms") for step in range(4)]
 
 
-@pytest.mark.parametrize("weight", [None, 0.7])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [ContrastiveLoss, MultiSimilarityLoss, TripletMarginLoss])
-def test_losses_of_pytorch_metric_learning(make, weight):
-    plain, logged, _ = plain_run(make(), batches(), 16, weight, 1)
-    module = Recording(net(), make(), chunk_size=3, optimizer=SGD, memory=CrossBatchMemory(16, 1), memory_weight=weight)
+def test_losses_of_pytorch_metric_learning(make, mode):
+    plain, logged, _ = plain_run(make(), batches(), 16, 1, **mode)
+    module = Recording(net(), make(), chunk_size=3, optimizer=SGD, memory=CrossBatchMemory(16, 1), **mode)
     fit(module, batches())
     assert_same(module.embedder, plain)
     assert [values["train/loss"] for values in module.logged] == pytest.approx(
@@ -517,8 +528,8 @@ class PointData(RetrievalDataModule):
     train_set = val_set = test_set = Points(3, 26, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("weight", [None, 0.7])
-def test_a_run_goes_on_from_the_middle(tmp_path, weight):
+@pytest.mark.parametrize("mode", [MODES[0], MODES[1], MODES[3]])
+def test_a_run_goes_on_from_the_middle(tmp_path, mode):
     """The weights of a run that never stopped, with its memory; without what it remembered, others."""
 
     def run(path=None, **kwargs):
@@ -529,7 +540,7 @@ def test_a_run_goes_on_from_the_middle(tmp_path, weight):
             optimizer=functools.partial(torch.optim.AdamW, lr=0.02),
             seed=2,
             memory=CrossBatchMemory(15, 1),
-            memory_weight=weight,
+            **mode,
         )
         trainer = pl.Trainer(
             max_epochs=2, accelerator="cpu", devices=1, logger=False, limit_val_batches=0,
@@ -560,12 +571,13 @@ def test_a_run_goes_on_from_the_middle(tmp_path, weight):
 @pytest.mark.refusal  # by the type checker: the checkpoint hands the constructor descriptions of objects
 def test_a_checkpoint_rebuilds_the_module_with_its_memory(tmp_path):
     loss = WeightedSum({"ap": (1.0, SmoothAPLoss(0.1)), "far": (0.5, CalibrationLoss())})
-    module = RetrievalModule(nn.Linear(6, 4).double(), loss, memory=CrossBatchMemory(13, 1), memory_weight=0.25)
+    module = RetrievalModule(nn.Linear(6, 4).double(), loss, memory=CrossBatchMemory(13, 1), **MODES[3])
     fit(module, batches()).save_checkpoint(tmp_path / "m.ckpt")
     again = RetrievalModule.load_from_checkpoint(
         tmp_path / "m.ckpt", weights_only=True, embedder=nn.Linear(6, 4).double()
     )
-    assert (again.memory.size, again.memory.start_step, again.memory_weight) == (13, 1, 0.25)
+    assert (again.memory.size, again.memory.start_step) == (13, 1)
+    assert (again.memory_mode, again.memory_weight) == ("two_terms", 0.7)
     assert (again.memory.steps, len(again.memory)) == (4, 13)
     own, rows = (m.memory.state_dict()["_extra_state"]["rows"] for m in (module, again))
     assert all(map(torch.equal, own, rows))
@@ -580,7 +592,8 @@ def no_ids():
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize(("weight", "start_step"), [(None, 0), (None, 2), (0.7, 0), (0.7, 2)])
+@pytest.mark.parametrize("start_step", [0, 2])
+@pytest.mark.parametrize("mode", MODES[:3])
 @pytest.mark.parametrize(
     ("error", "sentence", "data", "size"),
     [
@@ -588,9 +601,9 @@ def no_ids():
         (ValueError, r"`size` must be at least that of a batch, got 9 for a batch of 10 rows", batches(), 9),
     ],
 )
-def test_batches_raise_before_a_step(error, sentence, data, size, weight, start_step):
+def test_batches_raise_before_a_step(error, sentence, data, size, mode, start_step):
     memory = CrossBatchMemory(size, start_step)
-    module = RetrievalModule(net(), SmoothAPLoss(0.1), optimizer=SGD, memory=memory, memory_weight=weight)
+    module = RetrievalModule(net(), SmoothAPLoss(0.1), optimizer=SGD, memory=memory, **mode)
     with pytest.raises(error, match=f"^CrossBatchMemory: {sentence}"):
         fit(module, data)
     assert_same(module.embedder, net())
@@ -598,13 +611,19 @@ def test_batches_raise_before_a_step(error, sentence, data, size, weight, start_
 
 
 @pytest.mark.refusal
-def test_a_weight_needs_a_memory():
-    with pytest.raises(ValueError, match=r"^RetrievalModule: `memory_weight` was given without `memory`; give"):
-        RetrievalModule(net(), SmoothAPLoss(), memory_weight=1.0)
+def test_settings_of_the_memory_that_do_not_fit_each_other():
+    settings = {"memory": CrossBatchMemory(8), "memory_mode": "two_terms"}
+    with pytest.raises(ValueError, match=r"^RetrievalModule: `memory_mode` 'two_terms' was given without `memory`;"):
+        RetrievalModule(net(), SmoothAPLoss(), memory_mode="two_terms")
+    with pytest.raises(ValueError, match=r"^RetrievalModule: `memory_mode` must be one of 'one_list', .*, got 'xbm'"):
+        RetrievalModule(net(), SmoothAPLoss(), memory=CrossBatchMemory(8), memory_mode="xbm")
+    for mode in ("one_list", "one_list_detached"):
+        with pytest.raises(ValueError, match=rf"^RetrievalModule: `memory_weight` must be None unless .* for '{mode}'"):
+            RetrievalModule(net(), SmoothAPLoss(), **settings | {"memory_mode": mode}, memory_weight=1.0)
     with pytest.raises(ValueError, match=r"^RetrievalModule: `memory_weight` must be a finite number, got nan\."):
-        RetrievalModule(net(), SmoothAPLoss(), memory=CrossBatchMemory(8), memory_weight=math.nan)
+        RetrievalModule(net(), SmoothAPLoss(), **settings, memory_weight=math.nan)
     with pytest.raises(TypeError, match=r"^RetrievalModule: `memory_weight` must be a number, got 'x'"):
-        RetrievalModule(net(), SmoothAPLoss(), memory=CrossBatchMemory(8), memory_weight="x")
+        RetrievalModule(net(), SmoothAPLoss(), **settings, memory_weight="x")
     with pytest.raises(TypeError, match=r"^RetrievalModule: `memory` must be a .*CrossBatchMemory, got int\."):
         RetrievalModule(net(), SmoothAPLoss(), memory=8)
 
@@ -616,10 +635,10 @@ OTHERS = [
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("weight", [None, 1.0])
+@pytest.mark.parametrize("mode", [MODES[0], MODES[2]])
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("loss", OTHERS, ids=lambda loss: type(loss).__name__)
-def test_losses_that_cannot_rank_references_raise_by_name(loss, wrapped, weight):
+def test_losses_that_cannot_rank_references_raise_by_name(loss, wrapped, mode):
     if wrapped:
         inner = WeightedSum({"fine": (1.0, TripletMarginLoss()), "other": (1.0, loss)})
         loss, name = WeightedSum({"ap": (1.0, SmoothAPLoss()), "inner": (1.0, inner)}), type(loss).__name__
@@ -630,7 +649,7 @@ def test_losses_that_cannot_rank_references_raise_by_name(loss, wrapped, weight)
         "this library, or one of pytorch-metric-learning's AngularLoss, .*, TupletMarginLoss"
     )
     with pytest.raises(TypeError, match=sentence):
-        RetrievalModule(net(), loss, memory=CrossBatchMemory(8), memory_weight=weight)
+        RetrievalModule(net(), loss, memory=CrossBatchMemory(8), **mode)
     RetrievalModule(net(), loss)
 
 
@@ -640,11 +659,15 @@ def test_losses_that_cannot_rank_references_raise_by_name(loss, wrapped, weight)
         ({}, ""),
         ({"memory": CrossBatchMemory(16)}, " and up to 16 of the memory"),
         (
-            {"memory": CrossBatchMemory(16, 3), "memory_weight": 1.0},
+            {"memory": CrossBatchMemory(16), "memory_mode": "one_list_detached"},
+            " and up to 16 of the memory, all without a gradient",
+        ),
+        (
+            {"memory": CrossBatchMemory(16, 3), "memory_mode": "two_terms"},
             " and up to 16 of the memory in a second term, from step 3 on",
         ),
     ],
-    ids=["none", "longer", "term"],
+    ids=["none", "longer", "detached", "term"],
 )
 def test_a_fit_reports_once_what_its_lists_are(settings, reported, monkeypatch):
     sentences = []
