@@ -62,26 +62,9 @@ def recorded_transform(saved: dict[str, Any]) -> str | None:
 
 def _rebuild(saved: dict[str, Any]) -> RetrievalModule:
     """The module of a checkpoint, which Lightning loads from a stream without optimizer states."""
-    needed = {
-        **saved,
-        "hyper_parameters": _without_pretrained_weights(saved["hyper_parameters"]),
-        "optimizer_states": [],
-    }
+    needed = {**saved, "optimizer_states": []}
     stream = io.BytesIO()
     torch.save(needed, stream)
     stream.seek(0)
     module: RetrievalModule = RetrievalModule.load_from_checkpoint(stream, map_location="cpu", weights_only=True)
     return module
-
-
-def _without_pretrained_weights(described: Any) -> Any:
-    """Hyperparameters in which no `Embedder` asks for pretrained weights: the checkpoint holds the trained ones."""
-    if isinstance(described, list):
-        return [_without_pretrained_weights(value) for value in described]
-    if not isinstance(described, dict):
-        return described
-    result = {name: _without_pretrained_weights(value) for name, value in described.items()}
-    arguments = result.get("init_args") or {}
-    if str(result.get("class_path")).endswith(".Embedder") and "weights" in arguments:
-        arguments["weights"] = None
-    return result

@@ -4,6 +4,7 @@ The order is that of Radenovic et al. (TPAMI 2019, section 3): GeM pooling of th
 paper a learned whitening), the unit sphere.
 """
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from jaxtyping import Float
@@ -12,17 +13,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_retrieval.checks import (
     check_bool,
-    check_choice,
     check_float_type,
     check_integer,
+    check_mapping,
     check_tensor,
     short_repr,
 )
-from lightning_retrieval.models.backbones import build_backbone, check_features, check_no_weights, feature_shape
+from lightning_retrieval.models.backbone_preparation import merged_preparation, wanted_settings
+from lightning_retrieval.models.backbone_request import BackboneRequest
+from lightning_retrieval.models.backbones import build_backbone, of_module
+from lightning_retrieval.models.features import check_features, check_image_size, feature_shape
 from lightning_retrieval.models.pooling import GeM, GlobalAvgPool, GlobalMaxPool
+from lightning_retrieval.models.preparation import Preparation
+from lightning_retrieval.models.pretrained import is_local_file
 from lightning_retrieval.ranking.similarity import normalize as l2_normalize
 
-Pooling = Literal["gem", "avg", "max"]
+Pooling = Literal["gem", "avg", "max", "class_token", "own"]
 Self = TypeVar("Self", bound="Embedder")
 
 MOST_DIM = 1 << 20  # of embeddings and features
@@ -34,26 +40,39 @@ class Embedder(nn.Module):
     """Maps images to embeddings by a `backbone`, a `pool` and a `head` (optional layer norm and a linear layer).
 
     Args:
-        backbone: the name of a torchvision classification model (`"resnet50"`, `"vit_b_16"`, ...), whose classifier is
-            removed; `"glyph_net"`, for `GlyphNet()`; or a module from images to feature maps (N, C, H, W) or vectors
-            (N, C).
+        backbone: a name, whose classifier is removed: that of a torchvision classification model (`"resnet50"`,
+            `"vit_b_16"`, ...), `"timm/"` and the name of a timm model (`"timm/vit_small_patch14_dinov2.lvd142m"`),
+            `"hf/"` and a Hugging Face hub id or a local folder (`"hf/facebook/dinov2-small"`), or `"glyph_net"`, for
+            `GlyphNet()`; or a module from images to feature maps (N, C, H, W) or vectors (N, C).
         embedding_dim: length of an embedding, from 1 to 2^20.
-        pooling: of feature maps: `"gem"` (`GeM`, p = 3, learned), `"avg"` or `"max"`. Vectors are not pooled.
+        pooling: of feature maps, or of the patch tokens of a transformer of timm or Hugging Face: `"gem"` (`GeM`,
+            p = 3, learned; negative values count as 0), `"avg"` or `"max"`; `"class_token"`; or `"own"`, what the
+            backbone itself pools: its class token, an average or attention pooling. If None, `"own"` for transformers
+            of timm and Hugging Face, and `"gem"` for all others. Vectors are not pooled.
         normalize: put the embeddings on the unit sphere, in float32 or better, also under autocast.
-        weights: torchvision's name of pretrained weights, such as `"IMAGENET1K_V2"` or `"DEFAULT"`; none by default.
-            Only with the name of a torchvision model; they are downloaded to torch.hub's folder at the first use.
+        weights: pretrained weights: `"DEFAULT"`; torchvision's name, such as `"IMAGENET1K_V2"`; a tag of timm, such as
+            `"lvd142m"`; a revision of the Hugging Face hub; or a local file of the library's own weights
+            (`.safetensors`, `.pth`). None for random ones. They are downloaded at the first use, and then cached.
         layer_norm: apply a layer norm to the pooled features, before the linear layer.
         freeze_batch_norm: keep every batch norm of the backbone in eval mode, even after `train()`: the running
             statistics are used and never updated. The affine parameters (weight and bias) stay trainable.
         feature_dim: length C of the backbone's features, >= 1; determined automatically if None. Needed for a module
             that does not run on meta tensors. If such a module returns vectors, choose the pooling `"avg"` or `"max"`,
             so that the pooling has no unused parameter.
+        image_size: height and width of the images, or one number for both; if None, that of the weights. Transformers
+            are built for it, their positions resampled.
+        preparation: what is done to an image before the backbone in evaluation, as a `Preparation` or a dict of the
+            settings that differ from what the weights want. The attribute is always a `Preparation`.
+        backbone_args: further keyword arguments of the network's constructor: of `timm.create_model`, of torchvision's
+            function or of `GlyphNet`, or entries of the config of Hugging Face; plain values.
 
     Raises:
         ValueError: if the backbone, the weights or the pooling is unknown, a length is below 1, weights are given
-            for a backbone that has none, or the features have another shape than (N, C, H, W) or (N, C).
+            for a backbone that has none or cannot be loaded, or the features have another shape than (N, C, H, W) or
+            (N, C).
         TypeError: if the backbone is neither a name nor a module, or does not return a tensor, or if a flag is not a
             bool.
+        ModuleNotFoundError: if the library of the backbone is not installed.
 
     Example:
         >>> import torch
@@ -75,9 +94,9 @@ class Embedder(nn.Module):
         the feature map that is the input of their own average pooling. What follows that pooling is removed with the
         classifier: the last layer norm of ConvNeXt and MaxViT (`layer_norm=True` adds a new one), and the hidden layers
         of AlexNet, VGG and MobileNetV3. A ViT returns its class token, which is not pooled. ViT and MaxViT accept only
-        images of the size for which they were built (224; some ViT weights 384 or 518). The auxiliary classifiers of
-        Inception and GoogLeNet are removed too. For another size, or for models of other libraries, give the module. A
-        module with channels last (N, H, W, C) cannot be told from one with feature maps: permute its output first.
+        images of the size for which they were built (224; some ViT weights 384 or 518); most transformers of timm and
+        Hugging Face accept others. The auxiliary classifiers of Inception and GoogLeNet are removed too. A module with
+        channels last (N, H, W, C) cannot be told from one with feature maps: permute its output first.
     """
 
     def __init__(
@@ -85,32 +104,38 @@ class Embedder(nn.Module):
         backbone: str | nn.Module,
         embedding_dim: int = 512,
         *,
-        pooling: Pooling = "gem",
+        pooling: Pooling | None = None,
         normalize: bool = True,
         weights: str | None = None,
         layer_norm: bool = False,
         freeze_batch_norm: bool = False,
         feature_dim: int | None = None,
+        image_size: int | tuple[int, int] | None = None,
+        preparation: dict[str, Any] | Preparation | None = None,
+        backbone_args: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.embedding_dim = check_integer("Embedder", "embedding_dim", embedding_dim, 1, MOST_DIM)
-        self.pooling: Pooling = check_choice("Embedder", "pooling", pooling, tuple(POOLINGS))
         self.normalize = check_bool("Embedder", "normalize", normalize)
         self.weights = weights
         self.layer_norm = check_bool("Embedder", "layer_norm", layer_norm)
         self.freeze_batch_norm = check_bool("Embedder", "freeze_batch_norm", freeze_batch_norm)
         if feature_dim is not None:
             check_integer("Embedder", "feature_dim", feature_dim, 1, MOST_DIM)
-        self._set_backbone(backbone, weights)
+        wanted = wanted_settings("Embedder", preparation, image_size)
+        self._set_backbone(backbone, pooling, wanted, backbone_args or {})
         has_maps = True
         if feature_dim is None:
-            shape = feature_shape("Embedder", self.backbone)
+            cure = "give `feature_dim`, the length of its features"
+            if self.backbone_name is not None:
+                cure = "give another `image_size`"
+            shape = feature_shape("Embedder", self.backbone, cure)
             feature_dim = shape[1]
             has_maps = len(shape) == 4
         self.feature_dim = feature_dim
         self.pool: nn.Module = nn.Identity()
         if has_maps:
-            self.pool = POOLINGS[pooling]()
+            self.pool = POOLINGS[self.pooling]()
         self.head = nn.Sequential()
         if layer_norm:
             self.head.add_module("norm", nn.LayerNorm(feature_dim))
@@ -129,8 +154,24 @@ class Embedder(nn.Module):
                 channels than `feature_dim`.
             TypeError: if the backbone does not return a tensor.
         """
+        embeddings: Tensor = self.head(self.pooled_features(images))
+        if self.normalize:
+            return l2_normalize(embeddings)
+        return embeddings
+
+    def pooled_features(self, images: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch channel"]:
+        """The features of the backbone after pooling, before the head: an embedding without any training.
+
+        Args:
+            images: as for `forward`.
+        """
         self._check_images(images)
-        features = self.backbone(images)
+        try:
+            features: Tensor = self.backbone(images)
+        except Exception as error:
+            if self.backbone_name is not None:
+                check_image_size("Embedder", self.backbone_name, images, self.image_size, error)
+            raise
         check_features("Embedder", features, tuple(images.shape))
         if features.shape[1] != self.feature_dim:
             raise ValueError(
@@ -139,10 +180,12 @@ class Embedder(nn.Module):
             )
         if features.ndim == 4:
             features = self.pool(features)
-        embeddings: Tensor = self.head(features)
-        if self.normalize:
-            return l2_normalize(embeddings)
-        return embeddings
+        return features
+
+    @property
+    def image_size(self) -> int | tuple[int, int] | None:
+        """Height and width of the images in evaluation, or one number for both."""
+        return self.preparation.image_size  # type: ignore[return-value]
 
     def train(self: Self, mode: bool = True) -> Self:
         """Set the training mode, except that a frozen batch norm stays in eval mode."""
@@ -154,18 +197,23 @@ class Embedder(nn.Module):
         """The constructor's arguments as plain values, or None if the backbone was given as a module.
 
         `Embedder(**embedder.init_args())` has the same structure. To load a state dict into it afterwards, replace
-        `weights` by None, so that nothing is downloaded.
+        `weights` by None, so that nothing is downloaded. The path of a local file of weights is not among them.
         """
         if self.backbone_name is None:
             return None
+        weights = self.weights
+        if is_local_file(weights):
+            weights = None
         return {
             "backbone": self.backbone_name,
             "embedding_dim": self.embedding_dim,
             "pooling": self.pooling,
             "normalize": self.normalize,
-            "weights": self.weights,
+            "weights": weights,
             "layer_norm": self.layer_norm,
             "freeze_batch_norm": self.freeze_batch_norm,
+            "preparation": self.preparation.as_dict(),
+            "backbone_args": self.backbone_args,
         }
 
     def extra_repr(self) -> str:
@@ -184,20 +232,30 @@ class Embedder(nn.Module):
         if images.ndim < 2:
             raise ValueError(f"Embedder: `images` must be a batch (N, ...), got shape {tuple(images.shape)}.")
 
-    def _set_backbone(self, backbone: str | nn.Module, weights: str | None) -> None:
-        """Keep a module as it is, or build the backbone of this name."""
-        self.backbone_name: str | None = None
-        if isinstance(backbone, str):
-            self.backbone_name = backbone
-            self.backbone = build_backbone("Embedder", backbone, weights)
-        elif isinstance(backbone, nn.Module):
-            check_no_weights("Embedder", weights, f"a module ({type(backbone).__name__})")
-            self.backbone = backbone
-        else:
+    def _set_backbone(
+        self, backbone: str | nn.Module, pooling: Any, wanted: Mapping[str, Any], backbone_args: Mapping[str, Any]
+    ) -> None:
+        """Keep a module as it is, or build the backbone of this name; set what follows from it."""
+        check_mapping("Embedder", "backbone_args", backbone_args)
+        if not isinstance(backbone, (str, nn.Module)):
             raise TypeError(
                 f"Embedder: `backbone` must be the name of a model or a torch.nn.Module, got {short_repr(backbone)} "
                 f"({type(backbone).__name__})."
             )
+        name = type(backbone).__name__
+        if isinstance(backbone, str):
+            name = backbone
+        request = BackboneRequest("Embedder", name, self.weights, pooling, wanted.get("image_size"), backbone_args)
+        self.backbone_name: str | None = None
+        if isinstance(backbone, str):
+            self.backbone_name = backbone
+            built = build_backbone(request)
+        else:
+            built = of_module(request, backbone)
+        self.backbone = built.module
+        self.pooling: Pooling = built.pooling  # type: ignore[assignment]
+        self.backbone_args = built.arguments
+        self.preparation = merged_preparation(built.preparation, wanted)
 
     def _freeze(self) -> None:
         if not self.freeze_batch_norm:

@@ -9,6 +9,7 @@ from lightning_fabric.utilities.cloud_io import _load
 from pytorch_lightning.utilities.model_helpers import _restricted_classmethod
 
 from lightning_retrieval.checks import check_flag
+from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.training.checkpoint_files import (
     check_checkpoint,
     check_checkpoint_exists,
@@ -81,7 +82,10 @@ class CheckpointedModule(pl.LightningModule):
         check_checkpoint(cls.__name__, checkpoint_path)
         if hparams_file is None:
             _check_class_paths(cls, checkpoint_path, weights_only, kwargs)
-        return super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs)
+        with without_pretrained_weights():  # they would be downloaded, only to be replaced
+            return super().load_from_checkpoint(
+                checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs
+            )
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Convert to the run's precision before the weights are loaded; Lightning does so afterwards."""
@@ -94,7 +98,24 @@ class CheckpointedModule(pl.LightningModule):
         if has_finetuning(self):
             checkpoint[TRAINABLE] = [name for name, value in self.named_parameters() if value.requires_grad]
         if self.CHECKPOINT_HYPER_PARAMS_KEY in checkpoint:
-            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = describe(dict(checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]))
+            described = describe(dict(checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]))
+            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = self._with_complete_parts(described)
+
+    def _with_complete_parts(self, hyperparameters: dict[str, Any]) -> dict[str, Any]:
+        """Hyperparameters in which the parts that describe themselves do so.
+
+        A config may only name a model, whose structure was then read from a hub or a folder. What the part itself
+        describes needs neither.
+        """
+        complete = dict(hyperparameters)
+        for name, value in hyperparameters.items():
+            part = getattr(self, name, None)
+            named = isinstance(value, dict) and str(value.get("class_path")).rpartition(".")[2]
+            if named == type(part).__name__ and hasattr(part, "init_args"):
+                described = describe(part)
+                if described["init_args"] is not None:
+                    complete[name] = described
+        return complete
 
 
 def _check_class_paths(

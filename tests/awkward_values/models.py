@@ -41,6 +41,9 @@ def embedder_settings():
         "layer_norm": False,
         "freeze_batch_norm": False,
         "feature_dim": None,
+        "image_size": None,
+        "preparation": {"image_size": 32},
+        "backbone_args": {"width": 4},
     }
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_retrieval.models import Embedder, GeM, GlobalAvgPool, GlobalMaxPool, GlyphNet
+from lightning_retrieval.models import Embedder, GeM, GlobalAvgPool, GlobalMaxPool, GlyphNet, Preparation
 from tests.lightning_retrieval.models.user_backbones import Backbone, as_list, as_tuple, feature_map, tokens, vectors
 
 
@@ -121,6 +121,8 @@ def test_init_args_describe_the_embedder():
         "weights": None,
         "layer_norm": True,
         "freeze_batch_norm": True,
+        "preparation": Preparation(64, channels=1, mean=(0.5,), std=(0.25,)).as_dict(),
+        "backbone_args": {"width": 4},
     }
     embedder = Embedder(**settings)
     assert embedder.init_args() == settings
@@ -130,8 +132,9 @@ def test_init_args_describe_the_embedder():
     assert twin.eval()(images).equal(embedder.eval()(images))
     assert Embedder(GlyphNet()).init_args() is None
     for name, value in settings.items():
-        if name != "backbone":
+        if name not in ("backbone", "preparation"):
             assert getattr(embedder, name) == value
+    assert embedder.preparation == Preparation(**settings["preparation"])
     assert embedder.backbone_name == "glyph_net"
 
 

@@ -1,0 +1,69 @@
+"""The preparation of images for a backbone: what its weights want, with the settings that a user has changed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_retrieval.checks import short_repr
+from lightning_retrieval.models.preparation import Preparation
+
+
+def wanted_settings(owner: str, preparation: Any, image_size: Any) -> dict[str, Any]:
+    """The settings of a preparation that a user has given.
+
+    Args:
+        owner: prefix of error messages.
+        preparation: a `Preparation`, the settings to change, or None.
+        image_size: a size, or None; it replaces that of `preparation`.
+
+    Raises:
+        TypeError: if `preparation` is something else.
+        ValueError: if it has a setting that does not exist.
+    """
+    settings: dict[str, Any] = {}
+    if isinstance(preparation, Preparation):
+        settings = preparation.as_dict()
+    elif isinstance(preparation, Mapping):
+        settings = dict(preparation)
+    elif preparation is not None:
+        raise TypeError(
+            f"{owner}: `preparation` must be a Preparation or a dict of its settings, got {short_repr(preparation)} "
+            f"({type(preparation).__name__})."
+        )
+    known = Preparation().as_dict()
+    unknown = [name for name in settings if name not in known]
+    if unknown:
+        raise ValueError(f"{owner}: `preparation` must have settings among {', '.join(known)}, got {unknown[0]!r}.")
+    if image_size is not None:
+        if image_size != settings.get("image_size", image_size):
+            settings.pop("resize", None)
+        settings["image_size"] = image_size
+    Preparation(**settings)  # raises for an invalid value
+    return settings
+
+
+def merged_preparation(of_weights: Mapping[str, Any], wanted: Mapping[str, Any]) -> Preparation:
+    """The preparation of a backbone with the settings that are wanted.
+
+    If only the image size is changed, images are resized in the same proportion to it as before.
+
+    Args:
+        of_weights: arguments of `Preparation` for the weights.
+        wanted: arguments that replace them.
+    """
+    settings = {**of_weights, **wanted}
+    if "image_size" in wanted and "resize" not in wanted:
+        settings["resize"] = _scaled_resize(of_weights, wanted["image_size"])
+    return Preparation(**settings)
+
+
+def _scaled_resize(of_weights: Mapping[str, Any], image_size: Any) -> Any:
+    """The size to which images are resized before the crop of another size."""
+    before, resize = of_weights.get("image_size"), of_weights.get("resize")
+    if not isinstance(before, int):
+        return None
+    if isinstance(resize, int) and isinstance(image_size, int):
+        return max(image_size, round(image_size * resize / before))
+    if isinstance(resize, (list, tuple)) and isinstance(image_size, int):
+        height, width = resize
+        return max(image_size, round(image_size * height / before)), max(image_size, round(image_size * width / before))
+    return None

@@ -1,0 +1,221 @@
+"""Backbones of Hugging Face's transformers: any of its vision models, from the hub, a local folder or a config.
+
+`last_hidden_state` holds tokens (N, T, C) or, for convolutional networks, feature maps (N, C, H, W). The tokens before
+those of the patches are the class token, the distillation token and registers. The config is kept as plain data, so
+that a checkpoint builds the same network without a network connection.
+"""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lightning_retrieval.checks import short_repr
+from lightning_retrieval.models.backbone_request import (
+    ALL_POOLINGS,
+    CLASS_TOKEN,
+    MAP_POOLINGS,
+    OWN,
+    BackboneRequest,
+    BuiltBackbone,
+)
+from lightning_retrieval.models.features import height_and_width, patch_map, returns_tokens
+from lightning_retrieval.models.hugging_face_preparation import read_preparation
+from lightning_retrieval.models.preparation import DEFAULT_IMAGE_SIZE
+from lightning_retrieval.models.pretrained import (
+    DEFAULT_WEIGHTS,
+    are_skipped,
+    hub_error,
+    is_local_file,
+    load_local_file,
+    missing_extra,
+)
+
+CLASS_TOKENS = ("cls_token", "class_embedding")
+PREFIX_TOKENS = (*CLASS_TOKENS, "distillation_token", "register_tokens")
+CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier", "pooler")  # first part of names in a file
+# Entries of a config that do not describe the network.
+NOT_KEPT = ("_name_or_path", "architectures", "id2label", "label2id", "transformers_version")
+
+
+class HuggingFaceBackbone(nn.Module):
+    """A vision model of transformers as a function from images to feature maps (N, C, H, W) or vectors (N, C).
+
+    Args:
+        model: a model whose output has `last_hidden_state`.
+        pooling: what the features are for: `"own"` returns the vectors that the model pools itself, its class token, or
+            the average of its tokens; `"class_token"` its class token; all others its feature maps or patch tokens.
+        image_size: height and width for which the model was built.
+    """
+
+    model: Any
+
+    def __init__(self, model: Any, pooling: str, image_size: tuple[int, int]) -> None:
+        super().__init__()
+        self.model = model
+        self.pooling = pooling
+        self.image_size = image_size
+        self.prefix_tokens = sum(_prefix_tokens(model).values())
+        self.settings: dict[str, Any] = {}
+        if "interpolate_pos_encoding" in inspect.signature(model.forward).parameters:
+            self.settings["interpolate_pos_encoding"] = True
+
+    def forward(self, images: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch dim ..."]:
+        output = self.model(images, **self.settings)
+        pooled: Tensor | None = getattr(output, "pooler_output", None)
+        if self.pooling == OWN and pooled is not None:
+            return pooled.flatten(1)  # (batch, dim, 1, 1) for some convolutional networks
+        features: Tensor = output.last_hidden_state
+        if features.ndim == 4:
+            return features
+        if self.pooling == CLASS_TOKEN or (self.pooling == OWN and self.prefix_tokens > 0):
+            return features[:, 0]
+        if self.pooling == OWN:
+            return features.mean(1)
+        return patch_map(features, self.prefix_tokens)
+
+
+def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
+    """A vision model of transformers.
+
+    Args:
+        request: its name is a hub id or a local folder; its weights are `"DEFAULT"`, a revision of the hub or a local
+            file. With a `model_type` among its arguments, these are the whole config and the name is not looked up.
+
+    Raises:
+        ValueError: if there is no such model, it is no vision model, or the pooling is unknown.
+        FileNotFoundError: if a file of weights does not exist.
+        ModuleNotFoundError: if transformers is not installed.
+    """
+    transformers = _import_transformers(request)
+    config = _config(transformers, request)
+    image_size = _image_size(config)
+    model = _model(transformers, request, config)
+    _check_vision_model(request, model)
+    size = height_and_width(image_size)
+    default = "gem"
+    if returns_tokens(lambda images: model(images).last_hidden_state, model, size):
+        default = OWN
+    pooling = request.checked_pooling(default, _poolings(model))
+    backbone = HuggingFaceBackbone(model, pooling, size)
+    preparation = {"image_size": image_size, **_folder_preparation(transformers, request)}
+    return BuiltBackbone(backbone.train(), pooling, preparation, _plain_config(config))
+
+
+def _import_transformers(request: BackboneRequest) -> Any:
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise missing_extra(request.owner, f"`backbone` hf/{request.name}", "transformers", "hf") from None
+    return transformers
+
+
+def _config(transformers: Any, request: BackboneRequest) -> Any:
+    """The config of the image network: that of the arguments if they are a whole config, else that of the name."""
+    arguments = dict(request.arguments)
+    if "model_type" in arguments:
+        kind = arguments.pop("model_type")
+        if kind not in transformers.CONFIG_MAPPING:
+            raise ValueError(
+                f"{request.owner}: `backbone_args` must have a `model_type` of transformers, such as 'dinov2', got "
+                f"{short_repr(kind)}."
+            )
+        config = transformers.AutoConfig.for_model(kind, **arguments)
+    else:
+        try:
+            config = transformers.AutoConfig.from_pretrained(request.name, **_revision(request), **arguments)
+        except (OSError, ValueError) as error:
+            raise _unknown_model(request, error) from None
+    return getattr(config, "vision_config", config)  # of a model of images and text
+
+
+def _model(transformers: Any, request: BackboneRequest, config: Any) -> Any:
+    """The network, with its weights or random ones, without a pooling layer that no pretraining has trained."""
+    try:
+        return _load(transformers, request, config, {"add_pooling_layer": False})
+    except TypeError as error:
+        if "add_pooling_layer" not in str(error):
+            raise
+    return _load(transformers, request, config, {})
+
+
+def _load(transformers: Any, request: BackboneRequest, config: Any, settings: dict[str, Any]) -> Any:
+    has_file = is_local_file(request.weights)
+    if request.weights is None or has_file or are_skipped():
+        model: Any = transformers.AutoModel.from_config(config, **settings)
+        if has_file and not are_skipped():
+            prefix = f"{model.base_model_prefix}."
+            load_local_file(request.owner, str(request.weights), model, optional=CLASSIFIERS, prefix=prefix)
+        return model
+    try:
+        model = transformers.AutoModel.from_pretrained(request.name, config=config, **_revision(request), **settings)
+    except (OSError, ValueError) as error:
+        what = f"{request.weights!r} of hf/{request.name}"
+        raise hub_error(request.owner, "weights", what, error) from None
+    return model
+
+
+def _unknown_model(request: BackboneRequest, error: Exception) -> ValueError:
+    """The error for a name without a config."""
+    if Path(request.name).is_dir():
+        return ValueError(
+            f"{request.owner}: `backbone` must be 'hf/' and a folder with the config.json of a model, got "
+            f"{request.name} ({type(error).__name__})."
+        )
+    what = f"the Hugging Face hub id {request.name!r} (which is no local folder)"
+    return hub_error(request.owner, "backbone", what, error)
+
+
+def _revision(request: BackboneRequest) -> dict[str, str]:
+    """The revision of the hub that is asked for by the weights."""
+    weights = request.weights
+    if weights is None or weights == DEFAULT_WEIGHTS or is_local_file(weights):
+        return {}
+    return {"revision": weights}
+
+
+def _image_size(config: Any) -> int | tuple[int, int]:
+    """The size for which the network is built."""
+    size = getattr(config, "image_size", DEFAULT_IMAGE_SIZE)
+    if isinstance(size, (list, tuple)):
+        return size[0], size[1]
+    return int(size)
+
+
+def _check_vision_model(request: BackboneRequest, model: nn.Module) -> None:
+    """Raise unless a model takes images."""
+    if getattr(model, "main_input_name", "pixel_values") != "pixel_values":
+        raise ValueError(
+            f"{request.owner}: `backbone` must be a model of images, got hf/{request.name}, a {type(model).__name__}, "
+            f"which takes {getattr(model, 'main_input_name', 'text')}."
+        )
+
+
+def _prefix_tokens(model: nn.Module) -> dict[str, int]:
+    """The number of tokens before those of the patches, for each parameter that holds some."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        *path, last = name.split(".")
+        if last in PREFIX_TOKENS and "embeddings" in path:
+            found[last] = parameter.shape[:-1].numel()  # (C,), (1, C) or (1, tokens, C)
+    return found
+
+
+def _poolings(model: nn.Module) -> tuple[str, ...]:
+    if set(_prefix_tokens(model)) & set(CLASS_TOKENS):
+        return ALL_POOLINGS
+    return (*MAP_POOLINGS, OWN)
+
+
+def _folder_preparation(transformers: Any, request: BackboneRequest) -> dict[str, Any]:
+    """The preparation of the folder or of the hub, scaled to the image size that is asked for."""
+    if "model_type" in request.arguments:
+        return {}
+    return read_preparation(transformers, request.name, _revision(request))
+
+
+def _plain_config(config: Any) -> dict[str, Any]:
+    """A config as plain data, with the kind of network, from which `AutoConfig.for_model` makes it again."""
+    return {name: value for name, value in config.to_dict().items() if name not in NOT_KEPT}

@@ -1,0 +1,151 @@
+"""Backbones of transformers: what they return is what the model of a folder computes."""
+
+import pytest
+import torch
+
+from lightning_retrieval.models import Embedder
+from tests.lightning_retrieval.models.hugging_face_folders import CONFIGS, SMALL, write_folder
+
+transformers = pytest.importorskip("transformers")
+POOLED = ("dinov2", "dinov2_with_registers", "clip_vision_model", "siglip_vision_model", "resnet")
+PREFIX = {
+    "dinov2": 1,
+    "vit": 1,
+    "deit": 2,
+    "dinov2_with_registers": 5,
+    "clip_vision_model": 1,
+    "siglip_vision_model": 0,
+}
+
+
+def of_folder(folder, **settings):
+    return Embedder(f"hf/{folder}", 8, weights="DEFAULT", **settings).eval()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_own_pooling_is_the_pooler_s_or_the_class_token_or_the_average(kind, tmp_path):
+    model = write_folder(tmp_path, kind)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        output = model(images)
+        found = of_folder(tmp_path, pooling="own").pooled_features(images)
+    expected = output.last_hidden_state[:, 0]  # ViT's pooler is not trained in pretraining
+    if kind in POOLED:
+        expected = output.pooler_output.flatten(1)
+    if kind == "swin":
+        expected = output.last_hidden_state.mean(1)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", PREFIX)
+def test_patch_tokens_and_class_token(kind, tmp_path):
+    model = write_folder(tmp_path, kind)
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        tokens = model(images).last_hidden_state
+        found = of_folder(tmp_path, pooling="avg").pooled_features(images)
+        torch.testing.assert_close(found, tokens[:, PREFIX[kind] :].mean(1))
+        assert tokens[:, PREFIX[kind] :].shape[1] == 16
+        if PREFIX[kind]:
+            found = of_folder(tmp_path, pooling="class_token").pooled_features(images)
+            torch.testing.assert_close(found, tokens[:, 0])
+
+
+def test_feature_maps_are_pooled(tmp_path):
+    model = write_folder(tmp_path, "resnet")
+    embedder = of_folder(tmp_path)
+    images = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        features = model(images).last_hidden_state
+        torch.testing.assert_close(embedder.pooled_features(images), embedder.pool(features))
+    assert embedder.pooling == "gem"
+
+
+@pytest.mark.parametrize("kind", ["dinov2", "vit", "swin", "clip_vision_model"])
+def test_other_sizes_than_that_for_which_the_backbone_was_built(kind, tmp_path):
+    write_folder(tmp_path, kind)
+    embedder = of_folder(tmp_path, image_size=48)
+    assert embedder.image_size == 48
+    assert embedder(torch.randn(2, 3, 48, 64)).shape == (2, 8)
+
+
+def test_without_weights_the_network_is_random_and_in_training_mode(tmp_path):
+    model = write_folder(tmp_path)
+    embedder = Embedder(f"hf/{tmp_path}", 8)
+    assert all(module.training for module in embedder.modules())
+    weight = embedder.backbone.model.encoder.layer[0].mlp.fc1.weight
+    assert not weight.equal(model.encoder.layer[0].mlp.fc1.weight)
+    assert all(module.training for module in of_folder(tmp_path).train().modules())
+
+
+def test_the_description_needs_no_folder(tmp_path):
+    write_folder(tmp_path, "dinov2_with_registers")
+    embedder = of_folder(tmp_path)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    twin = Embedder(**{**embedder.init_args(), "weights": None}).eval()
+    twin.load_state_dict(embedder.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    assert twin(images).equal(embedder(images))
+    assert twin.init_args() == {**embedder.init_args(), "weights": None}
+    assert "id2label" not in embedder.backbone_args
+
+
+def test_the_image_part_of_a_model_of_images_and_text():
+    config = {"model_type": "clip", "vision_config": SMALL}
+    embedder = Embedder("hf/any/name", 8, backbone_args=config)
+    assert type(embedder.backbone.model).__name__ == "CLIPVisionModel"
+    assert embedder.backbone_args["model_type"] == "clip_vision_model"
+
+
+@pytest.mark.parametrize("kind", ["dinov2", "vit"])
+def test_a_local_file_of_weights(kind, tmp_path):
+    model = write_folder(tmp_path, kind)
+    weights = {f"{kind}.{name}": value for name, value in model.state_dict().items() if "pooler" not in name}
+    torch.save({**weights, "classifier.weight": torch.ones(3)}, tmp_path / "own.pth")
+    embedder = Embedder(f"hf/{tmp_path}", 8, weights=str(tmp_path / "own.pth"), pooling="class_token").eval()
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(embedder.pooled_features(images), model(images).last_hidden_state[:, 0])
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("any", {"backbone_args": {"model_type": "nope"}}, "`backbone_args` must have a `model_type` of .*got 'nope'"),
+        (
+            "any",
+            {"backbone_args": {"model_type": "bert", "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 9}},
+            "`backbone` must be a model of images, got hf/any, a BertModel, which takes input_ids",
+        ),
+    ],
+)
+def test_invalid_settings(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        Embedder(f"hf/{name}", 8, **settings)
+
+
+@pytest.mark.refusal
+def test_invalid_names(tmp_path, monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise OSError("no network.")
+
+    with pytest.raises(
+        ValueError, match=rf"must be 'hf/' and a folder with the config.json of a model, got {tmp_path}"
+    ):
+        Embedder(f"hf/{tmp_path}", 8)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreachable)
+    message = (
+        r"asks for the Hugging Face hub id 'a/b' \(which is no local folder\), .*OSError: no network\); offline, give"
+    )
+    with pytest.raises(ValueError, match=message):
+        Embedder("hf/a/b", 8)
+
+
+@pytest.mark.refusal
+def test_invalid_weights_of_a_hub_that_cannot_be_reached(tmp_path):
+    write_folder(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"`weights` asks for 'DEFAULT' of hf/.*, which could not be loaded \(OSError"):
+        of_folder(tmp_path)

@@ -1,0 +1,53 @@
+"""The settings of an image processor of transformers as a `Preparation`."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightning_retrieval.models import Embedder, Preparation
+from lightning_retrieval.models.hugging_face_preparation import as_preparation
+from tests.lightning_retrieval.models.hugging_face_folders import PROCESSOR, write_folder
+
+
+def test_preparation_of_a_folder_is_what_its_image_processor_does(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    write_folder(tmp_path)
+    embedder = Embedder(f"hf/{tmp_path}", 8)
+    pixels = np.random.default_rng(0).integers(0, 256, (90, 70, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels).resize((70, 90), Image.Resampling.BOX)
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path, use_fast=False)
+    expected = torch.as_tensor(processor(image, return_tensors="pt")["pixel_values"][0])
+    torch.testing.assert_close(embedder.preparation(image), expected, rtol=0, atol=0.05)  # one step of 255 or two
+    assert embedder.image_size == (32, 32)
+    assert Embedder(f"hf/{tmp_path}", 8, image_size=64).image_size == 64
+
+
+def test_without_a_processor_the_size_is_that_of_the_config(tmp_path):
+    pytest.importorskip("transformers")
+    write_folder(tmp_path, processor=None)
+    assert Embedder(f"hf/{tmp_path}", 8).preparation == Preparation(32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {}),
+        ({"size": 224}, {"image_size": 224, "resize": 224}),
+        ({"size": {"height": 20, "width": 30}}, {"image_size": (20, 30), "resize": (20, 30)}),
+        ({"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 32}}, {"image_size": 40, "resize": 40}),
+        ({"do_normalize": False}, {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}),
+        (
+            PROCESSOR,
+            {
+                "image_size": (32, 32),
+                "resize": 48,
+                "interpolation": "bicubic",
+                "mean": (0.4, 0.5, 0.6),
+                "std": (0.2, 0.25, 0.3),
+            },
+        ),
+    ],
+)
+def test_settings(settings, expected):
+    assert as_preparation(settings) == expected

@@ -1,0 +1,157 @@
+"""Backbones of timm: what they return is what timm computes, for each pooling and image size."""
+
+import pytest
+import torch
+
+from lightning_retrieval.models import Embedder
+from lightning_retrieval.models.pretrained import without_pretrained_weights
+
+timm = pytest.importorskip("timm")
+VIT = {"depth": 2, "embed_dim": 48, "num_heads": 2}
+SMALL = {
+    "vit_tiny_patch16_224": VIT,
+    "vit_small_patch14_reg4_dinov2": VIT,
+    "deit_tiny_distilled_patch16_224": VIT,
+    "vit_base_patch16_siglip_224": VIT,
+    "swin_tiny_patch4_window7_224": {"depths": (1, 1), "embed_dim": 24, "num_heads": (1, 2)},
+    "resnet18": {},
+    "mobilenetv3_small_100": {},
+}
+
+
+def small(name, **settings):
+    torch.manual_seed(0)
+    return Embedder(f"timm/{name}", 8, image_size=112, backbone_args=SMALL[name], **settings).eval()
+
+
+def reference(name, embedder):
+    """The model of timm with its own pooling, built in the plainest way and given the same weights."""
+    sizes = {} if name in ("resnet18", "mobilenetv3_small_100") else {"img_size": 112}
+    model = timm.create_model(name, num_classes=0, **sizes, **SMALL[name]).eval()
+    model.load_state_dict(embedder.backbone.model.state_dict())
+    return model
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_own_pooling_is_what_timm_returns(name):
+    embedder = small(name, pooling="own")
+    images = torch.randn(2, 3, 112, 112)
+    with torch.no_grad():
+        torch.testing.assert_close(embedder.pooled_features(images), reference(name, embedder)(images))
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [("vit_tiny_patch16_224", 1), ("vit_small_patch14_reg4_dinov2", 5), ("deit_tiny_distilled_patch16_224", 2)],
+)
+def test_class_token_and_patch_tokens(name, prefix):
+    images = torch.randn(2, 3, 112, 112)
+    average = small(name, pooling="avg")
+    with torch.no_grad():
+        tokens = reference(name, average).forward_features(images)
+        torch.testing.assert_close(average.pooled_features(images), tokens[:, prefix:].mean(1))
+        class_token = small(name, pooling="class_token")
+        torch.testing.assert_close(class_token.pooled_features(images), tokens[:, 0])
+        gem = small(name, pooling="gem").pooled_features(images)
+        torch.testing.assert_close(gem, tokens[:, prefix:].clamp(min=1e-6).pow(3).mean(1).pow(1 / 3))
+
+
+def test_swin_with_channels_last_is_pooled_over_its_positions():
+    embedder = small("swin_tiny_patch4_window7_224", pooling="avg")
+    images = torch.randn(2, 3, 112, 112)
+    model = reference("swin_tiny_patch4_window7_224", embedder)
+    with torch.no_grad():
+        features = model.forward_features(images)
+        assert features.shape == (2, 14, 14, 48)
+        torch.testing.assert_close(embedder.pooled_features(images), features.mean((1, 2)))
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_pooling_follows_from_the_backbone_and_no_parameter_is_unused(name):
+    embedder = small(name).train()
+    has_maps = name.startswith(("resnet", "mobilenet", "swin"))
+    assert embedder.pooling == ("gem" if has_maps else "own")
+    embedder(torch.randn(2, 3, 112, 112))[:, 0].sum().backward()
+    assert all(parameter.grad is not None for parameter in embedder.parameters())
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "resnet18"])
+def test_other_sizes_than_that_for_which_the_backbone_was_built(name):
+    embedder = small(name)
+    assert embedder.feature_dim == embedder.pooled_features(torch.randn(1, 3, 64, 96)).shape[1]
+
+
+def test_preparation_is_that_of_timm_s_data_config():
+    preparation = Embedder("timm/vit_tiny_patch16_224", 8, backbone_args=VIT).preparation
+    found = (preparation.image_size, preparation.resize, preparation.interpolation, preparation.mean)
+    assert found == (224, 248, "bicubic", (0.5, 0.5, 0.5))
+    assert small("vit_tiny_patch16_224").preparation.resize == 124
+
+
+def test_weights_of_a_local_file_are_resampled_to_the_image_size(tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224", **VIT).eval()
+    torch.save(model.state_dict(), tmp_path / "vit.pth")
+    weights = str(tmp_path / "vit.pth")
+    embedder = Embedder("timm/vit_tiny_patch16_224", 8, weights=weights, backbone_args=VIT).eval()
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        torch.testing.assert_close(embedder.pooled_features(images), model.forward_features(images)[:, 0])
+    other = Embedder("timm/vit_tiny_patch16_224", 8, weights=weights, image_size=96, backbone_args=VIT)
+    assert other.backbone.model.pos_embed.shape == (1, 37, 48)
+    assert other.backbone.model.blocks[1].mlp.fc1.weight.equal(model.blocks[1].mlp.fc1.weight)
+    assert other.init_args()["weights"] is None
+
+
+def test_the_description_builds_the_same_network():
+    embedder = small("vit_small_patch14_reg4_dinov2", pooling="avg")
+    twin = Embedder(**embedder.init_args()).eval()
+    twin.load_state_dict(embedder.state_dict())
+    images = torch.randn(2, 3, 112, 112)
+    assert twin(images).equal(embedder(images))
+    assert twin.init_args() == embedder.init_args()
+    assert twin.train().backbone.model.training
+
+
+def test_weights_are_not_loaded_while_a_checkpoint_is():
+    with without_pretrained_weights():
+        embedder = Embedder("timm/vit_tiny_patch16_224", 8, weights="DEFAULT", backbone_args=VIT)
+    assert embedder.weights == "DEFAULT"
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("vit_tiny_patch16_224", {"weights": "V1"}, "`weights` must be one of 'DEFAULT', 'augreg_in21k', .*got 'V1'"),
+        ("resnet18", {"pooling": "class_token"}, "`pooling` must be one of .* got 'class_token'"),
+        (
+            "vit_tiny_patch16_224",
+            {"image_size": 65},
+            r"should be divisible by patch size .*; give another `image_size`",
+        ),
+    ],
+)
+def test_invalid_settings(name, settings, message):
+    with pytest.raises(ValueError, match=message):
+        Embedder(f"timm/{name}", 8, **settings)
+
+
+@pytest.mark.refusal
+def test_invalid_weights_of_a_hub_that_cannot_be_reached(monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise OSError("no network")
+
+    monkeypatch.setattr(timm.models._builder, "load_state_dict_from_hf", unreachable)
+    monkeypatch.setattr(timm.models._builder, "load_custom_from_hf", unreachable)
+    monkeypatch.setattr(timm.models._builder, "load_state_dict_from_url", unreachable)
+    with pytest.raises(
+        ValueError, match=r"`weights` asks for 'DEFAULT' of timm/resnet18, .*no network.*; offline, give"
+    ):
+        Embedder("timm/resnet18", 8, weights="DEFAULT")
+
+
+@pytest.mark.refusal
+def test_invalid_images_of_a_size_that_the_backbone_does_not_take():
+    embedder = small("vit_tiny_patch16_224")
+    with pytest.raises(ValueError, match=r"vit_tiny_patch16_224, built for \(112, 112\), takes, got \(65, 65\)"):
+        embedder(torch.rand(1, 3, 65, 65))
