@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 
 def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -34,7 +35,11 @@ def make_optimizer(
     rest = [parameter for parameter in trainable_parameters(module) if id(parameter) not in identities]
 
     if not in_head and not rest:
-        raise ValueError(f"{owner}: `embedder` and `loss` have no parameter with a gradient.")
+        parts = [f"`{name}`" for name, part in module.named_children() if not isinstance(part, Metric)]
+        raise ValueError(
+            f"{owner}: {' and '.join(parts)} must have a parameter to train, got none with requires_grad; call "
+            "requires_grad_(True) on the layers that should learn."
+        )
     if head_lr_factor != 1 and not in_head:
         raise ValueError(
             f"{owner}: `head_lr_factor` is {head_lr_factor}, but the embedder has no `head` with parameters; name its "

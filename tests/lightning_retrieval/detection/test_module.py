@@ -193,6 +193,9 @@ def test_what_is_invalid(tmp_path):
     with pytest.raises(TypeError, match=r"^DetectionModule: `loss` must be a torch.nn.modules.module.Module, got int"):
         DetectionModule(tiny(), 3)
     module = make_module()
+    module.detector.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"^DetectionModule: `detector` must have a parameter to train, got none"):
+        module.configure_optimizers()
     module._trainer = type("T", (), {"current_epoch": 0})()
     with pytest.raises(ValueError, match=r"^DetectionModule: `boxes` must be .* in image with image_id 4"):
         module.training_step(make_batch([4], boxes=torch.tensor([[3.0, 3.0, 3.0, 9.0]])), 0)
