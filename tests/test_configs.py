@@ -20,6 +20,7 @@ from torchvision.transforms import v2
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import reference_transform
 from lightning_retrieval.datamodules.images import image_module
+from tests.datamodules.boxes.small_voc import write_voc
 from tests.datamodules.small_ijbc import write_ijbc
 from tests.datamodules.small_revisited import write_revisited
 from tests.datamodules.trees import write_cub, write_in_shop, write_online_products, write_vehicle_id
@@ -49,6 +50,17 @@ SENET = {f"{EMBEDDER}.embedding_dim": 8, f"{EMBEDDER}.backbone.init_args.pretrai
 DEIT = {f"{EMBEDDER}.pretrained": False, "model.init_args.embedder.dict_kwargs.img_size": PIXELS}
 LANDMARKS = {f"{DATA}.classes_per_batch": 3, f"{DATA}.eval_batch_size": 1}  # three landmarks; images of several sizes
 
+DETECTOR = "model.init_args.detector.init_args"
+SMALL_DETECTOR = {
+    f"{DETECTOR}.pretrained": False,
+    f"{DETECTOR}.min_size": PIXELS,
+    f"{DETECTOR}.max_size": PIXELS,
+    f"{DETECTOR}.pyramid_channels": 8,
+    f"{DETECTOR}.head_features": 8,
+    f"{DATA}.batch_size": 2,
+    f"{DATA}.eval_batch_size": 2,
+}
+
 
 class Run(NamedTuple):
     """The function that writes the data set, and the overrides in addition to the root and `EVERY_RUN`."""
@@ -59,6 +71,10 @@ class Run(NamedTuple):
 
 def trained(tree: Callable[[Path], Any], *overrides: dict[str, Any]) -> Run:
     return Run(tree, {key: value for part in (STEPS, BATCH, *overrides) for key, value in part.items()})
+
+
+def voc() -> Run:
+    return Run(write_voc, {**STEPS, **SMALL_DETECTOR})
 
 
 CONFIGS = {
@@ -75,6 +91,10 @@ CONFIGS = {
     "rambo/online_products_loglog.yaml": trained(write_online_products, RESNET),
     "rambo/in_shop_log.yaml": trained(write_in_shop, RESNET),
     "rambo/in_shop_loglog.yaml": trained(write_in_shop, RESNET),
+    "rambo/voc07_resnet50.yaml": voc(),
+    "rambo/voc0712_resnet50.yaml": voc(),
+    "rambo/voc0712_resnet101.yaml": voc(),
+    "rambo/voc0712_resnext101_32x4d.yaml": voc(),
     "roadmap/cub.yaml": trained(write_cub, RESNET, HALF),
     "roadmap/cub_deit.yaml": trained(write_cub, DEIT, HALF),
     "roadmap/online_products.yaml": trained(write_online_products, RESNET, HALF),

@@ -32,6 +32,7 @@ from lightning_retrieval.detection import (
     COCOMetrics,
     DetectionAPLoss,
     DetectionModule,
+    PyramidFasterRCNN,
     RankedRoIHeads,
     TinyFasterRCNN,
 )
@@ -167,6 +168,12 @@ TABLE = {
         {"detector": TinyFasterRCNN(2, width=2), "loss": DetectionAPLoss(), "seed": 3},
         shown=(),  # its repr is Lightning's: the parts; `hparams` holds the settings
         not_moved={"detector.rpn.anchor_generator.cell_anchors": FOLLOWS_FEATURES},
+    ),
+    "PyramidFasterRCNN": Entry(
+        {"num_classes": 3, "backbone_name": "test_resnet", "pretrained": False, "min_size": 64, "max_size": 64}
+        | {"pyramid_channels": 8, "head_features": 8},
+        shown=(),
+        not_moved={"rpn.anchor_generator.cell_anchors": FOLLOWS_FEATURES},
     ),
     "RankedRoIHeads": Entry(
         {"roi_heads": TinyFasterRCNN(2, width=2).roi_heads, "loss": DetectionAPLoss()},
@@ -470,7 +477,7 @@ def use(module, dtype=torch.float32):
         return module.compute()
     if isinstance(module, RankedRoIHeads):
         return module.box_predictor(torch.rand(2, 128, dtype=dtype))
-    if isinstance(module, (DetectionModule, TinyFasterRCNN)):
+    if isinstance(module, (DetectionModule, PyramidFasterRCNN, TinyFasterRCNN)):
         return module.eval()([torch.rand(3, 64, 64, dtype=dtype)])
     if isinstance(module, Metric):
         update_metric(module, embeddings[:4], labels[:4], torch.arange(4))

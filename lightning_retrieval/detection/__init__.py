@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_retrieval.detection.ap_loss import DetectionAPLoss
 from lightning_retrieval.detection.coco_metrics import COCOMetrics
+from lightning_retrieval.detection.pyramid import PyramidFasterRCNN
 from lightning_retrieval.detection.roi_heads import RankedRoIHeads
 from lightning_retrieval.detection.tiny import TinyFasterRCNN
 from lightning_retrieval.detection.voc_metrics import VOCMetrics
@@ -14,7 +15,15 @@ from lightning_retrieval.detection.voc_metrics import VOCMetrics
 if TYPE_CHECKING:
     from lightning_retrieval.detection.module import DetectionModule
 
-__all__ = ["COCOMetrics", "DetectionAPLoss", "DetectionModule", "RankedRoIHeads", "TinyFasterRCNN", "VOCMetrics"]
+__all__ = [
+    "COCOMetrics",
+    "DetectionAPLoss",
+    "DetectionModule",
+    "PyramidFasterRCNN",
+    "RankedRoIHeads",
+    "TinyFasterRCNN",
+    "VOCMetrics",
+]
 
 
 def __getattr__(name: str) -> Any:

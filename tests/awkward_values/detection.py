@@ -8,6 +8,7 @@ from lightning_retrieval.detection import (
     COCOMetrics,
     DetectionAPLoss,
     DetectionModule,
+    PyramidFasterRCNN,
     RankedRoIHeads,
     TinyFasterRCNN,
     VOCMetrics,
@@ -74,6 +75,14 @@ def tiny_settings():
     }  # fmt: skip
 
 
+def pyramid_settings():
+    return {
+        "num_classes": 2, "backbone_name": "test_resnet", "pretrained": False, "min_size": 32, "max_size": 32,
+        "pyramid_channels": 8, "head_features": 8,
+        "rois_per_image": 4, "score_thresh": 0.1, "detections_per_image": 3,
+    }  # fmt: skip
+
+
 CALLS = {
     "COCOMetrics": [Call("COCOMetrics", COCOMetrics, lambda: {"classes": 3}), evaluation(COCOMetrics)],
     "DetectionAPLoss": [
@@ -86,6 +95,15 @@ CALLS = {
         ),
     ],
     "DetectionModule": [Call("DetectionModule", DetectionModule, module_settings)],
+    "PyramidFasterRCNN": [
+        Call(
+            "PyramidFasterRCNN",
+            PyramidFasterRCNN,
+            pyramid_settings,
+            use=detect,
+            without={"pretrained": "True would download weights"},
+        )
+    ],
     "RankedRoIHeads": [
         Call("RankedRoIHeads", RankedRoIHeads, lambda: {"roi_heads": tiny().roi_heads, "loss": DetectionAPLoss()})
     ],

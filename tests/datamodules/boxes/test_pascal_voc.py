@@ -1,17 +1,12 @@
 """PascalVOC on a small tree in the official layout: counts, boxes, both years, and damaged files."""
 
 import pytest
-from PIL import Image
 
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import PascalVOC
 from lightning_retrieval.datamodules.boxes.pascal_voc import CLASSES
+from tests.datamodules.boxes.small_voc import write_set
 
-OBJECT = """
-  <object><name>{name}</name><pose>Left</pose><truncated>1</truncated>{difficult}
-    <bndbox><xmin>{box[0]}</xmin><ymin>{box[1]}</ymin><xmax>{box[2]}</xmax><ymax>{box[3]}</ymax></bndbox>
-    <part><name>head</name><bndbox><xmin>1</xmin><ymin>1</ymin><xmax>2</xmax><ymax>2</ymax></bndbox></part>
-  </object>"""
 # image: (name of the class, difficult, box)
 TRAIN_2007 = {
     "000005": [("chair", 0, (3, 4, 10, 12)), ("person", 1, (1, 1, 20, 16))],
@@ -19,20 +14,6 @@ TRAIN_2007 = {
 }
 TRAIN_2012 = {"2008_000002": [("tvmonitor", None, ("3.5", "4.25", "10", "12"))]}
 TEST_2007 = {"000001": [("dog", 0, (2, 2, 9, 9))], "000002": [("train", 0, (1, 1, 20, 16))]}
-
-
-def write_set(folder, name, images):
-    for part in ("JPEGImages", "Annotations", "ImageSets/Main"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
-    (folder / "ImageSets" / "Main" / f"{name}.txt").write_text("".join(f"{image}\n" for image in images))
-    for image, objects in images.items():
-        Image.new("RGB", (20, 16), (40, 90, 10)).save(folder / "JPEGImages" / f"{image}.jpg")
-        body = ""
-        for class_, difficult, box in objects:
-            flag = "" if difficult is None else f"<difficult>{difficult}</difficult>"
-            body += OBJECT.format(name=class_, difficult=flag, box=box)
-        size = "<size><width>20</width><height>16</height><depth>3</depth></size>"
-        (folder / "Annotations" / f"{image}.xml").write_text(f"<annotation>{size}{body}\n</annotation>\n")
 
 
 @pytest.fixture

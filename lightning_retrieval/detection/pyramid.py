@@ -1,0 +1,167 @@
+"""Faster R-CNN on a feature pyramid over any backbone of timm, with mmdetection's sizes for Pascal VOC."""
+
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.faster_rcnn import FasterRCNN, FastRCNNPredictor, TwoMLPHead
+from torchvision.ops import FeaturePyramidNetwork
+from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
+
+from lightning_retrieval.checks import check_bool, check_integer, check_not_negative, check_string
+
+LEVELS = (1, 2, 3, 4)  # timm's numbers of the maps of stride 4, 8, 16 and 32
+ROI_SIZE = 7
+ANCHOR_SIZES = ((32,), (64,), (128,), (256,), (512,))  # of each level, and of one of stride 64
+
+
+class PyramidFasterRCNN(FasterRCNN):  # type: ignore[misc]
+    """torchvision's Faster R-CNN on a feature pyramid over a backbone of timm.
+
+    The statistics and parameters of the backbone's BatchNorm layers are frozen, since batches of detectors are small,
+    and so are the layers before the map of stride 8.
+
+    Args:
+        num_classes: number of classes of objects, >= 1, without the background.
+        backbone_name: timm's name of a network with maps of stride 4, 8, 16 and 32, such as `"resnet50.tv_in1k"`.
+        pretrained: whether timm's weights are loaded, also when a checkpoint rebuilds the detector; to load one without
+            them, give `load_from_checkpoint` the detector.
+        min_size: shorter side to which images are resized, in pixels, >= 32.
+        max_size: largest longer side, in pixels, >= `min_size`.
+        pyramid_channels: channels of each map of the pyramid, >= 1.
+        head_features: width of the two layers before the box classifier, >= 1.
+        rois_per_image: number of regions that the classifier is trained with in each image, >= 1.
+        score_thresh: detections with a lower score are dropped, >= 0.
+        detections_per_image: largest number of detections, >= 1.
+
+    Raises:
+        ImportError: if timm is not installed.
+        ValueError: if a number is out of its range, or the backbone lacks such maps.
+        TypeError: if an argument has another type.
+
+    Example:
+        >>> from lightning_retrieval.detection import PyramidFasterRCNN
+        >>> detector = PyramidFasterRCNN(20, "resnet18", pretrained=False)
+        >>> detector.roi_heads.box_predictor.cls_score.out_features
+        21
+
+    Relations:
+        `TinyFasterRCNN` is small enough for a CPU. torchvision's own detectors have other backbones.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        backbone_name: str = "resnet50.tv_in1k",
+        *,
+        pretrained: bool = True,
+        min_size: int = 600,
+        max_size: int = 1000,
+        pyramid_channels: int = 256,
+        head_features: int = 1024,
+        rois_per_image: int = 512,
+        score_thresh: float = 0.05,
+        detections_per_image: int = 100,
+    ) -> None:
+        owner = type(self).__name__
+        check_integer(owner, "num_classes", num_classes, least=1)
+        check_string(owner, "backbone_name", backbone_name)
+        check_bool(owner, "pretrained", pretrained)
+        check_integer(owner, "min_size", min_size, least=32)
+        check_integer(owner, "max_size", max_size, least=min_size)
+        check_integer(owner, "pyramid_channels", pyramid_channels, least=1)
+        check_integer(owner, "head_features", head_features, least=1)
+        check_integer(owner, "rois_per_image", rois_per_image, least=1)
+        check_not_negative(owner, "score_thresh", score_thresh)
+        check_integer(owner, "detections_per_image", detections_per_image, least=1)
+        super().__init__(
+            TimmPyramid(owner, backbone_name, pretrained=pretrained, channels=pyramid_channels),
+            min_size=min_size,
+            max_size=max_size,
+            rpn_anchor_generator=AnchorGenerator(ANCHOR_SIZES, ((0.5, 1.0, 2.0),) * len(ANCHOR_SIZES)),
+            box_head=TwoMLPHead(pyramid_channels * ROI_SIZE**2, head_features),
+            box_predictor=FastRCNNPredictor(head_features, num_classes + 1),  # takes the place of num_classes
+            box_batch_size_per_image=rois_per_image,
+            box_score_thresh=score_thresh,
+            box_detections_per_img=detections_per_image,
+        )
+        self.num_classes, self.backbone_name, self.pretrained = num_classes, backbone_name, pretrained
+        self.min_size, self.max_size = min_size, max_size
+        self.pyramid_channels, self.head_features = pyramid_channels, head_features
+        self.rois_per_image, self.score_thresh = rois_per_image, score_thresh
+        self.detections_per_image = detections_per_image
+
+
+class TimmPyramid(nn.Module):
+    """A backbone of timm with frozen BatchNorm, and a feature pyramid over its maps of stride 4 to 32.
+
+    Args:
+        owner: prefix of error messages.
+        name: timm's name of the backbone.
+        pretrained: whether timm's weights are loaded.
+        channels: of each map of the pyramid.
+    """
+
+    def __init__(self, owner: str, name: str, *, pretrained: bool, channels: int) -> None:
+        super().__init__()
+        self.body = make_body(owner, name, pretrained)
+        below = self.body.feature_info.channels()
+        self.pyramid = FeaturePyramidNetwork(below, channels, extra_blocks=LastLevelMaxPool())
+        self.out_channels = channels  # torchvision's detectors read it
+        for layer in self.body.modules():
+            if isinstance(layer, _BatchNorm):
+                layer.requires_grad_(False)
+        self._freeze_first_layers()
+
+    def forward(self, images: Float[Tensor, "batch 3 height width"]) -> dict[str, Tensor]:
+        """Maps of stride 4 (`"0"`), 8, 16 and 32 (`"3"`), and `"pool"` of stride 64."""
+        maps = self.body(images)
+        named = {str(level): map_ for level, map_ in enumerate(maps)}
+        pyramid: dict[str, Tensor] = self.pyramid(named)
+        return pyramid
+
+    def train(self, mode: bool = True) -> "TimmPyramid":
+        """As `nn.Module.train`, except that BatchNorm layers of the backbone keep their statistics."""
+        super().train(mode)
+        for layer in self.body.modules():
+            if isinstance(layer, _BatchNorm):
+                layer.eval()
+        return self
+
+    def _freeze_first_layers(self) -> None:
+        """Freeze all layers up to the one that gives the map of stride 4."""
+        last = self.body.feature_info.module_name()[0]
+        for name, layer in self.body.named_children():
+            layer.requires_grad_(False)
+            if name == last:
+                break
+
+
+def make_body(owner: str, name: str, pretrained: bool) -> Any:
+    """The backbone of timm, which returns a list of maps of stride 4, 8, 16 and 32.
+
+    Raises:
+        ImportError: if timm is not installed.
+        ValueError: if timm has no such backbone, or it has other maps.
+    """
+    try:
+        import timm
+    except ImportError:
+        raise ImportError(
+            f'{owner}: `backbone_name` is one of timm\'s: pip install "lightning-retrieval[timm]".'
+        ) from None
+    try:
+        body = timm.create_model(name, pretrained=pretrained, features_only=True, out_indices=LEVELS)
+    except Exception as error:
+        raise ValueError(
+            f"{owner}: `backbone_name` must be a name that timm can build with features_only=True and maps of "
+            f"stride 4, 8, 16 and 32, got {name!r} ({error}); such names are timm.list_models('resnet*')."
+        ) from None
+    reductions = body.feature_info.reduction()
+    if reductions != [4, 8, 16, 32]:
+        raise ValueError(
+            f"{owner}: `backbone_name` must have maps of stride 4, 8, 16 and 32, got strides {reductions} of {name!r}."
+        )
+    return body
