@@ -92,7 +92,7 @@ class GlyphScenes(DetectionDataModule):
         max_objects: int = 5,
         frequency_exponent: float = 0.9,
         max_rotation: float = 0.0,
-        clutter: int = 8,
+        clutter: int = 24,
         train_size: int = 4000,
         eval_size: int = 300,
         scene_seed: int = 0,
