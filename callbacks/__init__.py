@@ -3,6 +3,7 @@
 from lightning_retrieval.callbacks.ap_monitor import APMonitor
 from lightning_retrieval.callbacks.curve import TrainingCurve
 from lightning_retrieval.callbacks.detections import DetectionPicture
+from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
 from lightning_retrieval.callbacks.evaluation import RetrievalEvaluation
 from lightning_retrieval.callbacks.gallery import RetrievalGallery
 from lightning_retrieval.callbacks.precision_recall import PrecisionRecallCurve
@@ -13,6 +14,7 @@ from lightning_retrieval.callbacks.whitening import LearnWhitening
 __all__ = [
     "APMonitor",
     "DetectionPicture",
+    "EmbeddingWriter",
     "LearnWhitening",
     "PrecisionRecallCurve",
     "RetrievalEvaluation",

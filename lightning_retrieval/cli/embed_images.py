@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from lightning_retrieval.checks import check_choice, check_integer
 from lightning_retrieval.cli.embedding import ImageEmbedder, UnreadableImage
 from lightning_retrieval.cli.image_list import ListedImages, list_images
@@ -13,7 +15,7 @@ from lightning_retrieval.search.embedding_folder import (
     check_output,
     digest_of_list,
 )
-from lightning_retrieval.search.embedding_shards import FILE_FORMATS, load_pyarrow
+from lightning_retrieval.search.embedding_shards import FILE_FORMATS, ShardRows, load_pyarrow
 from lightning_retrieval.search.shard_collector import ShardCollector
 
 OWNER = "embed_images"
@@ -104,8 +106,9 @@ def _embed_missing(folder: EmbeddingFolder, embedder: ImageEmbedder, listed: Lis
         for image in batch.unreadable:
             collector.add_unreadable(image.position, image.path, image.reason)
         if batch.embeddings is not None:
+            ids = np.array(batch.positions, dtype=np.int64)
             paths = [listed.index.paths[position] for position in batch.positions]
             labels = [listed.labels[position] for position in batch.positions]
-            collector.add(batch.positions, batch.embeddings, paths, labels)
+            collector.add(batch.positions, ShardRows(ids, batch.embeddings.numpy(), paths, labels))
     collector.finish()
     return len(missing)

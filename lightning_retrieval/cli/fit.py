@@ -9,6 +9,7 @@ import torch
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.utilities import rank_zero_info
 
+from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
 from lightning_retrieval.cli.help import CompactHelpFormatter
 from lightning_retrieval.cli.interrupt import EXIT_CODE, CheckpointOnInterrupt
 from lightning_retrieval.cli.resume import find_last_checkpoint
@@ -63,6 +64,12 @@ class RetrievalCLI(LightningCLI):
             default=False,
             help="After fit, evaluate the test set with the best checkpoint (the last weights if none is monitored).",
         )
+        parser.add_argument(
+            "--output",
+            type=str | None,
+            default=None,
+            help="Folder for the embeddings of predict, new or begun before (embeddings in the folder of the run).",
+        )
 
     def _parse_ckpt_path(self) -> None:
         """Stop if the checkpoint is damaged or names strange modules, before Lightning parses its hyperparameters."""
@@ -92,6 +99,23 @@ class RetrievalCLI(LightningCLI):
         if found is not None:
             rank_zero_info(f"--ckpt_path last: continuing from {found}.")
             self.config_init.fit.ckpt_path = str(found)
+
+    def before_predict(self) -> None:
+        """Write the embeddings to files, and do not collect them in memory."""
+        trainer: Any = self.trainer
+        if not isinstance(self.model, RetrievalModule):
+            return
+        self.config_init.predict.return_predictions = False
+        if any(isinstance(callback, EmbeddingWriter) for callback in trainer.callbacks):
+            return
+        output = self.config_init.predict.output or run_folder(trainer) / "embeddings"
+        trainer.callbacks.append(EmbeddingWriter(output))
+
+    def after_predict(self) -> None:
+        """Say where the embeddings are."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, EmbeddingWriter):
+                rank_zero_info(f"The embeddings are in {callback.output}.")
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run it; if Ctrl-C has ended it, exit as programs do then, where Lightning exits with 1."""

@@ -18,7 +18,7 @@ LIGHTNING_COMMANDS = {
     "fit": "Train a model, and evaluate it during training: --config FILE",
     "validate": "Evaluate a model on the validation set: --config FILE --ckpt_path C",
     "test": "Evaluate a model on the test set: --config FILE --ckpt_path C",
-    "predict": "Embed the prediction set: --config FILE --ckpt_path C",
+    "predict": "Embed the test set into files: --config FILE --ckpt_path C --output DIR",
 }
 OTHER_COMMANDS = {
     "check": "Check the directory structure of a data set: --data NAME --root DIR",

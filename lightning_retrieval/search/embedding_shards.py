@@ -26,7 +26,7 @@ class ShardRows:
     """Some rows of embeddings.
 
     Args:
-        ids: of the rows, in ascending order.
+        ids: of the rows.
         embeddings: as the model gives them.
         paths: one for each row, "" if it has none.
         labels: one for each row, None where it is not known.

@@ -1,11 +1,9 @@
-"""Collect embeddings that arrive in the order of their ids, and write each shard as soon as it is complete."""
+"""Collect embeddings that arrive in the order of the images, and write each shard as soon as it is complete."""
 
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from jaxtyping import Float
-from torch import Tensor
+from numpy.typing import NDArray
 
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from lightning_retrieval.search.embedding_shards import ShardRows
@@ -22,32 +20,27 @@ class ShardCollector:
         self.folder = folder
         self._missing = set(folder.missing())
         self._shard: int | None = None
+        self._last = -1  # position of the last row
         self._clear()
 
-    def add(
-        self,
-        ids: Sequence[int],
-        embeddings: Float[Tensor, "rows dim"],
-        paths: Sequence[str],
-        labels: Sequence[str | None],
-    ) -> None:
-        """Add rows, whose ids follow all earlier ones.
+    def add(self, positions: Sequence[int], rows: ShardRows) -> None:
+        """Add rows, whose positions in the list of images follow all earlier ones.
 
         Raises:
-            ValueError: if the ids do not ascend.
+            ValueError: if the positions do not ascend.
         """
-        rows = embeddings.detach().float().cpu()
-        for row, position in enumerate(ids):
+        for row, position in enumerate(positions):
             self._enter_shard_of(position)
-            if self._ids and position <= self._ids[-1]:
+            if position <= self._last:
                 raise ValueError(
                     f"{self.folder.owner}: images must come in the order of their ids, got {position} after "
-                    f"{self._ids[-1]}; use a loader that does not shuffle."
+                    f"{self._last}; use a loader that does not shuffle."
                 )
-            self._ids.append(position)
-            self._rows.append(rows[row])
-            self._paths.append(paths[row])
-            self._labels.append(labels[row])
+            self._last = position
+            self._ids.append(int(rows.ids[row]))
+            self._rows.append(rows.embeddings[row])
+            self._paths.append(rows.paths[row])
+            self._labels.append(rows.labels[row])
 
     def add_unreadable(self, position: int, path: str, reason: str) -> None:
         """Record an image that could not be read."""
@@ -70,15 +63,15 @@ class ShardCollector:
             self._shard = shard
 
     def _collected(self) -> ShardRows:
-        embeddings = torch.zeros(0, self.folder.manifest.dim)
+        embeddings = np.zeros((0, self.folder.manifest.dim), np.float32)
         if self._rows:
-            embeddings = torch.stack(self._rows)
+            embeddings = np.stack(self._rows)
         ids = np.array(self._ids, dtype=np.int64)
-        return ShardRows(ids, embeddings.numpy(), self._paths, self._labels, self._unreadable)
+        return ShardRows(ids, embeddings, self._paths, self._labels, self._unreadable)
 
     def _clear(self) -> None:
         self._ids: list[int] = []
-        self._rows: list[Tensor] = []
+        self._rows: list[NDArray[np.float32]] = []
         self._paths: list[str] = []
         self._labels: list[str | None] = []
         self._unreadable: list[tuple[str, str]] = []

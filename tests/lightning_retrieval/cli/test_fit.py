@@ -12,6 +12,7 @@ import yaml
 
 from lightning_retrieval import RetrievalModule
 from lightning_retrieval.cli.main import main
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.lightning_retrieval.cli.example_config import EXAMPLE, IGNORED, SHORT, SMALL, write_example
 from tests.wandb_files import OfflineRun
 
@@ -73,18 +74,22 @@ def test_checkpoint_rebuilds_the_module(fitted):
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])
 def test_validate_test_and_predict_load_the_checkpoint(fitted, tmp_path, capsys, monkeypatch, command):
     _, checkpoint, printed = fitted
+    pytest.importorskip("pyarrow")
     predicted, real = [], RetrievalModule.predict_step
 
     def predict_step(self, batch, batch_idx):
         output = real(self, batch, batch_idx)
-        predicted.append(output["embeddings"].shape)
+        predicted.append(output["embeddings"])
         return output
 
     monkeypatch.setattr(RetrievalModule, "predict_step", predict_step)
     main([command, "--config", str(write_example(tmp_path)), *SMALL, f"--ckpt_path={checkpoint}"])
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     if command == "predict":
-        assert predicted == [(64, 128)] * 2
+        (run,) = tmp_path.glob("*/version_*/embeddings")
+        rows = EmbeddingFolder.load("me", run).read(0)
+        assert torch.equal(torch.from_numpy(rows.embeddings), torch.cat(predicted))
+        assert len(rows.ids) == 128
         return
     name = {"validate": "val/mAP", "test": "test/mAP"}[command]
     expected = [line.split()[-1] for line in printed.splitlines() if line.startswith(f"{name} ")]

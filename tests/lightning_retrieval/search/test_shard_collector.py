@@ -1,9 +1,11 @@
 """Rows that arrive in batches of any size are written in shards, each as soon as it is complete."""
 
+import numpy as np
 import pytest
 import torch
 
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest
+from lightning_retrieval.search.embedding_shards import ShardRows
 from lightning_retrieval.search.shard_collector import ShardCollector
 
 EMBEDDINGS = torch.randn(10, 2, generator=torch.Generator().manual_seed(0))
@@ -16,7 +18,8 @@ def new_folder(path):
 
 def add(collector, positions):
     ids = list(positions)
-    collector.add(ids, EMBEDDINGS[ids], [f"{i}.jpg" for i in ids], [None] * len(ids))
+    paths = [f"{i}.jpg" for i in ids]
+    collector.add(ids, ShardRows(np.array(ids), EMBEDDINGS[ids].numpy(), paths, [None] * len(ids)))
 
 
 def test_batches_need_not_fit_the_shards(tmp_path):
