@@ -22,7 +22,7 @@ from PIL import Image
 from timing import arguments, environment, interleaved, peak_added_memory, report
 from torch.utils.data import DataLoader
 
-from lightning_retrieval.datamodules import ImageIndex, ImageSet, reference_transform
+from lightning_retrieval.datamodules import ImageIndex, ImageSet, training_transform
 from lightning_retrieval.datamodules.readers.vgg_face2 import VGGFace2
 
 MIB = 1 << 20
@@ -41,7 +41,7 @@ def write_images(folder: Path, count: int) -> list[str]:
 
 def reader(paths: list[str], folder: Path, workers: int) -> Callable[[], int]:
     """Return a function that reads all images once."""
-    images = ImageSet(ImageIndex(paths, np.arange(len(paths))), folder, reference_transform("plain", train=True))
+    images = ImageSet(ImageIndex(paths, np.arange(len(paths))), folder, training_transform("plain"))
     loader: DataLoader[Any] = DataLoader(
         images, 64, num_workers=workers, persistent_workers=workers > 0, collate_fn=images.collate
     )

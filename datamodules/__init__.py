@@ -21,7 +21,7 @@ from lightning_retrieval.datamodules.images.image_index import ImageIndex as Ima
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule as ImageDataModule
 from lightning_retrieval.datamodules.images.image_set import ImageSet as ImageSet
 from lightning_retrieval.datamodules.images.image_table import ImageTable as ImageTable
-from lightning_retrieval.datamodules.images.transforms import reference_transform as reference_transform
+from lightning_retrieval.datamodules.images.transforms import training_transform as training_transform
 from lightning_retrieval.datamodules.item_seeds import item_generator as item_generator
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader as RetrievalDataLoader
 from lightning_retrieval.datamodules.loader import resume_position as resume_position

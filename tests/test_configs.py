@@ -18,8 +18,7 @@ import yaml
 from torchvision.transforms import v2
 
 from lightning_retrieval.cli.main import main
-from lightning_retrieval.datamodules import reference_transform
-from lightning_retrieval.datamodules.images import image_module
+from lightning_retrieval.datamodules.images.current_transform import CurrentTransform
 from tests.datamodules.boxes.small_voc import write_voc
 from tests.datamodules.small_ijbc import write_ijbc
 from tests.datamodules.small_revisited import write_revisited
@@ -144,17 +143,13 @@ def elsewhere(monkeypatch, tmp_path):
 def shrink_images(monkeypatch):
     """Keep the transforms of the papers, but scale their result down if it is larger."""
 
-    def shrunk(name, *, train):
-        whole = reference_transform(name, train=train)
-        smaller = v2.Resize((PIXELS, PIXELS))
+    smaller = v2.Resize((PIXELS, PIXELS))
 
-        def transform(image):
-            result = whole(image)
-            return smaller(result) if min(result.shape[1:]) > PIXELS else result
+    def shrunk(self, image):
+        result = self.transform(image)
+        return smaller(result) if min(result.shape[1:]) > PIXELS else result
 
-        return transform
-
-    monkeypatch.setattr(image_module, "reference_transform", shrunk)
+    monkeypatch.setattr(CurrentTransform, "__call__", shrunk)
 
 
 def flat(config: Any, path: str = "") -> dict[str, Any]:

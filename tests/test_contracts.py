@@ -25,7 +25,7 @@ from torchmetrics import Metric
 
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.datamodules import BoxIndex, ImageIndex, reference_transform
+from lightning_retrieval.datamodules import BoxIndex, ImageIndex
 from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
 from lightning_retrieval.detection import (
@@ -38,10 +38,11 @@ from lightning_retrieval.detection import (
 )
 from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss, SupAPLoss
 from lightning_retrieval.metrics import EmbeddingMetric
+from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.whitening import PCAWhitening, Whitening
 from tests.test_surface import public_objects
 
-TRANSFORM = reference_transform("plain", train=False)
+TRANSFORM = Preparation()
 
 
 @dataclass
@@ -235,7 +236,7 @@ TABLE = {
         {"index": ImageIndex(["a.jpg"], [0]), "root": ".", "transform": TRANSFORM, "on_error": "skip"},
     ),
     "DataReport": Entry({"splits": {"train": ((2, 1), ())}, "missing_files": ["a.jpg"], "problems": ["a sentence"]}),
-    "reference_transform": Entry(without=ONLY_CALLED),
+    "training_transform": Entry(without=ONLY_CALLED),
     "CUB200": Entry({"root": "CUB_200_2011", "boxes": True, "val_fraction": 0.1}),
     "IJBC": Entry({"root": "IJB-C", "least_instances": 2, "cache_dir": "cache"}),
     "INaturalist": Entry({"root": "inat", "levels": ("species", "genus"), "transform": "smooth_ap"}),

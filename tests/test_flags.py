@@ -14,7 +14,6 @@ from tests.test_contracts import ABSTRACT, PUBLIC, TABLE, make
 
 # Arguments that functions and methods need besides their flags; those of a method of all classes by its name alone.
 ARGUMENTS = {
-    "reference_transform": {"name": "plain"},
     "CrossBatchMemory.references": {
         "embeddings": torch.eye(2),
         "labels": torch.zeros(2).long(),
@@ -121,5 +120,4 @@ def test_the_flags_are_found():
         "RetrievalIndex.load.mapped",
         "RetrievalMetrics.embeddings_on_cpu",
         "RetrievalWandbLogger.artifact",
-        "reference_transform.train",
     } <= tested

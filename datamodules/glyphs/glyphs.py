@@ -1,5 +1,6 @@
 """Glyphs: the built-in data set, characters drawn from the fonts that matplotlib ships."""
 
+import dataclasses
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,8 @@ from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.glyphs.class_table import table_counts, table_differences
 from lightning_retrieval.datamodules.glyphs.glyph_images import GlyphImages, load_glyph_images
 from lightning_retrieval.datamodules.item_seeds import item_generator
+from lightning_retrieval.models import Preparation
+from lightning_retrieval.training.described_transforms import describe_transform
 
 # Largest changes by augmentation: rotation and shear in radians, scaling and shift as fractions of the image.
 MAX_ROTATION, MAX_SHEAR, MAX_SCALING, MAX_SHIFT = 0.12, 0.15, 0.12, 0.05
@@ -136,6 +139,19 @@ class Glyphs(RetrievalDataModule):
     def prepare_data(self) -> None:
         """Draw the images if they are not in the cache."""
         load_glyph_images(self.cache_dir)
+
+    @property
+    def preparation(self) -> Preparation:
+        """What makes images like those of this data set of image files."""
+        grey = Preparation.named("glyphs")
+        if self.channels == 1:
+            return grey
+        return dataclasses.replace(grey, channels=3, mean=(0.0,) * 3, std=(1.0,) * 3)
+
+    @property
+    def described_preparation(self) -> dict[str, Any]:
+        """The same as plain data for checkpoints."""
+        return describe_transform(self.preparation)
 
     @cached_property
     def train_set(self) -> GlyphDataset:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import EpsImagePlugin, Image, ImageFile
 
-from lightning_retrieval.models.colours import to_rgb
+from lightning_retrieval.models.colours import WHITE, to_rgb
 
 _ORIENTATION = 0x0112  # number of the EXIF tag
 _ROTATIONS = {  # by value of the tag; 1 is upright
@@ -49,6 +49,7 @@ def read_image(
     *,
     load_truncated: bool = False,
     boxes_before_rotation: bool = False,
+    background: tuple[int, int, int] = WHITE,
 ) -> Image.Image:
     """Decode an image to RGB, rotate it as its EXIF orientation requires, and crop it to its box.
 
@@ -59,13 +60,14 @@ def read_image(
         load_truncated: whether an image whose file ends too early is decoded up to there, and the rest is grey.
         boxes_before_rotation: whether the box is in pixels of the file, before the rotation, and not of the upright
             image. Pillow rotates TIFF files itself, so for these there is no difference.
+        background: red, green and blue of the colour that shows through transparent pixels.
 
     Raises:
         ValueError: if the box is outside of the image, or the range of the pixel values is unknown (see `to_rgb`).
         Exception: any error of Pillow, if the file cannot be decoded.
     """
     with _truncated_images(load_truncated), Image.open(path) as file:
-        image = to_rgb(file)
+        image = to_rgb(file, background)
         rotation = _ROTATIONS.get(file.getexif().get(_ORIENTATION, 1))
     if box is not None and boxes_before_rotation:
         image = _crop(image, box)

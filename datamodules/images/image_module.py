@@ -2,7 +2,7 @@
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,20 +10,25 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
-from torch import Tensor
 
 from lightning_retrieval.checks import check_bool, check_callable, check_choice, check_finite_number, check_path
 from lightning_retrieval.datamodules.base import RetrievalDataModule
 from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.files.record_warnings import record_warnings
 from lightning_retrieval.datamodules.images.classes import split_by_class
+from lightning_retrieval.datamodules.images.current_transform import CurrentTransform, Transform
 from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ImageIndex
 from lightning_retrieval.datamodules.images.image_set import ImageSet, OnError
+from lightning_retrieval.datamodules.images.image_transforms import ImageTransforms
 from lightning_retrieval.datamodules.images.index_cache import read_cached
 from lightning_retrieval.datamodules.images.split_overlap import check_no_shared_classes, check_no_shared_images
-from lightning_retrieval.datamodules.images.transforms import REFERENCE_NAMES, ReferenceName, reference_transform
-
-Transform = Callable[[Any], Tensor]
+from lightning_retrieval.datamodules.images.transforms import PAPER_NAMES, PaperName
+from lightning_retrieval.datamodules.loader import RetrievalDataLoader
+from lightning_retrieval.models import Preparation
+from lightning_retrieval.models.colours import check_colour
+from lightning_retrieval.models.preparation import Interpolation
+from lightning_retrieval.training.albumentations_transform import of_pil_images
+from lightning_retrieval.training.described_transforms import describe_transform
 
 
 class ImageDataModule(RetrievalDataModule):
@@ -32,11 +37,22 @@ class ImageDataModule(RetrievalDataModule):
     A subclass returns in `read` the images of each split: `"train"`, then `"test"` or several evaluation sets of other
     names, and optionally `"val"`, on which checkpoints are chosen.
 
+    Without further arguments, images are prepared as the model of the run wants: as it was evaluated before, else as
+    the weights of its `Embedder` want, else with 224 pixels. The checkpoint holds what evaluation did to an image.
+
     Args:
         root: the data set's folder as it was unpacked; `~` is the home folder.
-        transform: name of the paper whose transforms are used, see `reference_transform`.
-        train_transform: a function from a PIL image to a tensor, used for training instead of the paper's.
-        eval_transform: the same for evaluation.
+        transform: name of the paper whose transforms are used, see `Preparation` and `training_transform`; if None, the
+            training transform is `"plain"`, and evaluation follows the model.
+        train_transform: a function from a PIL image to a tensor, used for training instead of the paper's; also a
+            transform of torchvision, timm or albumentations.
+        eval_transform: the same for evaluation, or a `Preparation`.
+        image_size: height and width of the images, or one number for both, as in `Preparation`.
+        resize: what images are resized to before they are cropped, as in `Preparation`.
+        mean: of the channels, as in `Preparation`.
+        std: standard deviation of the channels, as in `Preparation`.
+        interpolation: of resizing, as in `Preparation`.
+        background: the colour that shows through transparent pixels, as in `Preparation`.
         on_error: what happens if an image cannot be decoded: `"raise"` raises an error; `"skip"` skips the image with a
             warning and counts it.
         load_truncated: whether images whose files end too early are decoded up to there, and the rest is grey, as in
@@ -62,9 +78,15 @@ class ImageDataModule(RetrievalDataModule):
         self,
         root: str | Path,
         *,
-        transform: ReferenceName = "plain",
+        transform: PaperName | None = None,
         train_transform: Transform | None = None,
         eval_transform: Transform | None = None,
+        image_size: int | tuple[int, int] | None = None,
+        resize: int | tuple[int, int] | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        interpolation: Interpolation | None = None,
+        background: str | tuple[int, int, int] | None = None,
         on_error: OnError = "raise",
         load_truncated: bool = False,
         val_fraction: float = 0.0,
@@ -74,14 +96,13 @@ class ImageDataModule(RetrievalDataModule):
         super().__init__(**settings)
         owner = type(self).__name__
         self.root = check_path(owner, "root", root)
-        self.transform: ReferenceName = check_choice(owner, "transform", transform, REFERENCE_NAMES)
-        if train_transform is None:
-            train_transform = reference_transform(transform, train=True)
-        self.train_transform: Transform = check_callable(owner, "train_transform", train_transform)
-        self._paper_transform: Transform | None = None
-        if eval_transform is None:
-            eval_transform = self._paper_transform = reference_transform(transform, train=False)
-        self.eval_transform: Transform = check_callable(owner, "eval_transform", eval_transform)
+        self.transform: PaperName | None = None
+        if transform is not None:
+            self.transform = check_choice(owner, "transform", transform, PAPER_NAMES)
+        self.image_size, self.resize = image_size, resize
+        self.mean, self.std = mean, std
+        self.interpolation, self.background = interpolation, background
+        self._transforms = self._make_transforms(train_transform, eval_transform)
         self.on_error: OnError = check_choice(owner, "on_error", on_error, ("raise", "skip"))
         self.load_truncated = check_bool(owner, "load_truncated", load_truncated)
         self.val_fraction = check_finite_number(owner, "val_fraction", val_fraction)
@@ -100,11 +121,25 @@ class ImageDataModule(RetrievalDataModule):
         """The files that `read` reads; the cache is invalid if one changes. If there are none, nothing is cached."""
         return []
 
-    def state_dict(self) -> dict[str, Any]:
-        """The evaluation transform, for checkpoints: `transform`, or `"own"` if `eval_transform` was given."""
-        if self.eval_transform is self._paper_transform:
-            return {"transform": self.transform}
-        return {"transform": "own"}
+    @property
+    def train_transform(self) -> CurrentTransform:
+        """What is done to an image in training."""
+        return self._transforms.train
+
+    @property
+    def eval_transform(self) -> CurrentTransform:
+        """What is done to an image in evaluation."""
+        return self._transforms.evaluation
+
+    @property
+    def preparation(self) -> Preparation:
+        """The size, mean and standard deviation of images: in evaluation, unless `eval_transform` was given."""
+        return self._transforms.preparation
+
+    @property
+    def described_preparation(self) -> dict[str, Any]:
+        """What evaluation does to an image, as plain data for checkpoints."""
+        return describe_transform(self.eval_transform.transform)
 
     def prepare_data(self) -> None:
         """Read the splits, so that a mistake in the data set's files is found before anything else happens."""
@@ -112,6 +147,7 @@ class ImageDataModule(RetrievalDataModule):
 
     def setup(self, stage: str) -> None:
         """Create the training set first, so that a data set without one fails before the model sees any image."""
+        self._follow_module()
         if stage == "fit":
             self.train_set  # noqa: B018
 
@@ -191,11 +227,43 @@ class ImageDataModule(RetrievalDataModule):
         """
         return ImageSet(index, self.root, self.eval_transform, **self.reading)
 
+    def train_dataloader(self) -> RetrievalDataLoader:
+        """A loader of the training batches; images are prepared for the model of the run."""
+        self._follow_module()
+        return super().train_dataloader()
+
     def val_dataloader(self) -> Any:
         """A loader of the validation set in order; none if there are training images only."""
         if set(self.splits) == {"train"} and not self.val_fraction:
             return []
         return super().val_dataloader()
+
+    def _evaluation_loader(self, dataset: Any) -> Any:
+        self._follow_module()
+        return super()._evaluation_loader(dataset)
+
+    def _follow_module(self) -> None:
+        """Prepare images for the model of the run, which may have been loaded since the data sets were made."""
+        if self.trainer is None:
+            return
+        predicts = self.trainer.state.fn == "predict"
+        self._transforms.follow(self.trainer.lightning_module, predicts=predicts)
+
+    def _make_transforms(self, train_transform: Any, eval_transform: Any) -> ImageTransforms:
+        """The transforms that the arguments of the constructor describe."""
+        owner = type(self).__name__
+        given = {"train_transform": of_pil_images(train_transform), "eval_transform": of_pil_images(eval_transform)}
+        for name, value in given.items():
+            if value is not None:
+                check_callable(owner, name, value)
+        settings = {}
+        for name in ("image_size", "resize", "mean", "std", "interpolation", "background"):
+            value = getattr(self, name)
+            if value is not None:
+                settings[name] = value
+        if self.background is not None:
+            check_colour(owner, "background", self.background)
+        return ImageTransforms(owner, self.transform, settings, **given)
 
     def _split(self, name: str) -> ImageIndex:
         if name in self.splits:

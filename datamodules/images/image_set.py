@@ -21,6 +21,7 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.datamodules.images.image_file import read_image
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
+from lightning_retrieval.models.colours import check_colour
 
 OnError = Literal["raise", "skip"]
 PLACEHOLDER_SIZE = (224, 224)  # pixels of the black image that replaces an evaluation batch without a readable image
@@ -36,8 +37,9 @@ class ImageSet(Dataset[dict[str, Any]]):
     Args:
         index: paths, labels and other annotations of the images.
         root: the folder that the paths are relative to.
-        transform: a function from a PIL image to a tensor. The random numbers that it draws from torch are determined
-            by the seed that `RetrievalDataLoader` gives each index.
+        transform: a function from a PIL image to a tensor, such as a `Preparation`, whose `background` shows through
+            transparent pixels (white for a function that has none). The random numbers that it draws from torch are
+            determined by the seed that `RetrievalDataLoader` gives each index.
         on_error: `"raise"` or `"skip"`. A skipped image is missing in its batch. An evaluation batch without any
             readable image is replaced by a black image with the role 0, which is neither query nor gallery.
         load_truncated: whether images whose files end too early are decoded up to there, and the rest is grey;
@@ -53,11 +55,12 @@ class ImageSet(Dataset[dict[str, Any]]):
 
     Example:
         >>> from PIL import Image
-        >>> from lightning_retrieval.datamodules import ImageIndex, ImageSet, reference_transform
+        >>> from lightning_retrieval.datamodules import ImageIndex, ImageSet
+        >>> from lightning_retrieval.models import Preparation
         >>> Image.new("L", (300, 260)).save("a.png")
-        >>> images = ImageSet(ImageIndex(["a.png"], [7]), ".", reference_transform("plain", train=False))
+        >>> images = ImageSet(ImageIndex(["a.png"], [7]), ".", Preparation(64))
         >>> images[0]["images"].shape, images[0]["labels"], images[0]["ids"]
-        (torch.Size([3, 224, 224]), tensor(7), tensor(0))
+        (torch.Size([3, 64, 64]), tensor(7), tensor(0))
 
     Relations:
         Use `collate` as the `collate_fn` of a loader; it drops skipped images from the batch.
@@ -135,7 +138,7 @@ class ImageSet(Dataset[dict[str, Any]]):
             if isinstance(index, SeededIndex):
                 torch.manual_seed(index.seed)
             images = self.transform(image)
-        check_tensor("ImageSet", "transform's result", images)
+        check_transformed("ImageSet", images)
         item = {"images": images, "labels": self._targets[position], "ids": torch.tensor(position)}
         for name, values in self._for_metrics.items():
             item[name] = values[position]
@@ -146,11 +149,13 @@ class ImageSet(Dataset[dict[str, Any]]):
         box = None
         if self.index.boxes is not None:
             box = self.index.boxes[position]
+        background = getattr(self.transform, "background", "white")
         return read_image(
             self.root / self.index.paths[position],
             box,
             load_truncated=self.load_truncated,
             boxes_before_rotation=self.boxes_before_rotation,
+            background=check_colour("ImageSet", "transform.background", background),
         )
 
     def _skipped_item(self, position: int, *, in_training: bool) -> dict[str, Any]:
@@ -187,6 +192,22 @@ class ImageSet(Dataset[dict[str, Any]]):
             warnings.warn(
                 f"ImageSet: skipped {path}, which cannot be read ({error}); skipped so far: {count}.", stacklevel=3
             )
+
+
+def check_transformed(owner: str, images: Any) -> None:
+    """Raise unless a transform has returned a tensor.
+
+    Args:
+        owner: prefix of the error message.
+        images: what the transform returned.
+    """
+    if isinstance(images, Tensor):
+        check_tensor(owner, "transform's result", images)
+        return
+    raise TypeError(
+        f"{owner}: `transform` must return a tensor (channels, height, width), got {type(images).__name__}; end it "
+        "with v2.ToImage() and v2.ToDtype(torch.float32, scale=True) of torchvision, or ToTensorV2() of albumentations."
+    )
 
 
 def _placeholder_of_batch(items: list[dict[str, Any]]) -> dict[str, Any]:

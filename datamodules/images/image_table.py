@@ -101,10 +101,10 @@ class ImageTable(ImageDataModule):
         test_fraction: fraction of the classes, between 0 and 1, that form the test set; ignored if there is a column
             `split`.
         split_seed: determines which classes form the test set.
-        settings: arguments of `ImageDataModule`: `transform`, `train_transform`, `eval_transform`, `on_error`,
-            `load_truncated`, `val_fraction`, `cache_dir`; and of `RetrievalDataModule`: `classes_per_batch`,
-            `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
-            `persistent_workers`.
+        settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
+            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `on_error`, `load_truncated`,
+            `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`,
+            `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
 
     Raises:
         FileNotFoundError: if the table does not exist.

@@ -27,7 +27,7 @@ from lightning_retrieval.datamodules.files.lists import (
 from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ROLES, ImageIndex
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 from lightning_retrieval.datamodules.images.image_set import ImageSet
-from lightning_retrieval.datamodules.images.transforms import ReferenceName
+from lightning_retrieval.datamodules.images.transforms import PaperName
 from lightning_retrieval.datamodules.readers.revisited_ground_truth import MAX_PIXELS, GroundTruth, read_ground_truth
 from lightning_retrieval.metrics import RevisitedMetrics
 
@@ -86,7 +86,7 @@ class _Revisited(ImageDataModule):
         distractors: str | Path | None = None,
         crop_queries: bool = True,
         image_size: int = 1024,
-        transform: ReferenceName = "ap_gem",
+        transform: PaperName | None = "ap_gem",
         eval_batch_size: int = 1,
         **settings: Any,
     ) -> None:
@@ -101,7 +101,7 @@ class _Revisited(ImageDataModule):
         self.folder = folder
         self.distractors = distractor_folder
         self.crop_queries = check_bool(owner, "crop_queries", crop_queries)
-        self.image_size = check_integer(owner, "image_size", image_size, least=1)
+        self.image_size = self.longer_side = check_integer(owner, "image_size", image_size, least=1)
 
     @property
     def val_set(self) -> ImageSet | dict[str, ImageSet]:
@@ -150,7 +150,7 @@ class _Revisited(ImageDataModule):
             index,
             self.root,
             self.eval_transform,
-            image_size=self.image_size,
+            image_size=self.longer_side,
             lists=lists,
             **self.reading,
         )
@@ -241,11 +241,12 @@ class RevisitedOxford(_Revisited):
             high. The box is in pixels of the file, before its rotation by EXIF orientation.
         image_size: length in pixels of the longer side after scaling; images are never enlarged. A query's crop is
             scaled by the factor of its whole image.
-        transform: name of the transform after scaling, see `reference_transform`; `"ap_gem"` does not change the size.
+        transform: name of the transform after scaling, see `Preparation`; `"ap_gem"` does not change the size.
         eval_batch_size: number of images that are embedded at a time.
-        settings: further keyword arguments of `ImageDataModule` (`train_transform`, `eval_transform`, `on_error`,
-            `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
-            `samples_per_class`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
+        settings: further keyword arguments of `ImageDataModule` (`train_transform`, `eval_transform`, `resize`, `mean`,
+            `std`, `interpolation`, `background`, `on_error`, `load_truncated`, `val_fraction`, `cache_dir`) and of
+            `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`, `num_workers`, `seed`, `sampler`,
+            `pin_memory`, `persistent_workers`).
 
     Raises:
         FileNotFoundError: if the ground truth, the images or the list of distractors is missing; the message suggests
@@ -295,11 +296,12 @@ class RevisitedParis(_Revisited):
         distractors: the folder `revisitop1m`, or None.
         crop_queries: whether each query is cropped to its box.
         image_size: length in pixels of the longer side after scaling.
-        transform: name of the transform after scaling, see `reference_transform`.
+        transform: name of the transform after scaling, see `Preparation`.
         eval_batch_size: number of images that are embedded at a time.
-        settings: further keyword arguments of `ImageDataModule` (`train_transform`, `eval_transform`, `on_error`,
-            `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
-            `samples_per_class`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
+        settings: further keyword arguments of `ImageDataModule` (`train_transform`, `eval_transform`, `resize`, `mean`,
+            `std`, `interpolation`, `background`, `on_error`, `load_truncated`, `val_fraction`, `cache_dir`) and of
+            `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`, `num_workers`, `seed`, `sampler`,
+            `pin_memory`, `persistent_workers`).
 
     Raises:
         FileNotFoundError: as in `RevisitedOxford`.

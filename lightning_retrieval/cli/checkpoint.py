@@ -10,7 +10,7 @@ from lightning_retrieval.training.checkpoint_files import find_damage
 from lightning_retrieval.training.module import RetrievalModule
 
 
-def load_checkpoint(owner: str, checkpoint: Path) -> tuple[RetrievalModule, str | None]:
+def load_checkpoint(owner: str, checkpoint: Path) -> RetrievalModule:
     """Load a module on the CPU.
 
     Args:
@@ -18,8 +18,7 @@ def load_checkpoint(owner: str, checkpoint: Path) -> tuple[RetrievalModule, str 
         checkpoint: the file. Its classes are rebuilt from plain values; nothing is unpickled that could run code.
 
     Returns:
-        The module, and the name of the transform that its data module evaluated with; None if the checkpoint does not
-        hold one.
+        The module, whose `preparation` is what its evaluation did to an image, None if the checkpoint does not say it.
 
     Raises:
         FileNotFoundError: if the file does not exist.
@@ -36,28 +35,13 @@ def load_checkpoint(owner: str, checkpoint: Path) -> tuple[RetrievalModule, str 
     try:
         saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
         module = _rebuild(saved)
-        transform = recorded_transform(saved)
     except Exception as error:  # unpickling, class paths and constructors raise errors of many kinds
         lines = str(error).splitlines() or [type(error).__name__]
         raise ValueError(
             f"{owner}: `checkpoint` must be the checkpoint of a RetrievalModule that can be rebuilt from it, got "
             f"{checkpoint} ({lines[0]})."
         ) from None
-    return module, transform
-
-
-def recorded_transform(saved: dict[str, Any]) -> str | None:
-    """The name of the evaluation transform that `ImageDataModule.state_dict` wrote into a checkpoint.
-
-    Lightning stores the state under the name of the data module's class, which may be a class of the user's.
-    """
-    for name, state in saved.items():
-        if not isinstance(state, dict) or "hyper_parameters" in name:
-            continue
-        transform = state.get("transform")
-        if isinstance(transform, str):
-            return transform
-    return None
+    return module
 
 
 def _rebuild(saved: dict[str, Any]) -> RetrievalModule:

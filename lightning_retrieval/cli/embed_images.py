@@ -84,7 +84,7 @@ def embed_images(
         images=len(listed.index),
         images_sha256=digest_of_list(listed.fields()),
         model_sha256=embedder.about["checkpoint_sha256"],
-        preparation={"transform": embedder.about["transform"]},
+        preparation=embedder.about["preparation"],
         dim=embedder.dim(),
         shard_size=shard_size,
         file_format=file_format,

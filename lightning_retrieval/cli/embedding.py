@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_retrieval.checks import check_choice, check_integer
+from lightning_retrieval.checks import check_integer
 from lightning_retrieval.cli.checkpoint import load_checkpoint
 from lightning_retrieval.cli.messages import printable
-from lightning_retrieval.cli.transform_names import TRANSFORMS
-from lightning_retrieval.cli.transforms import choose_transform, image_channels, load_transform
+from lightning_retrieval.cli.transforms import choose_transform, image_channels
 from lightning_retrieval.datamodules import ImageIndex, ImageSet
+from lightning_retrieval.models import Preparation
 from lightning_retrieval.search.files import file_digest
+from lightning_retrieval.training.described_transforms import shown_transform
 from lightning_retrieval.training.module import RetrievalModule
 from lightning_retrieval.training.out_of_memory import is_out_of_memory
 
@@ -99,6 +100,7 @@ class ImageEmbedder:
         checkpoint: Path,
         *,
         transform: str | None,
+        recorded: dict[str, Any] | None = None,
         batch_size: int,
         num_workers: int,
         device: str | None,
@@ -108,8 +110,9 @@ class ImageEmbedder:
         Args:
             owner: prefix of error messages.
             checkpoint: of a `RetrievalModule`.
-            transform: one of `TRANSFORMS`; if None, see `choose_transform`.
-            batch_size: number of images embedded at a time; 1 with `"ap_gem"`, which keeps the sizes of images.
+            transform: the name that the user gave, see `choose_transform`.
+            recorded: how the images of an index were prepared; if None, what the checkpoint says.
+            batch_size: number of images embedded at a time; 1 if images keep their sizes.
             num_workers: number of processes that read images.
             device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
 
@@ -119,23 +122,23 @@ class ImageEmbedder:
         """
         check_integer(owner, "batch_size", batch_size, least=1)
         check_integer(owner, "num_workers", num_workers, least=0)
-        if transform is not None:
-            check_choice(owner, "transform", transform, TRANSFORMS)
-        module, recorded = load_checkpoint(owner, checkpoint)
-        name, source = choose_transform(owner, checkpoint, module, transform, recorded)
+        module = load_checkpoint(owner, checkpoint)
+        prepare, described, source = choose_transform(
+            owner, checkpoint, module, transform, recorded or module.preparation
+        )
         about = {
             "checkpoint": str(checkpoint.absolute()),
             "checkpoint_sha256": file_digest(checkpoint),
-            "transform": name,
-            "transform_from": source,
+            "preparation": described,
+            "preparation_from": source,
             "channels": image_channels(module),
         }
-        if name == "ap_gem":
+        if isinstance(prepare, Preparation) and not prepare.gives_one_size:
             batch_size = 1
         if device is None:
             device = _default_device()
         module = _move(owner, module, device).eval()
-        return cls(owner, module, load_transform(name), about, batch_size, num_workers, device)
+        return cls(owner, module, prepare, about, batch_size, num_workers, device)
 
     def embed(
         self,
@@ -176,7 +179,23 @@ class ImageEmbedder:
     def dim(self) -> int:
         """The length of an embedding: that of a black image."""
         image = self.transform(Image.new("RGB", PROBED_SIZE))
-        return self._embed_batch(image[None]).shape[1]
+        return self._embed_batch(self._stack([image])).shape[1]
+
+    def _stack(self, images: Sequence[Any]) -> Tensor:
+        """The transformed images as one batch."""
+        for image in images:
+            if not isinstance(image, Tensor):
+                raise ValueError(
+                    f"{self.owner}: `transform` must return a tensor (channels, height, width), got "
+                    f"{type(image).__name__}; end it with v2.ToImage() and v2.ToDtype(torch.float32, scale=True)."
+                )
+        shapes = {tuple(image.shape) for image in images}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"{self.owner}: `transform` must give images of one size, got {sorted(shapes)[:3]}; set "
+                "`batch_size` to 1, or use a transform that crops."
+            )
+        return torch.stack(list(images))
 
     def _embed_items(self, items: Sequence["_Item"], names: Sequence[str]) -> EmbeddedBatch:
         positions: list[int] = []
@@ -192,7 +211,7 @@ class ImageEmbedder:
                 readable.append(names[item.position])
         embeddings = None
         if images:
-            embeddings = self._embed_batch(torch.stack(images))
+            embeddings = self._embed_batch(self._stack(images))
             self._check_finite(embeddings, readable)
         return EmbeddedBatch(positions, embeddings, unreadable)
 
@@ -207,10 +226,10 @@ class ImageEmbedder:
                     "lower it."
                 ) from None
             lines = str(error).splitlines() or [""]
+            shown = shown_transform(self.about["preparation"])
             raise ValueError(
-                f"{self.owner}: `transform` must give images that the model can embed, got "
-                f"{self.about['transform']!r}, which gives shape {tuple(images.shape)} ({lines[0].rstrip('.')}); take "
-                "another."
+                f"{self.owner}: `transform` must give images that the model can embed, got {shown}, which gives shape "
+                f"{tuple(images.shape)} ({lines[0].rstrip('.')}); take another."
             ) from None
         return embeddings
 

@@ -30,10 +30,10 @@ def add_transform_option(parser: argparse.ArgumentParser) -> None:
     """Add `--transform` to a parser."""
     parser.add_argument(
         "--transform",
-        choices=TRANSFORMS,
-        help="how images are prepared: as in the evaluation of a paper, or as 32 x 32 pixels in grey, light on dark "
-        "('glyphs'); by default as in the evaluation during training if the checkpoint names it, else 'plain', or "
-        "'glyphs' for a model of grey images",
+        metavar="NAME",
+        help=f"how images are prepared, if the checkpoint does not say it: {', '.join(TRANSFORMS)}; or the function "
+        "package.function that the model was evaluated with, which is imported. By default as in the evaluation during "
+        "training, else as the model wants",
     )
 
 

@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     from lightning_retrieval.search.index import RetrievalIndex
 
 EMBEDDINGS_SETTINGS = ("embeddings", "output", "factory", "parameters", "shards")  # those of `index_embeddings`
-TRANSFORM_SOURCES = {
-    "argument": "",
-    "checkpoint": ", as the checkpoint says",
-    "default": ", the default, because the checkpoint names none",
-}
 
 
 def index(args: Sequence[str]) -> int:
@@ -37,8 +32,9 @@ def index(args: Sequence[str]) -> int:
         print(command_line_message("index", error, settings), file=sys.stderr)
         return 2
     if "images" in settings:
-        source = TRANSFORM_SOURCES[made.about["transform_from"]]
-        print(f"images prepared with the transform {made.about['transform']!r}{source}")
+        from lightning_retrieval.cli.transforms import shown_choice
+
+        print(f"images prepared with {shown_choice(made.about)}")
     print(f"{settings['output']}: {_summary(made)}")
     return report_unreadable("index", unreadable)
 

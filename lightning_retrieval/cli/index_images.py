@@ -35,14 +35,15 @@ def index_images(
         checkpoint: of a `RetrievalModule`.
         images: the folder; all files with a suffix that Pillow opens are indexed, at any depth, except hidden ones.
         output: folder of the index.
-        transform: one of `TRANSFORMS`. If None, the transform of the evaluation in training, if the checkpoint names it
-            (the data modules of image files record it); else `"plain"` for a model of colour images and `"glyphs"` for
-            one of grey images. `about["transform"]` of the index is the transform that was used, and
-            `about["transform_from"]` is `"argument"`, `"checkpoint"` or `"default"`.
+        transform: one of `Preparation.NAMES`, or the dotted name of a function, which is imported; only needed if the
+            checkpoint does not hold what the evaluation in training did to an image, and otherwise it must be that. If
+            None, what the checkpoint says, else what the model's `Embedder` wants, else `"plain"` for a model of colour
+            images and `"glyphs"` for one of grey images. `about["preparation"]` of the index is what was used, and
+            `about["preparation_from"]` is `"argument"`, `"checkpoint"`, `"model"` or `"default"`.
         factory: faiss' factory string.
         parameters: of the search, as in `RetrievalIndex`.
         shards: number of parts of the index.
-        batch_size: number of images embedded at a time; 1 with `"ap_gem"`, which keeps the sizes of images.
+        batch_size: number of images embedded at a time; 1 if images keep their sizes.
         num_workers: number of processes that read images.
         device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
 

@@ -61,6 +61,7 @@ def _search(options: argparse.Namespace) -> tuple[list["QueryResult"], list["Unr
         options.queries,
         options.k,
         checkpoint=options.checkpoint,
+        transform=options.transform,
         batch_size=options.batch_size,
         num_workers=options.num_workers,
         device=options.device,
@@ -150,5 +151,8 @@ def _parser() -> argparse.ArgumentParser:
         "--images", type=Path, metavar="DIR", help="folder of the index's images, if it was moved; for --html"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--transform", metavar="NAME", help="function that prepared the images of the index, if one did; it is imported"
+    )
     add_embedding_options(parser)
     return parser

@@ -44,6 +44,7 @@ def search_images(
     k: int | None = None,
     *,
     checkpoint: Path | None = None,
+    transform: str | None = None,
     batch_size: int = 32,
     num_workers: int = 0,
     device: str | None = None,
@@ -56,6 +57,7 @@ def search_images(
         k: number of hits of each query, at most the number of images in the index; if None, 10, or all images if there
             are fewer.
         checkpoint: file of the model; if None, the file that the index was made with.
+        transform: the dotted name of the function that prepared the images of the index, if one did; it is imported.
         batch_size: number of images embedded at a time.
         num_workers: number of processes that read images.
         device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
@@ -68,13 +70,14 @@ def search_images(
         ValueError: if the index was not made by `index_images`, the checkpoint is not the one that it was made with,
             `k` is too large, or no query can be read.
     """
-    if not {"checkpoint", "checkpoint_sha256", "transform"} <= index.about.keys():
+    if not {"checkpoint", "checkpoint_sha256", "preparation"} <= index.about.keys():
         raise ValueError(f"{OWNER}: `index` must be an index of images that `index_images` made.")
     k = _check_k(k, len(index))
     embedder = ImageEmbedder.load(
         OWNER,
         _find_checkpoint(checkpoint, index.about),
-        transform=index.about["transform"],
+        transform=transform,
+        recorded=index.about["preparation"],
         batch_size=batch_size,
         num_workers=num_workers,
         device=device,

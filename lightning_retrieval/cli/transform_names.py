@@ -1,4 +1,3 @@
-"""The names of the transforms that `index` accepts, in a module that needs no torch."""
+"""The names of the preparations that the help of the commands shows, in a module that needs no torch."""
 
-GLYPHS = "glyphs"
-TRANSFORMS = ("plain", "smooth_ap", "roadmap", "ap_gem", GLYPHS)
+TRANSFORMS = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")

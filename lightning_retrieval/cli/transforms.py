@@ -1,59 +1,72 @@
-"""How images are prepared for a model: the transforms by name, and which one a model is given."""
+"""How images are prepared for the model of a checkpoint: as it was evaluated, and never in another way."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torchvision.transforms.v2 import functional
+from torch import nn
 
-from lightning_retrieval.cli.transform_names import GLYPHS, TRANSFORMS
-from lightning_retrieval.datamodules import reference_transform
-from lightning_retrieval.datamodules.images.transforms import ReferenceName
+from lightning_retrieval.models import Preparation
+from lightning_retrieval.training.described_transforms import (
+    Transform,
+    describe_transform,
+    named_transform,
+    rebuild_transform,
+    shown_transform,
+)
+
+_SOURCES = {
+    "argument": "",
+    "checkpoint": ", as the checkpoint says",
+    "model": ", as its embedder wants",
+    "default": ", the default, because the checkpoint names none",
+}
 
 
 def choose_transform(
-    owner: str, checkpoint: Path, model: nn.Module, requested: str | None, recorded: str | None
-) -> tuple[str, str]:
-    """The name of the transform for a model, and where that name came from.
+    owner: str, checkpoint: Path, module: nn.Module, requested: str | None, recorded: dict[str, Any] | None
+) -> tuple[Transform, dict[str, Any], str]:
+    """The transform for a model, and where it came from.
 
     Args:
         owner: prefix of error messages.
         checkpoint: file of the model, for error messages.
-        model: the model, whose first convolution decides between colour and grey images.
-        requested: the name that the user gave; it comes before all others.
-        recorded: the name that the checkpoint holds.
+        module: the model, whose embedder or first convolution decides if there is neither of the following.
+        requested: the name that the user gave: one of `Preparation.NAMES`, or the dotted name of a function.
+        recorded: what the model was evaluated with, as plain data; the user can name no other.
 
     Returns:
-        One of `TRANSFORMS`, and `"argument"`, `"checkpoint"` or `"default"`.
+        The transform, the same as plain data, and `"argument"`, `"checkpoint"`, `"model"` or `"default"`.
 
     Raises:
-        ValueError: if the checkpoint records a transform without a name, or the model needs images with another number
-            of channels than the transform gives.
+        ValueError: if the model was evaluated with a function that the user did not name, or with another transform
+            than the user named, or it needs images with another number of channels.
     """
-    channels = image_channels(model)
-    if requested is not None:
-        name, source = requested, "argument"
-    elif recorded is not None:
-        name, source = recorded, "checkpoint"
+    channels = image_channels(module)
+    wanted = getattr(getattr(module, "embedder", None), "preparation", None)
+    transform: Transform
+    if recorded is not None:
+        transform, source = rebuild_transform(owner, recorded, requested), "checkpoint"
+    elif requested is not None:
+        transform, source = named_transform(owner, requested), "argument"
+    elif isinstance(wanted, Preparation):
+        transform, source = wanted, "model"
     else:
-        name, source = _default_transform(channels), "default"
-    if name not in TRANSFORMS:
-        raise ValueError(
-            f"{owner}: `transform` must be given, because the model of {checkpoint} was evaluated with a custom "
-            f"transform, which a checkpoint does not hold; give the one of {', '.join(TRANSFORMS)} that is "
-            "equivalent, or embed the images yourself and add them to a RetrievalIndex."
-        )
-    _check_channels(owner, checkpoint, name, channels)
-    return name, source
+        transform, source = Preparation.named(_default_name(channels)), "default"
+    if isinstance(transform, Preparation):
+        _check_channels(owner, checkpoint, transform, channels)
+    described = describe_transform(transform)
+    if "function" in described and requested is not None:
+        described = {"function": requested}
+    return transform, described, source
 
 
-def load_transform(name: str) -> Callable[[Any], Tensor]:
-    """The transform of this name, from a PIL image to a tensor."""
-    if name == GLYPHS:
-        return _glyph_transform
-    return reference_transform(cast(ReferenceName, name), train=False)
+def shown_choice(about: dict[str, Any]) -> str:
+    """What a command prints of the transform of an index.
+
+    Args:
+        about: with `preparation` and `preparation_from`, as `ImageEmbedder` has it.
+    """
+    return f"{shown_transform(about['preparation'])}{_SOURCES[about['preparation_from']]}"
 
 
 def image_channels(model: nn.Module) -> int:
@@ -64,17 +77,14 @@ def image_channels(model: nn.Module) -> int:
     return 3
 
 
-def _default_transform(channels: int) -> str:
+def _default_name(channels: int) -> str:
     if channels == 1:
-        return GLYPHS
+        return "glyphs"
     return "plain"
 
 
-def _check_channels(owner: str, checkpoint: Path, name: str, channels: int) -> None:
-    given = 3
-    if name == GLYPHS:
-        given = 1
-    if given == channels:
+def _check_channels(owner: str, checkpoint: Path, preparation: Preparation, channels: int) -> None:
+    if preparation.channels == channels:
         return
     if channels not in (1, 3):
         raise ValueError(
@@ -82,14 +92,8 @@ def _check_channels(owner: str, checkpoint: Path, name: str, channels: int) -> N
             f"{checkpoint}, whose model takes {channels} channels; embed the images yourself and add them to a "
             "RetrievalIndex."
         )
+    shown = shown_transform(describe_transform(preparation))
     raise ValueError(
         f"{owner}: `transform` must give images with the number of channels that the model of {checkpoint} takes, "
-        f"{channels}, got {name!r}, which gives {given}; take {_default_transform(channels)!r}."
+        f"{channels}, got {shown}, which gives {preparation.channels}; take {_default_name(channels)!r}."
     )
-
-
-def _glyph_transform(image: Any) -> Tensor:
-    """A grey image as the `Glyphs` data module gives it: 32 x 32 pixels with values from 0 to 1."""
-    grey = functional.to_image(image.convert("L").resize((32, 32)))
-    glyph: Tensor = functional.to_dtype(grey, torch.float32, scale=True)
-    return glyph

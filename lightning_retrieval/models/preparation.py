@@ -17,7 +17,7 @@ The sizes and the pixels are those of torchvision's `Resize` and `CenterCrop` fo
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -49,7 +49,6 @@ INTERPOLATIONS = {
     "box": Image.Resampling.BOX,
     "hamming": Image.Resampling.HAMMING,
 }
-MODES = {1: "L", 3: "RGB"}  # of Pillow, by the number of channels
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class Preparation:
         self._set("image_size", _check_size("image_size", self.image_size))
         self._set("resize", _check_size("resize", self.resize))
         check_choice("Preparation", "interpolation", self.interpolation, tuple(INTERPOLATIONS))
-        self._set("channels", check_choice("Preparation", "channels", self.channels, tuple(MODES)))
+        self._set("channels", check_choice("Preparation", "channels", self.channels, (1, 3)))
         self._set("mean", _check_channels("mean", self.mean, self.channels))
         self._set("std", _check_channels("std", self.std, self.channels))
         for value in self.std:
@@ -149,8 +148,11 @@ class Preparation:
                 f"Preparation: `image` must be a PIL image, got {type(image).__name__}; PIL.Image.fromarray makes one "
                 "of an array (height, width, 3) of uint8."
             )
-        image = to_rgb(image, check_colour("Preparation", "background", self.background))
-        image = _crop(self._resized(image.convert(MODES[self.channels])), self._crop_size)
+        if image.mode != "RGB" or "transparency" in image.info:
+            image = to_rgb(image, check_colour("Preparation", "background", self.background))
+        if self.channels == 1:
+            image = image.convert("L")
+        image = _crop(self._resized(image), self.crop_size)
         pixels = torch.from_numpy(np.array(image))
         if pixels.ndim == 2:
             return pixels[None]
@@ -187,6 +189,21 @@ class Preparation:
             settings[field.name] = list(value) if isinstance(value, tuple) else value
         return settings
 
+    def with_size(self, image_size: int | Sequence[int] | None) -> "Preparation":
+        """The preparation for another size, before which images are resized in proportion.
+
+        Args:
+            image_size: height and width of the result, or one number for both; None neither resizes nor crops.
+        """
+        other = replace(self, image_size=image_size, resize=None)
+        if self.resize is None or self.crop_size is None or other.crop_size is None:
+            return other
+        factors = [new / old for new, old in zip(other.crop_size, self.crop_size)]
+        if isinstance(self.resize, int):
+            return replace(other, resize=round(self.resize * max(factors)))
+        height, width = (round(length * factor) for length, factor in zip(self.resize, factors))
+        return replace(other, resize=(height, width))
+
     @property
     def resized_to(self) -> int | tuple[int, int] | None:
         """What images are resized to: the length of the short side, height and width, or None."""
@@ -198,7 +215,13 @@ class Preparation:
         return target  # type: ignore[return-value]
 
     @property
-    def _crop_size(self) -> tuple[int, int] | None:
+    def gives_one_size(self) -> bool:
+        """Whether all images have the same size afterwards, so that they can be put into one batch."""
+        return self.image_size is not None or isinstance(self.resize, tuple)
+
+    @property
+    def crop_size(self) -> tuple[int, int] | None:
+        """Height and width of the centre crop, or None."""
         if isinstance(self.image_size, int):
             return self.image_size, self.image_size
         return self.image_size  # type: ignore[return-value]
@@ -227,7 +250,7 @@ class Preparation:
 
     def _check_crop(self) -> None:
         """Raise if the crop would be larger than some resized image."""
-        crop, target = self._crop_size, self.resized_to
+        crop, target = self.crop_size, self.resized_to
         if crop is None or target is None:
             return
         if isinstance(target, int):

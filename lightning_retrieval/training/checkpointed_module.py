@@ -20,9 +20,14 @@ from lightning_retrieval.training.checkpoint_files import (
 from lightning_retrieval.training.finetuning import TRAINABLE, has_finetuning, unfreeze
 from lightning_retrieval.training.hyperparameters import check_command_line_hyperparameters, describe
 
+PREPARATION = "preparation"  # in a checkpoint: what evaluation did to an image
+
 
 class CheckpointedModule(pl.LightningModule):
     """A module whose checkpoints hold plain values, so they load with `weights_only=True`, and are verified first."""
+
+    # What evaluation did to an image, as plain data of `describe_transform`; None if the data module did not say it.
+    preparation: dict[str, Any] | None = None
 
     def _keep_hyperparameters(self, objects: Mapping[str, Any], frame: FrameType | None) -> None:
         """Keep the arguments of a constructor as hyperparameters of plain values.
@@ -92,11 +97,14 @@ class CheckpointedModule(pl.LightningModule):
         if self._trainer is not None:
             self.trainer.precision_plugin.convert_module(self)
         unfreeze(self, checkpoint.get(TRAINABLE, ()))
+        self.preparation = checkpoint.get(PREPARATION)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep hyperparameters plain, even if a subclass has called `save_hyperparameters` itself."""
         if has_finetuning(self):
             checkpoint[TRAINABLE] = [name for name, value in self.named_parameters() if value.requires_grad]
+        if self.preparation is not None:
+            checkpoint[PREPARATION] = self.preparation
         if self.CHECKPOINT_HYPER_PARAMS_KEY in checkpoint:
             described = describe(dict(checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY]))
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = self._with_complete_parts(described)

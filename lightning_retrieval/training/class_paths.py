@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+from lightning_retrieval.checks import check_callable
+
 TRUSTED_PACKAGES = ("lightning_retrieval", "pytorch_metric_learning", "timm", "torch", "torchvision")
 
 
@@ -61,6 +63,29 @@ def load_class(owner: str, name: str, path: str, kind: Any) -> Any:
     if not (isinstance(cls, type) and issubclass(cls, kind)):
         raise TypeError(f"{owner}: `{name}` names {path}, which is not a class of the kind needed here ({kind}).")
     return cls
+
+
+def load_function(owner: str, name: str, path: str) -> Any:
+    """What the user named by a dotted path: a function, or another object that can be called. Its module is imported.
+
+    Args:
+        owner: prefix of error messages.
+        name: the argument that names it.
+        path: dotted path.
+
+    Raises:
+        ValueError: if its module cannot be imported, or does not have it.
+        TypeError: if it cannot be called.
+    """
+    module, _, attribute = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{owner}: `{name}` must name a function that can be imported, got {path} ({error}); `python -m "
+            "lightning_retrieval.cli` finds the modules of the working directory."
+        ) from None
+    return check_callable(owner, name, found)
 
 
 def check_class_path(owner: str, name: str, path: str) -> None:

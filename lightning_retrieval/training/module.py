@@ -211,6 +211,7 @@ class RetrievalModule(ManualTraining):
             part = chunked_backward(self, images, step.loss, chunk_size, backward=self.manual_backward)
         if self._is_first_step:
             report_first_step(self, step, chunk_size)
+            self.preparation = getattr(self.trainer.datamodule, "described_preparation", None)  # type: ignore[attr-defined]
             self._is_first_step = False
         terms = step.finish(part, self.parameters())
         stepped = self._step_optimizers()

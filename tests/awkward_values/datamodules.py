@@ -29,10 +29,11 @@ from lightning_retrieval.datamodules import (
     VehicleID,
     VGGFace2,
     item_generator,
-    reference_transform,
     resume_position,
+    training_transform,
 )
 from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
+from lightning_retrieval.models import Preparation
 from tests.awkward_values.calls import Call
 from tests.datamodules.small_ijbc import write_ijbc
 from tests.datamodules.small_revisited import write_revisited
@@ -138,6 +139,12 @@ def folder_settings():
         "transform": "plain",
         "train_transform": SMALL,
         "eval_transform": SMALL,
+        "image_size": 16,
+        "resize": 20,
+        "mean": (0.5, 0.5, 0.5),
+        "std": (0.5, 0.5, 0.5),
+        "interpolation": "bicubic",
+        "background": "black",
         "on_error": "raise",
         "load_truncated": False,
         "val_fraction": 0.0,
@@ -225,8 +232,8 @@ CALLS = {
             lambda: {"trainer": trainer()},
         )
     ],
-    "reference_transform": [
-        Call("reference_transform", reference_transform, lambda: {"name": "plain", "train": False})
+    "training_transform": [
+        Call("training_transform", training_transform, lambda: {"name": "plain", "preparation": Preparation()})
     ],
     "DataReport": [
         Call(

@@ -91,6 +91,7 @@ def preparation_calls():
     return [
         Call("Preparation", Preparation, preparation_settings, use=lambda preparation: preparation(image)),
         Call("Preparation", Preparation.named, lambda: {"name": "plain"}),
+        Call("Preparation", grey.with_size, lambda: {"image_size": 8}),
         Call("Preparation", grey, lambda: {"image": image}, signature=Preparation.__call__),
         Call("Preparation", grey.normalize, lambda: {"images": pixels}),
         Call("Preparation", grey.undo, lambda: {"images": grey.normalize(pixels)}, maps=True),

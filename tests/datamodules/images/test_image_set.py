@@ -10,7 +10,7 @@ from lightning_retrieval import RetrievalMetrics
 from lightning_retrieval.datamodules import (
     ImageIndex,
     ImageSet,
-    reference_transform,
+    training_transform,
 )
 from lightning_retrieval.datamodules.images.image_index import DISTRACTOR
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
@@ -44,7 +44,7 @@ def test_items_hold_the_annotations_of_the_index(tmp_path):
 
 def test_augmentation_is_determined_by_the_seed_of_the_index(tmp_path):
     picture(tmp_path / "a.png", size=(60, 50))
-    images = ImageSet(ImageIndex(["a.png"], [0]), tmp_path, reference_transform("smooth_ap", train=True))
+    images = ImageSet(ImageIndex(["a.png"], [0]), tmp_path, training_transform("smooth_ap"))
     before = torch.get_rng_state()
     one, same, other = (images[SeededIndex(0, seed=seed)]["images"] for seed in (3, 3, 4))
     assert torch.equal(torch.get_rng_state(), before)

@@ -1,40 +1,85 @@
-"""The image transforms of the papers."""
+"""The random image transforms of training of the papers."""
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms import InterpolationMode, v2
 
-from lightning_retrieval.datamodules import (
-    reference_transform,
-)
+from lightning_retrieval.datamodules import training_transform
+from lightning_retrieval.models import Preparation
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+STEPS = {  # as the official code has them
+    "plain": [v2.Resize(256), v2.RandomCrop(224), v2.RandomHorizontalFlip()],
+    "smooth_ap": [v2.RandomResizedCrop(224), v2.RandomHorizontalFlip()],
+    "roadmap": [
+        v2.Resize(256),
+        v2.RandomResizedCrop(224, scale=(0.16, 1.0), ratio=(0.75, 1.33)),
+        v2.RandomHorizontalFlip(),
+    ],
+    "ap_gem": [
+        v2.RandomPerspective(0.2),
+        v2.RandomResizedCrop(800, scale=(0.5, 1.0)),
+        v2.ColorJitter(0.3, 0.3, 0.2, 0.1),
+        v2.RandomHorizontalFlip(),
+    ],
+}
 
 
+def noise(width=400, height=300):
+    values = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+def seeded(transform, image):
+    torch.manual_seed(7)
+    return transform(image)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_training_transforms_are_those_of_the_papers(name):
+    to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+    wanted = seeded(v2.Compose([*STEPS[name], *to_tensor]), noise())
+    assert torch.equal(seeded(training_transform(name), noise()), wanted)
+
+
+@pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize(
-    ("name", "train", "shape"),
+    "preparation",
     [
-        *((name, train, (3, 224, 224)) for name in ("plain", "smooth_ap", "roadmap") for train in (True, False)),
-        ("ap_gem", True, (3, 800, 800)),
-        ("ap_gem", False, (3, 300, 400)),
+        Preparation(64, mean=(0.5,) * 3, std=(0.25,) * 3, interpolation="bicubic"),
+        Preparation(64, resize=64),
+        Preparation((48, 64)),
+        Preparation((48, 64), resize=(50, 70)),
+        Preparation(64, channels=1, mean=(0.5,), std=(0.25,)),
     ],
 )
-def test_reference_transforms_end_in_normalised_tensors(name, train, shape):
-    grey = Image.new("RGB", (400, 300), (124, 116, 104))  # the mean
-    tensor = reference_transform(name, train=train)(grey)
-    assert tuple(tensor.shape) == shape
-    assert tensor.dtype == torch.float32
-    if name != "ap_gem" or not train:  # whose colours are changed
-        assert tensor.abs().max() < 0.02
+def test_size_and_colours_are_those_of_the_preparation(name, preparation):
+    tensor = seeded(training_transform(name, preparation), Image.new("RGB", (100, 90), "white"))
+    assert tuple(tensor.shape) == (preparation.channels, *preparation.crop_size)
+    white = (1 - torch.tensor(preparation.mean)) / torch.tensor(preparation.std)
+    if name != "ap_gem":  # which changes the colours
+        assert torch.allclose(tensor.amax((1, 2)), white)
 
 
-def test_roadmap_resizes_to_a_square_while_the_others_crop():
-    wide = Image.new("RGB", (512, 256))
-    wide.paste((255, 255, 255), (0, 0, 100, 256))  # the left fifth
-    left = {
-        name: reference_transform(name, train=False)(wide)[0, 112, 0] > 0 for name in ("plain", "smooth_ap", "roadmap")
-    }
-    assert left == {"plain": False, "smooth_ap": False, "roadmap": True}
+@pytest.mark.parametrize(("name", "size"), [("plain", 224), ("roadmap", 224), ("ap_gem", 800)])
+def test_training_crops_where_evaluation_keeps_the_size(name, size):
+    tensor = seeded(training_transform(name, Preparation(None)), noise(90, 80))
+    assert tuple(tensor.shape) == (3, size, size)
 
 
-def test_an_unknown_transform_raises():
-    with pytest.raises(ValueError, match=r"^reference_transform: `name` must be one of 'plain', .*, got 'x'"):
-        reference_transform("x", train=True)
+def test_interpolation_is_that_of_the_preparation():
+    nearest = training_transform("roadmap", Preparation(64, interpolation="nearest"))
+    resizes = [step.interpolation for step in nearest.transforms if hasattr(step, "interpolation")]
+    assert [InterpolationMode(mode) for mode in resizes] == [InterpolationMode.NEAREST] * 2
+
+
+@pytest.mark.refusal
+def test_invalid_arguments_raise():
+    with pytest.raises(ValueError, match=r"^training_transform: `name` must be one of 'plain', .*, got 'x'"):
+        training_transform("x")
+    with pytest.raises(
+        TypeError, match=r"^training_transform: `preparation` must be an instance of Preparation, got 3"
+    ):
+        training_transform("plain", 3)

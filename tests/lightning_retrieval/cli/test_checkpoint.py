@@ -1,4 +1,4 @@
-"""A checkpoint records the transform that its data module evaluated with."""
+"""A checkpoint is loaded with what evaluation did to an image, and without running code that it names."""
 
 import io
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_retrieval import RetrievalModule, SmoothAPLoss
-from lightning_retrieval.cli.checkpoint import load_checkpoint, recorded_transform
+from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.cli.checkpoint import load_checkpoint
 from lightning_retrieval.cli.main import main
+from lightning_retrieval.models import Preparation
 from tests.lightning_retrieval.cli.example_config import EXAMPLE, IGNORED
 from tests.lightning_retrieval.cli.glyph_commands import save_checkpoint
 
@@ -42,16 +43,12 @@ def write_checkpoint(path, hyperparameters):
     return path
 
 
-@pytest.mark.parametrize(
-    ("state", "name"),
-    [
-        ({"Anybodys.Data": {"transform": "ap_gem"}}, "ap_gem"),
-        ({"hyper_parameters": {"transform": "plain"}, "state_dict": {"transform": torch.zeros(1)}}, None),
-        ({"ImageFolder": {"transform": "own"}, "callbacks": {}}, "own"),
-    ],
-)
-def test_recorded_transform(state, name):
-    assert recorded_transform(state) == name
+def test_what_evaluation_did_to_an_image_is_loaded(tmp_path):
+    path = save_checkpoint(tmp_path / "model.ckpt", RetrievalModule(Embedder("glyph_net"), SmoothAPLoss()))
+    assert load_checkpoint("index", path).preparation is None
+    described = {"preparation": Preparation(64).as_dict()}
+    torch.save({**torch.load(path, weights_only=True), "preparation": described}, path)
+    assert load_checkpoint("index", path).preparation == described
 
 
 @pytest.mark.refusal
@@ -84,7 +81,7 @@ def test_classes_of_modules_that_the_user_has_imported_are_rebuilt(planted, tmp_
     path = write_checkpoint(tmp_path / "model.ckpt", STRANGE[name])
     net = __import__(planted[0]).Net
     assert type(RetrievalModule.load_from_checkpoint(path).embedder) is net
-    assert type(load_checkpoint("index", path)[0].embedder) is net
+    assert type(load_checkpoint("index", path).embedder) is net
 
 
 @pytest.mark.parametrize("name", ["described", "command_line"])

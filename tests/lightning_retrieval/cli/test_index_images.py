@@ -1,6 +1,8 @@
 """The embeddings in an index are those of the model, with images prepared as the checkpoint records."""
 
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,8 @@ from torchvision.transforms import v2
 from lightning_retrieval import Embedder, PCAWhitening, RetrievalIndex, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli.embedding import ImageEmbedder
 from lightning_retrieval.cli.index_images import index_images
-from lightning_retrieval.datamodules import ImageFolder, reference_transform
+from lightning_retrieval.datamodules import ImageFolder
+from lightning_retrieval.models import Preparation
 from tests.datamodules.trees_more import write_folders
 from tests.lightning_retrieval.cli.glyph_commands import (
     command,
@@ -67,27 +70,55 @@ def trained(folder, **settings):
     return path
 
 
+def in_one_sentence(printed):
+    assert printed.count("\n") == 1
+    return printed
+
+
 @pytest.mark.slow
-def test_transform_is_the_one_that_the_checkpoint_names(tmp_path, capsys):
-    trained(tmp_path, transform="roadmap")
+def test_images_are_prepared_as_the_checkpoint_says(tmp_path, capsys):
+    trained(tmp_path, transform="roadmap", image_size=64, background="black")
     code, out, err = command(capsys, *indexing(tmp_path, tmp_path / "index"))
     assert (code, err) == (0, "")
-    assert out.startswith("images prepared with the transform 'roadmap', as the checkpoint says\n")
-    assert RetrievalIndex.load(tmp_path / "index").about["transform"] == "roadmap"
-    code, out, err = command(capsys, *indexing(tmp_path, tmp_path / "index", "--transform=plain"))
-    assert (code, err) == (0, "")
-    assert out.startswith("images prepared with the transform 'plain'\n")
+    shown = "Preparation(image_size=64, resize=[73, 73], background=black)"
+    assert out.startswith(f"images prepared with {shown}, as the checkpoint says\n")
+    about = RetrievalIndex.load(tmp_path / "index").about
+    assert Preparation(**about["preparation"]["preparation"]) == Preparation(64, (73, 73), background="black")
+    printed = error_of(capsys, *indexing(tmp_path, tmp_path / "other", "--transform=plain"))
+    assert in_one_sentence(printed).startswith(
+        f"index: `--transform` must be that of the model, which was evaluated with {shown}, got 'plain'; leave it out."
+    )
+
+
+USER_CODE = """
+from torchvision.transforms import v2
+import torch
+
+def evaluate(image):
+    return v2.functional.to_dtype(v2.functional.to_image(image.resize((64, 64))), torch.float32, scale=True)
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.refusal
-def test_transform_is_required_if_training_used_a_custom_one(tmp_path, capsys):
-    trained(tmp_path, eval_transform=MEDIUM)
+def test_a_function_is_imported_only_if_the_user_names_it(tmp_path, capsys, monkeypatch):
+    (tmp_path / "user_code_of_index.py").write_text(USER_CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    trained(tmp_path, eval_transform=importlib.import_module("user_code_of_index").evaluate)
+    del sys.modules["user_code_of_index"]
     printed = error_of(capsys, *indexing(tmp_path, tmp_path / "index"))
-    assert printed.startswith("index: `--transform` must be given, because the model of ")
-    assert "evaluated with a custom transform" in printed
+    assert in_one_sentence(printed).startswith(
+        "index: `--transform` must be given, because the model was evaluated with user_code_of_index.evaluate, whose "
+    )
+    printed = error_of(capsys, *indexing(tmp_path, tmp_path / "index", "--transform=os.remove"))
+    assert "must be the one that the model was evaluated with, user_code_of_index.evaluate, got 'os.remove'" in printed
+    assert "user_code_of_index" not in sys.modules
     assert not (tmp_path / "index").exists()
-    assert command(capsys, *indexing(tmp_path, tmp_path / "index", "--transform=plain"))[0] == 0
+    option = "--transform=user_code_of_index.evaluate"
+    assert command(capsys, *indexing(tmp_path, tmp_path / "index", option))[0] == 0
+    query = ["search", f"--index={tmp_path / 'index'}", tmp_path / "images" / "a" / "0.jpg"]
+    assert "`--transform` must be given, because the model was evaluated with" in error_of(capsys, *query)
+    assert command(capsys, *query, option)[0] == 0
 
 
 def photo():
@@ -120,7 +151,7 @@ def test_images_are_upright_and_in_colour_whatever_the_file_format(colour, trans
     index = RetrievalIndex.load(tmp_path / "index")
     with torch.no_grad():
         expected = [
-            module(reference_transform(transform, train=False)(image)[None])
+            module(Preparation.named(transform)(image)[None])
             for image in (upright, upright, upright.convert("L").crop((0, 0, 280, 250)).convert("RGB"))
         ]
     for position, embedding in enumerate(expected):
@@ -153,7 +184,10 @@ def test_messages_name_arguments_of_the_function(indexed, tmp_path):
         index_images(checkpoint, Path("gone"), tmp_path / "index")
     with pytest.raises(FileNotFoundError, match=r"^index_images: `checkpoint` must be a file.*, got gone\.$"):
         index_images(Path("gone"), images, tmp_path / "index")
-    with pytest.raises(ValueError, match=r"^index_images: `transform` must be one of 'plain', .*, got 'none'\.$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^index_images: `transform` must be one of 'plain', .*or the name of a function.*, got 'none'\.$",
+    ):
         index_images(checkpoint, images, tmp_path / "index", transform="none")
     with pytest.raises(ValueError, match=r"^index_images: `device` must be a device.*, got 'meat'"):
         index_images(checkpoint, images, tmp_path / "index", device="meat")
@@ -161,10 +195,14 @@ def test_messages_name_arguments_of_the_function(indexed, tmp_path):
         index_images(checkpoint, images, tmp_path / "index", num_workers=-1)
 
 
-def test_the_index_records_where_the_transform_came_from(indexed, tmp_path):
-    for transform, source in ((None, "default"), ("glyphs", "argument")):
+def test_the_index_records_where_the_preparation_came_from(indexed, tmp_path):
+    glyphs = {"preparation": Preparation.named("glyphs").as_dict()}
+    sources = set()
+    for number, transform in enumerate((None, "glyphs")):
         index, unreadable = index_images(
-            indexed / "model.ckpt", indexed / "images" / "1", tmp_path / source, transform=transform
+            indexed / "model.ckpt", indexed / "images" / "1", tmp_path / str(number), transform=transform
         )
         assert unreadable == []
-        assert (index.about["transform"], index.about["transform_from"]) == ("glyphs", source)
+        assert index.about["preparation"] == glyphs
+        sources.add(index.about["preparation_from"])
+    assert sources in ({"default", "argument"}, {"model", "argument"})

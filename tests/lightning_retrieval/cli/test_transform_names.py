@@ -1,8 +1,8 @@
-"""The names that the help of `index` shows are those of the transforms that exist."""
+"""The names that the help of the commands shows are those of the preparations that exist."""
 
-from lightning_retrieval.cli.transform_names import GLYPHS, TRANSFORMS
-from lightning_retrieval.datamodules.images.transforms import REFERENCE_NAMES
+from lightning_retrieval.cli.transform_names import TRANSFORMS
+from lightning_retrieval.models import Preparation
 
 
-def test_names_are_those_of_the_transforms_that_exist():
-    assert (*REFERENCE_NAMES, GLYPHS) == TRANSFORMS
+def test_names_are_those_of_the_preparations_that_exist():
+    assert Preparation.NAMES == TRANSFORMS

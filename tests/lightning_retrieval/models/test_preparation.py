@@ -109,6 +109,22 @@ def test_settings_are_plain_data(name):
     assert hash(preparation) == hash(Preparation(**plain))
 
 
+@pytest.mark.parametrize(
+    ("preparation", "image_size", "resized_to"),
+    [
+        (Preparation(), 64, 73),
+        (Preparation(resize=224), 64, 64),
+        (Preparation.named("roadmap"), 112, (128, 128)),
+        (Preparation(None), 64, 73),
+        (Preparation(224, resize=248), (64, 32), 71),
+    ],
+)
+def test_another_size_is_resized_in_proportion(preparation, image_size, resized_to):
+    other = preparation.with_size(image_size)
+    assert (other.image_size, other.resized_to) == (image_size, resized_to)
+    assert dataclasses.replace(other, image_size=None, resize=None) == Preparation(None)
+
+
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     ("settings", "sentence"),

@@ -1,0 +1,26 @@
+"""What an `ImageSet` does to its images, which may be decided later than the data set is made."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_retrieval.models import Preparation
+
+Transform = Callable[[Any], Any]
+
+
+class CurrentTransform:
+    """A transform that the data sets of a data module share, and that the module of a run may exchange.
+
+    Args:
+        preparation: what is done at first.
+    """
+
+    def __init__(self, preparation: Preparation) -> None:
+        self.transform: Transform = preparation
+        self.background = preparation.background  # the colour that shows through transparent pixels
+
+    def __call__(self, image: Any) -> Any:
+        return self.transform(image)
+
+    def __repr__(self) -> str:
+        return f"CurrentTransform({self.transform!r})"

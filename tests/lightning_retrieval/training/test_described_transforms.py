@@ -1,0 +1,150 @@
+"""Image transforms as plain data, and the same transforms from it."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import InterpolationMode, transforms, v2
+
+from lightning_retrieval.models import Preparation
+from lightning_retrieval.training.albumentations_transform import of_pil_images
+from lightning_retrieval.training.described_transforms import (
+    describe_transform,
+    named_transform,
+    rebuild_transform,
+    shown_transform,
+)
+
+MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
+TO_TENSOR = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
+
+
+def noise():
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8))
+
+
+def timm_transform():
+    data = pytest.importorskip("timm.data")
+    return data.create_transform(32, interpolation="bicubic", crop_pct=0.9)
+
+
+def albumentations_transform():
+    albumentations = pytest.importorskip("albumentations")
+    to_tensor = pytest.importorskip("albumentations.pytorch").ToTensorV2()
+    steps = [albumentations.Resize(40, 36), albumentations.CenterCrop(32, 32), albumentations.Normalize(), to_tensor]
+    return of_pil_images(albumentations.Compose(steps))
+
+
+TRANSFORMS = {
+    "preparation": lambda: Preparation((40, 30), interpolation="bicubic", background=(1, 2, 3)),
+    "v2": lambda: v2.Compose([v2.Resize(40, InterpolationMode.BICUBIC), v2.CenterCrop((32, 30)), *TO_TENSOR]),
+    "nested": lambda: v2.Compose([v2.Compose([v2.Resize((40, 30)), v2.Pad(3, fill=7)]), *TO_TENSOR]),
+    "v1": lambda: transforms.Compose([transforms.Resize(40), transforms.ToTensor(), transforms.Normalize(MEAN, STD)]),
+    "timm": timm_transform,
+    "albumentations": albumentations_transform,
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_is_the_same_after_plain_data(name):
+    transform = TRANSFORMS[name]()
+    described = json.loads(json.dumps(describe_transform(transform)))
+    assert "function" not in described
+    assert describe_transform(transform) == described
+    rebuilt = rebuild_transform("owner", described)
+    wanted = transform(noise())
+    assert torch.equal(rebuilt(noise()), wanted)
+    assert isinstance(wanted, torch.Tensor)
+
+
+def own(image):
+    return v2.functional.to_dtype(v2.functional.to_image(image), torch.float32, scale=True)
+
+
+class WithState(v2.Resize):
+    """A class of the user's, derived from one of torchvision's."""
+
+    def __init__(self, size):
+        super().__init__(size)
+
+
+@pytest.mark.parametrize(
+    ("transform", "name"),
+    [
+        (own, f"{__name__}.own"),
+        (lambda image: image, None),
+        (v2.Compose([own, *TO_TENSOR]), None),
+        (v2.Lambda(own), None),
+        (WithState(3), None),
+    ],
+)
+def test_code_of_the_user_has_a_name_or_none(transform, name):
+    assert describe_transform(transform) == {"function": name}
+
+
+def test_a_function_is_looked_up_if_the_caller_names_it():
+    name = f"{__name__}.own"
+    assert rebuild_transform("owner", {"function": name}, name) is own
+    assert rebuild_transform("owner", {"function": "__main__.own"}, name) is own  # of a script
+    assert rebuild_transform("owner", {"function": None}, name) is own  # there is no name to compare with
+
+
+@pytest.mark.refusal
+def test_a_function_is_not_imported_without_its_name(planted):
+    name = f"{planted[0]}.Net"
+    with pytest.raises(
+        ValueError, match=rf"^owner: `transform` must be given, .* with {name}, .*; give '{name}', which"
+    ):
+        rebuild_transform("owner", {"function": name})
+    with pytest.raises(ValueError, match=rf"^owner: `transform` must be the one .*, {name}, got 'os.remove'\.$"):
+        rebuild_transform("owner", {"function": name}, "os.remove")
+    with pytest.raises(ValueError, match=rf"evaluated with, {name}, got 'plain'\.$"):
+        rebuild_transform("owner", {"function": name}, "plain")
+    with pytest.raises(ValueError, match=r"evaluated with a transform that cannot be imported by a name, whose code"):
+        rebuild_transform("owner", {"function": None})
+    assert planted[0] not in sys.modules
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    "path", ["os.system", "torch.package.PackageImporter", "torchvision.transforms.v2.functional.re"]
+)
+def test_only_classes_of_transforms_are_rebuilt(path):
+    with pytest.raises(ValueError, match=r"^owner: `transform` "):
+        rebuild_transform("owner", {"class_path": path, "init_args": {"x": 1}})
+
+
+@pytest.mark.refusal
+def test_another_transform_than_the_models_raises():
+    recorded = describe_transform(Preparation(64))
+    assert rebuild_transform("owner", describe_transform(Preparation()), "plain") == Preparation()
+    with pytest.raises(
+        ValueError,
+        match=r"^owner: `transform` must be that of the model, .* with Preparation\(image_size=64\), got 'plain'; l",
+    ):
+        rebuild_transform("owner", recorded, "plain")
+
+
+@pytest.mark.refusal
+def test_names_of_callers():
+    assert named_transform("owner", "roadmap") == Preparation.named("roadmap")
+    assert named_transform("owner", f"{__name__}.own") is own
+    for name, sentence in (("x", "one of 'plain'"), ("no.such", "name a function that can be imported, got no.such")):
+        with pytest.raises(ValueError, match=f"^owner: `transform` must (be )?{sentence}"):
+            named_transform("owner", name)
+    with pytest.raises(TypeError, match=r"^owner: `transform` must be callable, got \['own', 'no such'\]"):
+        named_transform("owner", f"{__name__}.NOT_CALLABLE")
+
+
+NOT_CALLABLE = ["own", "no such"]
+
+
+def test_what_messages_show():
+    assert shown_transform(describe_transform(Preparation())) == "'plain'"
+    assert shown_transform(describe_transform(Preparation(64, mean=[0.5] * 3))) == (
+        "Preparation(image_size=64, mean=[0.5, 0.5, 0.5])"
+    )
+    assert shown_transform({"function": "package.function"}) == "package.function"
