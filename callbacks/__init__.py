@@ -6,6 +6,7 @@ from lightning_retrieval.callbacks.detections import DetectionPicture
 from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
 from lightning_retrieval.callbacks.evaluation import RetrievalEvaluation
 from lightning_retrieval.callbacks.gallery import RetrievalGallery
+from lightning_retrieval.callbacks.memory_monitor import MemoryMonitor
 from lightning_retrieval.callbacks.precision_recall import PrecisionRecallCurve
 from lightning_retrieval.callbacks.score_histogram import ScoreHistogram
 from lightning_retrieval.callbacks.wandb_logger import RetrievalWandbLogger
@@ -16,6 +17,7 @@ __all__ = [
     "DetectionPicture",
     "EmbeddingWriter",
     "LearnWhitening",
+    "MemoryMonitor",
     "PrecisionRecallCurve",
     "RetrievalEvaluation",
     "RetrievalGallery",

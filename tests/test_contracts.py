@@ -202,6 +202,7 @@ TABLE = {
     "APMonitor": Entry(
         without=STATELESS, not_resumed=dict.fromkeys(("_classes", "_samples"), "seen in the first batch of each fit")
     ),
+    "MemoryMonitor": Entry({"probe": 8}, without=STATELESS),
     "PrecisionRecallCurve": Entry({"every_n_epochs": 2}, without=STATELESS),
     "ScoreHistogram": Entry({"bins": 50, "every_n_epochs": 2}, without=STATELESS),
     "TrainingCurve": Entry({"metric": "val/R@1"}),
@@ -669,8 +670,13 @@ class NoiseData(pl.LightningDataModule):
 
 
 def run_training(callback, folder):
-    """Two epochs with validation, and a test, with what the callbacks need: an evaluation and a whitening."""
-    module = RetrievalModule(nn.Sequential(nn.Flatten(), nn.Linear(16, 4)), SmoothAPLoss(), whitening=PCAWhitening())
+    """Two epochs with validation, and a test, with what the callbacks need: an evaluation, a whitening and a memory."""
+    module = RetrievalModule(
+        nn.Sequential(nn.Flatten(), nn.Linear(16, 4)),
+        SmoothAPLoss(),
+        whitening=PCAWhitening(),
+        memory=CrossBatchMemory(64),
+    )
     evaluation = [] if isinstance(callback, RetrievalEvaluation) else [RetrievalEvaluation(ks=(1,))]
     trainer = pl.Trainer(
         max_epochs=2,

@@ -5,6 +5,7 @@ from lightning_retrieval.callbacks import (
     APMonitor,
     DetectionPicture,
     LearnWhitening,
+    MemoryMonitor,
     PrecisionRecallCurve,
     RetrievalEvaluation,
     RetrievalGallery,
@@ -18,6 +19,7 @@ CALLS = {
     "APMonitor": [Call("APMonitor", APMonitor)],
     "DetectionPicture": [Call("DetectionPicture", DetectionPicture, lambda: {"images": 4, "detections": 2})],
     "LearnWhitening": [Call("LearnWhitening", LearnWhitening, lambda: {"images": 50})],
+    "MemoryMonitor": [Call("MemoryMonitor", MemoryMonitor, lambda: {"probe": 8})],
     "PrecisionRecallCurve": [Call("PrecisionRecallCurve", PrecisionRecallCurve, lambda: {"every_n_epochs": 2})],
     "RetrievalEvaluation": [
         Call(

@@ -28,6 +28,7 @@ from lightning_retrieval.losses import (
 )
 from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
 from lightning_retrieval.metrics.decomposability import decomposability_gap
+from tests.csv_logs import logged
 
 TAU = 0.1
 
@@ -71,15 +72,6 @@ def fit(folder, loss, *callbacks, every=2, epochs=2, **kwargs):
     )
     run.fit(module, DataLoader(data(1), batch_size=8), DataLoader(data(2), batch_size=8))
     return run
-
-
-def logged(folder) -> dict[int, dict[str, float]]:
-    header, *lines = (folder / "lightning_logs/version_0/metrics.csv").read_text().splitlines()
-    rows = {}
-    for line in lines:
-        values = dict(zip(header.split(","), line.split(","), strict=True))
-        rows.setdefault(int(values["step"]), {}).update({k: float(v) for k, v in values.items() if v})
-    return rows
 
 
 def lists(rows, labels):
