@@ -106,14 +106,14 @@ def _sum_group(parameters: list[torch.nn.Parameter], values: Tensor) -> Tensor:
     return total
 
 
-def fork_may_deadlock(version: tuple[int, ...]) -> bool:
+def fork_may_deadlock(major: int, minor: int, micro: int) -> bool:
     """Whether a forked process of this Python waits forever if another thread is just registering with Python.
 
     That is issue 112275 of CPython. The threads of the gloo backend register after each collective operation, so a data
     loader that starts its workers soon after one may never get its first batch.
     """
-    repaired = {(3, 10): (3, 10, 15), (3, 11): (3, 11, 10)}
-    return version[:3] < repaired.get(version[:2], version[:3])
+    repaired = {(3, 10): 15, (3, 11): 10}
+    return micro < repaired.get((major, minor), 0)
 
 
 def pause_before_fork() -> None:
@@ -122,5 +122,5 @@ def pause_before_fork() -> None:
         time.sleep(0.05)
 
 
-if fork_may_deadlock(sys.version_info) and hasattr(os, "register_at_fork"):
+if fork_may_deadlock(*sys.version_info[:3]) and hasattr(os, "register_at_fork"):
     os.register_at_fork(before=pause_before_fork)
