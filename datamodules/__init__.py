@@ -16,6 +16,7 @@ from lightning_retrieval.datamodules.files.data_report import DataReport as Data
 from lightning_retrieval.datamodules.glyphs.glyph_scenes import GlyphScenes as GlyphScenes
 from lightning_retrieval.datamodules.glyphs.glyphs import GlyphDataset as GlyphDataset
 from lightning_retrieval.datamodules.glyphs.glyphs import Glyphs as Glyphs
+from lightning_retrieval.datamodules.images.hugging_face import HuggingFaceImages as HuggingFaceImages
 from lightning_retrieval.datamodules.images.image_folder import ImageFolder as ImageFolder
 from lightning_retrieval.datamodules.images.image_index import ImageIndex as ImageIndex
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule as ImageDataModule

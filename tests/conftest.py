@@ -18,6 +18,7 @@ from tests.processes import start_processes, wait_for
 # Environment variables that a test may change, since what sets them cannot undo it. They are restored all the same.
 MAY_CHANGE = {
     "PYTEST_CURRENT_TEST",  # pytest's own, changed between setup and teardown
+    "KMP_DUPLICATE_LIB_OK",  # scikit-learn, when it is first imported
     "PL_GLOBAL_SEED",  # seed_everything
     "PL_SEED_WORKERS",  # seed_everything
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # Lightning, when it is first imported

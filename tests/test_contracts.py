@@ -243,6 +243,15 @@ TABLE = {
     "INaturalist": Entry({"root": "inat", "levels": ("species", "genus"), "transform": "smooth_ap"}),
     "ImageFolder": Entry({"root": "images", "test_fraction": 0.3, "categories": True, "split_seed": 2}),
     "ImageTable": Entry({"root": "images", "table": "table.csv", "on_error": "skip"}),
+    "HuggingFaceImages": Entry(
+        {
+            "path": "pets",
+            "label_column": "kind",
+            "split_names": {"train": "train"},
+            "test_fraction": 0.3,
+            "split_seed": 2,
+        }
+    ),
     "InShop": Entry({"root": "In-shop", "high_res": True, "samples_per_class": 3}),
     "LandmarksClean": Entry({"root": "landmarks"}),
     "RevisitedOxford": Entry(

@@ -21,7 +21,19 @@ LAYERS = (
     {"cli"},
 )
 # These are imported inside the function that needs them: whoever does not use them need not install or load them.
-LAZY = {"faiss", "faster_coco_eval", "matplotlib", "pyarrow", "safetensors", "sklearn", "timm", "transformers", "wandb"}
+LAZY = {
+    "datasets",
+    "faiss",
+    "faster_coco_eval",
+    "gradio",
+    "matplotlib",
+    "pyarrow",
+    "safetensors",
+    "sklearn",
+    "timm",
+    "transformers",
+    "wandb",
+}
 # Only these modules of the core may import Lightning, so that a plain PyTorch loop can use the rest.
 MAY_IMPORT_LIGHTNING = {
     "lightning_retrieval/training/chunk_size_search.py",

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +45,7 @@ def _is_decoded(kind: str) -> bool:
 
 
 def read_image(
-    path: Path,
+    path: Path | BinaryIO,
     box: NDArray[np.int32] | None = None,
     *,
     load_truncated: bool = False,
@@ -54,7 +55,7 @@ def read_image(
     """Decode an image to RGB, rotate it as its EXIF orientation requires, and crop it to its box.
 
     Args:
-        path: the file.
+        path: the file, or its content as a binary stream.
         box: left, top, right and bottom in pixels of the image; parts outside of the image are cut off. None for the
             whole image.
         load_truncated: whether an image whose file ends too early is decoded up to there, and the rest is grey.

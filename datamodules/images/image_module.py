@@ -190,7 +190,7 @@ class ImageDataModule(RetrievalDataModule):
         train = self._split("train")
         if self.val_fraction:
             train = train[~self._held_out]
-        return ImageSet(train, self.root, self.train_transform, **self.reading)
+        return self.image_set(train, self.train_transform)
 
     @cached_property
     def val_set(self) -> ImageSet | dict[str, ImageSet]:
@@ -220,12 +220,21 @@ class ImageDataModule(RetrievalDataModule):
             "boxes_before_rotation": self.boxes_before_rotation,
         }
 
+    def image_set(self, index: ImageIndex, transform: Transform) -> ImageSet:
+        """Create a dataset of images. Override this method for images that are not in files of their own.
+
+        Args:
+            index: the images.
+            transform: what is done to each of them.
+        """
+        return ImageSet(index, self.root, transform, **self.reading)
+
     def evaluation_set(self, name: str, index: ImageIndex) -> ImageSet:
         """Create the dataset of an evaluation split. Override this method for a split with its own protocol.
 
         The method `metrics(ks, **settings)` of the `ImageSet` that it returns creates the metrics of this protocol.
         """
-        return ImageSet(index, self.root, self.eval_transform, **self.reading)
+        return self.image_set(index, self.eval_transform)
 
     def train_dataloader(self) -> RetrievalDataLoader:
         """A loader of the training batches; images are prepared for the model of the run."""
@@ -292,13 +301,21 @@ class ImageDataModule(RetrievalDataModule):
             classes = np.unique(index.labels)
             found = (len(index), int((classes != DISTRACTOR).sum()))
             report.splits[name] = (found, self.published_counts.get(name, ()))
-            paths = Tqdm(index.paths, desc=f"Looking for the images of {name}", delay=2, leave=False)
-            for path in paths:
-                if not (self.root / path).is_file():
-                    report.missing_files.append(path)
-            if index.boxes is not None:
-                continue
-            duplicates = len(index) - len(set(index.paths))
-            if duplicates:
-                report.problems.append(f"{duplicates} paths are listed twice in {name}")
+            self.check_images(report, name, index)
         return report
+
+    def check_images(self, report: DataReport, name: str, index: ImageIndex) -> None:
+        """Add the files that are missing in a split, and those that are listed twice, to a report.
+
+        Args:
+            report: receives what is wrong.
+            name: of the split.
+            index: its images.
+        """
+        paths = Tqdm(index.paths, desc=f"Looking for the images of {name}", delay=2, leave=False)
+        for path in paths:
+            if not (self.root / path).is_file():
+                report.missing_files.append(path)
+        duplicates = len(index) - len(set(index.paths))
+        if duplicates and index.boxes is None:
+            report.problems.append(f"{duplicates} paths are listed twice in {name}")

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import torch
 from PIL import Image
@@ -151,12 +151,16 @@ class ImageSet(Dataset[dict[str, Any]]):
             box = self.index.boxes[position]
         background = getattr(self.transform, "background", "white")
         return read_image(
-            self.root / self.index.paths[position],
+            self.file(position),
             box,
             load_truncated=self.load_truncated,
             boxes_before_rotation=self.boxes_before_rotation,
             background=check_colour("ImageSet", "transform.background", background),
         )
+
+    def file(self, position: int) -> Path | BinaryIO:
+        """Where the encoded image is read from."""
+        return self.root / self.index.paths[position]
 
     def _skipped_item(self, position: int, *, in_training: bool) -> dict[str, Any]:
         """In evaluation a black image that does not count: it has no role, and is an instance of its own."""

@@ -17,6 +17,7 @@ DATA_MODULES = (
     "CocoDetection",
     "GlyphScenes",
     "Glyphs",
+    "HuggingFaceImages",
     "IJBC",
     "INaturalist",
     "ImageFolder",

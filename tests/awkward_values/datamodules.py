@@ -2,8 +2,11 @@
 
 import functools
 from pathlib import Path
+from unittest.mock import patch
 
+import pytest
 import pytorch_lightning as pl
+from PIL import Image
 
 from lightning_retrieval.datamodules import (
     CUB200,
@@ -14,6 +17,7 @@ from lightning_retrieval.datamodules import (
     GlobalBatchSampler,
     GlyphDataset,
     Glyphs,
+    HuggingFaceImages,
     ImageFolder,
     ImageIndex,
     ImageSet,
@@ -188,6 +192,21 @@ def loader_settings():
     }
 
 
+def write_rows(root):
+    """A data set of Hugging Face with six images of three classes."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+    pictures = [Image.new("RGB", (9, 7), (30 * i, 0, 0)) for i in range(6)]
+    rows = {"image": pictures, "label": ["cat", "cat", "dog", "dog", "owl", "owl"]}
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(root)
+
+
+def first_row_without_a_network(data):
+    """Other names than that of the folder are not looked for on the hub, which takes long."""
+    with patch.object(pytest.importorskip("datasets").config, "HF_HUB_OFFLINE", True):
+        return first_test_image(data)
+
+
 IMAGE_FOLDER = Call(
     "ImageFolder",
     ImageFolder,
@@ -294,6 +313,25 @@ CALLS = {
             signature=ImageTable,
             use=first_test_image,
             raises={"table": ("a file",)},  # which the error names, and its line
+        )
+    ],
+    "HuggingFaceImages": [
+        Call(
+            "HuggingFaceImages",
+            functools.partial(HuggingFaceImages, **QUICK),
+            lambda: {
+                "path": folder("rows", write_rows),
+                "config": None,
+                "revision": None,
+                "image_column": "image",
+                "label_column": "label",
+                "category_column": "label",
+                "split_names": {"train": "train"},
+                "test_fraction": 0.5,
+                "split_seed": 0,
+            },
+            signature=HuggingFaceImages,
+            use=first_row_without_a_network,
         )
     ],
     "CUB200": [reader(CUB200, write_cub, boxes=True)],

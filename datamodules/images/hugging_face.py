@@ -1,0 +1,210 @@
+"""The user's own images in a data set of Hugging Face's `datasets`: from the hub, of `save_to_disk`, or of Parquet."""
+
+import hashlib
+import itertools
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
+
+from lightning_retrieval.checks import check_mapping, check_path, check_seed, check_string
+from lightning_retrieval.datamodules.files.data_report import DataReport
+from lightning_retrieval.datamodules.images.classes import check_test_fraction, class_numbers, split_by_class
+from lightning_retrieval.datamodules.images.hugging_face_rows import (
+    OWNER,
+    file_of_row,
+    load_splits,
+    values_of,
+    with_encoded_images,
+)
+from lightning_retrieval.datamodules.images.hugging_face_set import HuggingFaceSet, parse_row_path, row_path
+from lightning_retrieval.datamodules.images.image_index import ImageIndex
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule
+
+_DEFAULT_TEST_FRACTION = 0.5
+_VALIDATION_NAMES = ("validation", "valid", "dev")  # that the data sets of the hub use for "val"
+
+
+class HuggingFaceImages(ImageDataModule):
+    """Images and labels in a data set of Hugging Face's `datasets`, which stays on the disk and is memory-mapped.
+
+    Images are decoded as all others are: transparency, EXIF orientation and 16 bits are handled alike. Training and
+    evaluation must have different classes: a data set for classification, with the same classes in each split, needs
+    `test_fraction`.
+
+    Args:
+        path: a folder that `save_to_disk` has written, a folder or a file of Parquet, or the name of a data set on the
+            hub, such as `"owner/name"`, which is downloaded once.
+        config: name of the configuration of a data set on the hub; None if there is only one.
+        revision: commit, tag or branch on the hub; None for the newest.
+        image_column: the column of images; None if there is only one column of that type.
+        label_column: the column of classes, integers or text.
+        category_column: the column of coarser classes, for `sampler="category"`; None for none.
+        split_names: names of the data set's splits by their use, such as `{"train": "train", "test": "validation"}`. If
+            None, all splits under their own names; `"validation"` is the split `"val"`.
+        test_fraction: fraction of the classes, between 0 and 1, that form the test set, whatever split they are in. If
+            None, the data set's splits are used, or half of the classes if there is one split.
+        split_seed: determines which classes form the test set.
+        settings: arguments of `ImageDataModule` but `root`, and of `RetrievalDataModule`.
+
+    Raises:
+        FileNotFoundError: if `path` does not exist, and is not on the hub or the hub cannot be reached.
+        ModuleNotFoundError: if `datasets` is not installed.
+        ValueError: if a column or a split does not exist, a row has no label, or a class is in training and evaluation.
+        TypeError: if an argument is of another type than its annotation.
+
+    Example:
+        >>> from PIL import Image
+        >>> from datasets import Dataset, Features, Image as Images, Value
+        >>> pictures = [Image.new("RGB", (60, 50), (30 * i, 0, 0)) for i in range(6)]
+        >>> columns = {"image": pictures, "label": ["cat", "cat", "dog", "dog", "owl", "owl"]}
+        >>> features = Features({"image": Images(), "label": Value("string")})
+        >>> Dataset.from_dict(columns, features=features).save_to_disk("pets")
+        >>> data = HuggingFaceImages("pets", test_fraction=0.4, classes_per_batch=2, samples_per_class=2)
+        >>> len(data.train_set), len(data.test_set)
+        (4, 2)
+
+    Relations:
+        `ImageFolder` and `ImageTable` read image files, which need not be converted to a data set first.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        config: str | None = None,
+        revision: str | None = None,
+        image_column: str | None = None,
+        label_column: str = "label",
+        category_column: str | None = None,
+        split_names: Mapping[str, str] | None = None,
+        test_fraction: float | None = None,
+        split_seed: int = 0,
+        **settings: Any,
+    ) -> None:
+        check_path(OWNER, "path", path)
+        super().__init__(path, **settings)
+        self.path = path
+        self.config = _checked_name("config", config)
+        self.revision = _checked_name("revision", revision)
+        self.image_column = _checked_name("image_column", image_column)
+        self.label_column = check_string(OWNER, "label_column", label_column)
+        self.category_column = _checked_name("category_column", category_column)
+        self.split_names = _checked_split_names(split_names)
+        self.test_fraction = test_fraction
+        if test_fraction is not None:
+            self.test_fraction = check_test_fraction(OWNER, test_fraction)
+        self.split_seed = check_seed(OWNER, "split_seed", split_seed)
+
+    @cached_property
+    def tables(self) -> dict[str, Any]:
+        """The data set's own splits by name, with images that are not decoded."""
+        return self._tables_and_column[0]
+
+    @cached_property
+    def _tables_and_column(self) -> tuple[dict[str, Any], str]:
+        """The splits that are used, and the name of their column of images."""
+        found = load_splits(str(self.path), self.config, self.revision)
+        used = list(found)
+        if self.split_names is not None:
+            used = list(dict.fromkeys(self.split_names.values()))
+        tables = {}
+        column = ""
+        for name in used:
+            if name not in found:
+                raise ValueError(f"{OWNER}: `split_names` must be from {', '.join(map(repr, found))}, got {name!r}.")
+            tables[name], column = with_encoded_images(found[name], self.image_column)
+        return tables, column
+
+    def read(self) -> Mapping[str, ImageIndex]:
+        """Read the labels, and split the classes if there is one split or `test_fraction` was given."""
+        labels = {}
+        for name, table in self.tables.items():
+            labels[name] = values_of(table, "label_column", self.label_column, name)
+        if self.test_fraction is None and len(self.tables) > 1:
+            return self._own_splits(labels)
+        classes = set[Any]().union(*labels.values())
+        fraction = self.test_fraction or _DEFAULT_TEST_FRACTION
+        of_test = split_by_class(OWNER, "test_fraction", list(classes), fraction, self.split_seed)
+        in_test, in_train = {}, {}
+        for name, values in labels.items():
+            in_test[name] = np.array([value in of_test for value in values])
+            in_train[name] = ~in_test[name]
+        return {"train": self._index(in_train, labels), "test": self._index(in_test, labels)}
+
+    def _own_splits(self, labels: Mapping[str, list[Any]]) -> dict[str, ImageIndex]:
+        """The index of each of the data set's own splits."""
+        names = self.split_names or {_use_of_split(name): name for name in self.tables}
+        splits = {}
+        for use, name in names.items():
+            splits[use] = self._index({name: np.ones(len(labels[name]), bool)}, labels)
+            shared = set(labels[name]) & set(labels[names.get("train", name)])
+            if use != "train" and "train" in names and shared:
+                raise ValueError(
+                    f"{OWNER}: classes must be in training or in evaluation, not in both, got {len(shared)} in the "
+                    f"splits train and {use}, such as {min(shared)!r}; set test_fraction=0.5, which splits the classes."
+                )
+        return splits
+
+    def _index(self, chosen: Mapping[str, Any], labels: Mapping[str, list[Any]]) -> ImageIndex:
+        """The index of the chosen rows of each of these splits."""
+        paths: list[str] = []
+        classes: list[Any] = []
+        categories: list[Any] = []
+        for name, mask in chosen.items():
+            paths += [row_path(name, row) for row in np.flatnonzero(mask).tolist()]
+            classes += itertools.compress(labels[name], mask)
+            if self.category_column is not None:
+                values = values_of(self.tables[name], "category_column", self.category_column, name)
+                categories += itertools.compress(values, mask)
+        numbers, names = class_numbers(classes)
+        if self.category_column is None:
+            return ImageIndex(paths, numbers, names=names)
+        return ImageIndex(paths, numbers, names=names, categories=class_numbers(categories)[0])
+
+    def image_set(self, index: ImageIndex, transform: Any) -> HuggingFaceSet:
+        """The dataset of these rows."""
+        tables, column = self._tables_and_column
+        return HuggingFaceSet(index, self.root, transform, tables=tables, image_column=column, **self.reading)
+
+    def check_images(self, report: DataReport, name: str, index: ImageIndex) -> None:
+        """Add rows without an image, and images that a split has twice under different labels, to a report."""
+        tables, column = self._tables_and_column
+        seen: dict[bytes, int] = {}
+        for position, path in enumerate(Tqdm(index.paths, desc=f"Reading {name}", delay=2, leave=False)):
+            split, row = parse_row_path(path)
+            try:
+                file = file_of_row(tables[split], column, row, self.root)
+                content = file.read_bytes() if isinstance(file, Path) else file.read()
+            except (OSError, ValueError):
+                report.missing_files.append(path)
+                continue
+            first = seen.setdefault(hashlib.sha256(content).digest(), position)
+            if index.labels[first] != index.labels[position]:
+                report.problems.append(f"{index.paths[first]} and {path} are the same image with different labels")
+
+
+def _checked_name(setting: str, value: str | None) -> str | None:
+    if value is None:
+        return None
+    return check_string(OWNER, setting, value)
+
+
+def _checked_split_names(split_names: Mapping[str, str] | None) -> dict[str, str] | None:
+    if split_names is None:
+        return None
+    check_mapping(OWNER, "split_names", split_names)
+    if not split_names:
+        raise ValueError(f"{OWNER}: `split_names` must name at least one split, got none.")
+    for text in (*split_names, *split_names.values()):
+        check_string(OWNER, "split_names", text)
+    return dict(split_names)
+
+
+def _use_of_split(name: str) -> str:
+    if name in _VALIDATION_NAMES:
+        return "val"
+    return name
