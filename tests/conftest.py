@@ -27,6 +27,7 @@ MAY_CHANGE = {
     "CUBLAS_WORKSPACE_CONFIG",  # Trainer(deterministic=True)
     "TORCHINDUCTOR_CACHE_DIR",  # use_deterministic_algorithms
     "TOKENIZERS_PARALLELISM",  # Weights & Biases
+    "LD_LIBRARY_PATH",  # OpenCV, when faster-coco-eval first imports it
 }
 # Threads that a library starts once and keeps.
 KEPT_THREADS = {"TMonitor"}  # tqdm monitors its progress bars

@@ -15,6 +15,8 @@ from lightning_retrieval.detection import COCOMetrics, DetectionAPLoss, Detectio
 from lightning_retrieval.detection.tiny import TinyPyramid
 from tests.lightning_retrieval.detection.scenes import NOTHING, SceneData, make_batch
 
+STEPS, CUT = 7, 5  # of a run of several processes, and of its checkpoint, in the middle of the second epoch
+
 
 def tiny():
     torch.manual_seed(0)
@@ -145,8 +147,29 @@ def test_checkpoints_rebuild_the_module_from_plain_values(tmp_path):
         DetectionModule.load_from_checkpoint(tmp_path / "damaged.ckpt")
 
 
-class Frozen(DetectionModule):
-    """The layers before the classifier keep the running statistics, which processes see different images of."""
+class FirstRegions:
+    """The first positive and the first negative regions of each image, in place of random ones."""
+
+    def __init__(self, positives, regions):
+        self.positives, self.regions = positives, regions
+
+    def __call__(self, matched):
+        positives, negatives = [], []
+        for labels in matched:
+            positive = (labels >= 1).nonzero().flatten()[: self.positives]
+            negative = (labels == 0).nonzero().flatten()[: self.regions - len(positive)]
+            positives.append(torch.zeros_like(labels).index_fill_(0, positive, 1))
+            negatives.append(torch.zeros_like(labels).index_fill_(0, negative, 1))
+        return positives, negatives
+
+
+class Deterministic(DetectionModule):
+    """The regions depend on the image alone, and the layers before the classifier keep their running statistics."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.detector.roi_heads.fg_bg_sampler = FirstRegions(2, 8)
+        self.detector.rpn.fg_bg_sampler = FirstRegions(2, 16)
 
     def training_step(self, batch, batch_idx):
         for layer in self.detector.modules():
@@ -156,23 +179,56 @@ class Frozen(DetectionModule):
 
 
 def fit_in_each_process(rank, world_size, folder):
-    """Weights, memory and metrics after a run, whose validation set has an odd number of images."""
-    module = Frozen(tiny(), DetectionAPLoss(batch_memory=2), optimizer=functools.partial(torch.optim.SGD, lr=0.01))
-    trainer = make_trainer(folder, max_epochs=2, devices=world_size, strategy="ddp", max_steps=3)
-    trainer.fit(module, datamodule=make_data())
-    weights = [parameter.detach().clone() for parameter in module.detector.parameters()]
-    memory = [past for past, _ in module.loss.map_loss.memory]
-    (tested,) = trainer.test(module, datamodule=make_data(), verbose=False)
-    return weights, memory, tested
+    """Weights, memory, losses and metrics of a whole run and of a resumed one.
+
+    The validation set has an odd number of images, and the weights are in float64, so that rounding does not grow.
+    """
+    ends = []
+    for steps, resume in ((STEPS, None), (CUT, None), (STEPS, folder / f"step={CUT}.ckpt")):
+        settings = {"max_epochs": -1, "max_steps": steps, "precision": "64-true", "enable_checkpointing": True}
+        if world_size > 1:
+            settings |= {"devices": world_size, "strategy": "ddp"}
+        optimizer = functools.partial(torch.optim.SGD, lr=0.01)
+        module = Deterministic(tiny(), DetectionAPLoss(batch_memory=2), optimizer=optimizer, seed=3)
+        losses = Losses()
+        keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=CUT, save_top_k=-1)
+        trainer = make_trainer(folder, callbacks=[losses, keep], **settings)
+        trainer.fit(module, datamodule=make_data(), ckpt_path=resume, weights_only=True)
+        weights = torch.cat([parameter.detach().flatten() for parameter in module.detector.parameters()])
+        memory = [past for past, _ in module.loss.map_loss.memory]
+        (tested,) = trainer.test(module, datamodule=make_data(), verbose=False)
+        ends.append({"weights": weights, "memory": memory, "losses": losses.values, "metrics": tested})
+    return ends[0], ends[2]
+
+
+def assert_equal_ends(one, other):
+    assert torch.equal(one["weights"], other["weights"])
+    assert len(one["memory"]) == len(other["memory"]) == 2
+    assert all(map(torch.equal, one["memory"], other["memory"]))
+    assert one["metrics"] == other["metrics"]
 
 
 @pytest.mark.slow
-def test_processes_share_lists_memory_and_metrics(run_processes, tmp_path):
-    first, second = run_processes(fit_in_each_process, 2, tmp_path, backend=None, timeout=300)
-    for one, other in zip(first[0] + first[1], second[0] + second[1]):
-        assert torch.equal(one, other)
-    assert [len(past) for past in first[1]] == [16, 16]  # two images of eight regions, one on each process
-    assert first[2] == second[2]
+def test_two_processes_train_as_one_and_resume_to_the_same_weights(run_processes, tmp_path):
+    """Lists and memory are those of the global batch: with those of a process, the weights would differ."""
+    folders = [tmp_path / str(world) for world in (1, 2)]
+    for folder in folders:
+        folder.mkdir()
+    ((alone, alone_resumed),) = run_processes(fit_in_each_process, 1, folders[0], backend=None, timeout=300)
+    (first, resumed), (second, second_resumed) = run_processes(
+        fit_in_each_process, 2, folders[1], backend=None, timeout=300
+    )
+    assert_equal_ends(first, second)
+    assert_equal_ends(alone, alone_resumed)
+    assert_equal_ends(first, resumed)
+    assert_equal_ends(second, second_resumed)
+    assert resumed["losses"] == first["losses"][CUT:]
+    assert [len(past) for past in first["memory"]] == [16, 16]  # two images of eight regions, one on each process
+    start = torch.cat([parameter.detach().double().flatten() for parameter in tiny().parameters()])
+    assert (alone["weights"] - start).abs().max() > 1e-3  # it has learned
+    torch.testing.assert_close(first["weights"], alone["weights"], rtol=0, atol=1e-9)
+    for past, of_one in zip(first["memory"], alone["memory"]):
+        torch.testing.assert_close(past.sort(0).values, of_one.sort(0).values, rtol=0, atol=1e-9)
 
 
 def test_images_without_objects_train_on(tmp_path):
