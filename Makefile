@@ -33,6 +33,7 @@ bench:  ## speed and memory: each benchmark prints a table
 	$(PYTHON) benchmarks/losses.py
 	$(PYTHON) benchmarks/metrics.py
 	$(PYTHON) benchmarks/large_batch.py
+	$(PYTHON) benchmarks/detection.py
 	$(PYTHON) benchmarks/ddp.py
 	$(PYTHON) benchmarks/samplers.py
 	$(PYTHON) benchmarks/data.py
