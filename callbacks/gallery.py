@@ -85,6 +85,10 @@ class RetrievalGallery(EvaluationFigure):
     PNG files are in `retrieval/` of the run's log folder. Every logger that accepts images (TensorBoard, Weights &
     Biases) gets them too.
 
+    Images have their true colours: what normalised them is undone if the transform of the data set says it (a
+    `Preparation`, or a last step `Normalize`), and values from 0 to 1 are colours. Other values are stretched to the
+    full range.
+
     Args:
         queries: number of queries, >= 1.
         k: number of nearest images of each query, >= 1.

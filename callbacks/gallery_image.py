@@ -4,10 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
-from jaxtyping import Float
+import torch
+from jaxtyping import Shaped
 from PIL import Image, ImageDraw
 from torch import Tensor
 from torch.utils.data import default_collate
+
+from lightning_retrieval.models import Preparation
 
 _GREEN, _RED, _GREY, _WHITE, _DARK = (34, 160, 70), (208, 48, 48), (120, 120, 120), (255, 255, 255), (60, 60, 60)
 _TILE, _BORDER, _GAP, _TITLE = 72, 4, 6, 18  # pixels
@@ -62,17 +65,53 @@ def load_image(pl_module: pl.LightningModule, dataset: Any, index: int) -> Image
             f"RetrievalGallery: images must have shape (channels, height, width) with 1 or at least 3 channels, got "
             f"{tuple(images.shape[1:])}."
         )
-    return as_image(images[0].float().cpu())
+    return as_image(images[0].cpu(), getattr(dataset, "transform", None))
 
 
-def as_image(tensor: Float[Tensor, "channel height width"]) -> Image.Image:
-    """Convert a tensor to an RGB image, with its values stretched to the full range."""
-    low, high = tensor.min(), tensor.max()
-    stretched = ((tensor - low) / (high - low).clamp(min=1e-12) * 255).byte()
-    rgb = stretched[:3]
-    if len(stretched) == 1:
-        rgb = stretched.expand(3, -1, -1)
+def as_image(tensor: Shaped[Tensor, "channel height width"], transform: Any = None) -> Image.Image:
+    """Convert a tensor to an RGB image with its true colours, as far as they are known.
+
+    Values from 0 to 1 and uint8 are colours. If the transform of the data set ends in a normalisation, this is undone.
+    Other values are stretched to the full range, all channels alike.
+
+    Args:
+        tensor: the image as the model sees it.
+        transform: that of the data set.
+    """
+    levels = _levels(tensor, transform)
+    rgb = levels[:3]
+    if len(levels) == 1:
+        rgb = levels.expand(3, -1, -1)
     return Image.fromarray(rgb.permute(1, 2, 0).numpy(), "RGB")
+
+
+def _levels(tensor: Tensor, transform: Any) -> Tensor:
+    """The image as uint8."""
+    if tensor.dtype == torch.uint8:
+        return tensor
+    normalization = _normalization(transform, len(tensor))
+    if normalization is not None:
+        return normalization.undo(tensor)
+    values = tensor.float()
+    low, high = values.min(), values.max()
+    if low < 0 or high > 1:
+        values = (values - low) / (high - low).clamp(min=1e-12)
+    return (values * 255).byte()
+
+
+def _normalization(transform: Any, channels: int) -> Preparation | None:
+    """What undoes the normalisation of a transform: itself, or one with the numbers of its last step."""
+    transform = getattr(transform, "current", transform)  # of a data module, which may exchange it
+    if isinstance(transform, Preparation) and transform.channels == channels:
+        return transform
+    steps = getattr(transform, "transforms", None)
+    last = transform
+    if steps:
+        last = steps[-1]
+    if type(last).__name__ != "Normalize" or channels not in (1, 3):
+        return None
+    mean, std = torch.as_tensor(last.mean).tolist(), torch.as_tensor(last.std).tolist()
+    return Preparation(channels=channels, mean=mean, std=std)
 
 
 def draw_gallery(rows: Sequence[GalleryRow], load: Callable[[int], Image.Image], k: int) -> Image.Image:

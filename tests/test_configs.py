@@ -146,7 +146,7 @@ def shrink_images(monkeypatch):
     smaller = v2.Resize((PIXELS, PIXELS))
 
     def shrunk(self, image):
-        result = self.transform(image)
+        result = self.current(image)
         return smaller(result) if min(result.shape[1:]) > PIXELS else result
 
     monkeypatch.setattr(CurrentTransform, "__call__", shrunk)

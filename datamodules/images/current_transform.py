@@ -16,11 +16,11 @@ class CurrentTransform:
     """
 
     def __init__(self, preparation: Preparation) -> None:
-        self.transform: Transform = preparation
+        self.current: Transform = preparation
         self.background = preparation.background  # the colour that shows through transparent pixels
 
     def __call__(self, image: Any) -> Any:
-        return self.transform(image)
+        return self.current(image)
 
     def __repr__(self) -> str:
-        return f"CurrentTransform({self.transform!r})"
+        return f"CurrentTransform({self.current!r})"

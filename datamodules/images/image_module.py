@@ -139,7 +139,7 @@ class ImageDataModule(RetrievalDataModule):
     @property
     def described_preparation(self) -> dict[str, Any]:
         """What evaluation does to an image, as plain data for checkpoints."""
-        return describe_transform(self.eval_transform.transform)
+        return describe_transform(self.eval_transform.current)
 
     def prepare_data(self) -> None:
         """Read the splits, so that a mistake in the data set's files is found before anything else happens."""

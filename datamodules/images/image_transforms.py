@@ -74,9 +74,9 @@ class ImageTransforms:
         else:
             self.preparation = self._changed(self._base(module, None))
         background = self.preparation.background
-        self.evaluation.transform, self.evaluation.background = evaluation, background
+        self.evaluation.current, self.evaluation.background = evaluation, background
         training = self._given_train or training_transform(self.paper or "plain", self.preparation)
-        self.train.transform, self.train.background = training, background
+        self.train.current, self.train.background = training, background
 
     def _recorded(self, recorded: dict[str, Any]) -> Transform:
         """The transform that the model was evaluated with."""

@@ -11,6 +11,7 @@ from PIL import Image, ImageOps
 
 from lightning_retrieval.cli.messages import printable
 from lightning_retrieval.cli.search_images import Hit, QueryResult
+from lightning_retrieval.models.colours import to_rgb
 
 LONGEST_SIDE = 320  # pixels of a picture in the page
 SHARP_SIDE = 96  # pictures up to this size keep sharp pixels when the browser enlarges them
@@ -80,7 +81,7 @@ def _picture(path: Path, description: str) -> str | None:
     """The HTML of an image as a data URI; None if the image cannot be read any more."""
     try:
         with Image.open(path) as file:
-            image = ImageOps.exif_transpose(file).convert("RGB")
+            image = to_rgb(ImageOps.exif_transpose(file))
     except Exception:  # Pillow's readers raise errors of many kinds for damaged files
         return None
     stream = io.BytesIO()

@@ -49,7 +49,7 @@ RECORDED = describe_transform(Preparation(48, background="black"))
 def test_what_evaluation_does(settings, module, wanted):
     transforms = of_settings(**settings)
     transforms.follow(module)
-    assert transforms.evaluation.transform == wanted
+    assert transforms.evaluation.current == wanted
     assert transforms.preparation == wanted
     assert transforms.train.background == transforms.evaluation.background == wanted.background
 
@@ -57,7 +57,7 @@ def test_what_evaluation_does(settings, module, wanted):
 def test_transforms_that_were_given_stay():
     transforms = of_settings(train_transform=len, eval_transform=repr)
     transforms.follow(model(GREY, RECORDED))
-    assert (transforms.train.transform, transforms.evaluation.transform) == (len, repr)
+    assert (transforms.train.current, transforms.evaluation.current) == (len, repr)
 
 
 @pytest.mark.refusal

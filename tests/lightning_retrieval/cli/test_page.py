@@ -1,5 +1,7 @@
 """The page of search results: self-contained, safe, and usable with the keyboard in a browser."""
 
+import base64
+import io
 import os
 import re
 import shutil
@@ -10,6 +12,8 @@ import pytest
 from PIL import Image
 
 from lightning_retrieval.cli.main import main
+from lightning_retrieval.cli.page import result_page
+from lightning_retrieval.cli.search_images import Hit, QueryResult
 from tests.lightning_retrieval.cli.glyph_commands import (
     STRANGE_NAME,
     command,
@@ -166,3 +170,12 @@ def test_page_shows_its_pictures(browser, tmp_path):
         assert picture.size == (1000, 900)
         colours = picture.convert("RGB").getcolors(1 << 24)
     assert len(colours) > 100  # text and pictures, not one empty sheet
+
+
+def test_transparent_pixels_are_white_on_the_page(tmp_path):
+    Image.new("RGBA", (4, 4), (9, 9, 9, 0)).save(tmp_path / "a.png")
+    source, missing = result_page([QueryResult(str(tmp_path / "a.png"), [Hit(1, 0, "a.png", 1.0)])], tmp_path, "")
+    assert not missing
+    data = re.search(r"data:image/png;base64,([^\"]+)", source)[1]
+    with Image.open(io.BytesIO(base64.b64decode(data))) as picture:
+        assert picture.getpixel((0, 0)) == (255, 255, 255)
