@@ -1,16 +1,20 @@
-"""Evaluation of a loss in blocks of queries, so that no tensor of the size of all lists is ever made.
+"""Evaluation of a loss in blocks of queries, so that no tensor grows with the square of a large batch.
+
+The scores of many queries, a slab, are one matrix product, which is fast because it is large. The formula is evaluated
+for one block of the slab after another, whose tensors stay near a CPU's caches. The gradient of a block overwrites its
+scores, so that a slab needs no second matrix, and is propagated to the embeddings by one or two products for the slab.
 
 The weight of each query in the result is known before the first block. So a block's gradient is computed at once and
-its graph freed: memory is that of one block, and nothing is computed twice. Only with `reduction="none"`, where the
-weights arrive with the gradient, each block is computed again in the backward pass.
+its graph freed: memory is that of one slab and one block, and nothing is computed twice. Only with `reduction="none"`,
+where the weights arrive with the gradient, each block is computed again in the backward pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -20,8 +24,11 @@ from lightning_retrieval.losses.ranked_lists import RankedLists
 
 # Elements of a formula's largest tensor in one block. The values change no result beyond rounding. They depend on
 # nothing but the type of the device, so that a run can be reproduced on another machine.
-BLOCK_ELEMENTS = 1 << 21  # 8 MiB of float32: large enough for a CPU's full speed, small enough to stay near its caches
+BLOCK_ELEMENTS = 1 << 19  # 2 MiB of float32: large enough for a CPU's full speed, small enough to stay in its caches
 ACCELERATOR_BLOCK_ELEMENTS = 1 << 25  # 128 MiB: few launches, each with enough work for all of its cores
+# Scores of one slab: a whole batch of 4,096 on a CPU, and of 8,192 on an accelerator.
+SLAB_ELEMENTS = 1 << 24  # 64 MiB
+ACCELERATOR_SLAB_ELEMENTS = 1 << 26  # 256 MiB
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +47,25 @@ class Block:
         """Which references are relevant candidates of these queries, and which are candidates."""
         relevant, candidate = lists.masks(self.rows)
         return attach_facts(relevant, self.facts), candidate
+
+
+@dataclass(frozen=True, eq=False)
+class Slab:
+    """Consecutive blocks whose scores are computed by one matrix product.
+
+    Args:
+        rows: the queries of all blocks.
+        blocks: the blocks.
+    """
+
+    rows: Int[Tensor, " slab"]
+    blocks: tuple[Block, ...]
+
+    def parts(self, scores: Float[Tensor, "slab gallery"]) -> Iterator[tuple[Block, Float[Tensor, "block gallery"]]]:
+        """Each block with its scores, which share the memory of the slab's and can be the start of a graph."""
+        sizes = [len(block.rows) for block in self.blocks]
+        for block, part in zip(self.blocks, scores.split(sizes)):
+            yield block, part.detach()
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +92,21 @@ class BlockPlan:
     def inputs(self) -> tuple[Tensor, ...]:
         """What gradients are computed for: the tensors of the lists, then the parameters."""
         return (*self.lists.tensors, *self.parameters)
+
+    def slabs(self) -> Iterator[Slab]:
+        """The blocks in groups of at most a slab's number of scores, but of at least one block."""
+        device = self.lists.device
+        most = size_for(device, cpu=SLAB_ELEMENTS, accelerator=ACCELERATOR_SLAB_ELEMENTS) // max(1, self.lists.gallery)
+        group: list[Block] = []
+        rows = 0
+        for block in self.blocks:
+            if group and rows + len(block.rows) > most:
+                yield _slab_of(group)
+                group, rows = [], 0
+            group.append(block)
+            rows += len(block.rows)
+        if group:
+            yield _slab_of(group)
 
 
 def cut_into_blocks(
@@ -114,30 +155,41 @@ class _BlockGradients:
     def needed(self) -> bool:
         return self.of_scores or len(self.parameters) > 0
 
-    def add(self, rows: Tensor, scores: Tensor, values: Tensor, upstream: Tensor | None = None) -> None:
-        """Add the gradient of one block.
+    def replace_scores(self, scores: Tensor, values: Tensor, upstream: Tensor | None = None) -> None:
+        """Replace the scores of one block by their gradient, and add the gradient of the parameters.
 
         Args:
-            rows: the block's queries.
-            scores: their scores, which `values` was computed from.
+            scores: the scores that `values` was computed from.
             values: the weighted value of each query, with a graph.
             upstream: the incoming gradient of each value; 1 if None. A score affects the value of one query only, so
                 its gradient is scaled afterwards. The parameters affect all values, so these are scaled before the sum.
         """
+        gradient = None
         if self.of_scores:
             ones, keep_graph = torch.ones_like(values), len(self.parameters) > 0
             (gradient,) = torch.autograd.grad(values, scores, ones, retain_graph=keep_graph, allow_unused=True)
-            if gradient is not None and upstream is not None:
-                gradient = gradient * upstream[:, None]
-            if gradient is not None:
-                self.lists.add_gradient(rows, gradient, self.all)
         if self.parameters:
-            if upstream is None:
-                upstream = torch.ones_like(values)
-            gradients = torch.autograd.grad(values, self.parameters, upstream, allow_unused=True)
-            for total, gradient in zip(self.of_parameters, gradients):
-                if gradient is not None:
-                    total += gradient
+            self._add_to_parameters(values, upstream)
+        memory = scores.detach()
+        if gradient is None:
+            memory.zero_()
+        elif upstream is None:
+            memory.copy_(gradient)
+        else:
+            torch.mul(gradient, upstream[:, None], out=memory)
+
+    def add_slab(self, rows: Tensor, gradient: Tensor) -> None:
+        """Propagate the gradient of a slab's scores to the tensors of the lists; it may be changed."""
+        if self.of_scores:
+            self.lists.add_gradient(rows, gradient, self.all)
+
+    def _add_to_parameters(self, values: Tensor, upstream: Tensor | None) -> None:
+        if upstream is None:
+            upstream = torch.ones_like(values)
+        gradients = torch.autograd.grad(values, self.parameters, upstream, allow_unused=True)
+        for total, gradient in zip(self.of_parameters, gradients):
+            if gradient is not None:
+                total += gradient
 
 
 class WeightedMean(torch.autograd.Function):
@@ -147,16 +199,19 @@ class WeightedMean(torch.autograd.Function):
     def forward(ctx: Any, plan: BlockPlan, *inputs: Tensor) -> Tensor:
         gradients = _BlockGradients(plan, ctx.needs_input_grad[1:])
         total = torch.zeros((), dtype=plan.lists.dtype, device=plan.lists.device)
-        for block in plan.blocks:
-            rows = block.rows
-            scores = plan.lists.scores(rows).requires_grad_(gradients.needed)
-            relevant, candidate = block.masks(plan.lists)
-            with torch.set_grad_enabled(gradients.needed):
-                values = plan.weights[rows] * plan.formula(scores, relevant, candidate)
-            if gradients.needed:
-                gradients.add(rows, scores, values)
-            total += values.detach().sum()
-            del scores, relevant, candidate, values  # freed before the next block is computed
+        for slab in plan.slabs():
+            all_scores = plan.lists.scores(slab.rows)
+            for block, scores in slab.parts(all_scores):
+                relevant, candidate = block.masks(plan.lists)
+                scores.requires_grad_(gradients.needed)
+                with torch.set_grad_enabled(gradients.needed):
+                    values = plan.weights[block.rows] * plan.formula(scores, relevant, candidate)
+                total += values.detach().sum()
+                if gradients.needed:
+                    gradients.replace_scores(scores, values)
+                del relevant, candidate, values  # freed before the next block is computed
+            gradients.add_slab(slab.rows, all_scores)
+            del all_scores, scores
         ctx.save_for_backward(*gradients.all)
         return total
 
@@ -177,11 +232,11 @@ class QueryValues(torch.autograd.Function):
         ctx.plan = plan
         ctx.save_for_backward(*inputs)
         values = torch.full_like(plan.weights, torch.nan)
-        for block in plan.blocks:
-            rows = block.rows
-            relevant, candidate = block.masks(plan.lists)
-            losses = plan.formula(plan.lists.scores(rows), relevant, candidate)
-            values[rows] = plan.count * plan.weights[rows] * losses
+        for slab in plan.slabs():
+            for block, scores in slab.parts(plan.lists.scores(slab.rows)):
+                relevant, candidate = block.masks(plan.lists)
+                losses = plan.formula(scores, relevant, candidate)
+                values[block.rows] = plan.count * plan.weights[block.rows] * losses
         return values
 
     @staticmethod
@@ -192,15 +247,22 @@ class QueryValues(torch.autograd.Function):
         gradients = _BlockGradients(plan, ctx.needs_input_grad[1:])
         upstream = plan.count * grad
         with torch.autocast(plan.lists.device.type, enabled=False):
-            for block in plan.blocks:
-                rows = block.rows
-                scores = plan.lists.scores(rows).requires_grad_()
-                relevant, candidate = block.masks(plan.lists)
-                with torch.enable_grad():
-                    values = plan.weights[rows] * plan.formula(scores, relevant, candidate)
-                gradients.add(rows, scores, values, upstream[rows])
-                del scores, relevant, candidate, values  # freed before the next block is computed
+            for slab in plan.slabs():
+                all_scores = plan.lists.scores(slab.rows)
+                for block, scores in slab.parts(all_scores):
+                    relevant, candidate = block.masks(plan.lists)
+                    scores.requires_grad_()
+                    with torch.enable_grad():
+                        values = plan.weights[block.rows] * plan.formula(scores, relevant, candidate)
+                    gradients.replace_scores(scores, values, upstream[block.rows])
+                    del relevant, candidate, values  # freed before the next block is computed
+                gradients.add_slab(slab.rows, all_scores)
+                del all_scores, scores
         return None, *gradients.all
+
+
+def _slab_of(blocks: list[Block]) -> Slab:
+    return Slab(torch.cat([block.rows for block in blocks]), tuple(blocks))
 
 
 def _scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:

@@ -3,16 +3,21 @@
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_retrieval.checks import check_device, check_integers, check_labels, check_matrix, short_repr
-from lightning_retrieval.host import to_host
+from lightning_retrieval.host import size_for, to_host
 from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
 from lightning_retrieval.losses.ranked_lists import RankedLists
 from lightning_retrieval.losses.shared_reads import read_once
 from lightning_retrieval.ranking.labels import check_nesting, finest
 from lightning_retrieval.ranking.similarity import normalize
+
+# Rows and columns of the tiles in which a matrix is transposed.
+CPU_TILE = 256
+ACCELERATOR_TILE = 4096
 
 
 class EmbeddingLists(RankedLists):
@@ -63,13 +68,15 @@ class EmbeddingLists(RankedLists):
         if batch.ref_emb is not None:
             references = normalize(batch.ref_emb).to(queries.dtype)
             self.given["ref_emb"] = batch.ref_emb.detach()
-        self.tensors = (queries, references)
+        self.tensors: tuple[Tensor, ...] = (queries, references)
+        if self.in_batch:
+            self.tensors = (queries,)
         self.gallery = len(references)
         self._queries, self._references = queries.detach(), references.detach()
         self._labels_and_ids = (batch.labels, batch.ref_labels, batch.ids, batch.ref_ids)
 
     def scores(self, rows: Tensor) -> Tensor:
-        return self._queries[rows] @ self._references.T
+        return self._queries_at(rows) @ self._references.T
 
     def masks(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         relevant = self._relevance(rows)
@@ -88,11 +95,26 @@ class EmbeddingLists(RankedLists):
         return read_once(self._labels_and_ids, settings, super().count_positives)
 
     def add_gradient(self, rows: Tensor, gradient: Tensor, gradients: list[Tensor | None]) -> None:
-        of_queries, of_references = gradients[:2]
-        if of_queries is not None:
-            of_queries.index_add_(0, rows, gradient @ self._references)
-        if of_references is not None:
-            of_references.addmm_(gradient.T, self._queries[rows])
+        if not self.in_batch:
+            of_queries, of_references = gradients[:2]
+            if of_queries is not None:
+                of_queries.index_add_(0, rows, gradient @ self._references)
+            if of_references is not None:
+                of_references.addmm_(gradient.T, self._queries[rows])
+            return
+        of_embeddings = gradients[0]
+        if of_embeddings is None:
+            return
+        if len(rows) == len(self._queries):  # one product of G + G^T instead of one of each
+            of_embeddings.addmm_(add_transposed(gradient), self._queries)
+        else:
+            of_embeddings.index_add_(0, rows, gradient @ self._queries)
+            of_embeddings.addmm_(gradient.T, self._queries[rows])
+
+    def _queries_at(self, rows: Tensor) -> Tensor:
+        if len(rows) == len(self._queries):  # rows are in ascending order
+            return self._queries
+        return self._queries[rows]
 
     def class_weights(self, valid: Tensor) -> Tensor:
         labels = self.labels.contiguous()
@@ -119,6 +141,19 @@ class EmbeddingLists(RankedLists):
             mask.scatter_(1, rows[:, None], False)
         if self.ids is not None and self.ref_ids is not None:
             mask &= self.ids[rows, None] != self.ref_ids
+
+
+def add_transposed(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    """Add the transposed matrix to a square matrix in place, tile by tile, without a second matrix of its size."""
+    size = size_for(matrix.device, cpu=CPU_TILE, accelerator=ACCELERATOR_TILE)
+    for i in range(0, len(matrix), size):
+        for j in range(0, i, size):
+            tile, mirrored = matrix[i : i + size, j : j + size], matrix[j : j + size, i : i + size]
+            tile += mirrored.T
+            mirrored.copy_(tile.T)
+        diagonal = matrix[i : i + size, i : i + size]
+        diagonal.copy_(diagonal + diagonal.T)
+    return matrix
 
 
 def _as_levels(labels: Tensor) -> Tensor:

@@ -49,7 +49,10 @@ class RankedLists(ABC):
 
     @abstractmethod
     def add_gradient(self, rows: Tensor, gradient: Tensor, gradients: list[Tensor | None]) -> None:
-        """Propagate the gradient of these queries' scores to `tensors`, and add it to `gradients`."""
+        """Propagate the gradient of these queries' scores to `tensors`, and add it to `gradients`.
+
+        The rows are in ascending order. The gradient may be changed.
+        """
 
     @abstractmethod
     def class_weights(self, valid: Bool[Tensor, " query"]) -> Float[Tensor, " query"]:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_retrieval import losses
-from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss, blockwise
+from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss, blockwise, embedding_lists
 
 LOSSES = [
     loss
@@ -82,6 +82,18 @@ class Largest(TorchDispatchMode):
         sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self.elements = max([self.elements, *sizes])
         return result
+
+
+class Multiplications(TorchDispatchMode):
+    """Counts the multiplications in products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._schema.name in ("aten::mm", "aten::addmm", "aten::addmm_"):
+            left, right = args[-2:]
+            self.count += left.numel() * right.shape[1]
+        return function(*args, **(kwargs or {}))
 
 
 # The same for every loss of the package.
@@ -361,12 +373,45 @@ def test_zero_embeddings_have_a_finite_gradient():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_no_tensor_as_large_as_the_score_matrix(reduction):
-    x = torch.randn(2304, 8).requires_grad_()
-    labels = torch.arange(2304) % 1152
+def test_no_tensor_as_large_as_the_score_matrix_of_a_large_batch(reduction):
+    x = torch.randn(4352, 8).requires_grad_()
+    labels = torch.arange(4352) % 2176
     with Largest() as largest:
         SmoothAPLoss(reduction=reduction)(x, labels).sum().backward()
-    assert largest.elements <= 2 * blockwise.BLOCK_ELEMENTS < 2304**2
+    assert largest.elements <= blockwise.SLAB_ELEMENTS < 4352**2
+
+
+@pytest.mark.parametrize(("slab", "products"), [(1 << 24, 2), (64 * 96, 2), (32 * 96, 3)])
+def test_the_gradient_of_a_whole_batch_is_one_product(slab, products, monkeypatch):
+    monkeypatch.setattr(blockwise, "SLAB_ELEMENTS", slab)
+    monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", 16 * 64)
+    x = torch.randn(64, 32).requires_grad_()
+    with Multiplications() as multiplications:
+        SmoothAPLoss()(x, torch.arange(64) // 2).backward()
+    assert multiplications.count == products * 64 * 64 * 32
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 21])
+def test_a_matrix_is_added_to_its_transpose_tile_by_tile(size, monkeypatch):
+    monkeypatch.setattr(embedding_lists, "CPU_TILE", 8)
+    matrix = torch.randn(size, size)
+    expected = matrix + matrix.T
+    assert torch.equal(embedding_lists.add_transposed(matrix), expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("slab", [1, 50, 1 << 24])
+def test_the_cut_into_slabs_does_not_matter(reduction, slab, monkeypatch):
+    loss = SmoothAPLoss(reduction=reduction)
+    for sizes in ([2, 3, 4], [2, 3, 1]):  # the last query has no positive: its scores are not computed
+        x, labels = batch(sizes)
+        value, gradient = value_and_gradient(loss, x, labels)
+        monkeypatch.setattr(blockwise, "SLAB_ELEMENTS", slab)
+        monkeypatch.setattr(blockwise, "BLOCK_ELEMENTS", 25)
+        cut, cut_gradient = value_and_gradient(loss, x, labels)
+        monkeypatch.undo()
+        torch.testing.assert_close(cut, value, equal_nan=True)
+        torch.testing.assert_close(cut_gradient, gradient, rtol=1e-10, atol=1e-12)
 
 
 PEAK = """
