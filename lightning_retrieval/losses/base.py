@@ -45,9 +45,8 @@ class RetrievalLoss(BatchLoss, ABC):
 
     Relations:
         Embeddings are normalised inside, in float32 or better, also under autocast. No tensor of size (B, B, B) is ever
-        made, and of size (B, B) only if B is small; else only a part at a time, however large the batch. `torch.compile`
-        gives the same numbers but breaks the graph at the checks and the blocks, whose sizes depend on the labels;
-        `fullgraph=True` raises.
+        made, and of size (B, B) only if B is small; else a part at a time. `torch.compile` gives the same numbers but
+        breaks the graph at the checks and the blocks, whose sizes depend on the labels; `fullgraph=True` raises.
     """
 
     # Whether include_self makes the query a positive too, and whether relevance has levels instead of yes and no.

@@ -10,8 +10,9 @@ on ranks divided by the list's length L, as in the official code, so that lambda
 lengths.
 
 `blackbox_rank` ranks all scores of a list. The losses need the ranks of the positives only, which `positive_ranks`
-computes at less cost: only these ranks have a gradient, so only the positives move in s + lambda g. The scores of the
-negatives are sorted once, and the rank of a positive, before and after the move, is found by a search in them.
+computes at less cost: only these ranks have a gradient, so only the positives move in s + lambda g. If queries have few
+positives, each is compared with all negatives, before and after the move. Otherwise the scores of the negatives are
+sorted once, and the rank of a positive is found by a search in them.
 
 Differences from the official code, for all losses that use this file: the margin is not random; nothing is added to the
 number of positives; a loss weight or a gradient scale does not change the direction of the gradient, since lambda acts
@@ -31,6 +32,7 @@ from lightning_retrieval.losses.positives import Positives, find_positives, join
 
 LARGEST_MARGIN = 100.0  # with larger ones, float32 would make different scores of positives equal
 TINY = 1e-8  # the official code divides by lambda + TINY
+MOST_COMPARED = 16  # positives of a query that are compared with all negatives, which is faster than a sort
 
 
 def blackbox_rank(scores: Float[Tensor, "*lists length"], lambda_: float = 4.0) -> Float[Tensor, "*lists length"]:
@@ -77,10 +79,10 @@ def blackbox_rank(scores: Float[Tensor, "*lists length"], lambda_: float = 4.0) 
 
 
 class SortedLists(NamedTuple):
-    """Ranked lists of scores that are sorted once, and then searched as often as needed."""
+    """Ranked lists of scores that are sorted at most once, and then searched as often as needed."""
 
-    negatives: Float[Tensor, "query gallery"]  # ascending; the entries of positives and non-candidates are -inf, first
-    column: Int[Tensor, "query gallery"]  # where each entry of `negatives` stands in the score matrix
+    negatives: Float[Tensor, "query gallery"]  # -inf at positives and non-candidates; ascending if sorted
+    column: Int[Tensor, "query gallery"] | None  # where each sorted entry stands in the score matrix; None: not sorted
     positives: Positives
     s: Float[Tensor, " pos"]  # the score of each positive
     length: Int[Tensor, " query"]  # number of candidates
@@ -92,7 +94,7 @@ def sort_lists(
     candidate: Bool[Tensor, "query gallery"],
     margin: float,
 ) -> SortedLists:
-    """Sort the lists of a score matrix, without a gradient.
+    """Prepare the lists of a score matrix, without a gradient; they are sorted if a query has many positives.
 
     Args:
         scores: similarities, higher is nearer; the scores of non-candidates are ignored.
@@ -105,8 +107,10 @@ def sort_lists(
     positives = find_positives(relevant)
     s = scores[positives.query, positives.index] - margin / 2  # (pos,)
     others = scores.masked_fill(~candidate | relevant, -torch.inf) + margin / 2
-    negatives, order = others.sort(dim=1)  # (query, gallery)
-    return SortedLists(negatives, order, positives, s, candidate.sum(1))
+    if positives.most <= MOST_COMPARED:
+        return SortedLists(others, None, positives, s, candidate.sum(1))
+    negatives, column = others.sort(dim=1)  # (query, gallery)
+    return SortedLists(negatives, column, positives, s, candidate.sum(1))
 
 
 def positive_ranks(
@@ -196,10 +200,12 @@ def _rank_changes_of_negatives(
     """How much the rank of each negative increases if the positives move from `s` to `moved`.
 
     It increases by one for each positive that moves from below its score to its score or above, and decreases by one
-    for each that moves below it. In the sorted list this adds 1 to all ranks from the position of `s` on, and subtracts
+    for each that moves below it. In a sorted list this adds 1 to all ranks from the position of `s` on, and subtracts
     1 from all ranks from the position of `moved` on.
     """
     negatives = lists.negatives
+    if lists.column is None:
+        return _rank_changes_by_comparison(negatives, positives, s, moved)
     gallery = negatives.shape[1]
     change = negatives.new_zeros(len(negatives), gallery + 1)
     for values, sign in ((s, 1.0), (moved, -1.0)):
@@ -208,14 +214,44 @@ def _rank_changes_of_negatives(
     return torch.empty_like(negatives).scatter_(1, lists.column, change.cumsum_(1)[:, :-1])
 
 
+def _rank_changes_by_comparison(
+    negatives: Float[Tensor, "query gallery"],
+    positives: Positives,
+    s: Float[Tensor, " pos"],
+    moved: Float[Tensor, " pos"],
+) -> Float[Tensor, "query gallery"]:
+    change, reached = torch.zeros_like(negatives), torch.empty_like(negatives)
+    before = _in_rows(positives, positives.column(), s, 0.0)  # (query, column); the padding adds and subtracts the same
+    after = _in_rows(positives, positives.column(), moved, 0.0)
+    for old, new in zip(before.unbind(1), after.unbind(1)):
+        change += torch.le(negatives, new[:, None], out=reached)
+        change -= torch.le(negatives, old[:, None], out=reached)
+    return change
+
+
 def _count_negatives_at_least(
     lists: Sequence[SortedLists], positives: Positives, values: Float[Tensor, " pos"]
 ) -> Int[Tensor, " pos"]:
     """How many negatives of the query in all lists are at least as large as each value."""
     count = torch.zeros_like(positives.query)
     for part in lists:
-        count += _count_at_least(part.negatives, positives, values)
+        if part.column is None:
+            count += _count_by_comparison(part.negatives, positives, values)
+        else:
+            count += _count_at_least(part.negatives, positives, values)
     return count
+
+
+def _count_by_comparison(
+    negatives: Float[Tensor, "query gallery"], positives: Positives, values: Float[Tensor, " pos"]
+) -> Int[Tensor, " pos"]:
+    """How many negatives of the query are at least as large as each value."""
+    column = positives.column()
+    rows = _in_rows(positives, column, values, 0.0)  # (query, column)
+    counts, at_least = torch.zeros_like(rows), torch.empty_like(negatives)
+    for number, value in enumerate(rows.unbind(1)):
+        counts[:, number] = torch.ge(negatives, value[:, None], out=at_least).sum(1)
+    return counts[positives.query, column].to(torch.int64)
 
 
 def _count_at_least(

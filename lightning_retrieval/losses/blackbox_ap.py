@@ -63,7 +63,8 @@ class BlackboxAPLoss(RetrievalLoss):
         0.25
 
     Cost:
-        One sort of each list, independently of the number of positives; memory is that of one block of queries.
+        One sort of each list, or a few comparisons for each positive if no query of a block has more than 16; memory is
+        that of one block of queries.
 
     Relations:
         With `margin=0` its value is exactly 1 - AP. `BlackboxRecallLoss` gives more weight to the first ranks.

@@ -94,7 +94,8 @@ class BlackboxRecallLoss(PairLoss):
         0.3466
 
     Cost:
-        One sort of each list, independently of the number of positives; memory is that of one block of queries.
+        One sort of each list, or a few comparisons for each positive if no query of a block has more than 16; memory is
+        that of one block of queries.
 
     Relations:
         `BlackboxAPLoss` optimises AP itself. `CrossBatchMemory` does make lists longer, by past embeddings.

@@ -18,6 +18,7 @@ Differences from the official code: the query is neither in its own list nor in 
 item is skipped. `hrank_slopes` is the official code's optional gradient through H-rank.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -28,7 +29,8 @@ from lightning_retrieval.checks import check_finite_number, check_not_negative, 
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.indexing import at
 from lightning_retrieval.losses.positives import find_positives, levels_in
-from lightning_retrieval.losses.sup_ap import upper_step
+from lightning_retrieval.losses.soft_counts import count_above
+from lightning_retrieval.losses.sup_ap import count_upper
 
 
 def hap(
@@ -59,32 +61,58 @@ def hap(
         start: added to the sigmoid above 0.
         hrank_slopes: (beta, gamma, leak) of `soft_step`, or None: H-rank has no gradient.
     """
-    rel = relevance_of_levels(levels, alpha, scores.dtype)  # (query, gallery)
     positives = find_positives(levels)
     query, i = positives.query, positives.index  # (pos,), (pos,)
-    s_i = at(scores, query, i)  # (pos,)
-    rel_i, level_i = rel[query, i][:, None], levels[query, i][:, None]  # (pos, 1), (pos, 1)
+    s_i, level_i = at(scores, query, i), levels[query, i]  # (pos,), (pos,)
+    h_minus = functools.partial(count_upper, tau=tau, rho=rho, delta=delta, offset=offset, start=start)
+    lower, row = lower_items(scores, levels, candidate, query, level_i)
+    lower_above = count_above(lower, row, s_i, h_minus)  # (pos,)
 
-    # Tensors below are (pos, gallery) unless a comment says otherwise. To save memory, no intermediate result of that
-    # size is kept longer than needed; `candidate[query]` and the like are gathered again instead.
-    t = scores.index_select(0, query) - s_i[:, None]  # s_j - s_i
-    step = (t.detach() >= 0) & candidate[query]  # i itself is one of the j
-
-    lower = candidate[query] & (levels[query] < level_i)
-    lower_above = (upper_step(t, tau=tau, rho=rho, delta=delta, offset=offset, start=start) * lower).sum(1)  # (pos,)
-    others_above = (step & ~lower).sum(1)  # (pos,)
+    # All other counts are of relevant items. Each pair is a relevant i and a relevant j of the same query, as indices
+    # into (pos,); i itself is one of the j.
+    pair_i, pair_j = positives.pairs()  # (pair,), (pair,)
+    t = s_i.index_select(0, pair_j) - s_i.index_select(0, pair_i)  # (pair,)
+    step = t.detach() >= 0  # (pair,)
+    levels_above = level_i[pair_j].to(torch.int64) - level_i[pair_i].to(torch.int64)  # (pair,)
+    others_above = torch.zeros_like(s_i).index_add(0, pair_i, (step & (levels_above >= 0)).to(s_i.dtype))  # (pos,)
     rank = lower_above + others_above  # (pos,)
 
-    shared = torch.minimum(rel[query], rel_i)
-    if hrank_slopes is None:
-        h_rank = (shared * step).sum(1)  # (pos,)
-    else:
-        higher = candidate[query] & (levels[query] > level_i)
-        counted = torch.where(higher, soft_step(t, hrank_slopes), step.to(t.dtype))
-        h_rank = (shared * counted).sum(1)  # (pos,)
+    rel = relevance_of_levels(levels, alpha, scores.dtype)  # (query, gallery)
+    rel_i = rel[query, i]  # (pos,)
+    counted = step.to(s_i.dtype)  # (pair,)
+    if hrank_slopes is not None:
+        counted = torch.where(levels_above > 0, soft_step(t, hrank_slopes), counted)
+    shared = torch.minimum(rel_i[pair_i], rel_i[pair_j])  # (pair,)
+    h_rank = torch.zeros_like(s_i).index_add(0, pair_i, shared * counted)  # (pos,)
 
     sum_of_ratios = torch.zeros_like(scores[:, 0]).index_add(0, query, h_rank / rank)  # (query,)
     return 1 - sum_of_ratios / rel.sum(1)
+
+
+def lower_items(
+    scores: Float[Tensor, "query gallery"],
+    levels: Integer[Tensor, "query gallery"],
+    candidate: Bool[Tensor, "query gallery"],
+    query: Int[Tensor, " pos"],
+    level_i: Integer[Tensor, " pos"],
+) -> tuple[Float[Tensor, "list gallery"], Int[Tensor, " pos"]]:
+    """One list for each query and level, with -inf for all but the items of lower levels.
+
+    The number of its list is returned for each positive, too.
+
+    Args:
+        scores: similarities of all items.
+        levels: number of label levels that each item shares with the query.
+        candidate: the items in each query's list.
+        query: the query of each positive.
+        level_i: the level of each positive.
+    """
+    present = levels_in(levels)
+    lists = [scores.where(candidate & (levels < level), -torch.inf) for level in present]
+    lower_levels = torch.zeros_like(query)  # how many of the levels that are present are lower than that of i
+    for level in present:
+        lower_levels += level_i > level
+    return torch.stack(lists, 1).flatten(0, 1), query * len(present) + lower_levels
 
 
 def soft_step(t: Float[Tensor, "..."], slopes: tuple[float, ...]) -> Float[Tensor, "..."]:

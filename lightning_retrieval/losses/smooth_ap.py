@@ -20,6 +20,7 @@ from lightning_retrieval.checks import check_positive
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.indexing import at
 from lightning_retrieval.losses.positives import find_positives
+from lightning_retrieval.losses.soft_counts import count_above, sigmoid_step
 
 
 def smooth_ap(
@@ -63,10 +64,8 @@ def soft_ranks(
         query: the query (row of `s`) of each positive.
         s_i: the score of each positive.
     """
-    # The operations work in place, so that there is only one (pos, gallery) buffer.
-    above = s.index_select(0, query).sub_(s_i[:, None]).sigmoid_()  # (pos, gallery)
     # The sum runs over all j including i itself, whose sigma(0) is 1/2; so 1/2 is missing from 1 + sum over j != i.
-    return 0.5 + above.sum(1)
+    return 0.5 + count_above(s, query, s_i, sigmoid_step)
 
 
 class SmoothAPLoss(RetrievalLoss):

@@ -17,6 +17,9 @@ official configuration has offset 1.44, which is a step down at delta; before it
 official code had rho t + offset as the linear part.
 """
 
+import functools
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -25,6 +28,7 @@ from lightning_retrieval.checks import check_not_negative, check_positive
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.indexing import at
 from lightning_retrieval.losses.positives import find_positives
+from lightning_retrieval.losses.soft_counts import count_above
 
 
 def sup_ap(
@@ -55,8 +59,8 @@ def sup_ap(
     s_i = at(scores, query, i)  # (pos,)
 
     s_negative = scores.masked_fill(~candidate | relevant, -torch.inf)  # (query, gallery)
-    t = s_negative.index_select(0, query).sub_(s_i[:, None])  # (pos, gallery); in place, since this is a hot path
-    negatives_above = upper_step(t, tau=tau, rho=rho, delta=delta, offset=offset, start=start).sum(1)  # (pos,)
+    h_minus = functools.partial(count_upper, tau=tau, rho=rho, delta=delta, offset=offset, start=start)
+    negatives_above = count_above(s_negative, query, s_i, h_minus)  # (pos,)
 
     # Each pair is a positive i and a positive j of the same query, as indices into (pos,).
     pair_i, pair_j = positives.pairs()  # (pair,), (pair,)
@@ -68,15 +72,33 @@ def sup_ap(
     return 1 - sum_of_precisions / relevant.sum(1)
 
 
+def count_upper(
+    t: Float[Tensor, "pos gallery"], **settings: Any
+) -> tuple[Float[Tensor, " pos"], Float[Tensor, "pos gallery"]]:
+    """The sum of H^-(t) over the gallery, and its slope at each t; for settings see `upper_step`."""
+    value, slope = upper_step(t, **settings)
+    return value.sum(1), slope
+
+
 def upper_step(
     t: Float[Tensor, "..."], *, tau: float, rho: float, delta: float, offset: float | None, start: float
-) -> Float[Tensor, "..."]:
-    """H^-(t): a sigmoid up to 0, `start` above it up to `delta`, and a line of slope `rho` beyond."""
+) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
+    """H^-(t), a sigmoid up to 0, `start` above it up to `delta`, and a line of slope `rho` beyond; and its slope.
+
+    Conditions are written as numbers 0 and 1 into float tensors, which is much faster on a CPU than `torch.where`.
+    """
     if offset is None:
         sigma_at_delta = torch.sigmoid(torch.tensor(delta / tau, dtype=torch.float64))
         offset = float(sigma_at_delta) + start
-    curved = torch.sigmoid(t / tau) + start * (t > 0)
-    return torch.where(t > delta, rho * (t - delta) + offset, curved)
+    sigma = torch.sigmoid(t / tau)
+    is_linear = torch.gt(t, delta, out=torch.empty_like(t))
+    slope = torch.addcmul(sigma, sigma, sigma, value=-1).div_(tau)  # of the curved part
+    slope.lerp_(torch.full_like(slope[:1], rho), is_linear)
+
+    is_above = torch.gt(t, 0, out=torch.empty_like(t))
+    curved = sigma.add_(is_above, alpha=start)
+    line = (t - delta).clamp_(min=0).mul_(rho).add_(offset)  # finite also where t is -inf
+    return curved.lerp_(line, is_linear), slope
 
 
 class SupAPLoss(RetrievalLoss):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_retrieval.losses import BlackboxAPLoss, BlackboxRecallLoss, blackbox_rank, blockwise
+from lightning_retrieval.losses import BlackboxAPLoss, BlackboxRecallLoss, blackbox, blackbox_rank, blockwise
 from tests.lightning_retrieval.losses.oracles import blackbox_gradient, ranks_by_sorting
 
 
@@ -16,6 +16,13 @@ def make(kind, lambda_, margin, **keywords):
     if kind == "ap":
         return BlackboxAPLoss(lambda_, margin, **keywords)
     return BlackboxRecallLoss(lambda_, margin, weighting=kind, **keywords)
+
+
+@pytest.fixture(scope="module", autouse=True, params=[0, 16], ids=["sorted", "compared"])
+def most_compared(request):
+    """Every test twice: with lists that are sorted and searched, and with positives compared with all negatives."""
+    with patch.object(blackbox, "MOST_COMPARED", request.param):
+        yield
 
 
 KIND = pytest.mark.parametrize("kind", ["ap", "log", "loglog"])

@@ -25,10 +25,10 @@ def test_function_is_the_loss(name, settings):
 
 def test_h_minus_is_never_below_the_step_and_continuous_at_delta():
     t = torch.linspace(-0.5, 0.5, 2001, dtype=torch.float64)
-    h_minus = upper_step(t, tau=0.01, rho=100.0, delta=0.05, offset=None, start=0.5)
+    h_minus, _ = upper_step(t, tau=0.01, rho=100.0, delta=0.05, offset=None, start=0.5)
     assert (h_minus >= (t > 0)).all()
     around_delta = torch.tensor([0.05, 0.05 + 1e-12], dtype=torch.float64)
-    below, above = upper_step(around_delta, tau=0.01, rho=100.0, delta=0.05, offset=None, start=0.5)
+    (below, above), _ = upper_step(around_delta, tau=0.01, rho=100.0, delta=0.05, offset=None, start=0.5)
     assert below.item() == pytest.approx(above.item(), abs=1e-9)
 
 
