@@ -1,16 +1,23 @@
 """Forward and backward pass of every loss: time and peak memory at several batch sizes, compared with a peer.
 
-    python benchmarks/losses.py
+    python benchmarks/losses.py             # about five minutes on two cores
+    python benchmarks/losses.py --products  # compared with their matrix products alone, about three minutes
 
 The peer is the loss of the same name in pytorch-metric-learning if there is one, else a direct implementation of the
 formula with a tensor of shape (B, B, B) or (B, bins, B); for the black-box losses it is one argsort of the (B, B) score
 matrix. A loss and its peer are timed alternately in one process, on the same embeddings. Classes of 4 images are
 contiguous, since the Smooth-AP of pytorch-metric-learning needs that. Its losses have other values, because they count
 the query in its own list or form groups differently. Memory is the peak that a step adds, measured in a separate
-process. The benchmark takes about five minutes on two cores.
+process.
+
+The matrix products of a loss are one of B x B x D in the forward pass and two in the backward pass. They and the losses
+run in turn in one process, and the ratio is the median of the ratios of each turn. On a CPU the time is CPU time, so
+that other work on the machine hardly counts; it is measured with one thread and with two.
 """
 
+import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -164,10 +171,51 @@ def measure(name: str, batch: int, device: str, quick: bool) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
-    options = arguments("Forward and backward pass of every loss, compared with a peer.")
-    device, quick = options.device, options.quick
+def products(batch: int, device: str) -> Callable[[], Any]:
+    """A function that computes the matrix products of a loss and its gradient, and nothing else."""
+    embeddings = normalize(torch.randn(batch, DIM, device=device))
+    scores = embeddings @ embeddings.T
+
+    def run() -> None:
+        torch.mm(embeddings, embeddings.T, out=scores)
+        scores @ embeddings
+        scores.T @ embeddings
+
+    return run
+
+
+def compare_with_products(device: str, quick: bool) -> list[dict[str, Any]]:
+    """Every loss and its matrix products alone, with one thread and with two."""
+    batch, runs = (32, 1) if quick else (4096, 9)
+    clock, threads = time.process_time, (1, 2)
+    if device != "cpu":
+        clock, threads = time.perf_counter, (1,)
     rows: list[dict[str, Any]] = []
+    for number in threads:
+        torch.set_num_threads(number)
+        functions = {name: step(make(), batch, device, name == "HAPLoss") for name, make in LOSSES.items()}
+        turns = [interleaved({"products": products(batch, device), **functions}, 1, device, 1, clock)]
+        for _ in range(runs - 1):
+            turns.append(interleaved({"products": products(batch, device), **functions}, 1, device, 0, clock))
+        for name in LOSSES:
+            ratios = [turn[name].median / turn["products"].median for turn in turns]
+            row = {"loss": name, "batch": batch, "threads": number, "over its products": median(ratios)}
+            rows.append(row | {"lowest": min(ratios), "highest": max(ratios), "runs": runs})
+    return rows
+
+
+def main() -> None:
+    options = arguments(
+        "Forward and backward pass of every loss, compared with a peer.",
+        products="compare them with their matrix products instead",
+    )
+    device, quick = options.device, options.quick
+    if options.products:
+        title = f"Losses over their matrix products, K = {PER_CLASS}, D = {DIM}; CPU time on a CPU"
+        rows = compare_with_products(device, quick)
+        report(title, environment(device), rows, options.json)
+        return
+    rows = []
     for name in LOSSES:
         for batch in batch_sizes(name, device, quick):
             row = measure(name, batch, device, quick)
