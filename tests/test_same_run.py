@@ -80,7 +80,12 @@ def mixed():
 SCENARIOS = {
     "smooth-ap": lambda: {"loss": SmoothAPLoss(tau=0.01)},
     "chunks": lambda: {"loss": SmoothAPLoss(tau=0.01), "chunk_size": 11},  # 5 chunks alone, 2 and 1 of 4 processes
-    "memory": lambda: {"loss": SmoothAPLoss(), "chunk_size": 11, "memory": CrossBatchMemory(150, start_step=2)},
+    "memory": lambda: {
+        "loss": SmoothAPLoss(),
+        "chunk_size": 11,
+        "keep_graphs": 2,
+        "memory": CrossBatchMemory(150, start_step=2),
+    },
     "roadmap": lambda: {
         "loss": ROADMAPLoss.official(),
         "memory": CrossBatchMemory(150),

@@ -1,6 +1,7 @@
 """The largest chunk that fits into the memory of a device, found by trial."""
 
 import gc
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -15,11 +16,15 @@ from lightning_retrieval.training.random_state import RandomState
 from lightning_retrieval.training.running_statistics import RunningStatistics
 
 
-def largest_chunk_size(embed: Callable[[Tensor], Tensor], inputs: Tensor, *, reserve: int = 0) -> int:
+def largest_chunk_size(
+    embed: Callable[[Tensor], Tensor], inputs: Tensor, *, keep_graphs: int = 1, reserve: int = 0
+) -> int:
     """The largest `chunk_size` for `chunked_backward` that fits into the memory of the device.
 
-    Tries the whole batch, then half of it (rounded up), and so on. A trial embeds that many inputs and back-propagates
-    them, twice, since gradients already exist when the second chunk of a step is embedded. It restores gradients, the
+    Tries the whole batch as one chunk, then 2 chunks of the same size (rounded up), 4 and so on, until one fits; then
+    the numbers of chunks between the last two, of which it returns the smallest that fits. A trial embeds the chunks
+    whose graphs are kept and back-propagates them, twice, since gradients already exist when the second chunk of a step
+    is embedded. It restores gradients, the
     random state, running statistics of normalisation layers and the autocast cache. Gradients that exist before the
     call take up memory in addition to those of the trial: call it after `zero_grad`. Each process decides for itself,
     so the sizes may differ, and no layer of `embed` may wait for other processes, as SyncBatchNorm does.
@@ -29,12 +34,13 @@ def largest_chunk_size(embed: Callable[[Tensor], Tensor], inputs: Tensor, *, res
     Args:
         embed: maps inputs (n, ...) to embeddings (n, D).
         inputs: the whole batch, rows first, on the device whose memory is tested. On a CPU all rows "fit".
+        keep_graphs: number of chunks whose graphs are kept, >= 1, as for `chunked_backward`.
         reserve: bytes of the device to keep free for what comes later, such as the optimizer's state and the loss;
             >= 0.
 
     Raises:
-        ValueError: if `inputs` is empty or `reserve` < 0.
-        TypeError: if `embed` cannot be called, `inputs` is no tensor, or `reserve` no integer.
+        ValueError: if `inputs` is empty, `keep_graphs` < 1 or `reserve` < 0.
+        TypeError: if `embed` cannot be called, `inputs` is no tensor, or `keep_graphs` or `reserve` no integer.
         torch.OutOfMemoryError: if not even one row fits.
 
     Example:
@@ -45,27 +51,42 @@ def largest_chunk_size(embed: Callable[[Tensor], Tensor], inputs: Tensor, *, res
     """
     check_callable("largest_chunk_size", "embed", embed)
     check_inputs("largest_chunk_size", inputs)
+    keep_graphs = check_integer("largest_chunk_size", "keep_graphs", keep_graphs, least=1)
     reserve = check_integer("largest_chunk_size", "reserve", reserve, least=0)
-    size = len(inputs)
-    while not _fits(embed, inputs[:size], reserve):
+    rows = len(inputs)
+    too_few, chunks = 0, 1  # numbers of chunks
+    while not _fits(embed, inputs.split(math.ceil(rows / chunks))[:keep_graphs], reserve):
         _free_memory(inputs.device)
-        size = (size + 1) // 2
+        too_few, chunks = chunks, 2 * chunks
+    size = math.ceil(rows / chunks)
+    while chunks - too_few > 1:
+        between = (too_few + chunks) // 2
+        larger = math.ceil(rows / between)
+        if larger == size or _fits(embed, inputs.split(larger)[:keep_graphs], reserve):
+            chunks, size = between, larger
+        else:
+            _free_memory(inputs.device)
+            too_few = between
     return size
 
 
-def _fits(embed: Callable[[Tensor], Tensor], inputs: Tensor, reserve: int) -> bool:
-    """Whether a chunk of these inputs fits; raises if it is a single one that does not."""
+def _fits(embed: Callable[[Tensor], Tensor], chunks: tuple[Tensor, ...], reserve: int) -> bool:
+    """Whether the graphs of these chunks fit; raises if they are of one input each and do not."""
     try:
-        _try_chunk(embed, inputs, reserve)
+        _try_chunks(embed, chunks, reserve)
     except RuntimeError as error:  # torch.OutOfMemoryError is one
         if not may_be_out_of_memory(error):
             raise
+        inputs = chunks[0]
         if len(inputs) > 1:
             return False
         if not is_out_of_memory(error):
             raise
+        number = "one input"
+        if len(chunks) > 1:
+            number = f"the graphs of {len(chunks)} chunks of one input"
         raise torch.OutOfMemoryError(
-            f"largest_chunk_size: not even one input of shape {tuple(inputs.shape[1:])} fits the memory of "
+            f"largest_chunk_size: not even {number} of shape {tuple(inputs.shape[1:])} fits the memory of "
             f"{inputs.device} in addition to the {reserve} reserved bytes; use smaller inputs, a smaller network "
             "or half precision."
         ) from error
@@ -81,18 +102,22 @@ def _free_memory(device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
 
-def _try_chunk(embed: Callable[[Tensor], Tensor], inputs: Tensor, reserve: int) -> None:
-    """Use the memory that a chunk uses in a step, and restore all state."""
-    reserved = torch.empty(reserve, dtype=torch.uint8, device=inputs.device)
-    statistics, random_state = RunningStatistics(embed, len(inputs)), RandomState()
+def _try_chunks(embed: Callable[[Tensor], Tensor], chunks: tuple[Tensor, ...], reserve: int) -> None:
+    """Use the memory that the kept graphs of these chunks use in a step, and restore all state."""
+    reserved = torch.empty(reserve, dtype=torch.uint8, device=chunks[0].device)
+    statistics, random_state = RunningStatistics(embed, sum(map(len, chunks))), RandomState()
     with _gradients_restored(embed) as set_aside, statistics.unchanged(), random_state.replayed(), torch.enable_grad():
         for _ in range(2):
-            embeddings = embed(inputs)
-            check_tensor("largest_chunk_size", "embed's result", embeddings)
-            if embeddings.requires_grad:
-                set_aside(_leaves(embeddings))
-                embeddings.backward(torch.zeros_like(embeddings))
-            del embeddings
+            kept = []
+            for chunk in chunks:
+                kept.append(embed(chunk))
+                check_tensor("largest_chunk_size", "embed's result", kept[-1])
+            while kept:
+                embeddings = kept.pop()
+                if embeddings.requires_grad:
+                    set_aside(_leaves(embeddings))
+                    embeddings.backward(torch.zeros_like(embeddings))
+                del embeddings
     del reserved
 
 

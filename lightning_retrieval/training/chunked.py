@@ -9,8 +9,9 @@ ICCV 2019, section 3.3):
 3. embed chunk by chunk again, with a graph and the same random numbers, and propagate each chunk's slice of that
    gradient.
 
-The last chunk keeps its graph from stage 1 and is propagated first, so it is embedded only once, and the graphs of two
-chunks never exist at the same time.
+The last `keep_graphs` chunks keep their graphs from stage 1, so they are embedded only once. The last one is propagated
+first, and the others in their order, so never more than `keep_graphs` graphs exist at the same time, and the gradients
+are added up in the same order whatever `keep_graphs` is.
 """
 
 from collections.abc import Callable
@@ -32,9 +33,10 @@ def chunked_backward(
     loss: Callable[[Tensor], Tensor],
     chunk_size: int | None = None,
     *,
+    keep_graphs: int = 1,
     backward: Callable[[Tensor], Any] = torch.Tensor.backward,
 ) -> Tensor:
-    """Accumulate in `.grad` what `loss(embed(inputs)).backward()` would, with one chunk's graph in memory at a time.
+    """Accumulate in `.grad` what `loss(embed(inputs)).backward()` would, with the graphs of few chunks in memory.
 
     Args:
         embed: maps inputs (n, ...) to embeddings (n, D), each row independently. A layer that mixes the rows of its
@@ -44,14 +46,17 @@ def chunked_backward(
         inputs: the whole batch, rows first.
         loss: maps the embeddings of the whole batch (B, D) to a scalar; may have parameters of its own.
         chunk_size: rows embedded at a time, >= 1; None embeds all at once.
+        keep_graphs: number of chunks whose graphs are kept, >= 1; each of them is embedded only once. It has no
+            influence on the gradients.
         backward: back-propagates the scalar, for half precision that scales it first.
 
     Returns:
         The value of the loss, without a graph.
 
     Raises:
-        ValueError: if `inputs` is empty, `chunk_size` < 1, or the embeddings do not have one row for each input.
-        TypeError: if `inputs` is no tensor, `chunk_size` no integer, or a function cannot be called.
+        ValueError: if `inputs` is empty, `chunk_size` or `keep_graphs` < 1, or the embeddings do not have one row for
+            each input.
+        TypeError: if `inputs` is no tensor, `chunk_size` or `keep_graphs` no integer, or a function cannot be called.
 
     Example:
         >>> import torch
@@ -67,20 +72,21 @@ def chunked_backward(
         True
 
     Cost:
-        All chunks but the last are embedded twice. Memory is that of one chunk's graph, the embeddings and the loss.
+        All chunks but the last `keep_graphs` are embedded twice. Memory is that of `keep_graphs` graphs of a chunk, the
+        embeddings and the loss.
     """
     check_callable(_OWNER, "embed", embed)
     check_callable(_OWNER, "loss", loss)
     check_callable(_OWNER, "backward", backward)
     check_inputs(_OWNER, inputs)
+    check_integer(_OWNER, "keep_graphs", keep_graphs, least=1)
     chunks = inputs.split(_rows_of_a_chunk(inputs, chunk_size))
     statistics = RunningStatistics(embed, len(inputs), watched=len(chunks) > 1)
 
-    parts, states = _embed_without_graph(embed, chunks[:-1], statistics)
-    with statistics.collected(len(chunks[-1])):
-        last = embed(chunks[-1])
+    parts, states = _embed_without_graph(embed, chunks[:-keep_graphs], statistics)
+    kept = _embed_with_graph(embed, chunks[-keep_graphs:], statistics)
     statistics.update()
-    embeddings = _joined(parts, last, len(inputs))
+    embeddings = _joined([*parts, *kept], len(inputs))
 
     value = loss(embeddings)
     _check_scalar(value)
@@ -88,14 +94,15 @@ def chunked_backward(
         value = value + 0 * embeddings.sum()
     backward(value)
 
-    if embeddings.grad is not None and last.requires_grad:
-        gradients = embeddings.grad.to(last.dtype).split(len(chunks[0]))
+    if embeddings.grad is not None and kept[-1].requires_grad:
+        gradients = embeddings.grad.to(kept[-1].dtype).split(len(chunks[0]))
         with statistics.unchanged():  # also during the backward passes, which run checkpointed layers again
-            last.backward(gradients[-1])
-            del last
+            kept.pop().backward(gradients[-1])
             for chunk, state, gradient in zip(chunks, states, gradients):
                 with state.replayed():
                     embed(chunk).backward(gradient)
+            for gradient in gradients[len(states) : -1]:
+                kept.pop(0).backward(gradient)
     return value.detach()
 
 
@@ -132,10 +139,21 @@ def _embed_without_graph(
     return parts, states
 
 
-def _joined(parts: list[Tensor], last: Tensor, rows: int) -> Tensor:
+def _embed_with_graph(
+    embed: Callable[[Tensor], Tensor], chunks: tuple[Tensor, ...], statistics: RunningStatistics
+) -> list[Tensor]:
+    kept = []
+    for chunk in chunks:
+        with statistics.collected(len(chunk)):
+            kept.append(embed(chunk))
+    return kept
+
+
+def _joined(parts: list[Tensor], rows: int) -> Tensor:
     """The embeddings of the whole batch as a leaf that collects the gradient of the loss."""
-    check_tensor(_OWNER, "embed's result", last)
-    embeddings = torch.cat([*parts, last.detach()])
+    for part in parts:
+        check_tensor(_OWNER, "embed's result", part)
+    embeddings = torch.cat([part.detach() for part in parts])
     if embeddings.ndim != 2 or len(embeddings) != rows:
         raise ValueError(
             f"{_OWNER}: `embed` must return one row for each of the {rows} inputs, got shape {tuple(embeddings.shape)}."

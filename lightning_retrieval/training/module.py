@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_retrieval.checks import (
     check_bool,
     check_choice,
+    check_integer,
     check_positive,
     check_tensor,
 )
@@ -54,6 +55,8 @@ class RetrievalModule(ManualTraining):
         loss: a loss of this library or of pytorch-metric-learning, or any module called as `loss(embeddings, labels)`.
         chunk_size: images embedded at a time, >= 1; None embeds the whole shard at once; `"auto"` finds the largest
             size that fits the memory of the device, by trial before the first step.
+        keep_graphs: number of chunks that keep their graphs, >= 1, and so are embedded once instead of twice. More of
+            them take less time and more memory, and leave the gradients as they are.
         optimizer: called with the parameter groups; a class, or `functools.partial(torch.optim.SGD, lr=0.1)`.
         lr_scheduler: called with the optimizer, or None.
         lr_scheduler_interval: step the scheduler after each `"step"` or `"epoch"`.
@@ -97,6 +100,7 @@ class RetrievalModule(ManualTraining):
         loss: nn.Module,
         *,
         chunk_size: int | Literal["auto"] | None = None,
+        keep_graphs: int = 1,
         optimizer: Callable[[Iterable[Any]], Optimizer] = torch.optim.AdamW,
         lr_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None = None,
         lr_scheduler_interval: Literal["epoch", "step"] = "epoch",
@@ -135,6 +139,7 @@ class RetrievalModule(ManualTraining):
         self.eval_scales = check_scales(owner, "eval_scales", eval_scales)
         self.eval_scales_pooling = check_choice(owner, "eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING))
         self.chunk_size: int | Literal["auto"] | None = check_chunk_size(owner, chunk_size)
+        self.keep_graphs = check_integer(owner, "keep_graphs", keep_graphs, least=1)
         self.gather = check_bool(owner, "gather", gather)
         self.gradient_clip_val = check_clip_value(owner, gradient_clip_val)
         self.gradient_clip_algorithm = check_choice(
@@ -208,7 +213,9 @@ class RetrievalModule(ManualTraining):
         )
         with step_random_state(self.seed, step.number, rank()), without_gradient_sync(self.trainer):
             chunk_size = self._chunk_size_for(images)
-            part = chunked_backward(self, images, step.loss, chunk_size, backward=self.manual_backward)
+            part = chunked_backward(
+                self, images, step.loss, chunk_size, keep_graphs=self.keep_graphs, backward=self.manual_backward
+            )
         if self._is_first_step:
             report_first_step(self, step, chunk_size)
             self.preparation = getattr(self.trainer.datamodule, "described_preparation", None)  # type: ignore[attr-defined]
@@ -224,7 +231,7 @@ class RetrievalModule(ManualTraining):
         if self.chunk_size is None:
             return len(images)
         if isinstance(self.chunk_size, str):
-            return min(self._chunk_size_search.find(self, images), len(images))
+            return min(self._chunk_size_search.find(self, images, self.keep_graphs), len(images))
         return min(self.chunk_size, len(images))
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:

@@ -1,6 +1,8 @@
 """The largest chunk that fits into memory, found by trial without a trace."""
 
 import gc
+import math
+import weakref
 
 import pytest
 import torch
@@ -53,16 +55,47 @@ def out_of_memory_above(most, embed, calls, in_backward=False):
         (11, [11]),
         (50, [11]),
         (10, [11, 6]),
-        (5, [11, 6, 3]),
-        (3, [11, 6, 3]),
+        (5, [11, 6, 3, 4]),  # in 1, 2, 4 and then 3 chunks
+        (4, [11, 6, 3, 4]),
+        (3, [11, 6, 3, 4]),
         (2, [11, 6, 3, 2]),
         (1, [11, 6, 3, 2, 1]),
     ],
 )
-def test_largest_chunk_is_found_by_halving(most, tried, in_backward):
+def test_largest_chunk_is_found_by_doubling_and_bisecting_the_number_of_chunks(most, tried, in_backward):
     calls = []
-    assert largest_chunk_size(out_of_memory_above(most, net(), calls, in_backward), images()) == tried[-1]
+    found = largest_chunk_size(out_of_memory_above(most, net(), calls, in_backward), images())
+    assert found == max(size for size in tried if size <= most)
     assert list(dict.fromkeys(calls)) == tried
+
+
+@pytest.mark.parametrize("most", range(1, 102))
+def test_no_smaller_number_of_chunks_would_fit(most):
+    rows = torch.zeros(101, 1)
+    size = largest_chunk_size(out_of_memory_above(most, nn.Identity(), []), rows)
+    possible = [math.ceil(101 / chunks) for chunks in range(1, 102)]
+    assert size == max(size for size in possible if size <= most)
+
+
+@pytest.mark.parametrize(("keep_graphs", "size"), [(1, 6), (2, 3), (3, 2), (6, 1), (20, 1)])
+def test_the_graphs_of_all_kept_chunks_must_fit(keep_graphs, size):
+    """A device whose memory holds the graphs of 7 rows."""
+    alive = []
+
+    def embed(x):
+        rows = sum(len(tensor) for tensor in (reference() for reference in alive) if tensor is not None)
+        if rows + len(x) > 7:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        y = layer(x)
+        alive.append(weakref.ref(y))
+        return y
+
+    layer = net()
+    if keep_graphs > 7:
+        with pytest.raises(torch.OutOfMemoryError, match="not even the graphs of 11 chunks of one input of shape"):
+            largest_chunk_size(embed, images(), keep_graphs=keep_graphs)
+    else:
+        assert largest_chunk_size(embed, images(), keep_graphs=keep_graphs) == size
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -135,7 +168,7 @@ def fails_above(most, message):
 
 @pytest.mark.parametrize("message", [OF_CUBLAS, OF_CUDNN, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED", NO_ENGINE])
 def test_failed_allocations_of_other_libraries_make_chunks_smaller(message):
-    assert largest_chunk_size(fails_above(5, message), images()) == 3
+    assert largest_chunk_size(fails_above(5, message), images()) == 4
 
 
 @pytest.mark.parametrize("message", [OF_CUBLAS, OF_CUDNN])

@@ -23,15 +23,15 @@ class Small(nn.Module):
 
 
 def test_auto_takes_the_largest_chunk_that_fits():
-    """Of 10 rows: 10, 5 and 3 are tried; a longer batch makes it look again, a shorter one does not."""
+    """Of 10 rows: 10, 5, 3 and 4 are tried; a longer batch makes it look again, a shorter one does not."""
     data = batches(2)
     longer = [torch.cat(pair) for pair in zip(*batches(2))]
     auto, fixed = (
-        RetrievalModule(Small(4), SmoothAPLoss(tau=0.1), chunk_size=size, optimizer=SGD, seed=3) for size in ("auto", 3)
+        RetrievalModule(Small(4), SmoothAPLoss(tau=0.1), chunk_size=size, optimizer=SGD, seed=3) for size in ("auto", 4)
     )
     fit(auto, [*data, longer, data[0]])
     fit(fixed, [*data, longer, data[0]])
-    assert (auto._chunk_size_search.chunk_size, auto._chunk_size_search.rows) == (3, 20)
+    assert (auto._chunk_size_search.chunk_size, auto._chunk_size_search.rows) == (4, 20)
     tried = [rows for rows in auto.embedder.asked if rows > 4]
     assert tried == [10, 5, 20, 10, 5]
     assert_same(auto, fixed)

@@ -1,5 +1,6 @@
 """Chunked backpropagation against the plain one, with a control for each promise that shows what breaks without it."""
 
+import copy
 import math
 import weakref
 
@@ -13,10 +14,12 @@ from lightning_retrieval.training.chunked import chunked_backward
 from tests.lightning_retrieval.training.small_chunks import (
     LABELS,
     SIZES,
+    batch_norm,
     chunk_by_chunk,
     gradients_of,
     images,
     net,
+    net_with,
     smooth_ap,
 )
 
@@ -52,6 +55,40 @@ def test_same_gradient_for_every_loss(make, dtype, most, size):
     for gradient, expected in zip([*gradients_of(embed), *gradients_of(loss)], plain, strict=True):
         assert expected.norm() > 0
         assert (gradient - expected).norm() <= most * expected.norm()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("keep_graphs", [2, 3, 5, 9])
+def test_gradients_are_the_same_bit_for_bit_however_many_graphs_are_kept(keep_graphs, autocast):
+    """With dropout and BatchNorm, whose statistics are updated once, too."""
+    embed, x = nn.Sequential(net_with(batch_norm(0.1)), nn.Dropout(0.5)).float(), images(torch.float32)
+    start, results = copy.deepcopy(embed.state_dict()), []
+    for kept in (1, keep_graphs):
+        embed.load_state_dict(start)
+        embed.zero_grad()
+        torch.manual_seed(5)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            value = chunked_backward(embed, x, smooth_ap, 2, keep_graphs=kept)
+        results.append([value, *gradients_of(embed), *embed.buffers(), torch.rand(1)])
+        results[-1] = [tensor.clone() for tensor in results[-1]]
+    for tensor, expected in zip(*results, strict=True):
+        assert torch.equal(tensor, expected)
+    assert results[0][1].any()
+
+
+@pytest.mark.parametrize("keep_graphs", [1, 2, 4, 20])
+def test_kept_chunks_are_embedded_once(keep_graphs):
+    embed, x, calls = net(), images(), []
+
+    def counted(chunk):
+        calls.append((chunk[0, 0].item(), torch.is_grad_enabled()))
+        return embed(chunk)
+
+    chunked_backward(counted, x, smooth_ap, 3, keep_graphs=keep_graphs)
+    again = max(0, 4 - keep_graphs)
+    firsts = [chunk[0, 0].item() for chunk in x.split(3)]
+    expected = [(first, False) for first in firsts[:again]] + [(first, True) for first in firsts[again:]]
+    assert calls == expected + [(first, True) for first in firsts[:again]]
 
 
 def test_gradients_are_added_to_those_there():
@@ -119,7 +156,11 @@ def test_how_often_each_chunk_is_embedded(size):
     assert calls == expected
 
 
-@pytest.mark.parametrize(("run", "alive"), [(chunked_backward, 1), (chunk_by_chunk, 3)])
+def two_graphs(embed, x, loss, size):
+    return chunked_backward(embed, x, loss, size, keep_graphs=2)
+
+
+@pytest.mark.parametrize(("run", "alive"), [(chunked_backward, 1), (two_graphs, 2), (chunk_by_chunk, 3)])
 def test_graphs_alive_at_once(run, alive):
     embed, x = net(), images()
     saved, most = weakref.WeakSet(), 0
