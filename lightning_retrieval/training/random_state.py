@@ -1,5 +1,6 @@
 """Random numbers of a training step: a function of (seed, step, rank), and replayed in the second pass over a chunk."""
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,7 +56,7 @@ def step_random_state(seed: int, step: int, rank: int) -> Iterator[None]:
         rank: of this process, or 0 for numbers that all processes share.
     """
     before = _read()
-    torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + rank) % 2**63)
+    _seed(((seed * 1_000_003 + step) * 65_537 + rank) % 2**63)
     try:
         yield
     finally:
@@ -78,12 +79,24 @@ def _write(states: dict[torch.device, Tensor]) -> None:
             torch.get_device_module(device).set_rng_state(state, *_argument(device))
 
 
+def _seed(number: int) -> None:
+    """As `torch.manual_seed`, which takes milliseconds to find out that a machine has no accelerator."""
+    if has_accelerator():
+        torch.manual_seed(number)
+    else:
+        torch.default_generator.manual_seed(number)
+
+
+@functools.cache
+def has_accelerator() -> bool:
+    """Whether this machine has an accelerator, which does not change while a process runs."""
+    return torch.accelerator.is_available()
+
+
 def _accelerator_devices() -> list[torch.device]:
     """The devices of the accelerator, none if it has not been used yet: asking it for its state would initialise it."""
-    if not torch.accelerator.is_available():
-        return []
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
+    if accelerator is None or not has_accelerator():
         return []
     module: Any = torch.get_device_module(accelerator)
     if hasattr(module, "is_initialized") and not module.is_initialized():

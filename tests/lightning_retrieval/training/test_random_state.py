@@ -8,7 +8,7 @@ from torch import nn
 from torchvision.ops import StochasticDepth
 
 from lightning_retrieval.training.chunked import chunked_backward
-from lightning_retrieval.training.random_state import RandomState, step_random_state
+from lightning_retrieval.training.random_state import RandomState, has_accelerator, step_random_state
 from tests.lightning_retrieval.training.small_chunks import SIZES, chunk_by_chunk, gradients_of, images, net, smooth_ap
 
 
@@ -34,13 +34,36 @@ class Accelerator:
 
 
 @pytest.fixture
-def accelerator(monkeypatch):
+def forgotten():
+    """Whether there is an accelerator is found out again, during the test and after it."""
+    has_accelerator.cache_clear()
+    yield
+    has_accelerator.cache_clear()
+
+
+@pytest.fixture
+def accelerator(monkeypatch, forgotten):
     found = Accelerator()
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     monkeypatch.setattr(torch, "get_device_module", lambda device: found)
     return found
+
+
+def test_a_step_on_a_cpu_does_not_ask_for_accelerators_again(monkeypatch, forgotten):
+    asked = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: bool(asked.append("accelerator")))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(asked.append("cuda")))
+    drawn = []
+    for step in (4, 4, 5):
+        with step_random_state(seed=1, step=step, rank=0):
+            drawn.append(torch.rand(3))
+    assert asked == ["accelerator"]
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    torch.manual_seed((1 * 1_000_003 + 4) * 65_537)
+    assert torch.equal(torch.rand(3), drawn[0])  # as `torch.manual_seed` does it
 
 
 def test_the_numbers_of_every_device_are_drawn_again(accelerator):
