@@ -15,7 +15,8 @@ from lightning_retrieval.datamodules import Glyphs
 from lightning_retrieval.losses import WeightedSum
 
 if __name__ == "__main__":
-    alone = RetrievalModule(Embedder("glyph_net", 128), MultiSimilarityLoss(), memory=CrossBatchMemory(size=1024))
+    memory = CrossBatchMemory(size=1024, start_step=40)  # the first steps change fast
+    alone = RetrievalModule(Embedder("glyph_net", 128), MultiSimilarityLoss(), memory=memory)
     both = WeightedSum({"ap": (1.0, SmoothAPLoss(tau=0.01)), "pairs": (0.1, MultiSimilarityLoss())})
     for module in (alone, RetrievalModule(Embedder("glyph_net", 128), both, chunk_size=128)):
         trainer = pl.Trainer(max_epochs=1, callbacks=[RetrievalEvaluation()], logger=False, enable_checkpointing=False)

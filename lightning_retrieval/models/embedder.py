@@ -33,6 +33,8 @@ Self = TypeVar("Self", bound="Embedder")
 
 MOST_DIM = 1 << 20  # of embeddings and features
 
+_HAS_LOADED_WEIGHTS = "_has_loaded_weights"  # attribute of a module
+
 POOLINGS: dict[str, type[nn.Module]] = {"gem": GeM, "avg": GlobalAvgPool, "max": GlobalMaxPool}
 
 
@@ -140,6 +142,8 @@ class Embedder(nn.Module):
         if layer_norm:
             self.head.add_module("norm", nn.LayerNorm(feature_dim))
         self.head.add_module("linear", nn.Linear(feature_dim, embedding_dim))
+        for part in (self, self.backbone):
+            part.register_load_state_dict_post_hook(_note_loaded_weights)
         self._freeze()
 
     def forward(self, images: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch dim"]:
@@ -181,6 +185,12 @@ class Embedder(nn.Module):
         if features.ndim == 4:
             features = self.pool(features)
         return features
+
+    @property
+    def has_random_weights(self) -> bool:
+        """Whether the backbone was built by name with random weights, and nothing has been loaded since."""
+        has_loaded = any(getattr(part, _HAS_LOADED_WEIGHTS, False) for part in (self, self.backbone))
+        return self.backbone_name is not None and self.weights is None and not has_loaded
 
     @property
     def image_size(self) -> int | tuple[int, int] | None:
@@ -263,3 +273,7 @@ class Embedder(nn.Module):
         for module in self.backbone.modules():
             if isinstance(module, _BatchNorm):
                 module.eval()
+
+
+def _note_loaded_weights(module: nn.Module, _: Any) -> None:
+    setattr(module, _HAS_LOADED_WEIGHTS, True)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_retrieval.distributed import world_size
+from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.training.logged_settings import logged_settings
 from lightning_retrieval.training.optimizers import trainable_parameters
@@ -20,7 +21,7 @@ from lightning_retrieval.training.traffic import step_traffic
 
 
 def report_first_step(module: Any, step: TrainingStep, chunk_size: int) -> None:
-    """Log the length of lists and the traffic of a step, warn if BatchNorm sees chunks, and give facts to the loggers.
+    """Log the length of lists and the traffic of a step, warn of what may go wrong, and give facts to the loggers.
 
     Args:
         module: a `RetrievalModule` in a run.
@@ -29,6 +30,7 @@ def report_first_step(module: Any, step: TrainingStep, chunk_size: int) -> None:
     """
     report = _FirstStep(module, step, chunk_size)
     report.warn_of_batch_norm()
+    report.warn_of_early_memory()
     rank_zero_info(f"{report.lists()}{report.traffic()}.")
     log_facts(module.trainer, report.facts())
 
@@ -80,6 +82,18 @@ class _FirstStep:
                     "layers in eval mode, make it exact."
                 )
                 return
+
+    def warn_of_early_memory(self) -> None:
+        """Warn if a memory begins with the first step of a network that starts from random weights."""
+        memory, embedder = self.step.memory, self.module.embedder
+        if memory is None or memory.start_step or memory.steps:
+            return
+        if isinstance(embedder, Embedder) and embedder.has_random_weights:
+            rank_zero_warn(
+                f"{self.owner}: the memory begins at step 0 of a network with random weights, whose embeddings are out "
+                "of date after a few steps, which lowers R@1; give CrossBatchMemory(start_step=...), which "
+                "MemoryMonitor helps to choose, or start from trained weights."
+            )
 
     def lists(self) -> str:
         """The first part of the report: the numbers of classes and images in a batch, and the length of the lists."""

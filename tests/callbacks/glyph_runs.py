@@ -41,7 +41,7 @@ def fit_glyphs(logger, glyphs, folder, epochs=2, callbacks=(), **settings):
             *callbacks,
         ],
     )
-    module = RetrievalModule(network, SmoothAPLoss(tau=0.02), chunk_size=7, memory=CrossBatchMemory(20))
+    module = RetrievalModule(network, SmoothAPLoss(tau=0.02), chunk_size=7, memory=CrossBatchMemory(20, start_step=1))
     trainer.fit(module, glyphs, **settings)
     return trainer
 

@@ -1,9 +1,11 @@
 """The memory against a list of Python rows, losses over it against score matrices, and runs with it against a loop."""
 
+import copy
 import functools
 import io
 import itertools
 import math
+import warnings
 
 import pytest
 import pytorch_lightning as pl
@@ -26,7 +28,7 @@ from pytorch_metric_learning.losses import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_retrieval import CrossBatchMemory, RetrievalModule
+from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule
 from lightning_retrieval.datamodules import RetrievalDataModule
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
@@ -42,6 +44,7 @@ from lightning_retrieval.losses import (
     WeightedSum,
 )
 from lightning_retrieval.losses.ranked_batch import RankedBatch
+from lightning_retrieval.models import GlyphNet
 from lightning_retrieval.training import run_report
 from tests.point_set import Points
 
@@ -651,6 +654,46 @@ def test_losses_that_cannot_rank_references_raise_by_name(loss, wrapped, mode):
     with pytest.raises(TypeError, match=sentence):
         RetrievalModule(net(), loss, memory=CrossBatchMemory(8), **mode)
     RetrievalModule(net(), loss)
+
+
+def from_scratch():
+    return Embedder("glyph_net", 8)
+
+
+def loaded():
+    embedder = from_scratch()
+    embedder.load_state_dict(from_scratch().state_dict())
+    return embedder
+
+
+def loaded_backbone():
+    embedder = from_scratch()
+    embedder.backbone.load_state_dict(from_scratch().backbone.state_dict())
+    return copy.deepcopy(embedder)
+
+
+def own_backbone():
+    return Embedder(GlyphNet(), 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "start_step", "warns"),
+    [
+        (from_scratch, 0, True),
+        (from_scratch, 1, False),
+        (loaded, 0, False),
+        (loaded_backbone, 0, False),
+        (own_backbone, 0, False),
+    ],
+)
+def test_a_memory_from_step_0_of_random_weights_is_warned_of_once(make, start_step, warns, recwarn):
+    warnings.filterwarnings("always", "RetrievalModule: the memory begins")
+    module = RetrievalModule(make(), SmoothAPLoss(), memory=CrossBatchMemory(16, start_step))
+    data = [(torch.rand(8, 1, 32, 32), torch.arange(8) // 2, torch.arange(8)) for _ in range(3)]
+    for _ in range(2):
+        fit(module, data)
+    sentences = [str(warning.message) for warning in recwarn]
+    assert sum("the memory begins at step 0 of a network with random weights" in text for text in sentences) == warns
 
 
 @pytest.mark.parametrize(
