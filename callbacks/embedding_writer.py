@@ -281,7 +281,8 @@ def _preparation(trainer: pl.Trainer) -> dict[str, Any]:
 def _about(trainer: pl.Trainer, module: nn.Module, dataset: Any) -> dict[str, Any]:
     """What an index of the embeddings should say: the model, the preparation and the folder of the images."""
     checkpoint = trainer.ckpt_path
-    about = {"checkpoint_sha256": _digest_of_weights(module), **_preparation(trainer)}
+    about = {"checkpoint_sha256": _digest_of_weights(module), "preparation": _preparation(trainer)}
+    about["preparation_from"] = "checkpoint"
     if checkpoint is not None and Path(checkpoint).is_file():
         about["checkpoint"] = str(Path(checkpoint).absolute())
         about["checkpoint_sha256"] = file_digest(Path(checkpoint))

@@ -16,7 +16,7 @@ LAYERS = (
     {"ranking"},
     {"metrics", "losses", "models"},
     {"training", "search"},
-    {"detection"},
+    {"detection", "export"},
     {"callbacks", "datamodules"},
     {"cli"},
 )
@@ -27,6 +27,9 @@ LAZY = {
     "faster_coco_eval",
     "gradio",
     "matplotlib",
+    "onnx",
+    "onnxruntime",
+    "onnxscript",
     "pyarrow",
     "safetensors",
     "sklearn",
@@ -52,6 +55,7 @@ MAY_PRINT = {
     "lightning_retrieval/cli/check.py",  # the report on the files of a data set
     "lightning_retrieval/cli/embed.py",
     "lightning_retrieval/cli/embedding_options.py",  # images that cannot be read
+    "lightning_retrieval/cli/export.py",
     "lightning_retrieval/cli/index.py",
     "lightning_retrieval/cli/search.py",
 }

@@ -3,6 +3,7 @@
     lightning-retrieval fit|validate|test|predict --config FILE
     lightning-retrieval check --data NAME --root DIR
     lightning-retrieval embed --checkpoint C --images DIR --output DIR
+    lightning-retrieval export --checkpoint C --output DIR
     lightning-retrieval index --checkpoint C --images DIR --output INDEX
     lightning-retrieval search --index INDEX IMAGE...
 
@@ -23,6 +24,7 @@ LIGHTNING_COMMANDS = {
 OTHER_COMMANDS = {
     "check": "Check the directory structure of a data set: --data NAME --root DIR",
     "embed": "Embed images into Parquet files: --checkpoint C --images DIR --output DIR",
+    "export": "Export a model to ONNX and torch.export: --checkpoint C --output DIR",
     "index": "Index the images in a folder: --checkpoint C --images DIR --output INDEX",
     "search": "Find the nearest images in an index: --index INDEX IMAGE...",
 }
@@ -81,6 +83,10 @@ def _run(command: str, args: Sequence[str]) -> int:
         from lightning_retrieval.cli.embed import embed
 
         return embed(args)
+    if command == "export":
+        from lightning_retrieval.cli.export import export
+
+        return export(args)
     if command == "index":
         from lightning_retrieval.cli.index import index
 

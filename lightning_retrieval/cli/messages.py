@@ -27,7 +27,7 @@ def command_line_message(command: str, error: Exception, arguments: Iterable[str
         'index: `--images` must be a folder, got x.'
     """
     message = str(error)
-    for function in (f"{command}_images: ", f"{command}_embeddings: "):
+    for function in (f"{command}_images: ", f"{command}_embeddings: ", f"{command}_model: "):
         if message.startswith(function):
             message = f"{command}: {message.removeprefix(function)}"
     message = message.replace("`index_images`", "`lightning-retrieval index`")

@@ -1,0 +1,107 @@
+"""Write a program as an ONNX file with its preparation in the metadata, and run such files with onnxruntime."""
+
+import contextlib
+import io
+import json
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.export import ExportedProgram
+
+METADATA = "lightning_retrieval"  # key of the JSON in the file's metadata
+INPUT, OUTPUT = "images", "embeddings"
+
+
+def load_onnx(owner: str) -> tuple[Any, Any]:
+    """The modules `onnx` and `onnxruntime`.
+
+    Raises:
+        ModuleNotFoundError: if one of the packages of the extra is missing.
+    """
+    try:
+        import onnx
+        import onnxruntime
+        import onnxscript  # noqa: F401 - torch.onnx needs it
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"{owner}: onnx, onnxscript and onnxruntime must be installed ({error}): "
+            "pip install lightning-retrieval[onnx]."
+        ) from None
+    return onnx, onnxruntime
+
+
+def write_onnx(owner: str, exported: ExportedProgram, path: Path, about: Mapping[str, Any]) -> None:
+    """Write a program as an ONNX file.
+
+    Args:
+        owner: prefix of error messages.
+        exported: the program.
+        path: of the file.
+        about: plain values, such as the preparation, that the file keeps as JSON.
+
+    Raises:
+        ValueError: if an operation of the program has no counterpart in ONNX.
+    """
+    onnx, _ = load_onnx(owner)
+    try:
+        with _quiet():
+            torch.onnx.export(
+                exported, (), path, input_names=[INPUT], output_names=[OUTPUT], dynamo=True, external_data=False
+            )
+    except Exception as error:  # of many kinds
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"{owner}: the model must consist of operations that ONNX has, got an error ({lines[0].rstrip('.')}); use "
+            "the program of torch.export."
+        ) from None
+    model = onnx.load(path)
+    onnx.helper.set_model_props(model, {METADATA: json.dumps(about)})
+    onnx.save(model, path)
+
+
+class OnnxModel:
+    """An ONNX file that embeds images, with the method `embed` of a `RetrievalModule`.
+
+    Args:
+        owner: prefix of error messages.
+        path: of the file.
+        threads: of onnxruntime; if None, as many as torch uses.
+    """
+
+    def __init__(self, owner: str, path: Path, threads: int | None = None) -> None:
+        _, onnxruntime = load_onnx(owner)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads or torch.get_num_threads()
+        options.log_severity_level = 3
+        self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the file says of the model."""
+        found: dict[str, Any] = json.loads(self.session.get_modelmeta().custom_metadata_map[METADATA])
+        return found
+
+    def embed(self, images: Tensor) -> Float[Tensor, "batch dim"]:
+        """Embed a batch."""
+        (embeddings,) = self.session.run([OUTPUT], {INPUT: images.numpy()})
+        return torch.from_numpy(embeddings)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress and the warnings of the exporter, which are about torch's own code."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,99 @@
+"""The exported files give the embeddings of the checkpoint, and say how images are prepared."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.cli import export_model as export_module
+from lightning_retrieval.cli.export_model import export_model
+from lightning_retrieval.cli.main import main
+from lightning_retrieval.models import Preparation
+from tests.lightning_retrieval.cli.glyph_commands import paths_of, save_checkpoint
+
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+
+@pytest.fixture(scope="module")
+def exported(glyphs, tmp_path_factory):
+    """A folder with the files, and what the command printed."""
+    folder = tmp_path_factory.mktemp("exported")
+    export_model(glyphs[0] / "model.ckpt", folder)
+    return folder
+
+
+def test_files_give_the_embeddings_of_the_checkpoint(glyphs, exported):
+    session = onnxruntime.InferenceSession(exported / "model.onnx")
+    about = json.loads(session.get_modelmeta().custom_metadata_map["lightning_retrieval"])
+    assert about == json.loads((exported / "preparation.json").read_text())
+    assert (about["input"], about["input_shape"], about["dim"]) == ("uint8", ["batch", 1, 32, 32], 24)
+    preparation = Preparation(**about["preparation"])
+    images = [Image.open(glyphs[0] / "images" / path) for path in paths_of(glyphs[0] / "images")]
+    pixels = torch.stack([preparation.to_uint8(image) for image in images])
+    (found,) = session.run(None, {"images": pixels.numpy()})
+    np.testing.assert_allclose(found, glyphs[1], atol=1e-5)
+    (one,) = session.run(None, {"images": pixels[:1].numpy()})
+    np.testing.assert_allclose(one, glyphs[1][:1], atol=1e-5)
+    program = torch.export.load(exported / "model.pt2").module()
+    np.testing.assert_allclose(program(pixels).detach(), glyphs[1], atol=1e-5)
+    assert {path.name for path in exported.iterdir()} == {"model.onnx", "model.pt2", "preparation.json"}
+
+
+@pytest.mark.refusal
+def test_a_program_that_differs_is_not_written(glyphs, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_module, "TOLERANCE", -1.0)
+    with pytest.raises(ValueError, match=r"^export_model: model\.onnx must differ from the model by at most -1, got "):
+        export_model(glyphs[0] / "model.ckpt", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def run(capsys, *args):
+    with pytest.raises(SystemExit) as end:
+        main(["export", *map(str, args)])
+    return end.value.code, *capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_int8_says_what_it_costs(tmp_path, glyphs, capsys):
+    classes = tmp_path / "classes"
+    for position, path in enumerate(paths_of(glyphs[0] / "images")):
+        (classes / str(position // 4)).mkdir(parents=True, exist_ok=True)
+        Image.open(glyphs[0] / "images" / path).save(classes / str(position // 4) / f"{position}.png")
+    args = ["--checkpoint", glyphs[0] / "model.ckpt", "--output", tmp_path / "e", "--int8", "--images", classes]
+    code, out, err = run(capsys, *args)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "input: uint8 (batch, 1, 32, 32); output: (batch, 24)"
+    assert "largest difference to torch" in lines[1]
+    assert "(static int8)" in lines[3]
+    assert lines[4].startswith("R@1 of int8 on 40 images: 0.")
+    sizes = [(tmp_path / "e" / name).stat().st_size for name in ("model.int8.onnx", "model.onnx")]
+    assert sizes[0] < 0.3 * sizes[1]
+    session = onnxruntime.InferenceSession(tmp_path / "e" / "model.int8.onnx")
+    preparation = Preparation(**json.loads((tmp_path / "e" / "preparation.json").read_text())["preparation"])
+    images = [Image.open(glyphs[0] / "images" / path) for path in paths_of(glyphs[0] / "images")]
+    pixels = torch.stack([preparation.to_uint8(image) for image in images])
+    (found,) = session.run(None, {"images": pixels.numpy()})
+    cosines = torch.nn.functional.cosine_similarity(torch.from_numpy(found), glyphs[1])
+    assert cosines.min() > 0.98
+
+
+@pytest.mark.refusal
+def test_mistakes_are_reported_in_one_sentence(glyphs, tmp_path, capsys):
+    model, to = ["--checkpoint", glyphs[0] / "model.ckpt"], ["--output", tmp_path / "e"]
+    code, out, err = run(capsys, *model, *to, "--int8")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("export: `--images` must be given with `--int8`, to calibrate it and to measure")
+    code, out, err = run(capsys, *model, *to, "--int8", "--images", glyphs[0] / "images" / "1")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "`--images` must be of several classes with several images, in class folders or in a table" in err
+    module = RetrievalModule(Embedder("squeezenet1_1", embedding_dim=4, image_size=64), SmoothAPLoss())
+    save_checkpoint(tmp_path / "colour.ckpt", module)
+    code, out, err = run(capsys, "--checkpoint", tmp_path / "colour.ckpt", *to, "--transform=ap_gem")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "must be one of images of one size" in err
+    assert not (tmp_path / "e").exists()
