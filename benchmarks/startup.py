@@ -26,7 +26,14 @@ from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_image
 
 PROGRAM = [sys.executable, "-m", "lightning_retrieval.cli"]
 IMPORTS = [sys.executable, "-c", "import torch, torchvision, faiss, pytorch_lightning"]
-HELP = [["--help"], ["check", "--help"], ["embed", "--help"], ["export", "--help"], ["index", "--help"], ["search", "--help"]]
+HELP = [
+    ["--help"],
+    ["check", "--help"],
+    ["embed", "--help"],
+    ["export", "--help"],
+    ["index", "--help"],
+    ["search", "--help"],
+]
 IMAGES = 1000
 
 

@@ -114,7 +114,10 @@ def export_model(
         exported = export_program(program)
         torch.export.save(exported, new / TORCH)
         write_onnx(OWNER, exported, new / ONNX, about)
-        programs = {ONNX: OnnxModel(OWNER, new / ONNX).embed, TORCH: torch.export.load(new / TORCH).module()}
+        programs: dict[str, Callable[[Tensor], Tensor]] = {
+            ONNX: OnnxModel(OWNER, new / ONNX).embed,
+            TORCH: torch.export.load(new / TORCH).module(),
+        }
         for name, embed in programs.items():
             made.differences[name] = _check(name, embed, program)
         if listed is not None:
@@ -195,7 +198,7 @@ def _write_int8(folder: Path, embedder: ImageEmbedder, program: EmbeddingProgram
     step = max(1, count // CALIBRATION_IMAGES)
     recorder = _Recorder()
     ranges = [range(position, position + 1) for position in range(0, count, step)]
-    for _ in dataclasses.replace(embedder, module=recorder).embed(listed.root, listed.index, ranges=ranges):  # type: ignore[type-var, arg-type]
+    for _ in dataclasses.replace(embedder, module=recorder).embed(listed.root, listed.index, ranges=ranges):  # type: ignore[arg-type]
         pass
     kind = quantize_onnx(folder / ONNX, folder / INT8, recorder.batches)
     before, after = OnnxModel(OWNER, folder / ONNX), OnnxModel(OWNER, folder / INT8)
@@ -225,7 +228,7 @@ def _recall(embedder: ImageEmbedder, model: OnnxModel, listed: ListedImages) -> 
     """R@1 of a model on all images."""
     numbers = {label: number for number, label in enumerate(dict.fromkeys(listed.labels))}
     metrics = RetrievalMetrics(ks=(1,))
-    for batch in dataclasses.replace(embedder, module=model).embed(listed.root, listed.index):  # type: ignore[type-var, arg-type]
+    for batch in dataclasses.replace(embedder, module=model).embed(listed.root, listed.index):  # type: ignore[arg-type]
         if batch.embeddings is not None:
             labels = torch.tensor([numbers[listed.labels[position]] for position in batch.positions])
             metrics.update(batch.embeddings, labels, torch.tensor(batch.positions))

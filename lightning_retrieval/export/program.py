@@ -39,6 +39,9 @@ class EmbeddingProgram(nn.Module):
         torch.Size([2, 8])
     """
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, module: nn.Module, preparation: Preparation, input_type: InputType = "uint8") -> None:
         super().__init__()
         self.input_type = check_choice("EmbeddingProgram", "input_type", input_type, INPUT_TYPES)

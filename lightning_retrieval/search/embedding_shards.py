@@ -97,7 +97,7 @@ def read_parquet(owner: str, path: Path) -> ShardRows:
 
 def write_npy(rows: ShardRows, stream: DigestStream) -> None:
     """Write the embeddings of a shard."""
-    np.save(stream, np.ascontiguousarray(rows.embeddings))  # type: ignore[arg-type] # any object with `write` will do
+    np.save(stream, np.ascontiguousarray(rows.embeddings))
 
 
 def write_json(rows: ShardRows, stream: DigestStream) -> None:

@@ -45,7 +45,15 @@ finally:
 
 
 @pytest.mark.parametrize(
-    "args", [["--help"], ["embed", "--help"], ["export", "--help"], ["index", "--help"], ["search", "--help"], ["check", "--help"]]
+    "args",
+    [
+        ["--help"],
+        ["embed", "--help"],
+        ["export", "--help"],
+        ["index", "--help"],
+        ["search", "--help"],
+        ["check", "--help"],
+    ],
 )
 def test_help_appears_without_an_import_of_torch(args):
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *args], capture_output=True, text=True, timeout=120)
