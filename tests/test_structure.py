@@ -30,6 +30,7 @@ LAZY = {
     "onnx",
     "onnxruntime",
     "onnxscript",
+    "peft",
     "pyarrow",
     "safetensors",
     "sklearn",

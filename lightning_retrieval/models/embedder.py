@@ -5,6 +5,7 @@ paper a learned whitening), the unit sphere.
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeVar
 
 from jaxtyping import Float
@@ -23,9 +24,11 @@ from lightning_retrieval.models.backbone_preparation import merged_preparation, 
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.backbones import build_backbone, of_module
 from lightning_retrieval.models.features import check_features, check_image_size, feature_shape
+from lightning_retrieval.models.gradient_checkpointing import enable_gradient_checkpointing
+from lightning_retrieval.models.lora import add_adapters, check_lora, merge_adapters
 from lightning_retrieval.models.pooling import GeM, GlobalAvgPool, GlobalMaxPool
 from lightning_retrieval.models.preparation import Preparation
-from lightning_retrieval.models.pretrained import is_local_file
+from lightning_retrieval.models.pretrained import is_local_file, with_pretrained_weights
 from lightning_retrieval.ranking.similarity import normalize as l2_normalize
 
 Pooling = Literal["gem", "avg", "max", "class_token", "own"]
@@ -67,6 +70,11 @@ class Embedder(nn.Module):
             settings that differ from what the weights want. The attribute is always a `Preparation`.
         backbone_args: further keyword arguments of the network's constructor: of `timm.create_model`, of torchvision's
             function or of `GlyphNet`, or entries of the config of Hugging Face; plain values.
+        lora: freeze the backbone and train low-rank adapters of its attention, through peft: their rank r, or a dict of
+            arguments of `peft.LoraConfig`. With `weights`, a checkpoint holds no frozen weights: it is loaded with the
+            same `weights`. `merge_lora` makes a plain backbone of it.
+        gradient_checkpointing: of the blocks of a backbone of timm or Hugging Face: less memory, about a third more
+            time.
 
     Raises:
         ValueError: if the backbone, the weights or the pooling is unknown, a length is below 1, weights are given
@@ -115,6 +123,8 @@ class Embedder(nn.Module):
         image_size: int | tuple[int, int] | None = None,
         preparation: dict[str, Any] | Preparation | None = None,
         backbone_args: dict[str, Any] | None = None,
+        lora: dict[str, Any] | int | None = None,
+        gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.embedding_dim = check_integer("Embedder", "embedding_dim", embedding_dim, 1, MOST_DIM)
@@ -122,6 +132,8 @@ class Embedder(nn.Module):
         self.weights = weights
         self.layer_norm = check_bool("Embedder", "layer_norm", layer_norm)
         self.freeze_batch_norm = check_bool("Embedder", "freeze_batch_norm", freeze_batch_norm)
+        self.lora = check_lora("Embedder", lora)
+        self.gradient_checkpointing = check_bool("Embedder", "gradient_checkpointing", gradient_checkpointing)
         if feature_dim is not None:
             check_integer("Embedder", "feature_dim", feature_dim, 1, MOST_DIM)
         wanted = wanted_settings("Embedder", preparation, image_size)
@@ -144,6 +156,7 @@ class Embedder(nn.Module):
         self.head.add_module("linear", nn.Linear(feature_dim, embedding_dim))
         for part in (self, self.backbone):
             part.register_load_state_dict_post_hook(_note_loaded_weights)
+        self._prepare_backbone()
         self._freeze()
 
     def forward(self, images: Float[Tensor, "batch ..."]) -> Float[Tensor, "batch dim"]:
@@ -203,16 +216,28 @@ class Embedder(nn.Module):
         self._freeze()
         return self
 
+    def merge_lora(self: Self) -> Self:
+        """Add what the adapters have learned to the weights of the backbone, and remove them; returns itself.
+
+        The backbone is then a plain one, whose checkpoint needs no other weights and which can be exported. Without
+        adapters nothing happens.
+        """
+        if self.lora is not None:
+            merge_adapters(self.backbone)
+            self.lora = None
+        return self
+
     def init_args(self) -> dict[str, Any] | None:
         """The constructor's arguments as plain values, or None if the backbone was given as a module.
 
         `Embedder(**embedder.init_args())` has the same structure. To load a state dict into it afterwards, replace
-        `weights` by None, so that nothing is downloaded. The path of a local file of weights is not among them.
+        `weights` by None, so that nothing is downloaded. The path of a local file of weights is not among them, except
+        with `lora`, since adapters need these weights.
         """
         if self.backbone_name is None:
             return None
         weights = self.weights
-        if is_local_file(weights):
+        if is_local_file(weights) and self.lora is None:
             weights = None
         return {
             "backbone": self.backbone_name,
@@ -224,6 +249,8 @@ class Embedder(nn.Module):
             "freeze_batch_norm": self.freeze_batch_norm,
             "preparation": self.preparation.as_dict(),
             "backbone_args": self.backbone_args,
+            "lora": self.lora,
+            "gradient_checkpointing": self.gradient_checkpointing,
         }
 
     def extra_repr(self) -> str:
@@ -259,13 +286,25 @@ class Embedder(nn.Module):
         self.backbone_name: str | None = None
         if isinstance(backbone, str):
             self.backbone_name = backbone
-            built = build_backbone(request)
+            skipping: AbstractContextManager[None] = nullcontext()
+            if self.lora is not None:
+                skipping = with_pretrained_weights()
+            with skipping:
+                built = build_backbone(request)
         else:
             built = of_module(request, backbone)
         self.backbone = built.module
         self.pooling: Pooling = built.pooling  # type: ignore[assignment]
         self.backbone_args = built.arguments
         self.preparation = merged_preparation(built.preparation, wanted)
+
+    def _prepare_backbone(self) -> None:
+        """Add adapters and gradient checkpointing, where they are asked for."""
+        if self.lora is not None:
+            add_adapters("Embedder", self.backbone, self.lora)
+        if self.gradient_checkpointing:
+            name = self.backbone_name or type(self.backbone).__name__
+            enable_gradient_checkpointing("Embedder", name, self.backbone, frozen_norms=self.freeze_batch_norm)
 
     def _freeze(self) -> None:
         if not self.freeze_batch_norm:

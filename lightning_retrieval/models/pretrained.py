@@ -27,6 +27,16 @@ def without_pretrained_weights() -> Iterator[None]:
         _skipped.reset(token)
 
 
+@contextmanager
+def with_pretrained_weights() -> Iterator[None]:
+    """Load pretrained weights also while a checkpoint is loaded, since it does not hold them."""
+    token = _skipped.set(False)
+    try:
+        yield
+    finally:
+        _skipped.reset(token)
+
+
 def are_skipped() -> bool:
     """Whether backbones are built with random weights."""
     return _skipped.get()

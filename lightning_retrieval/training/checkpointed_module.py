@@ -10,6 +10,7 @@ from pytorch_lightning.utilities.model_helpers import _restricted_classmethod
 
 from lightning_retrieval.checks import check_flag
 from lightning_retrieval.models.pretrained import without_pretrained_weights
+from lightning_retrieval.training.base_weights import add_base_weights, remove_base_weights
 from lightning_retrieval.training.checkpoint_files import (
     check_checkpoint,
     check_checkpoint_exists,
@@ -97,10 +98,12 @@ class CheckpointedModule(pl.LightningModule):
         if self._trainer is not None:
             self.trainer.precision_plugin.convert_module(self)
         unfreeze(self, checkpoint.get(TRAINABLE, ()))
+        add_base_weights(type(self).__name__, self, checkpoint)
         self.preparation = checkpoint.get(PREPARATION)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep hyperparameters plain, even if a subclass has called `save_hyperparameters` itself."""
+        remove_base_weights(self, checkpoint)
         if has_finetuning(self):
             checkpoint[TRAINABLE] = [name for name, value in self.named_parameters() if value.requires_grad]
         if self.preparation is not None:

@@ -23,6 +23,7 @@ from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.training.batches import Unpacked, unpack
 from lightning_retrieval.training.chunk_size_search import ChunkSizeSearch
 from lightning_retrieval.training.chunked import chunked_backward
+from lightning_retrieval.training.frozen_backbone import FrozenBackbone
 from lightning_retrieval.training.hyperparameters import rebuild, rebuild_optional
 from lightning_retrieval.training.manual_training import ManualTraining
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
@@ -32,6 +33,7 @@ from lightning_retrieval.training.module_checks import (
     check_clip_value,
     check_memory,
 )
+from lightning_retrieval.training.optimizers import NetworkParts
 from lightning_retrieval.training.random_state import seed_of_run, step_random_state
 from lightning_retrieval.training.run_report import report_first_step
 from lightning_retrieval.training.step import TrainingStep
@@ -65,6 +67,9 @@ class RetrievalModule(ManualTraining):
         gradient_clip_val: largest gradient, > 0; None does not clip. In half precision gradients are unscaled first.
         gradient_clip_algorithm: clip the `"norm"` of all gradients together, or each `"value"`.
         head_lr_factor: ratio of the learning rate of `embedder.head` to that of the rest, > 0 (FastAP, CVPR 2019: 10).
+        layer_decay: ratio of the learning rate of each layer of `embedder.backbone` to that of the next one, from 0.01
+            to 1 (ELECTRA, BEiT: 0.65 to 0.9); its last layer has that of the head without `head_lr_factor`.
+        freeze_backbone_epochs: number of first epochs in which only the rest of the embedder is trained, >= 0.
         seed: the random state of a step (dropout) is a function of (seed, step, rank); if None, the seed of
             `seed_everything`, else 0.
         memory: past batches whose embeddings are ranked too; batches must have ids, and losses must accept references.
@@ -109,6 +114,8 @@ class RetrievalModule(ManualTraining):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: Literal["norm", "value"] = "norm",
         head_lr_factor: float = 1.0,
+        layer_decay: float = 1.0,
+        freeze_backbone_epochs: int = 0,
         seed: int | None = None,
         memory: CrossBatchMemory | None = None,
         memory_mode: MemoryMode = "one_list",
@@ -146,6 +153,9 @@ class RetrievalModule(ManualTraining):
             owner, "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")
         )
         self.head_lr_factor = check_positive(owner, "head_lr_factor", head_lr_factor)
+        self.layer_decay = check_positive(owner, "layer_decay", layer_decay, least=0.01, most=1)
+        self._frozen_backbone = FrozenBackbone(owner, self.embedder, freeze_backbone_epochs)
+        self.freeze_backbone_epochs = self._frozen_backbone.epochs
         self.seed = seed_of_run(owner, seed)
         self._chunk_size_search = ChunkSizeSearch()
 
@@ -190,8 +200,23 @@ class RetrievalModule(ManualTraining):
         `frequency` say; `ReduceLROnPlateau` looks at `lr_scheduler_monitor`, since Lightning drops the key `monitor`
         in manual optimization.
         """
-        head = getattr(self.embedder, "head", None)
-        return self._make_optimizer(head, self.head_lr_factor)
+        groups = NetworkParts(
+            head=getattr(self.embedder, "head", None),
+            head_lr_factor=self.head_lr_factor,
+            backbone=getattr(self.embedder, "backbone", None),
+            layer_decay=self.layer_decay,
+        )
+        return self._make_optimizer(groups)
+
+    def on_train_start(self) -> None:
+        """Freeze the backbone in a run that begins or is resumed in one of the first epochs."""
+        super().on_train_start()
+        self._frozen_backbone.set_epoch(self.embedder, self.current_epoch)
+
+    def on_train_epoch_start(self) -> None:
+        """Freeze the backbone in the first epochs, and train it afterwards."""
+        super().on_train_epoch_start()
+        self._frozen_backbone.set_epoch(self.embedder, self.current_epoch)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Compute the gradient of the loss in chunks, sum it over the processes, and step; all state changes here."""

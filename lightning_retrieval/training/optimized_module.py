@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_retrieval.checks import check_choice, check_integer, check_string
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.hyperparameters import rebuild_factory
-from lightning_retrieval.training.optimizers import make_optimizer
+from lightning_retrieval.training.optimizers import NetworkParts, make_optimizer
 
 
 class OptimizedModule(CheckpointedModule):
@@ -43,15 +43,14 @@ class OptimizedModule(CheckpointedModule):
         self.lr_scheduler_frequency = check_integer(owner, "lr_scheduler_frequency", frequency, least=1)
         self.lr_scheduler_monitor = check_string(owner, "lr_scheduler_monitor", monitor)
 
-    def _make_optimizer(self, head: Any = None, head_lr_factor: float = 1.0, **scheduler_settings: Any) -> Any:
+    def _make_optimizer(self, parts: NetworkParts = NetworkParts(), **scheduler_settings: Any) -> Any:  # noqa: B008
         """What `configure_optimizers` returns: the optimizer and, if there is one, its scheduler.
 
         Args:
-            head: the last layers of the network, or None.
-            head_lr_factor: ratio of the head's learning rate to that of the other parameters.
+            parts: of the network that learn at another rate than the rest.
             scheduler_settings: further entries of Lightning's description of the scheduler.
         """
-        optimizer = make_optimizer(self, head, self.optimizer, head_lr_factor)
+        optimizer = make_optimizer(self, self.optimizer, parts)
         if self.lr_scheduler is None:
             return optimizer
         scheduler = {

@@ -123,6 +123,8 @@ def test_init_args_describe_the_embedder():
         "freeze_batch_norm": True,
         "preparation": Preparation(64, channels=1, mean=(0.5,), std=(0.25,)).as_dict(),
         "backbone_args": {"width": 4},
+        "lora": None,
+        "gradient_checkpointing": False,
     }
     embedder = Embedder(**settings)
     assert embedder.init_args() == settings

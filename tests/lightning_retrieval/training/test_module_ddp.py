@@ -15,7 +15,7 @@ from pytorch_metric_learning.losses import ContrastiveLoss, ProxyAnchorLoss
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_retrieval import CrossBatchMemory, NestedLoss, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import CrossBatchMemory, Embedder, NestedLoss, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery
 from lightning_retrieval.datamodules import PKSampler, RetrievalDataModule
 from lightning_retrieval.training import run_report
@@ -24,6 +24,7 @@ from tests.point_set import Points
 STEPS = 3
 TRAINED = ["smooth-ap", "smooth-ap in chunks", "proxies", "proxies in chunks", "learned tau", "learned tau in chunks"]
 TRAINED += ["nested", "nested third-party in chunks"]
+TRAINED += ["lora and layer decay", "lora and layer decay in chunks", "frozen backbone in chunks"]
 # Batch norms see different shards on each rank, so only the agreement of the ranks can be tested.
 ALL = [*TRAINED, "batch norm", "batch norm in chunks"]
 
@@ -97,11 +98,20 @@ def make_loss(name: str) -> nn.Module:
 
 def make_module(name: str) -> RetrievalModule:
     torch.manual_seed(4)
+    settings = {}
+    if name.startswith("lora"):
+        settings["layer_decay"] = 0.5
+    if name.startswith("frozen"):
+        settings["freeze_backbone_epochs"] = 1
     norm = [nn.BatchNorm2d(1)] if "batch norm" in name else []
     embedder = nn.Sequential(*norm, nn.Flatten(), nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    if settings:
+        lora = {"r": 2, "target_modules": ["1", "3"]} if name.startswith("lora") else None
+        embedder = Embedder(embedder, 3, feature_dim=4, pooling="avg", lora=lora).double()
     return RetrievalModule(
         embedder,
         make_loss(name),
+        **settings,
         chunk_size=2 if "chunks" in name else None,
         optimizer=functools.partial(torch.optim.AdamW, lr=0.05),
     )
@@ -139,6 +149,7 @@ def train(name: str, world: int, folder: Path) -> dict:
     make_trainer(world, folder, recorder, RetrievalEvaluation(ks=(1, 5))).fit(module, datamodule=PointData())
     return {
         "parameters": flat(module.parameters()),
+        "learned": flat(torch.full_like(value, float(value.requires_grad)) for value in module.parameters()),
         "losses": recorder.losses,
         "all-reduces": recorder.all_reduces,
         "buffers": recorder.buffers[0],
@@ -242,7 +253,10 @@ def two(run_processes, tmp_path_factory):
 def test_parameters_and_losses_are_those_of_one_process(one, two, name):
     at_start = flat(make_module(name).parameters())
     expected = one["trained"][name]
-    assert (expected["parameters"] - at_start).abs().min() > 1e-6  # all of them have learned
+    changes = (expected["parameters"] - at_start).abs()
+    learned = expected["learned"].bool()
+    assert changes[learned].min() > 1e-6  # all of them
+    assert not changes[~learned].any()  # those of a backbone that is frozen
     for rank in two:
         found = rank["trained"][name]
         torch.testing.assert_close(found["parameters"], expected["parameters"], rtol=0, atol=1e-10)

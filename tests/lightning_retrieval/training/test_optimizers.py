@@ -58,3 +58,44 @@ def test_nothing_to_train_raises():
     module = RetrievalModule(net().requires_grad_(False), SmoothAPLoss())
     with pytest.raises(ValueError, match=r"^RetrievalModule: `embedder` and `loss` must have a parameter to train"):
         module.configure_optimizers()
+
+
+class WithBackbone(nn.Module):
+    """An embedder whose backbone has three layers with parameters, and whose pooling has one too."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        self.backbone = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5), nn.Linear(5, 5)).double()
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.head = nn.Linear(5, 4).double()
+
+    def forward(self, x):
+        return self.head(self.scale * self.backbone(x))
+
+
+@pytest.mark.parametrize("chunk_size", CHUNKS)
+def test_layer_decay(chunk_size):
+    plain, log = WithBackbone(), Log()
+    layers = [plain.backbone[0], plain.backbone[2], plain.backbone[3]]
+    groups = [{"params": layer.parameters(), "lr": lr} for layer, lr in zip(layers, (0.125, 0.25, 0.5))]
+    groups += [{"params": [plain.scale], "lr": 0.5}, {"params": plain.head.parameters(), "lr": 1.0}]
+    optimizer = torch.optim.SGD(groups, lr=0.5)
+    for images, labels in batches():
+        optimizer.zero_grad()
+        SmoothAPLoss(tau=0.1)(plain(images), labels).backward()
+        optimizer.step()
+    settings = {"layer_decay": 0.5, "head_lr_factor": 2, "chunk_size": chunk_size}
+    module = RetrievalModule(WithBackbone(), SmoothAPLoss(tau=0.1), optimizer=SGD, **settings)
+    fit(module, batches(), callbacks=[log])
+    assert log.rates == [[0.125, 0.25, 0.5, 0.5, 1.0]] * 3
+    assert_same(module.embedder, plain)
+
+
+@pytest.mark.refusal
+def test_layer_decay_without_a_backbone_raises():
+    module = RetrievalModule(net(), SmoothAPLoss(), layer_decay=0.5)
+    with pytest.raises(ValueError, match=r"`layer_decay` needs an embedder with a `backbone`, .*got Sequential"):
+        module.configure_optimizers()
+    with pytest.raises(ValueError, match=r"`layer_decay` must be .*, got 2"):
+        RetrievalModule(net(), SmoothAPLoss(), layer_decay=2)

@@ -1,0 +1,108 @@
+"""Adapters of a backbone: what is trained, exact merging, and the same network from its description."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_retrieval.models import Embedder
+
+peft = pytest.importorskip("peft")
+pytest.importorskip("timm")
+VIT = {
+    "backbone": "timm/vit_tiny_patch16_224",
+    "embedding_dim": 8,
+    "image_size": 32,
+    "backbone_args": {"depth": 2, "embed_dim": 24, "num_heads": 2},
+}
+
+
+def with_trained_adapters(**settings):
+    torch.manual_seed(0)
+    embedder = Embedder(**VIT, **settings)
+    with torch.no_grad():
+        for name, parameter in embedder.named_parameters():
+            if "lora_B" in name:  # 0 at the start
+                parameter.normal_(std=0.1)
+    return embedder
+
+
+def test_only_adapters_and_head_are_trained():
+    embedder = Embedder(**VIT, lora=2)
+    trained = {name for name, parameter in embedder.named_parameters() if parameter.requires_grad}
+    attention = {f"backbone.model.blocks.{block}.attn.{layer}" for block in (0, 1) for layer in ("qkv", "proj")}
+    adapters = {f"{layer}.lora_{part}.default.weight" for layer in attention for part in "AB"}
+    assert trained == adapters | {"head.linear.weight", "head.linear.bias"}
+    assert embedder.lora == {"r": 2, "lora_alpha": 2}
+
+
+def test_the_embeddings_are_those_of_the_formula():
+    """W x + (alpha / r) B A x for each adapted layer, written out."""
+    embedder = with_trained_adapters(lora={"r": 2, "lora_alpha": 6}).eval()
+    plain = Embedder(**VIT).eval()
+    weights = {}
+    for name, value in embedder.state_dict().items():
+        if "lora_" not in name:
+            weights[name.replace(".base_layer", "")] = value
+    for name, value in embedder.state_dict().items():
+        if "lora_A" in name:
+            B = embedder.state_dict()[name.replace("lora_A", "lora_B")]
+            weights[name.split(".lora_A")[0] + ".weight"] = (
+                weights[name.split(".lora_A")[0] + ".weight"] + 3 * B @ value
+            )
+    plain.load_state_dict(weights)
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(embedder(images), plain(images))
+
+
+def test_merging_gives_a_plain_backbone_with_the_same_embeddings():
+    embedder = with_trained_adapters(lora=2).eval()
+    images = torch.randn(2, 3, 32, 32)
+    expected = embedder(images)
+    merged = copy.deepcopy(embedder).merge_lora()
+    torch.testing.assert_close(merged(images), expected, rtol=0, atol=1e-6)
+    assert set(merged.state_dict()) == set(Embedder(**VIT).state_dict())
+    assert merged.lora is None
+    assert all(parameter.requires_grad for parameter in merged.parameters())
+    twin = Embedder(**merged.init_args()).eval()
+    twin.load_state_dict(merged.state_dict())
+    assert twin(images).equal(merged(images))
+
+
+def test_the_description_builds_the_same_adapters():
+    embedder = with_trained_adapters(lora={"r": 2, "target_modules": ["fc1"]}).eval()
+    twin = Embedder(**embedder.init_args()).eval()
+    twin.load_state_dict(embedder.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    assert twin(images).equal(embedder(images))
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"lora": 0}, ValueError, "`lora` must be an integer >= 1, got 0"),
+        ({"lora": {"r": 0}}, ValueError, r"`lora\['r'\]` must be an integer >= 1, got 0"),
+        ({"lora": {"rank": 3}}, ValueError, "must be a rank or arguments of peft.LoraConfig, got {'rank': 3}"),
+        ({"lora": {"target_modules": ["q"]}}, ValueError, r"arguments of peft.LoraConfig, got .*\(.*not found"),
+    ],
+)
+def test_invalid_adapters(settings, error, message):
+    with pytest.raises(error, match=message):
+        Embedder(**VIT, **settings)
+
+
+@pytest.mark.refusal
+def test_invalid_adapters_without_attention():
+    with pytest.raises(ValueError, match=r"`lora` must name its `target_modules`, since Conv2d has no linear layers"):
+        Embedder(nn.Conv2d(3, 4, 3), lora=2)
+
+
+@pytest.mark.refusal
+def test_invalid_adapters_without_peft(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    message = r"Embedder: peft must be installed for `lora`: pip install 'lightning-retrieval\[lora\]'"
+    with pytest.raises(ModuleNotFoundError, match=message):
+        Embedder(**VIT, lora=2)

@@ -1,0 +1,127 @@
+"""Checkpoints of adapters are small, and give the same model again."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
+
+from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from tests.lightning_retrieval.training.small_training import Log, fit, trainer
+
+timm = pytest.importorskip("timm")
+pytest.importorskip("peft")
+VIT = {"depth": 2, "embed_dim": 48, "num_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """A local file of weights, which stands for those of a hub."""
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("weights") / "vit.pth"
+    torch.save(timm.create_model("vit_tiny_patch16_224", img_size=32, **VIT).state_dict(), path)
+    return str(path)
+
+
+def images(steps=2):
+    generator = torch.Generator().manual_seed(7)
+    return [(torch.randn(6, 3, 32, 32, generator=generator), torch.tensor([0, 0, 1, 1, 2, 2])) for _ in range(steps)]
+
+
+def make_module(weights, *, chunk_size=None, lora=4, dropout=0.0, **settings):
+    torch.manual_seed(1)
+    embedder = Embedder(
+        "timm/vit_tiny_patch16_224",
+        8,
+        weights=weights,
+        image_size=32,
+        backbone_args=VIT,
+        lora=lora and {"r": lora, "lora_alpha": 4 * lora, "lora_dropout": dropout},
+        **settings,
+    )
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-2)
+    return RetrievalModule(embedder, SmoothAPLoss(tau=0.1), chunk_size=chunk_size, optimizer=optimizer, seed=0)
+
+
+def saved(module, folder, name="m.ckpt", **settings):
+    run = fit(module, images(), **settings)
+    run.save_checkpoint(folder / name)
+    return folder / name
+
+
+def test_a_checkpoint_holds_no_frozen_weights_and_gives_the_same_model_again(weights, tmp_path):
+    module = make_module(weights)
+    path = saved(module, tmp_path)
+    names = torch.load(path, weights_only=True)["state_dict"]
+    assert {name for name in names if name.startswith("embedder.backbone")} == {
+        name for name in module.state_dict() if "lora_" in name
+    }
+    again = RetrievalModule.load_from_checkpoint(path, weights_only=True)
+    for name, value in module.state_dict().items():
+        assert again.state_dict()[name].equal(value), name
+    assert any(value.abs().max() > 0 for name, value in again.state_dict().items() if "lora_B" in name)
+
+
+def test_without_named_weights_the_frozen_ones_are_in_the_checkpoint(tmp_path):
+    module = make_module(None)
+    again = RetrievalModule.load_from_checkpoint(saved(module, tmp_path), weights_only=True)
+    for name, value in module.state_dict().items():
+        assert again.state_dict()[name].equal(value), name
+
+
+@pytest.mark.parametrize("callbacks", [(), (EMAWeightAveraging,)], ids=["plain", "averaged"])
+def test_a_resumed_run_is_the_same(weights, tmp_path, callbacks):
+    checkpoints = ModelCheckpoint(tmp_path, "{epoch}", every_n_epochs=1, save_top_k=-1)
+    whole = make_module(weights)
+    made = [callback() for callback in callbacks]
+    fit(whole, images(), max_epochs=3, callbacks=[*made, checkpoints], enable_checkpointing=True)
+    resumed, path = make_module(weights), tmp_path / "epoch=0.ckpt"
+    run = trainer(max_epochs=3, callbacks=[callback() for callback in callbacks])
+    run.fit(resumed, torch.utils.data.DataLoader(images(), batch_size=None), ckpt_path=path, weights_only=True)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], value, msg=name)
+
+
+@pytest.mark.parametrize("settings", [{}, {"dropout": 0.3}, {"dropout": 0.3, "gradient_checkpointing": True}])
+def test_chunked_equals_whole(weights, settings):
+    """With dropout, a chunk draws other numbers than the batch, so two runs in chunks are compared."""
+    losses = []
+    for chunk_size in (3, 3 if "dropout" in settings else None):
+        module, log = make_module(weights, chunk_size=chunk_size, **settings), Log()
+        if settings.get("gradient_checkpointing") and losses:
+            module.embedder.backbone.model.set_grad_checkpointing(False)
+        fit(module, images(), callbacks=[log])
+        losses.append((log.losses, copy.deepcopy(module.state_dict())))
+    assert losses[0][0] == pytest.approx(losses[1][0], abs=1e-5)
+    for name, value in losses[0][1].items():
+        torch.testing.assert_close(losses[1][1][name], value, rtol=0, atol=1e-5, msg=name)
+
+
+def test_the_size_of_the_checkpoint_of_vit_tiny(tmp_path):
+    """The model is 22 MB: at most 1/20 of it without the optimizer's state, and 1/10 with it."""
+    path = tmp_path / "vit.pth"
+    torch.save(timm.create_model("vit_tiny_patch16_224").state_dict(), path)
+    embedder = Embedder("timm/vit_tiny_patch16_224", 128, weights=str(path), lora=8)
+    model = sum(value.numel() * value.element_size() for value in embedder.state_dict().values())
+    module = RetrievalModule(embedder, SmoothAPLoss(), chunk_size=2)
+    generator = torch.Generator().manual_seed(7)
+    batch = (torch.randn(2, 3, 224, 224, generator=generator), torch.tensor([0, 0]))
+    run = fit(module, [batch])
+    run.save_checkpoint(tmp_path / "resume.ckpt")
+    run.save_checkpoint(tmp_path / "model.ckpt", weights_only=True)
+    assert (tmp_path / "model.ckpt").stat().st_size <= model / 20
+    assert (tmp_path / "resume.ckpt").stat().st_size <= model / 10
+
+
+@pytest.mark.refusal
+def test_invalid_weights_that_are_not_those_of_the_adapters(weights, tmp_path):
+    path = saved(make_module(weights), tmp_path)
+    other = tmp_path / "other.pth"
+    state = torch.load(weights, weights_only=True)
+    torch.save({name: 2 * value for name, value in state.items()}, other)
+    embedder = make_module(str(other)).embedder
+    with pytest.raises(ValueError, match=r"RetrievalModule: the checkpoint must be loaded with the pretrained weights"):
+        RetrievalModule.load_from_checkpoint(path, weights_only=True, embedder=embedder)
+    with pytest.raises(ValueError, match=r"RetrievalModule: the checkpoint is one of adapters for another backbone"):
+        RetrievalModule.load_from_checkpoint(path, weights_only=True, embedder=Embedder("glyph_net", 8))
