@@ -150,7 +150,10 @@ TABLE = {
     "Embedder": Entry(
         {"backbone": "glyph_net", "embedding_dim": 12, "pooling": "avg", "layer_norm": True, "freeze_batch_norm": True},
         shown=("embedding_dim", "pooling", "layer_norm", "freeze_batch_norm"),  # and backbone_name='glyph_net'
-        not_attributes={"feature_dim": "only needed to construct the head"},
+        not_attributes={
+            "feature_dim": "only needed to construct the head",
+            "image_size": "if None, that of the weights",
+        },
     ),
     "GeM": Entry({"p": 2.5, "eps": 1e-3, "learnable": False}),
     "GlobalAvgPool": Entry(without=NO_TENSOR),
