@@ -26,6 +26,7 @@ LAZY = {
     "faiss",
     "faster_coco_eval",
     "gradio",
+    "huggingface_hub",
     "matplotlib",
     "onnx",
     "onnxruntime",

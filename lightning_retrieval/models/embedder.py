@@ -25,6 +25,7 @@ from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.backbones import build_backbone, of_module
 from lightning_retrieval.models.features import check_features, check_image_size, feature_shape
 from lightning_retrieval.models.gradient_checkpointing import enable_gradient_checkpointing
+from lightning_retrieval.models.hub import PretrainedModule
 from lightning_retrieval.models.lora import add_adapters, check_lora, merge_adapters
 from lightning_retrieval.models.pooling import GeM, GlobalAvgPool, GlobalMaxPool
 from lightning_retrieval.models.preparation import Preparation
@@ -41,7 +42,7 @@ _HAS_LOADED_WEIGHTS = "_has_loaded_weights"  # attribute of a module
 POOLINGS: dict[str, type[nn.Module]] = {"gem": GeM, "avg": GlobalAvgPool, "max": GlobalMaxPool}
 
 
-class Embedder(nn.Module):
+class Embedder(PretrainedModule):
     """Maps images to embeddings by a `backbone`, a `pool` and a `head` (optional layer norm and a linear layer).
 
     Args:
