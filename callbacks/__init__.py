@@ -6,6 +6,7 @@ from lightning_retrieval.callbacks.detections import DetectionPicture
 from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
 from lightning_retrieval.callbacks.evaluation import RetrievalEvaluation
 from lightning_retrieval.callbacks.gallery import RetrievalGallery
+from lightning_retrieval.callbacks.interrupt import CheckpointOnInterrupt
 from lightning_retrieval.callbacks.memory_monitor import MemoryMonitor
 from lightning_retrieval.callbacks.precision_recall import PrecisionRecallCurve
 from lightning_retrieval.callbacks.score_histogram import ScoreHistogram
@@ -14,6 +15,7 @@ from lightning_retrieval.callbacks.whitening import LearnWhitening
 
 __all__ = [
     "APMonitor",
+    "CheckpointOnInterrupt",
     "DetectionPicture",
     "EmbeddingWriter",
     "LearnWhitening",

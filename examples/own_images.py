@@ -1,9 +1,11 @@
 """Train on your own images: a folder with one subfolder for each class.
 
 python examples/own_images.py photos
+python examples/own_images.py photos --size 64 --backbone resnet50 --loss roadmap --batch 256 --lr 3e-4 --epochs 50
 
 Half of the classes are used for training. `val/mAP` is measured on the other half, where each image is a query against
-all others. Figures, metrics and checkpoints are written to logs/own_images/version_*.
+all others. Figures, metrics and checkpoints are written to logs/own_images/version_*. Ctrl-C completes the step and
+leaves a checkpoint; the same command with --resume continues from the newest one.
 """
 
 import argparse
@@ -18,8 +20,26 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.callbacks import APMonitor, RetrievalEvaluation, RetrievalGallery, TrainingCurve
+from lightning_retrieval.callbacks import (
+    APMonitor,
+    CheckpointOnInterrupt,
+    RetrievalEvaluation,
+    RetrievalGallery,
+    TrainingCurve,
+)
 from lightning_retrieval.datamodules import ImageFolder, ImageSet
+from lightning_retrieval.losses import BlackboxMAPLoss, FastAPLoss, RecallAtKLoss, ROADMAPLoss, SupAPLoss
+
+RUNS = Path("logs", "own_images")
+SAMPLES_PER_CLASS = 4
+LOSSES = {
+    "smooth_ap": partial(SmoothAPLoss, tau=0.01),
+    "roadmap": ROADMAPLoss,
+    "sup_ap": SupAPLoss,
+    "fast_ap": FastAPLoss,
+    "blackbox_map": BlackboxMAPLoss,
+    "recall_at_k": RecallAtKLoss,
+}
 
 
 def classes_with_positives(images: ImageSet) -> int:
@@ -28,25 +48,59 @@ def classes_with_positives(images: ImageSet) -> int:
     return int((sizes > 1).sum())
 
 
-def make_embedder(backbone: str, weights: str) -> Embedder:
+def make_embedder(backbone: str, weights: str, size: int | None) -> Embedder:
     """Create the network, and freeze the batch norm of pretrained weights."""
+    preparation = None  # what the weights want
+    if size is not None:
+        preparation = {"image_size": size, "resize": size}
     if weights == "none":
-        return Embedder(backbone, embedding_dim=128)
-    return Embedder(backbone, embedding_dim=128, weights=weights, freeze_batch_norm=True)
+        return Embedder(backbone, embedding_dim=128, preparation=preparation)
+    return Embedder(backbone, embedding_dim=128, preparation=preparation, weights=weights, freeze_batch_norm=True)
 
 
-def main() -> None:
+def newest_checkpoint() -> Path | None:
+    """Return the checkpoint that was written last by any run."""
+    found = list(RUNS.glob("version_*/checkpoints/*.ckpt"))
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def parse_options() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder with a subfolder of images for each class")
     parser.add_argument("--categories", action="store_true", help="class folders are in category folders")
-    parser.add_argument("--backbone", default="resnet18", help="a torchvision model")
-    parser.add_argument("--weights", default="DEFAULT", help="torchvision's pretrained weights, downloaded; or none")
+    parser.add_argument("--size", type=int, help="height and width of the images, default that of the weights")
+    parser.add_argument("--backbone", default="resnet18", help="a model of torchvision, timm/NAME or hf/NAME")
+    parser.add_argument("--weights", default="DEFAULT", help="pretrained weights, downloaded; or none")
+    parser.add_argument("--loss", choices=LOSSES, default="smooth_ap")
+    parser.add_argument("--batch", type=int, default=128, help=f"images, {SAMPLES_PER_CLASS} of each class")
+    parser.add_argument(
+        "--lr", type=float, default=1e-4, help="learning rate of the backbone; the head has 10 times it"
+    )
     parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--resume", action="store_true", help=f"continue from the newest checkpoint in {RUNS}")
     parser.add_argument("--workers", type=int, default=2, help="number of processes that read images")
-    options = parser.parse_args()
+    return parser, parser.parse_args()
+
+
+def main() -> None:
+    parser, options = parse_options()
+    if options.batch < 2 * SAMPLES_PER_CLASS:
+        parser.error(f"--batch must be at least {2 * SAMPLES_PER_CLASS}, two classes, got {options.batch}.")
+    checkpoint = None
+    if options.resume:
+        checkpoint = newest_checkpoint()
+        if checkpoint is None:
+            parser.error(f"--resume needs a checkpoint, but {RUNS} has none; leave it out to begin.")
+        print(f"--resume: continuing from {checkpoint}.")
 
     pl.seed_everything(0)
-    data = ImageFolder(options.folder, categories=options.categories, num_workers=options.workers, on_error="skip")
+    data = ImageFolder(
+        options.folder,
+        categories=options.categories,
+        samples_per_class=SAMPLES_PER_CLASS,
+        num_workers=options.workers,
+        on_error="skip",
+    )
     print(data.check())
     train_classes = classes_with_positives(data.train_set)
     test_classes = classes_with_positives(data.test_set)
@@ -55,18 +109,20 @@ def main() -> None:
             "training and evaluation need at least two classes each that have two or more images, got "
             f"{train_classes} and {test_classes} in {options.folder}."
         )
-    data.classes_per_batch = min(data.classes_per_batch, train_classes)
+    data.classes_per_batch = min(options.batch // SAMPLES_PER_CLASS, train_classes)
 
     try:
-        embedder = make_embedder(options.backbone, options.weights)
+        embedder = make_embedder(options.backbone, options.weights, options.size)
     except URLError as error:
         parser.error(f"the weights cannot be downloaded ({error}); --weights none trains without pretrained weights.")
-    optimizer = partial(torch.optim.AdamW, lr=1e-4)
+    except (ValueError, ModuleNotFoundError) as error:
+        parser.error(str(error))
+    optimizer = partial(torch.optim.AdamW, lr=options.lr)
     # The gradient is that of the whole batch; the memory needed is that of 32 images.
-    module = RetrievalModule(embedder, SmoothAPLoss(tau=0.01), chunk_size=32, optimizer=optimizer, head_lr_factor=10)
+    module = RetrievalModule(embedder, LOSSES[options.loss](), chunk_size=32, optimizer=optimizer, head_lr_factor=10)
     trainer = pl.Trainer(
         max_epochs=options.epochs,
-        logger=CSVLogger("logs", "own_images"),
+        logger=CSVLogger(RUNS.parent, RUNS.name),
         log_every_n_steps=1,
         callbacks=[
             RetrievalEvaluation(ks=(1, 5)),
@@ -74,9 +130,10 @@ def main() -> None:
             RetrievalGallery(),
             TrainingCurve(),
             ModelCheckpoint(monitor="val/mAP", mode="max", save_last=True),
+            CheckpointOnInterrupt("--resume"),
         ],
     )
-    trainer.fit(module, data)
+    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
     best = trainer.checkpoint_callback.best_model_path
     print("\nTo search with the trained network:")
     command = ("lightning-retrieval", "index", "--checkpoint", best, "--images", str(options.folder))

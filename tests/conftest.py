@@ -22,12 +22,11 @@ MAY_CHANGE = {
     "PL_GLOBAL_SEED",  # seed_everything
     "PL_SEED_WORKERS",  # seed_everything
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # Lightning, when it is first imported
-    "LD_LIBRARY_PATH",  # OpenCV, when it is first imported
     "CUDA_DEVICE_ORDER",  # Lightning, when it uses a GPU
     "CUBLAS_WORKSPACE_CONFIG",  # Trainer(deterministic=True)
     "TORCHINDUCTOR_CACHE_DIR",  # use_deterministic_algorithms
     "TOKENIZERS_PARALLELISM",  # Weights & Biases
-    "LD_LIBRARY_PATH",  # OpenCV, when faster-coco-eval first imports it
+    "LD_LIBRARY_PATH",  # OpenCV, when faster-coco-eval or albumentations first imports it
 }
 # Threads that a library starts once and keeps.
 KEPT_THREADS = {"TMonitor"}  # tqdm monitors its progress bars

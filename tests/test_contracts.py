@@ -205,6 +205,7 @@ TABLE = {
     "APMonitor": Entry(
         without=STATELESS, not_resumed=dict.fromkeys(("_classes", "_samples"), "seen in the first batch of each fit")
     ),
+    "CheckpointOnInterrupt": Entry({"option": "--resume"}, without=STATELESS),
     "MemoryMonitor": Entry({"probe": 8}, without=STATELESS),
     "PrecisionRecallCurve": Entry({"every_n_epochs": 2}, without=STATELESS),
     "ScoreHistogram": Entry({"bins": 50, "every_n_epochs": 2}, without=STATELESS),

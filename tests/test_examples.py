@@ -101,8 +101,9 @@ def test_own_images_from_a_folder_to_a_search(tmp_path):
         for number in range(3):
             pixels = np.clip(colours.normal(30 * label, 20, (40, 50, 3)), 0, 255).astype(np.uint8)
             Image.fromarray(pixels).save(photos / f"thing {label}" / f"{number}.jpg")
-    own_images = ("python", EXAMPLES / "own_images.py", photos, "--weights", "none", "--epochs", 1, "--workers", 0)
-    output = run(tmp_path, *own_images)
+    own_images = ["python", EXAMPLES / "own_images.py", photos, "--weights", "none", "--workers", 0, "--size", 40]
+    own_images += ["--backbone", "squeezenet1_1", "--loss", "fast_ap", "--batch", 8, "--lr", 1e-3]
+    output = run(tmp_path, *own_images, "--epochs", 1)
     folder = tmp_path / "logs/own_images/version_0"
     assert {path.name for path in folder.iterdir()} >= {"metrics.csv", "curve.png", "retrieval", "checkpoints"}
     (score,) = values(folder, "val/mAP")
@@ -110,11 +111,16 @@ def test_own_images_from_a_folder_to_a_search(tmp_path):
     index, search = (line for line in output.splitlines() if line.startswith("lightning-retrieval "))
     output = run(tmp_path, *shlex.split(index))
     assert "24 images" in output
-    assert "transform 'plain', as the checkpoint says" in output
+    assert "images prepared with Preparation(image_size=40, resize=40), as the checkpoint says" in output
     output = run(tmp_path, *shlex.split(search.replace("IMAGE", "'my photos/thing 1/0.jpg'")))
     first = output.splitlines()[2]
     assert first.split(maxsplit=3)[3] == "thing 1/0.jpg"  # itself
     assert (tmp_path / "results.html").stat().st_size > 10_000
+
+    output = run(tmp_path, *own_images, "--epochs", 2, "--resume")
+    assert f"--resume: continuing from {Path('logs/own_images/version_0/checkpoints')}" in output
+    last = torch.load(tmp_path / "logs/own_images/version_1/checkpoints/last.ckpt", weights_only=True)
+    assert (last["epoch"], last["global_step"]) == (1, 4)  # two steps in each epoch
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,6 @@ MAY_IMPORT_LIGHTNING = {
     "lightning_retrieval/training/strategy.py",
     "lightning_retrieval/training/trainer_checks.py",
     "lightning_retrieval/cli/fit.py",
-    "lightning_retrieval/cli/interrupt.py",
 }
 MAY_PRINT = {
     "callbacks/evaluation.py",  # the table at the end

@@ -10,8 +10,8 @@ from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveCon
 from pytorch_lightning.utilities import rank_zero_info
 
 from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
+from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInterrupt
 from lightning_retrieval.cli.help import CompactHelpFormatter
-from lightning_retrieval.cli.interrupt import EXIT_CODE, CheckpointOnInterrupt
 from lightning_retrieval.cli.resume import find_last_checkpoint
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # --model DetectionModule
 from lightning_retrieval.training.checkpoint_files import check_checkpoint

@@ -3,6 +3,7 @@
 from lightning_retrieval import DatabaseAugmentation, QueryExpansion
 from lightning_retrieval.callbacks import (
     APMonitor,
+    CheckpointOnInterrupt,
     DetectionPicture,
     LearnWhitening,
     MemoryMonitor,
@@ -19,6 +20,7 @@ CALLS = {
     "APMonitor": [Call("APMonitor", APMonitor)],
     "DetectionPicture": [Call("DetectionPicture", DetectionPicture, lambda: {"images": 4, "detections": 2})],
     "LearnWhitening": [Call("LearnWhitening", LearnWhitening, lambda: {"images": 50})],
+    "CheckpointOnInterrupt": [Call("CheckpointOnInterrupt", CheckpointOnInterrupt, lambda: {"option": "--resume"})],
     "MemoryMonitor": [Call("MemoryMonitor", MemoryMonitor, lambda: {"probe": 8})],
     "PrecisionRecallCurve": [Call("PrecisionRecallCurve", PrecisionRecallCurve, lambda: {"every_n_epochs": 2})],
     "RetrievalEvaluation": [

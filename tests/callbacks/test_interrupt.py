@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from lightning_retrieval.cli.interrupt import _KEY, EXIT_CODE, CheckpointOnInterrupt
+from lightning_retrieval.callbacks.interrupt import _KEY, EXIT_CODE, CheckpointOnInterrupt
 from tests.lightning_retrieval.cli.example_config import SMALL, write_example
 from tests.processes import StartedCommand
 
@@ -29,7 +29,7 @@ SHORT = [
     "--data.init_args.classes_per_batch=4",
     "--data.init_args.num_workers=1",  # which must not end before the training
     "--test_after_fit=false",
-    "--trainer.callbacks+=tests.lightning_retrieval.cli.test_interrupt.Pace",
+    "--trainer.callbacks+=tests.callbacks.test_interrupt.Pace",
 ]
 LAUNCHERS = {
     "fit": [sys.executable, "-m", "lightning_retrieval.cli"],

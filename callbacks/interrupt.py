@@ -1,4 +1,4 @@
-"""Ctrl-C leaves a checkpoint from which `fit --ckpt_path last` continues exactly, with one process and with several.
+"""Ctrl-C leaves a checkpoint from which a training continues exactly, with one process and with several.
 
 Several processes must write it after the same step, but the signal may reach them in different steps, or only one of
 them. They agree by the key-value store of their process group: whoever has received the signal writes there after which
@@ -16,20 +16,38 @@ import pytorch_lightning as pl
 from pytorch_lightning.utilities import rank_zero_info
 from torch.distributed.distributed_c10d import _get_default_store
 
+from lightning_retrieval.checks import check_string
+
 INTERRUPTED = "last-interrupted.ckpt"
 EXIT_CODE = 130  # of a program that Ctrl-C has ended
 _KEY = "lightning_retrieval/last_step"
 
 
 class CheckpointOnInterrupt(pl.Callback):
-    """Writes a checkpoint when Ctrl-C ends a training.
+    """Writes the checkpoint `last-interrupted.ckpt` when Ctrl-C ends a training.
 
     One process completes the step that is being computed, so that the checkpoint is one between two steps. Several
     processes complete this step or the next one, and a validation in between. A second Ctrl-C ends the training at
     once.
+
+    Args:
+        option: the option of the program that continues from the checkpoint, which the message at the end names.
+
+    Raises:
+        TypeError: if `option` is not a string.
+
+    Example:
+        >>> import pytorch_lightning as pl
+        >>> from lightning_retrieval.callbacks import CheckpointOnInterrupt
+        >>> trainer = pl.Trainer(callbacks=[CheckpointOnInterrupt("--resume")], logger=False)
+
+    Relations:
+        The command `fit` has it without being asked. `ModelCheckpoint(save_last=True)` saves as the training goes on;
+        its folder is that of this checkpoint.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, option: str = "--ckpt_path last") -> None:
+        self.option = check_string("CheckpointOnInterrupt", "option", option)
         self._requested = False
         self._in_step = False
         self._steps = 0  # completed in this run
@@ -74,11 +92,15 @@ class CheckpointOnInterrupt(pl.Callback):
             return
         path = Path(folder, INTERRUPTED)
         trainer.save_checkpoint(path, weights_only=False)
-        rank_zero_info(f"Interrupted after step {trainer.global_step}; --ckpt_path last continues from {path}.")
+        rank_zero_info(f"Interrupted after step {trainer.global_step}; {self.option} continues from {path}.")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restore the handler of the signal that was there before."""
+        """Restore the handler of the signal that was there before, and forget this training."""
         self._restore()
+        self._requested = False
+        self._steps = 0
+        self._store = None
+        self._previous = None
 
     def _is_last_step(self) -> bool:
         if self._store is None:
