@@ -24,6 +24,7 @@ from lightning_retrieval.checks import check_bool, check_callable, check_choice,
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
 from lightning_retrieval.metrics.definitions import Divisor
 from lightning_retrieval.metrics.table import extra_metric
+from lightning_retrieval.models import Embedder
 from lightning_retrieval.ranking.dims import check_dims
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 
@@ -44,7 +45,9 @@ class RetrievalEvaluation(pl.Callback):
     Args:
         ks: the k of R@k, each >= 1.
         before_fit: evaluate the test set with the untrained model before training, and log the results as `test/...`
-            at step 0. A resumed run skips this.
+            at step 0. Of an `Embedder`, the backbone's pooled features without the new head are evaluated too, and
+            logged as `backbone/test/...`: what the pretrained weights are worth without training. A resumed run skips
+            this.
         map_ks: the k of mAP@k, each >= 1; empty for none. Data sets with a metric of their own ignore this and the next
             three arguments.
         map_divisor: the divisor of mAP@k: `"min(k, R)"`, `"hits"` or `"R"`, see `RetrievalMetrics`.
@@ -106,7 +109,9 @@ class RetrievalEvaluation(pl.Callback):
         self.database_augmentation = database_augmentation
         self.embeddings_on_cpu = check_bool(owner, "embeddings_on_cpu", embeddings_on_cpu)
         self.sets: list[EvaluationSet] = []  # with their embeddings, from the start of an evaluation to its end
-        self.results: dict[str, dict[str, float]] = {}  # of the last evaluation: "val", "test" and "untrained"
+        self.results: dict[
+            str, dict[str, float]
+        ] = {}  # of the last evaluation: "val", "test", "untrained" and "backbone"
         self.best: dict[str, float] = {}
 
     # Training.
@@ -118,17 +123,31 @@ class RetrievalEvaluation(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self.before_fit or trainer.global_step > 0:
             return
+        self.results["untrained"] = self._test_untrained(trainer, pl_module, self.dims)
+        logged = dict(self.results["untrained"])
+        embedder = getattr(pl_module, "embedder", None)
+        whitening = getattr(pl_module, "whitening", None)
+        is_whitened = whitening is not None and whitening.learned is not None  # of embeddings, not of features
+        if isinstance(embedder, Embedder) and not is_whitened:
+            with embedder.without_head():
+                self.results["backbone"] = self._test_untrained(trainer, pl_module, ())
+            logged |= {f"backbone/{name}": value for name, value in self.results["backbone"].items()}
+        for logger in trainer.loggers:
+            logger.log_metrics(logged, step=0)
+
+    def _test_untrained(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, dims: Sequence[int]
+    ) -> dict[str, float]:
+        """The metrics of the test sets before training."""
         loaders = find_test_loaders(trainer, pl_module)
         results: dict[str, Tensor] = {}
         for prefix, loader in zip(set_prefixes("test", loaders), loader_list(loaders)):
             # Without a sharded sampler each process evaluates the whole set.
-            metrics = self._create_metrics(loader, sync_on_compute=is_sharded(loader))
+            metrics = self._create_metrics(loader, sync_on_compute=is_sharded(loader), dims=dims)
             evaluation_set = EvaluationSet(prefix, loader, metrics.to(pl_module.device))
             collect_test_set(trainer, pl_module, evaluation_set)
             results.update(evaluation_set.compute())
-        self.results["untrained"] = _as_floats(results)
-        for logger in trainer.loggers:
-            logger.log_metrics(self.results["untrained"], step=0)
+        return _as_floats(results)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         log_best(trainer, self.best)
@@ -186,10 +205,10 @@ class RetrievalEvaluation(pl.Callback):
     def _create_sets(self, stage: str, loaders: Any, device: torch.device) -> None:
         self.sets = []
         for prefix, loader in zip(set_prefixes(stage, loaders), loader_list(loaders)):
-            metrics = self._create_metrics(loader, sync_on_compute=True).to(device)
+            metrics = self._create_metrics(loader, sync_on_compute=True, dims=self.dims).to(device)
             self.sets.append(EvaluationSet(prefix, loader, metrics))
 
-    def _create_metrics(self, loader: Any, sync_on_compute: bool) -> EmbeddingMetric:
+    def _create_metrics(self, loader: Any, sync_on_compute: bool, dims: Sequence[int]) -> EmbeddingMetric:
         """Create the data set's own metric if it provides one, else `RetrievalMetrics`."""
         settings: dict[str, Any] = {
             "query_expansion": self.query_expansion,
@@ -200,7 +219,7 @@ class RetrievalEvaluation(pl.Callback):
         dataset = getattr(loader, "dataset", None)
         if isinstance(dataset, MetricProvider):
             return dataset.metrics(self.ks, **settings)
-        settings |= {"map_divisor": self.map_divisor, "extra_metrics": self.extra_metrics, "dims": self.dims}
+        settings |= {"map_divisor": self.map_divisor, "extra_metrics": self.extra_metrics, "dims": dims}
         return RetrievalMetrics(self.ks, self.map_ks, **settings)
 
     def _log_results(self, stage: str, pl_module: pl.LightningModule, batches: Sequence[float]) -> None:
@@ -217,8 +236,9 @@ class RetrievalEvaluation(pl.Callback):
         if not trainer.is_global_zero or stage not in self.results:
             return
         columns = {"trained": self.results[stage]}
-        if stage == "test" and "untrained" in self.results:
-            columns = {"untrained": self.results["untrained"], **columns}
+        if stage == "test":
+            before = {name: self.results[name] for name in ("backbone", "untrained") if name in self.results}
+            columns = {**before, **columns}
         print("\n" + results_table(columns), flush=True)
 
 

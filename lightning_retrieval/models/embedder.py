@@ -4,8 +4,8 @@ The order is that of Radenovic et al. (TPAMI 2019, section 3): GeM pooling of th
 paper a learned whitening), the unit sphere.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 
 from jaxtyping import Float
@@ -151,6 +151,7 @@ class Embedder(PretrainedModule):
         self.pool: nn.Module = nn.Identity()
         if has_maps:
             self.pool = POOLINGS[self.pooling]()
+        self._has_head = True
         self.head = nn.Sequential()
         if layer_norm:
             self.head.add_module("norm", nn.LayerNorm(feature_dim))
@@ -172,7 +173,9 @@ class Embedder(PretrainedModule):
                 channels than `feature_dim`.
             TypeError: if the backbone does not return a tensor.
         """
-        embeddings: Tensor = self.head(self.pooled_features(images))
+        embeddings = self.pooled_features(images)
+        if self._has_head:
+            embeddings = self.head(embeddings)
         if self.normalize:
             return l2_normalize(embeddings)
         return embeddings
@@ -216,6 +219,15 @@ class Embedder(PretrainedModule):
         super().train(check_bool("Embedder", "mode", mode))
         self._freeze()
         return self
+
+    @contextmanager
+    def without_head(self) -> Iterator[None]:
+        """Embed by the pooled features of the backbone: what it is worth before any training, without the new head."""
+        self._has_head = False
+        try:
+            yield
+        finally:
+            self._has_head = True
 
     def merge_lora(self: Self) -> Self:
         """Add what the adapters have learned to the weights of the backbone, and remove them; returns itself.

@@ -4,10 +4,11 @@ import warnings
 
 import pytest
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 
-from lightning_retrieval import RetrievalMetrics
+from lightning_retrieval import Embedder, RetrievalMetrics
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.callbacks.evaluation_loop import evaluation_mode
 from tests.callbacks.point_runs import KS, PointsModule, expected_metrics, make_trainer
@@ -96,3 +97,33 @@ def test_each_module_returns_to_its_own_mode_after_an_error():
         evaluate()
     assert modes == [False, False, False]
     assert [layer.training for layer in layers.modules()] == [True, True, False]
+
+
+class Pooled(Embedder):
+    """An embedder of points, with a fixed backbone of 3 features."""
+
+    def __init__(self):
+        torch.manual_seed(2)
+        super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(6, 3)), 4, feature_dim=3, pooling="avg")
+
+
+def test_before_fit_evaluates_the_backbone_without_the_new_head(tmp_path, capsys):
+    module, evaluation = PointsModule(), RetrievalEvaluation(KS, before_fit=True, dims=(4,))
+    module.embedder = Pooled()
+    bare = PointsModule()
+    bare.embedder = Pooled().backbone
+    expected = expected_metrics(bare, 3, "test")
+    logger = CSVLogger(tmp_path, version=0)
+    run = make_trainer(evaluation, logger=logger, max_epochs=1)
+    run.fit(module)
+    assert evaluation.results["backbone"] == pytest.approx(expected, abs=1e-6)
+    header, first = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[:2]
+    row = dict(zip(header.split(","), first.split(","), strict=True))
+    assert float(row["backbone/test/mAP"]) == pytest.approx(expected["test/mAP"], abs=1e-6)
+    assert row["test/mAP"] != row["backbone/test/mAP"]
+    capsys.readouterr()
+    run.test(module, verbose=False)
+    assert capsys.readouterr().out.split()[:3] == ["backbone", "untrained", "trained"]
+    with module.embedder.without_head():
+        assert module(torch.randn(2, 6)).shape == (2, 3)
+    assert module(torch.randn(2, 6)).shape == (2, 4)
