@@ -19,7 +19,8 @@ This page repeats the ablations of the papers on the data set that comes with th
 matplotlib's fonts, 32 x 32 pixels. The test set contains characters that are not in the training set: 16,997 images of
 1,745 classes, each a query against all others. The network is small and is trained from scratch for less than a minute.
 This is far from the papers' experiments: a finding that is not reproduced here is not refuted, and one that is
-reproduced is not proven. The page shows the effect of each setting if everything else is equal.
+reproduced is not proven. The page shows the effect of each setting if everything else is equal. RaMBO's detector has
+[a page of its own](detection.md).
 
 `python examples/study.py` writes this page from [results.jsonl](results.jsonl). The command runs only what that file
 does not contain yet; all runs together take half an hour to an hour on two CPU cores.
