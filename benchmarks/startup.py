@@ -33,6 +33,7 @@ HELP = [
     ["export", "--help"],
     ["index", "--help"],
     ["search", "--help"],
+    ["demo", "--help"],
 ]
 IMAGES = 1000
 

@@ -52,7 +52,7 @@ def load_splits(path: str, config: str | None, revision: str | None) -> dict[str
 
 def _import_datasets() -> Any:
     try:
-        import datasets
+        import datasets  # type: ignore[import-untyped]
     except ImportError:
         raise ModuleNotFoundError(
             f"{OWNER}: data sets of Hugging Face need datasets; install it with "

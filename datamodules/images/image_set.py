@@ -160,7 +160,8 @@ class ImageSet(Dataset[dict[str, Any]]):
 
     def file(self, position: int) -> Path | BinaryIO:
         """Where the encoded image is read from."""
-        return self.root / self.index.paths[position]
+        path: Path = self.root / self.index.paths[position]
+        return path
 
     def _skipped_item(self, position: int, *, in_training: bool) -> dict[str, Any]:
         """In evaluation a black image that does not count: it has no role, and is an instance of its own."""

@@ -6,6 +6,7 @@
     lightning-retrieval export --checkpoint C --output DIR
     lightning-retrieval index --checkpoint C --images DIR --output INDEX
     lightning-retrieval search --index INDEX IMAGE...
+    lightning-retrieval demo --index INDEX
 
 A subcommand's module is imported when the subcommand is called, so that help appears without waiting for torch.
 """
@@ -27,6 +28,7 @@ OTHER_COMMANDS = {
     "export": "Export a model to ONNX and torch.export: --checkpoint C --output DIR",
     "index": "Index the images in a folder: --checkpoint C --images DIR --output INDEX",
     "search": "Find the nearest images in an index: --index INDEX IMAGE...",
+    "demo": "Search an index in the browser: --index INDEX",
 }
 
 
@@ -91,6 +93,10 @@ def _run(command: str, args: Sequence[str]) -> int:
         from lightning_retrieval.cli.index import index
 
         return index(args)
+    if command == "demo":
+        from lightning_retrieval.cli.demo import demo
+
+        return demo(args)
 
     from lightning_retrieval.cli.search import search
 

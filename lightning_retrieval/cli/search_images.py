@@ -70,9 +70,73 @@ def search_images(
         ValueError: if the index was not made by `index_images`, the checkpoint is not the one that it was made with,
             `k` is too large, or no query can be read.
     """
+    settings: dict[str, Any] = {"checkpoint": checkpoint, "transform": transform, "device": device}
+    _check_index(index)
+    k = _check_k(k, len(index))  # before the model is loaded
+    searcher = ImageSearcher(index, batch_size=batch_size, num_workers=num_workers, **settings)
+    return searcher.search(queries, k)
+
+
+class ImageSearcher:
+    """An index and its model, both loaded once, for searches one after another.
+
+    Args:
+        index: made by `index_images`.
+        checkpoint: as for `search_images`, as are the arguments that follow.
+        transform: the dotted name of the function that prepared the images.
+        batch_size: number of images embedded at a time.
+        num_workers: number of processes that read images.
+        device: device that the model runs on.
+    """
+
+    def __init__(
+        self,
+        index: RetrievalIndex,
+        *,
+        checkpoint: Path | None = None,
+        transform: str | None = None,
+        batch_size: int = 32,
+        num_workers: int = 0,
+        device: str | None = None,
+    ) -> None:
+        _check_index(index)
+        self.index = index
+        self._embedder = _load_embedder(index, checkpoint, transform, batch_size, num_workers, device)
+
+    def search(self, queries: Sequence[str], k: int | None = None) -> tuple[list[QueryResult], list[UnreadableImage]]:
+        """The result of each query that could be read, and the queries that could not; see `search_images`."""
+        k = _check_k(k, len(self.index))
+        embedded = _embed(self._embedder, queries)
+        if not embedded.positions:
+            raise ValueError(
+                f"{OWNER}: none of the {len(queries)} queries can be read, the first: {embedded.unreadable[0]}."
+            )
+        similarities, ids = self.index.search(embedded.embeddings, k)
+        results = []
+        for position, row, row_similarities in zip(embedded.positions, ids, similarities.tolist()):
+            found = row[row >= 0]  # an approximate index may find fewer than k
+            hits = []
+            columns = zip(found.tolist(), self.index.paths(found), row_similarities)
+            for rank, (image_id, path, similarity) in enumerate(columns, start=1):
+                hits.append(Hit(rank, image_id, path, similarity))
+            results.append(QueryResult(queries[position], hits))
+        return results, embedded.unreadable
+
+
+def _check_index(index: RetrievalIndex) -> None:
     if not {"checkpoint", "checkpoint_sha256", "preparation"} <= index.about.keys():
         raise ValueError(f"{OWNER}: `index` must be an index of images that `index_images` made.")
-    k = _check_k(k, len(index))
+
+
+def _load_embedder(
+    index: RetrievalIndex,
+    checkpoint: Path | None,
+    transform: str | None,
+    batch_size: int,
+    num_workers: int,
+    device: str | None,
+) -> ImageEmbedder:
+    """The model that the index was made with."""
     embedder = ImageEmbedder.load(
         OWNER,
         _find_checkpoint(checkpoint, index.about),
@@ -88,21 +152,7 @@ def search_images(
             f"models cannot be compared, got {embedder.about['checkpoint']}, which is another; give the right one, or "
             "build the index again."
         )
-    embedded = _embed(embedder, queries)
-    if not embedded.positions:
-        raise ValueError(
-            f"{OWNER}: none of the {len(queries)} queries can be read, the first: {embedded.unreadable[0]}."
-        )
-    similarities, ids = index.search(embedded.embeddings, k)
-    results = []
-    for position, row, row_similarities in zip(embedded.positions, ids, similarities.tolist()):
-        found = row[row >= 0]  # an approximate index may find fewer than k
-        hits = []
-        columns = zip(found.tolist(), index.paths(found), row_similarities)
-        for rank, (image_id, path, similarity) in enumerate(columns, start=1):
-            hits.append(Hit(rank, image_id, path, similarity))
-        results.append(QueryResult(queries[position], hits))
-    return results, embedded.unreadable
+    return embedder
 
 
 def _check_k(k: int | None, images: int) -> int:

@@ -21,7 +21,7 @@ def test_help_lists_the_subcommands(capsys):
     printed = capsys.readouterr().out
     assert printed.startswith("usage: lightning-retrieval ")
     listed = [line.split()[0] for line in printed.splitlines() if line.startswith("    ")]
-    assert {"fit", "validate", "test", "predict", "check", "index", "search"} <= set(listed)
+    assert {"fit", "validate", "test", "predict", "check", "index", "search", "demo"} <= set(listed)
 
 
 def help_of(capsys, *args):

@@ -53,6 +53,7 @@ finally:
         ["index", "--help"],
         ["search", "--help"],
         ["check", "--help"],
+        ["demo", "--help"],
     ],
 )
 def test_help_appears_without_an_import_of_torch(args):
