@@ -22,7 +22,7 @@ from lightning_retrieval.models import PCAWhitening
 
 DIM = 128
 LENGTHS = (8, 16, 32, 64, 128)
-NESTED = (16, 32, 64, 128)
+NESTED = (8, 16, 32, 64, 128)
 STEPS = 608  # 16 epochs, as in the example
 CLASSES = 96
 
