@@ -5,6 +5,7 @@ from lightning_retrieval.callbacks import (
     APMonitor,
     CheckpointOnInterrupt,
     DetectionPicture,
+    EmbeddingWriter,
     LearnWhitening,
     MemoryMonitor,
     PrecisionRecallCurve,
@@ -19,6 +20,9 @@ from tests.awkward_values.calls import Call
 CALLS = {
     "APMonitor": [Call("APMonitor", APMonitor)],
     "DetectionPicture": [Call("DetectionPicture", DetectionPicture, lambda: {"images": 4, "detections": 2})],
+    "EmbeddingWriter": [
+        Call("EmbeddingWriter", EmbeddingWriter, lambda: {"output": "e", "file_format": "npy", "shard_size": 7})
+    ],
     "LearnWhitening": [Call("LearnWhitening", LearnWhitening, lambda: {"images": 50})],
     "CheckpointOnInterrupt": [Call("CheckpointOnInterrupt", CheckpointOnInterrupt, lambda: {"option": "--resume"})],
     "MemoryMonitor": [Call("MemoryMonitor", MemoryMonitor, lambda: {"probe": 8})],
