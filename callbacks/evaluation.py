@@ -237,7 +237,9 @@ class RetrievalEvaluation(pl.Callback):
             return
         columns = {"trained": self.results[stage]}
         if stage == "test":
-            before = {name: self.results[name] for name in ("backbone", "untrained") if name in self.results}
+            before: dict[str, dict[str, float]] = {
+                name: self.results[name] for name in ("backbone", "untrained") if name in self.results
+            }
             columns = {**before, **columns}
         print("\n" + results_table(columns), flush=True)
 
