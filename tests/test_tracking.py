@@ -80,6 +80,38 @@ class Clock(pl.Callback):
     on_validation_start = on_train_epoch_start
 
 
+class Logged(pl.LightningModule):
+    """Notes the names of what is logged, for a mix-in before a module."""
+
+    def log(self, name, *arguments, **keywords):
+        self.names = [*getattr(self, "names", []), name]
+        super().log(name, *arguments, **keywords)
+
+
+class LoggedRetrieval(Logged, RetrievalModule):
+    pass
+
+
+def test_throughput_is_logged_where_it_is_read(tmp_path, glyphs):
+    module = LoggedRetrieval(Embedder("glyph_net", 8), SmoothAPLoss())
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=2, logger=CSVLogger(tmp_path, "csv"), limit_train_batches=6, limit_val_batches=0,
+        log_every_n_steps=4, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, glyphs)
+    steps = [6 * epoch + step for epoch in range(2) for step in range(1, 7)]
+    expected = [
+        name
+        for step in steps
+        for name in ("train/loss", "train/images_per_second")
+        if name == "train/loss" or step in (2, 8) or step % 4 == 0
+    ]  # the second step of an epoch is the first with a value
+    assert module.names == expected
+    with (tmp_path / "csv/version_0/metrics.csv").open() as file:
+        written = [int(row["step"]) for row in csv.DictReader(file) if row["train/images_per_second"]]
+    assert written == [3, 7, 11]
+
+
 @pytest.mark.parametrize("validated", [1, 0])
 def test_throughput_excludes_the_time_between_epochs(validated, tmp_path, glyphs, monkeypatch):
     clock = Clock()

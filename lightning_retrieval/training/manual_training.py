@@ -56,7 +56,7 @@ class ManualTraining(OptimizedModule):
             step_schedulers(self, "epoch", self.current_epoch)
 
     def _log_step(self, terms: Mapping[str, Tensor], images: int) -> None:
-        """Log the loss, its terms and the throughput.
+        """Log the loss and its terms and, where somebody reads it, the throughput.
 
         Args:
             terms: values by the names under which they are logged.
@@ -65,9 +65,14 @@ class ManualTraining(OptimizedModule):
         for name, value in terms.items():
             self.log(name, value, prog_bar=name == "train/loss")
         images_per_second = self._throughput.step(images)
-        if images_per_second is not None:
+        if images_per_second is not None and self._throughput_is_due():
             # A number would be copied to the device, for which the host would wait.
             self.log("train/images_per_second", torch.tensor(images_per_second), prog_bar=True)
+
+    def _throughput_is_due(self) -> bool:
+        """Whether loggers write at this step, or the progress bar has no value yet; a call of `log` takes 0.4 ms."""
+        is_first = self._throughput.measured == 1
+        return is_first or bool(self.trainer.fast_dev_run) or self.trainer._logger_connector.should_update_logs
 
     def configure_callbacks(self) -> Any:
         """Check the flags of the Trainer, at the first moment it is known."""

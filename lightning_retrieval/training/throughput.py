@@ -8,10 +8,12 @@ class Throughput:
 
     def __init__(self) -> None:
         self._last_end: float | None = None
+        self.measured = 0  # steps since the last restart whose throughput is known
 
     def restart(self) -> None:
         """Exclude the time from the previous step to the end of the next one, for example because of a validation."""
         self._last_end = None
+        self.measured = 0
 
     def step(self, images: int) -> float | None:
         """Images per second since the end of the previous step; None for the first step after a restart.
@@ -23,4 +25,5 @@ class Throughput:
         last_end, self._last_end = self._last_end, now
         if last_end is None:
             return None
+        self.measured += 1
         return images / (now - last_end)
