@@ -1,18 +1,24 @@
 """A training step on a large batch that is embedded in chunks: does it need only the memory of a small one, and what
 does that cost in time?
 
-    python benchmarks/large_batch.py
+    python benchmarks/large_batch.py             # about ten minutes on two cores
+    python benchmarks/large_batch.py --kept      # what keep_graphs saves, about three minutes
 
 The model is ResNet-18 without its last layer, in train mode, on images of 128 x 128; the loss is Smooth-AP of the whole
 batch. The step in chunks of 32 and the plain step, which embeds the batch at once, are timed alternately: on the same
 batch if it is small, else the plain step has a batch of 64 and the times per image are compared. Memory is the peak
-that a step adds to the network and the images, gradients included, measured in a separate process. The benchmark takes
-about ten minutes on two cores.
+that a step adds to the network and the images, gradients included, measured in a separate process.
+
+With `--kept`, a step in 16 chunks of 16 images of 64 x 64 is timed for several numbers of kept graphs, and compared with
+the step that keeps all graphs and as many forward passes without a graph as the step has further ones. All run in turn
+with one thread; the time is CPU time on a CPU.
 """
 
 import os
+import time
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -35,7 +41,9 @@ def network(device: str) -> nn.Module:
     return model.to(device)
 
 
-def step(model: nn.Module, batch: int, side: int, chunk_size: int | None, device: str) -> Callable[[], Any]:
+def step(
+    model: nn.Module, batch: int, side: int, chunk_size: int | None, device: str, keep_graphs: int = 1
+) -> Callable[[], Any]:
     """A function that computes the loss of a batch and its gradient, on images that are created before it is called."""
     images = torch.rand(batch, 3, side, side, generator=torch.Generator().manual_seed(0)).to(device)
     labels = torch.arange(batch, device=device) // PER_CLASS
@@ -47,7 +55,7 @@ def step(model: nn.Module, batch: int, side: int, chunk_size: int | None, device
 
     def run() -> None:
         model.zero_grad()
-        chunked_backward(model, images, of_batch, chunk_size)
+        chunked_backward(model, images, of_batch, chunk_size, keep_graphs=keep_graphs)
 
     return run
 
@@ -58,6 +66,46 @@ def measured(batch: int, side: int, chunk_size: int | None, device: str) -> Call
     step(model, 2 * PER_CLASS, side, PER_CLASS, device)()
     model.zero_grad()
     return step(model, batch, side, chunk_size, device)
+
+
+def forward_passes(model: nn.Module, chunks: int, chunk_size: int, side: int, device: str) -> Callable[[], Any]:
+    """A function that embeds so many chunks without a graph."""
+    images = torch.rand(chunk_size, 3, side, side, device=device)
+
+    def run() -> None:
+        with torch.no_grad():
+            for _ in range(chunks):
+                model(images)
+
+    return run
+
+
+def compare_kept_graphs(device: str, quick: bool) -> list[dict[str, Any]]:
+    """A step in chunks for several numbers of kept graphs."""
+    batch, side, chunk, runs = (16, 32, 4, 1) if quick else (256, 64, 16, 9)
+    chunks = batch // chunk
+    kept = [number for number in (1, 4, 8, 12) if number < chunks]
+    clock = time.perf_counter
+    if device == "cpu":
+        torch.set_num_threads(1)
+        clock = time.process_time
+    model = network(device)
+    functions = {f"keeps {number}": step(model, batch, side, chunk, device, number) for number in (*kept, chunks)}
+    functions["all again"] = forward_passes(model, chunks, chunk, side, device)
+    turns = [interleaved(functions, 1, device, 1, clock)]
+    for _ in range(runs - 1):
+        turns.append(interleaved(functions, 1, device, 0, clock))
+    rows: list[dict[str, Any]] = []
+    for number in kept:
+        ratios = []
+        for turn in turns:
+            again = turn["all again"].median * (chunks - number) / chunks
+            ratios.append(turn[f"keeps {number}"].median / (turn[f"keeps {chunks}"].median + again))
+        over_all = median(turn[f"keeps {number}"].median / turn[f"keeps {chunks}"].median for turn in turns)
+        row = {"chunks": chunks, "keep_graphs": number, "over keeping all": over_all}
+        row |= {"over the prediction": median(ratios), "lowest": min(ratios), "highest": max(ratios), "runs": runs}
+        rows.append(row)
+    return rows
 
 
 def verdict(what: str, value: float, most: float) -> str:
@@ -71,8 +119,16 @@ def number_of_runs(batch: int, quick: bool) -> int:
 
 
 def main() -> None:
-    options = arguments("A training step on a large batch that is embedded in chunks, compared with the plain step.")
+    options = arguments(
+        "A training step on a large batch that is embedded in chunks, compared with the plain step.",
+        kept="measure what keep_graphs saves instead",
+    )
     device, quick = options.device, options.quick
+    if options.kept:
+        title = "ResNet-18, Smooth-AP, a step in chunks that keep their graphs; CPU time on a CPU"
+        kept_rows = compare_kept_graphs(device, quick)
+        report(title, environment(device, "torchvision"), kept_rows, options.json)
+        return
     side, chunk, small, batches = 128, CHUNK, SMALL, (64, 128, 256, 512, 1024)
     if quick:
         side, chunk, small, batches = 32, 4, 8, (8, 16)

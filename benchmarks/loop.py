@@ -1,0 +1,107 @@
+"""The training loop of RetrievalModule over a plain PyTorch loop with the same network, loss, optimizer and loader.
+
+    python benchmarks/loop.py
+
+Both loops run in turn in one process with one thread, for 40 batches of 64 images, after a turn that is not counted.
+The time is CPU time, so that other work on the machine hardly counts; the ratio is the median of the ratios of each
+turn. The loop of `RetrievalModule` is that of a Trainer without logger, checkpoints and progress bar. Takes about two
+minutes.
+"""
+
+import logging
+import time
+import warnings
+from statistics import median
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from timing import Timing, arguments, environment, report
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_retrieval import RetrievalModule, SmoothAPLoss
+
+BATCH, PER_CLASS = 64, 4
+
+
+class EpochTime(pl.Callback):
+    """CPU seconds of the batches of an epoch."""
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.start = time.process_time()
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.seconds = time.process_time() - self.start
+
+
+def network(width: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for channels, wider in ((3, width), (width, 2 * width), (2 * width, 2 * width)):
+        layers += [nn.Conv2d(channels, wider, 3, stride=2, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, 64))
+
+
+def plain_loop(width: int, loader: DataLoader[Any]) -> float:
+    """CPU seconds of a plain loop over the loader."""
+    net, loss = network(width), SmoothAPLoss()
+    optimizer = torch.optim.AdamW(net.parameters())
+    start = time.process_time()
+    for images, labels in loader:
+        optimizer.zero_grad()
+        loss(net(images), labels).backward()
+        optimizer.step()
+    return time.process_time() - start
+
+
+def module_loop(width: int, loader: DataLoader[Any]) -> float:
+    """CPU seconds of the loop of a Trainer over the loader."""
+    epoch = EpochTime()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[epoch],
+    )
+    trainer.fit(RetrievalModule(network(width), SmoothAPLoss()), loader)
+    return epoch.seconds
+
+
+def compare(width: int, batches: int, runs: int) -> dict[str, Any]:
+    """One row of the table."""
+    labels = torch.arange(batches * BATCH) // PER_CLASS
+    loader = DataLoader(TensorDataset(torch.randn(len(labels), 3, 32, 32), labels), BATCH)
+    plain, ours = [], []
+    for run in range(-1, runs):
+        times = plain_loop(width, loader), module_loop(width, loader)
+        if run >= 0:
+            plain.append(times[0] / batches)
+            ours.append(times[1] / batches)
+    ratios = [ours_of_run / plain_of_run for ours_of_run, plain_of_run in zip(ours, plain)]
+    return {
+        "plain step": Timing(median(plain), min(plain), max(plain), runs),
+        "RetrievalModule's step": Timing(median(ours), min(ours), max(ours), runs),
+        "ratio": median(ratios),
+        "lowest": min(ratios),
+        "highest": max(ratios),
+    }
+
+
+def main() -> None:
+    options = arguments("The loop of RetrievalModule over a plain PyTorch loop.")
+    warnings.simplefilter("ignore")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    widths, batches, runs = (8, 56), 40, 11
+    if options.quick:
+        widths, batches, runs = (4,), 2, 1
+    rows = [compare(width, batches, runs) for width in widths]
+    title = "training loop of RetrievalModule, batch 64, Smooth-AP; CPU time"
+    report(title, environment("cpu", "pytorch-lightning"), rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
