@@ -9,7 +9,7 @@ batch. The step in chunks of 32 and the plain step, which embeds the batch at on
 batch if it is small, else the plain step has a batch of 64 and the times per image are compared. Memory is the peak
 that a step adds to the network and the images, gradients included, measured in a separate process.
 
-With `--kept`, a step in 16 chunks of 16 images of 64 x 64 is timed for several numbers of kept graphs, and compared with
+With `--kept`, a step in 16 chunks of 16 images of 64 x 64 is timed for several numbers of kept graphs, and compared to
 the step that keeps all graphs and as many forward passes without a graph as the step has further ones. All run in turn
 with one thread; the time is CPU time on a CPU.
 """
@@ -82,7 +82,7 @@ def forward_passes(model: nn.Module, chunks: int, chunk_size: int, side: int, de
 
 def compare_kept_graphs(device: str, quick: bool) -> list[dict[str, Any]]:
     """A step in chunks for several numbers of kept graphs."""
-    batch, side, chunk, runs = (16, 32, 4, 1) if quick else (256, 64, 16, 9)
+    batch, side, chunk, runs = (16, 32, 4, 1) if quick else (256, 64, 16, 5)
     chunks = batch // chunk
     kept = [number for number in (1, 4, 8, 12) if number < chunks]
     clock = time.perf_counter

@@ -17,6 +17,7 @@ COLUMNS = {
         *("batch", "in chunks", "plain batch", "plain", "time ratio per image"),
         *("added MiB", "ratio to the first", "plain added MiB"),
     },
+    "loop": {"plain step", "RetrievalModule's step", "ratio", "lowest", "highest"},
     "losses": {"loss", "batch", "time", "peer", "peer's time", "times faster", "added MiB"},
     "metrics": {
         *("set", "images", "D", "embeddings", "evaluation", "product alone", "ratio", "added MiB", "mAP"),

@@ -19,6 +19,7 @@ import doctest
 import functools
 import importlib
 import inspect
+import json
 import pkgutil
 import re
 import runpy
@@ -39,6 +40,8 @@ pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[1]
 PUBLIC = public_objects()
+PUBLIC_NAMES = {name.rpartition(".")[2] for name in PUBLIC}
+RESULTS = REPOSITORY / "benchmarks" / "results"
 DOCS = REPOSITORY / "docs"
 PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
@@ -269,6 +272,48 @@ def test_quoted_figures_are_seen():
     text = "measured were [1.28](benchmarks.md#a-b), [134 ms](benchmarks.md#a-b) and [text](benchmarks.md#a-b)"
     assert quoted(text) == [("1.28", "a-b"), ("134 ms", "a-b")]
     assert measured("## X\n| 1 |\n\n## A b\n| 2 |\n", "a-b") == "| 2 |\n"
+
+
+def seconds(value):
+    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+
+
+def cell(value):
+    """A value of a benchmark's JSON as the benchmark prints it."""
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        spread = f"{seconds(value['lowest'])} to {seconds(value['highest'])}"
+        return f"{seconds(value['median'])} ({spread}, {value['runs']} runs)"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def markdown(results):
+    """The table of a benchmark's results; names of public classes are code."""
+    columns = list(dict.fromkeys(column for row in results for column in row))
+    lines = [columns, ["---"] * len(columns)]
+    for row in results:
+        cells = [cell(row.get(column)) for column in columns]
+        lines.append([f"`{text}`" if text in PUBLIC_NAMES else text for text in cells])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.json")), ids=lambda file: file.stem)
+def test_a_measured_table_is_that_of_its_results(file):
+    """`benchmarks/results` holds what some commands wrote with `--json`."""
+    table = markdown(json.loads(file.read_text(encoding="utf-8"))["results"])
+    assert f"\n{table}\n" in (DOCS / "benchmarks.md").read_text(encoding="utf-8") + "\n"
+
+
+def test_tables_are_those_of_the_results():
+    timing = {"median": 1.25, "lowest": 0.0125, "highest": 2, "runs": 3}
+    table = markdown([{"loss": "SmoothAPLoss", "batch": 8}, {"loss": "other", "ratio": 1.23456, "time": timing}])
+    assert table.splitlines() == [
+        "| loss | batch | ratio | time |",
+        "| --- | --- | --- | --- |",
+        "| `SmoothAPLoss` | 8 |  |  |",
+        "| other |  | 1.235 | 1.25 s (12.5 ms to 2 s, 3 runs) |",
+    ]
 
 
 def broken(page, text):
