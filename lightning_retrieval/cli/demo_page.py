@@ -69,7 +69,11 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
     def search_by_upload(file: str) -> tuple[Any, ...]:
         return found(file, printable(Path(file).name))
 
-    def search_by_result(paths: list[str], event: gradio.SelectData) -> tuple[Any, ...]:
+    # Gradio passes the event to an argument of this type.
+    def search_by_result(
+        paths: list[str],
+        event: gradio.SelectData,  # type: ignore[name-defined]
+    ) -> tuple[Any, ...]:
         path = paths[event.index]
         return found(str(images / path), printable(path))
 
