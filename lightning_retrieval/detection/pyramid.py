@@ -153,7 +153,7 @@ def make_body(owner: str, name: str, pretrained: bool) -> Any:
             f'{owner}: `backbone_name` is one of timm\'s: pip install "lightning-retrieval[timm]".'
         ) from None
     try:
-        body = timm.create_model(name, pretrained=pretrained, features_only=True, out_indices=LEVELS)
+        body: Any = timm.create_model(name, pretrained=pretrained, features_only=True, out_indices=LEVELS)
     except Exception as error:
         raise ValueError(
             f"{owner}: `backbone_name` must be a name that timm can build with features_only=True and maps of "
