@@ -113,6 +113,7 @@ TABLE = {
     "RetrievalModule": Entry(
         {"embedder": nn.Linear(8, 4), "loss": SmoothAPLoss(tau=0.1), "chunk_size": 16, "seed": 3},
         shown=(),  # its repr is Lightning's: the parts; `hparams` holds the settings
+        not_attributes={"memory_weight": "None is kept as 1"},
     ),
     # lightning_retrieval.ranking.expansion
     "PCAWhitening": Entry({"dim": 3, "power": 0.25}, not_moved={"learned": FOLLOWS_INPUT}),

@@ -95,8 +95,10 @@ def has_accelerator() -> bool:
 
 def _accelerator_devices() -> list[torch.device]:
     """The devices of the accelerator, none if it has not been used yet: asking it for its state would initialise it."""
+    if not has_accelerator():  # asked first: without one, torch 2.6 raises at the next line
+        return []
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not has_accelerator():
+    if accelerator is None:
         return []
     module: Any = torch.get_device_module(accelerator)
     if hasattr(module, "is_initialized") and not module.is_initialized():
