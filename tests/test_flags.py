@@ -19,6 +19,7 @@ ARGUMENTS = {
         "labels": torch.zeros(2).long(),
         "ids": torch.arange(2),
     },
+    "Embedder.push_to_hub": {"repo_id": "me/birds"},
     "RetrievalIndex.load": {"folder": "birds.index"},
     "RetrievalModule.embed": {"images": torch.zeros(2, 8)},
     "load_from_checkpoint": {"checkpoint_path": "last.ckpt"},

@@ -84,22 +84,27 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
             show_label=False, interactive=False, height=200, buttons=[], elem_id="query", visible=True, type="pil"
         )
         text = gradio.Markdown(elem_id="about")
-        gallery = gradio.Gallery(
-            show_label=False,
-            allow_preview=False,
-            columns=5,
-            object_fit="contain",
-            height="auto",
-            buttons=[],
-            interactive=False,
-            elem_id="results",
-        )
+        gallery = _empty_gallery(gradio)
         paths = gradio.State([])
         shown = [query, text, gallery, paths]
         # Without the progress that covers what is shown, and stays there.
         upload.upload(search_by_upload, upload, shown, api_name="search", show_progress="hidden")
         gallery.select(search_by_result, paths, shown, api_visibility="private", show_progress="hidden")
     return page
+
+
+def _empty_gallery(gradio: Any) -> Any:
+    """The images that are found, five in a row, each of which can be clicked."""
+    return gradio.Gallery(
+        show_label=False,
+        allow_preview=False,
+        columns=5,
+        object_fit="contain",
+        height="auto",
+        buttons=[],
+        interactive=False,
+        elem_id="results",
+    )
 
 
 def thumbnail(file: Path) -> Image.Image:

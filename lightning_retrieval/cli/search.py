@@ -132,7 +132,8 @@ def _plain(results: Sequence["QueryResult"], unreadable: Sequence["UnreadableIma
     for result in results:
         hits = [{**vars(hit), "distance": hit.distance} for hit in result.hits]
         queries.append({"query": result.query, "results": hits})
-    return {"queries": queries, "unreadable": [vars(image) for image in unreadable]}
+    skipped = [{"path": image.path, "reason": image.reason} for image in unreadable]
+    return {"queries": queries, "unreadable": skipped}
 
 
 def _parser() -> argparse.ArgumentParser:

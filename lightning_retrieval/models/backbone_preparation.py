@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_retrieval.checks import short_repr
-from lightning_retrieval.models.preparation import Preparation
+from lightning_retrieval.models.preparation import Preparation, check_size
 
 
 def wanted_settings(owner: str, preparation: Any, image_size: Any) -> dict[str, Any]:
@@ -33,6 +33,7 @@ def wanted_settings(owner: str, preparation: Any, image_size: Any) -> dict[str, 
     unknown = [name for name in settings if name not in known]
     if unknown:
         raise ValueError(f"{owner}: `preparation` must have settings among {', '.join(known)}, got {unknown[0]!r}.")
+    image_size = check_size(owner, "image_size", image_size)
     if image_size is not None:
         if image_size != settings.get("image_size", image_size):
             settings.pop("resize", None)

@@ -138,7 +138,9 @@ class Embedder(PretrainedModule):
         if feature_dim is not None:
             check_integer("Embedder", "feature_dim", feature_dim, 1, MOST_DIM)
         wanted = wanted_settings("Embedder", preparation, image_size)
-        self._set_backbone(backbone, pooling, wanted, backbone_args or {})
+        if backbone_args is None:
+            backbone_args = {}
+        self._set_backbone(backbone, pooling, wanted, backbone_args)
         has_maps = True
         if feature_dim is None:
             cure = "give `feature_dim`, the length of its features"

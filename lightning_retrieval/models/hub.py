@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_path, check_string, short_repr
+from lightning_retrieval.checks import check_bool, check_path, check_string, short_repr
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -94,6 +94,7 @@ class PretrainedModule(nn.Module):
             ConnectionError: if the hub cannot be reached, or does not accept it.
             ModuleNotFoundError: if huggingface_hub or safetensors is not installed.
         """
+        check_bool(OWNER, "private", private)
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
             return push_folder(OWNER, Path(folder), repo_id, private, message)

@@ -99,8 +99,8 @@ class Preparation:
     NAMES: ClassVar[tuple[str, ...]] = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")
 
     def __post_init__(self) -> None:
-        self._set("image_size", _check_size("image_size", self.image_size))
-        self._set("resize", _check_size("resize", self.resize))
+        self._set("image_size", check_size("Preparation", "image_size", self.image_size))
+        self._set("resize", check_size("Preparation", "resize", self.resize))
         check_choice("Preparation", "interpolation", self.interpolation, tuple(INTERPOLATIONS))
         self._set("channels", check_choice("Preparation", "channels", self.channels, (1, 3)))
         self._set("mean", _check_channels("mean", self.mean, self.channels))
@@ -299,17 +299,23 @@ def _crop(image: Image.Image, size: tuple[int, int] | None) -> Image.Image:
     return image.crop((left, top, left + width, top + height))
 
 
-def _check_size(name: str, value: Any) -> int | tuple[int, int] | None:
-    """One number of pixels or a pair of them, as plain data."""
+def check_size(owner: str, name: str, value: Any) -> int | tuple[int, int] | None:
+    """One number of pixels or a pair of them, as plain data; None stays None.
+
+    Args:
+        owner: prefix of error messages.
+        name: of the argument.
+        value: the size.
+    """
     if value is None:
         return None
     if not isinstance(value, (list, tuple)):
-        return check_integer("Preparation", name, value, 1, MOST_PIXELS)
+        return check_integer(owner, name, value, 1, MOST_PIXELS)
     if len(value) != 2:
         raise ValueError(
-            f"Preparation: `{name}` must be one number of pixels or a pair (height, width), got {short_repr(value)}."
+            f"{owner}: `{name}` must be one number of pixels or a pair (height, width), got {short_repr(value)}."
         )
-    height, width = (check_integer("Preparation", name, length, 1, MOST_PIXELS) for length in value)
+    height, width = (check_integer(owner, name, length, 1, MOST_PIXELS) for length in value)
     return height, width
 
 

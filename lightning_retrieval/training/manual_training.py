@@ -71,8 +71,9 @@ class ManualTraining(OptimizedModule):
 
     def _throughput_is_due(self) -> bool:
         """Whether loggers write at this step, or the progress bar has no value yet; a call of `log` takes 0.4 ms."""
+        trainer: Any = self.trainer
         is_first = self._throughput.measured == 1
-        return is_first or bool(self.trainer.fast_dev_run) or self.trainer._logger_connector.should_update_logs
+        return is_first or bool(trainer.fast_dev_run) or trainer._logger_connector.should_update_logs
 
     def configure_callbacks(self) -> Any:
         """Check the flags of the Trainer, at the first moment it is known."""

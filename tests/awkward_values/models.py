@@ -44,6 +44,8 @@ def embedder_settings():
         "image_size": None,
         "preparation": {"image_size": 32},
         "backbone_args": {"width": 4},
+        "lora": None,
+        "gradient_checkpointing": False,
     }
 
 

@@ -78,6 +78,7 @@ CALLS = {
                 "loss": torch.Tensor.sum,
                 "chunk_size": 2,
                 "backward": torch.Tensor.backward,
+                "keep_graphs": 1,
             },
             use=torch.Tensor.dim,
             raises={"embed": ("a class",), "inputs": NOT_FOR_LINEAR, "loss": ("a class",)},
@@ -87,7 +88,7 @@ CALLS = {
         Call(
             "largest_chunk_size",
             largest_chunk_size,
-            lambda: {"embed": linear(), "inputs": inputs(), "reserve": 8},
+            lambda: {"embed": linear(), "inputs": inputs(), "reserve": 8, "keep_graphs": 1},
             raises={"embed": ("a class",), "inputs": NOT_FOR_LINEAR},
         )
     ],
@@ -115,6 +116,9 @@ CALLS = {
                 "embedder": linear(),
                 "loss": SmoothAPLoss(),
                 "chunk_size": 2,
+                "keep_graphs": 1,
+                "layer_decay": 1.0,
+                "freeze_backbone_epochs": 0,
                 "optimizer": functools.partial(torch.optim.SGD, lr=0.1),
                 "lr_scheduler": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1),
                 "lr_scheduler_interval": "step",

@@ -23,8 +23,8 @@ class ValuesOf(RetrievalEvaluation):
         super().__init__((1,))
         self.values = values
 
-    def _create_metrics(self, loader, sync_on_compute):
-        metrics = super()._create_metrics(loader, sync_on_compute)
+    def _create_metrics(self, loader, sync_on_compute, dims):
+        metrics = super()._create_metrics(loader, sync_on_compute, dims)
         metrics.compute = lambda: {"mAP": torch.tensor(next(self.values)), "skipped_queries": torch.tensor(3.0)}
         return metrics
 

@@ -42,7 +42,10 @@ LAUNCHERS = {
 
 
 class Pace(pl.Callback):
-    """Says which step begins, makes a step last for a while, and prints the stacks on SIGUSR1."""
+    """Says which step begins, makes a step last for a while, prints the stacks on SIGUSR1, and saves the last state.
+
+    `save_last=True` of Lightning's ModelCheckpoint saves only if the monitored value is among the best.
+    """
 
     def setup(self, *_, **__):
         faulthandler.register(signal.SIGUSR1)
@@ -51,6 +54,9 @@ class Pace(pl.Callback):
         if trainer.is_global_zero:
             print(f"step {trainer.global_step} of {os.getpid()}", flush=True)
         time.sleep(0.3)
+
+    def on_train_end(self, trainer, *_):
+        trainer.save_checkpoint(Path(trainer.checkpoint_callback.dirpath, "end.ckpt"))
 
 
 class Group:
@@ -162,7 +168,7 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     code, output = fit(folder, "fit")
     assert code == 0, output[-3000:]
-    return checkpoint(folder, 0, "last")
+    return checkpoint(folder, 0, "end")
 
 
 @pytest.mark.slow
@@ -178,7 +184,7 @@ def test_two_processes_leave_a_checkpoint_and_continue_from_it(launcher, signall
     assert code == 0, output[-3000:]
     assert f"step {left['global_step']} of" in output
     assert "step 2 of" not in output
-    resumed = checkpoint(tmp_path, 1, "last")
+    resumed = checkpoint(tmp_path, 1, "end")
     assert resumed["global_step"] == whole["global_step"] == STEPS
     for name, value in whole["state_dict"].items():
         assert torch.equal(resumed["state_dict"][name], value), name

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from lightning_retrieval.losses import CalibrationLoss, SmoothAPLoss, WeightedSum
+from lightning_retrieval.losses import CalibrationLoss, NestedLoss, SmoothAPLoss, WeightedSum
 from tests.awkward_values.calls import annotations
 from tests.awkward_values.losses import CALLS, COMMON
 
@@ -20,7 +20,7 @@ def settings_of(call):
     found = {}
     hints = annotations(call.signed)
     for name in call.arguments():
-        if name in {"losses", *COMMON} or "float" not in str(hints[name]):
+        if name in {"losses", "weights", *COMMON} or "float" not in str(hints[name]):
             continue
         found[name] = list(EXTREMES)
         if name == "hrank_slopes":
@@ -121,5 +121,17 @@ def test_extreme_weights_of_a_sum_are_refused_or_give_a_finite_loss_and_gradient
             WeightedSum(terms)
         return
     value, gradient = value_and_gradient(WeightedSum(terms))
+    assert math.isfinite(value)
+    assert bool(gradient.isfinite().all())
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("weight", EXTREMES)
+def test_extreme_weights_of_lengths_are_refused_or_give_a_finite_loss_and_gradient(weight):
+    if abs(weight) > 1e12:
+        with pytest.raises(ValueError, match=r"^NestedLoss: `weights` must be from -1e\+12 to 1e\+12, got"):
+            NestedLoss(SmoothAPLoss(), (2, 4), weights=(weight, 0.5))
+        return
+    value, gradient = value_and_gradient(NestedLoss(SmoothAPLoss(), (2, 4), weights=(weight, 0.5)))
     assert math.isfinite(value)
     assert bool(gradient.isfinite().all())

@@ -20,6 +20,7 @@ from lightning_retrieval.losses import (
     CalibrationLoss,
     FastAPLoss,
     HAPLoss,
+    NestedLoss,
     QuantizedAPLoss,
     RecallAtKLoss,
     ROADMAPLoss,
@@ -75,6 +76,7 @@ PER_QUERY = {
     "recall_at_k": functools.partial(RecallAtKLoss, (1, 2, 30), tau_rank=0.05, tau_k=(1.0, 0.5, 2.0)),
     "roadmap": functools.partial(ROADMAPLoss, 0.3),
     "learned": Learned,
+    "nested": lambda **keywords: NestedLoss(SmoothAPLoss(0.1, **keywords), (2, 5), weights=(0.5, 2.0)),
 }
 OVER_ALL_PAIRS = {
     "blackbox_recall all": functools.partial(BlackboxRecallLoss, pair_mean="all"),

@@ -41,7 +41,7 @@ def test_a_preparation_and_a_dict_of_settings():
     [
         ({"preparation": {"size": 64}}, ValueError, "Embedder: `preparation` must have settings among .*, got 'size'"),
         ({"preparation": 64}, TypeError, r"must be a Preparation or a dict of its settings, got 64 \(int\)"),
-        ({"image_size": 0}, ValueError, "Preparation: `image_size` must be .*, got 0"),
+        ({"image_size": 0}, ValueError, "Embedder: `image_size` must be .*, got 0"),
     ],
 )
 def test_invalid_preparation(settings, error, message):
