@@ -18,12 +18,21 @@ METADATA = "lightning_retrieval"  # key of the JSON in the file's metadata
 INPUT, OUTPUT = "images", "embeddings"
 
 
+def can_write_onnx(torch_version: str) -> bool:
+    """Whether this version of torch writes a program of `torch.export` with the versions of onnxscript that we need."""
+    major, minor = torch_version.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 8)
+
+
 def load_onnx(owner: str) -> tuple[Any, Any]:
     """The modules `onnx` and `onnxruntime`.
 
     Raises:
         ModuleNotFoundError: if one of the packages of the extra is missing.
+        ValueError: if torch is too old.
     """
+    if not can_write_onnx(torch.__version__):
+        raise ValueError(f"{owner}: ONNX files need torch >= 2.8, got {torch.__version__}; install a newer torch.")
     try:
         import onnx
         import onnxruntime

@@ -11,11 +11,13 @@ from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli import export_model as export_module
 from lightning_retrieval.cli.export_model import export_model
 from lightning_retrieval.cli.main import main
+from lightning_retrieval.export.onnx_file import can_write_onnx
 from lightning_retrieval.models import Preparation
 from tests.lightning_retrieval.cli.glyph_commands import paths_of, save_checkpoint
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
+pytestmark = pytest.mark.skipif(not can_write_onnx(torch.__version__), reason="torch writes ONNX from 2.8 on")
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +99,13 @@ def test_mistakes_are_reported_in_one_sentence(glyphs, tmp_path, capsys):
     assert (code, err.count("\n")) == (2, 1)
     assert "must be one of images of one size" in err
     assert not (tmp_path / "e").exists()
+
+
+@pytest.mark.refusal
+def test_an_old_torch_is_named_before_anything_is_done(tmp_path, monkeypatch):
+    assert not can_write_onnx("2.7.1+cu126")
+    assert can_write_onnx("2.10.0")
+    monkeypatch.setattr(torch, "__version__", "2.6.0+cu124")
+    with pytest.raises(ValueError, match=r"^export_model: ONNX files need torch >= 2\.8, got 2\.6\.0\+cu124; install"):
+        export_model(tmp_path / "model.ckpt", tmp_path / "exported")
+    assert not (tmp_path / "exported").exists()

@@ -54,10 +54,10 @@ def test_fit_trains_and_tests(fitted):
     }
     assert {path.name for path in (logs / "checkpoints").iterdir()} == {checkpoint.name, "last.ckpt"}
     table = [line.split() for line in printed.splitlines() if line.startswith("test/mAP ")]
-    assert ["untrained", "trained"] in [line.split() for line in printed.splitlines()]
-    assert [len(line) for line in table] == [3]
+    assert ["backbone", "untrained", "trained"] in [line.split() for line in printed.splitlines()]
+    assert [len(line) for line in table] == [4]
     logged = [float(row["test/mAP"]) for row in rows(logs / "metrics.csv") if row["test/mAP"]]
-    assert [f"{value:.4f}" for value in logged] == table[0][1:]  # before and after
+    assert [f"{value:.4f}" for value in logged] == table[0][2:]  # before and after
     assert yaml.safe_load((logs / "config.yaml").read_text())["trainer"]["limit_train_batches"] == 2
 
 
