@@ -82,7 +82,7 @@ def as_image(tensor: Shaped[Tensor, "channel height width"], transform: Any = No
     rgb = levels[:3]
     if len(levels) == 1:
         rgb = levels.expand(3, -1, -1)
-    return Image.fromarray(rgb.permute(1, 2, 0).numpy(), "RGB")
+    return Image.fromarray(rgb.permute(1, 2, 0).numpy())
 
 
 def _levels(tensor: Tensor, transform: Any) -> Tensor:

@@ -66,7 +66,7 @@ class COCOMetrics(DetectionMetric):
 
 
 def _average_precision_per_class(
-    precision: Float[Tensor, "threshold recall class area cap"], labels: Int[Tensor, " class"], classes: int
+    precision: Float[Tensor, "threshold recall found area cap"], labels: Int[Tensor, " found"], classes: int
 ) -> Float[Tensor, " class"]:
     """AP50 of each class from COCO's table of precisions, which is -1 for a class without objects."""
     first_threshold = precision[0, :, :, 0, -1].float()  # (recall, class)

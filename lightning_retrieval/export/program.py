@@ -51,7 +51,7 @@ class EmbeddingProgram(nn.Module):
         self.register_buffer("mean", values[0, :, None, None].clone())
         self.register_buffer("std", values[1, :, None, None].clone())  # not views of one storage
 
-    def forward(self, images: Tensor) -> Float[Tensor, "batch dim"]:
+    def forward(self, images: Tensor) -> Float[Tensor, "batch ..."]:
         """Embed a batch (N, channels, height, width) of the input type."""
         if self.input_type == "uint8":
             images = (images.to(torch.float32) * (1 / 255) - self.mean) / self.std

@@ -125,10 +125,10 @@ class NestedLoss(BatchLoss):
     def _shortened(self, batch: RankedBatch) -> Iterator[RankedBatch]:
         """The batch at each length, in descending order."""
         for dim in reversed(self.dims):
-            shortened = replace(batch, embeddings=normalize(batch.embeddings[:, :dim]))
-            if batch.ref_emb is not None:
-                shortened = replace(shortened, ref_emb=normalize(batch.ref_emb[:, :dim]))
-            yield shortened
+            ref_emb = batch.ref_emb
+            if ref_emb is not None:
+                ref_emb = normalize(ref_emb[:, :dim])
+            yield replace(batch, embeddings=normalize(batch.embeddings[:, :dim]), ref_emb=ref_emb)
 
 
 def _checked_weights(owner: str, weights: Sequence[float], dims: tuple[int, ...]) -> tuple[float, ...]:

@@ -33,6 +33,8 @@ def wanted_settings(owner: str, preparation: Any, image_size: Any) -> dict[str, 
     unknown = [name for name in settings if name not in known]
     if unknown:
         raise ValueError(f"{owner}: `preparation` must have settings among {', '.join(known)}, got {unknown[0]!r}.")
+    if "image_size" in settings:
+        settings["image_size"] = check_size("Preparation", "image_size", settings["image_size"])
     image_size = check_size(owner, "image_size", image_size)
     if image_size is not None:
         if image_size != settings.get("image_size", image_size):

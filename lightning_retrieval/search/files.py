@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 LOCK = "lock"
 CHUNK = 1 << 20  # bytes read at a time
@@ -37,8 +37,8 @@ class DigestStream:
         self.error: OSError | None = None
         """The first error of the stream; faiss' own error does not say what it was."""
 
-    def write(self, data: bytes) -> int:
-        """Write all bytes; their number."""
+    def write(self, data: Any) -> int:
+        """Write all bytes of an object with the buffer protocol, such as `bytes` or pyarrow's buffers; their number."""
         try:
             self._stream.write(data)
         except OSError as error:
