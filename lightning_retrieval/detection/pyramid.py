@@ -11,6 +11,7 @@ from torchvision.ops import FeaturePyramidNetwork
 from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from lightning_retrieval.checks import check_bool, check_integer, check_not_negative, check_string
+from lightning_retrieval.models.pretrained import are_skipped
 
 LEVELS = (1, 2, 3, 4)  # timm's numbers of the maps of stride 4, 8, 16 and 32
 ROI_SIZE = 7
@@ -26,8 +27,8 @@ class PyramidFasterRCNN(FasterRCNN):  # type: ignore[misc]
     Args:
         num_classes: number of classes of objects, >= 1, without the background.
         backbone_name: timm's name of a network with maps of stride 4, 8, 16 and 32, such as `"resnet50.tv_in1k"`.
-        pretrained: whether timm's weights are loaded, also when a checkpoint rebuilds the detector; to load one without
-            them, give `load_from_checkpoint` the detector.
+        pretrained: whether timm's weights are loaded. `load_from_checkpoint` does not load them, since those of the
+            checkpoint replace them.
         min_size: shorter side to which images are resized, in pixels, >= 32.
         max_size: largest longer side, in pixels, >= `min_size`.
         pyramid_channels: channels of each map of the pyramid, >= 1.
@@ -100,7 +101,7 @@ class TimmPyramid(nn.Module):
     Args:
         owner: prefix of error messages.
         name: timm's name of the backbone.
-        pretrained: whether timm's weights are loaded.
+        pretrained: whether timm's weights are loaded, except while a checkpoint is loaded.
         channels: of each map of the pyramid.
     """
 
@@ -152,8 +153,9 @@ def make_body(owner: str, name: str, pretrained: bool) -> Any:
         raise ImportError(
             f'{owner}: `backbone_name` is one of timm\'s: pip install "lightning-retrieval[timm]".'
         ) from None
+    is_loaded = pretrained and not are_skipped()
     try:
-        body: Any = timm.create_model(name, pretrained=pretrained, features_only=True, out_indices=LEVELS)
+        body: Any = timm.create_model(name, pretrained=is_loaded, features_only=True, out_indices=LEVELS)
     except Exception as error:
         raise ValueError(
             f"{owner}: `backbone_name` must be a name that timm can build with features_only=True and maps of "

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_retrieval.detection import DetectionAPLoss, PyramidFasterRCNN, RankedRoIHeads
+from lightning_retrieval.models.pretrained import without_pretrained_weights
 from tests.lightning_retrieval.detection.scenes import make_batch
 
 pytest.importorskip("timm")
@@ -53,6 +54,22 @@ def test_settings_reach_torchvision(detector):
     assert detector.roi_heads.box_predictor.cls_score.out_features == 3
     assert detector.roi_heads.fg_bg_sampler.batch_size_per_image == 9
     assert (detector.transform.min_size, detector.transform.max_size) == ((64,), 80)
+
+
+def test_a_checkpoint_is_loaded_without_the_weights_of_timm(monkeypatch):
+    import timm
+
+    asked, create_model = [], timm.create_model
+
+    def recorded(name, *, pretrained, **arguments):
+        asked.append(pretrained)
+        return create_model(name, pretrained=False, **arguments)
+
+    monkeypatch.setattr(timm, "create_model", recorded)
+    PyramidFasterRCNN(2, "test_resnet")
+    with without_pretrained_weights():  # as `load_from_checkpoint` does
+        PyramidFasterRCNN(2, "test_resnet")
+    assert asked == [True, False]
 
 
 @pytest.mark.refusal
