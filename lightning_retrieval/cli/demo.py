@@ -1,12 +1,16 @@
 """`lightning-retrieval demo`: arguments. The page, which needs torch and Gradio, is imported after parsing."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_retrieval.cli.embedding_options import add_embedding_options
-from lightning_retrieval.cli.messages import command_line_message
+from lightning_retrieval.cli.embedding_options import (
+    EXPECTED_ERRORS,
+    add_embedding_options,
+    add_index_options,
+    import_modules,
+    report_error,
+)
 
 
 def demo(args: Sequence[str]) -> int:
@@ -21,10 +25,8 @@ def demo(args: Sequence[str]) -> int:
     options = _parser().parse_args(args)
     try:
         _serve(options)
-    except (OSError, ValueError, ImportError) as error:
-        text = str(error).replace("search_images: ", "demo: ")
-        print(command_line_message("demo", type(error)(text), vars(options)), file=sys.stderr)
-        return 2
+    except EXPECTED_ERRORS as error:
+        return report_error("demo", error, vars(options))
     return 0
 
 
@@ -32,10 +34,8 @@ def _serve(options: argparse.Namespace) -> None:
     from lightning_retrieval.cli.demo_page import serve_demo
     from lightning_retrieval.cli.search_images import ImageSearcher
     from lightning_retrieval.search.index import RetrievalIndex
-    from lightning_retrieval.training.class_paths import import_named_module
 
-    for module in options.import_module:
-        import_named_module("demo", "--import_module", module)
+    import_modules("demo", options.import_module)
     index = RetrievalIndex.load(options.index, mapped=True)
     searcher = ImageSearcher(
         index,
@@ -57,17 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lightning-retrieval demo", description="Search an index in the browser, by upload or by clicking a result."
     )
-    parser.add_argument("--index", type=Path, required=True, metavar="INDEX", help="folder that `index` wrote")
+    add_index_options(parser, images_help="folder of the index's images, if it was moved")
     parser.add_argument("-k", type=_positive, default=20, help="number of results, default 20")
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on, default 127.0.0.1: this machine only")
     parser.add_argument("--port", type=int, default=7860, help="port to serve on, default 7860")
-    parser.add_argument(
-        "--checkpoint", type=Path, metavar="C", help="checkpoint that the index was made with, if it was moved"
-    )
-    parser.add_argument("--images", type=Path, metavar="DIR", help="folder of the index's images, if it was moved")
-    parser.add_argument(
-        "--transform", metavar="NAME", help="function that prepared the images of the index, if one did; it is imported"
-    )
     add_embedding_options(parser)
     return parser
 

@@ -6,8 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_retrieval.cli.embedding_options import add_embedding_options, add_transform_option, report_unreadable
-from lightning_retrieval.cli.messages import command_line_message
+from lightning_retrieval.cli.embedding_options import (
+    EXPECTED_ERRORS,
+    add_embedding_options,
+    add_transform_option,
+    import_modules,
+    report_error,
+    report_unreadable,
+)
 
 if TYPE_CHECKING:
     from lightning_retrieval.cli.embed_images import EmbeddedFolder
@@ -27,15 +33,12 @@ def embed(args: Sequence[str]) -> int:
     settings = vars(_parser().parse_args(args))
 
     from lightning_retrieval.cli.embed_images import embed_images
-    from lightning_retrieval.training.class_paths import import_named_module
 
     try:
-        for module in settings.pop("import_module"):
-            import_named_module("embed", "--import_module", module)
+        import_modules("embed", settings.pop("import_module"))
         done = embed_images(**settings)
-    except (OSError, ValueError, ModuleNotFoundError) as error:
-        print(command_line_message("embed", error, settings), file=sys.stderr)
-        return 2
+    except EXPECTED_ERRORS as error:
+        return report_error("embed", error, settings)
     except KeyboardInterrupt:
         print(f"embed: interrupted; the same command continues in {settings['output']}.", file=sys.stderr)
         return INTERRUPTED

@@ -1,14 +1,18 @@
-"""What the commands that embed images share: the options of embedding, and the report of unreadable images."""
+"""What the commands that load a model share: options, and the reports of errors and of unreadable images."""
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lightning_retrieval.cli.messages import command_line_message
 from lightning_retrieval.cli.transform_names import TRANSFORMS
 
 if TYPE_CHECKING:
     from lightning_retrieval.cli.embedding import UnreadableImage
+
+EXPECTED_ERRORS = (OSError, ValueError, ImportError)  # whose messages say what the user can change
 
 
 def add_embedding_options(parser: argparse.ArgumentParser) -> None:
@@ -16,6 +20,11 @@ def add_embedding_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch_size", type=int, default=32, help="number of images embedded at a time, default 32")
     parser.add_argument("--num_workers", type=int, default=0, help="number of processes that read images, default 0")
     parser.add_argument("--device", help="device that the model runs on, default cuda if there is one, else cpu")
+    add_import_option(parser)
+
+
+def add_import_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--import_module` to a parser."""
     parser.add_argument(
         "--import_module",
         action="append",
@@ -35,6 +44,36 @@ def add_transform_option(parser: argparse.ArgumentParser) -> None:
         "package.function that the model was evaluated with, which is imported. By default as in the evaluation during "
         "training, else as the model wants",
     )
+
+
+def add_index_options(parser: argparse.ArgumentParser, *, images_help: str) -> None:
+    """Add `--index`, `--checkpoint`, `--images` and `--transform`, of commands that search an index, to a parser."""
+    parser.add_argument("--index", type=Path, required=True, metavar="INDEX", help="folder that `index` wrote")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="C", help="checkpoint that the index was made with, if it was moved"
+    )
+    parser.add_argument("--images", type=Path, metavar="DIR", help=images_help)
+    parser.add_argument(
+        "--transform", metavar="NAME", help="function that prepared the images of the index, if one did; it is imported"
+    )
+
+
+def import_modules(command: str, names: Iterable[str]) -> None:
+    """Import the modules that `--import_module` names.
+
+    Raises:
+        ValueError: if one cannot be imported.
+    """
+    from lightning_retrieval.training.class_paths import import_named_module
+
+    for name in names:
+        import_named_module(command, "--import_module", name)
+
+
+def report_error(command: str, error: Exception, options: Iterable[str]) -> int:
+    """Print an error in terms of the command line to standard error; the exit code is 2."""
+    print(command_line_message(command, error, options), file=sys.stderr)
+    return 2
 
 
 def report_unreadable(command: str, images: Sequence["UnreadableImage"]) -> int:

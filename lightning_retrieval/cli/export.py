@@ -1,13 +1,17 @@
 """`lightning-retrieval export`: arguments and output. The work, which needs torch, is imported after parsing."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_retrieval.cli.embedding_options import add_transform_option
-from lightning_retrieval.cli.messages import command_line_message
+from lightning_retrieval.cli.embedding_options import (
+    EXPECTED_ERRORS,
+    add_import_option,
+    add_transform_option,
+    import_modules,
+    report_error,
+)
 
 if TYPE_CHECKING:
     from lightning_retrieval.cli.export_model import ExportedModel, Int8Cost
@@ -25,15 +29,12 @@ def export(args: Sequence[str]) -> int:
     settings = vars(_parser().parse_args(args))
 
     from lightning_retrieval.cli.export_model import export_model
-    from lightning_retrieval.training.class_paths import import_named_module
 
     try:
-        for module in settings.pop("import_module"):
-            import_named_module("export", "--import_module", module)
+        import_modules("export", settings.pop("import_module"))
         made = export_model(**settings)
-    except (OSError, ValueError, ModuleNotFoundError) as error:
-        print(command_line_message("export", error, settings), file=sys.stderr)
-        return 2
+    except EXPECTED_ERRORS as error:
+        return report_error("export", error, settings)
     print("\n".join(_summary(made, settings["output"])))
     return 0
 
@@ -82,11 +83,5 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--root", type=Path, metavar="DIR", help="folder that the table's paths are relative to")
     add_transform_option(parser)
-    parser.add_argument(
-        "--import_module",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="module with classes of the checkpoint that are not of this library; it is imported, which runs its code",
-    )
+    add_import_option(parser)
     return parser

@@ -1,13 +1,18 @@
 """`lightning-retrieval index`: arguments and output. The work, which needs torch, is imported after parsing."""
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_retrieval.cli.embedding_options import add_embedding_options, add_transform_option, report_unreadable
-from lightning_retrieval.cli.messages import command_line_message
+from lightning_retrieval.cli.embedding_options import (
+    EXPECTED_ERRORS,
+    add_embedding_options,
+    add_transform_option,
+    import_modules,
+    report_error,
+    report_unreadable,
+)
 
 if TYPE_CHECKING:
     from lightning_retrieval.cli.embedding import UnreadableImage
@@ -28,9 +33,8 @@ def index(args: Sequence[str]) -> int:
     settings = _parse(args)
     try:
         made, unreadable = _index(settings)
-    except (OSError, ValueError, ModuleNotFoundError) as error:
-        print(command_line_message("index", error, settings), file=sys.stderr)
-        return 2
+    except EXPECTED_ERRORS as error:
+        return report_error("index", error, settings)
     if "images" in settings:
         from lightning_retrieval.cli.transforms import shown_choice
 
@@ -65,10 +69,8 @@ def _index(settings: dict[str, Any]) -> tuple["RetrievalIndex", list["Unreadable
         return index_embeddings(**settings)
 
     from lightning_retrieval.cli.index_images import index_images
-    from lightning_retrieval.training.class_paths import import_named_module
 
-    for module in settings.pop("import_module"):
-        import_named_module("index", "--import_module", module)
+    import_modules("index", settings.pop("import_module"))
     return index_images(**settings)
 
 

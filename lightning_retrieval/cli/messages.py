@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+FUNCTIONS = ("embed_images", "export_model", "index_embeddings", "index_images", "search_images")  # of the commands
+
 
 def printable(text: str) -> str:
     """The text with characters that cannot be printed, such as a line break in a file name, as escape sequences."""
@@ -17,8 +19,8 @@ def command_line_message(command: str, error: Exception, arguments: Iterable[str
     """The message of an error with options of the command line instead of arguments of Python functions.
 
     Args:
-        command: the subcommand, such as `index`, whose Python function is `index_images`.
-        error: what the Python function raised.
+        command: the subcommand, such as `index`.
+        error: what a Python function raised, such as `index_images`.
         arguments: names of the arguments that are options of the subcommand.
 
     Example:
@@ -27,9 +29,9 @@ def command_line_message(command: str, error: Exception, arguments: Iterable[str
         'index: `--images` must be a folder, got x.'
     """
     message = str(error)
-    for function in (f"{command}_images: ", f"{command}_embeddings: ", f"{command}_model: "):
-        if message.startswith(function):
-            message = f"{command}: {message.removeprefix(function)}"
+    owner, separator, sentence = message.partition(": ")
+    if owner in FUNCTIONS:
+        message = f"{command}{separator}{sentence}"
     message = message.replace("`index_images`", "`lightning-retrieval index`")
     for name in arguments:
         message = message.replace(f"`{name}`", f"`{_option(name)}`")

@@ -8,8 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_retrieval.cli.embedding_options import add_embedding_options, report_unreadable
-from lightning_retrieval.cli.messages import command_line_message, printable
+from lightning_retrieval.cli.embedding_options import (
+    EXPECTED_ERRORS,
+    add_embedding_options,
+    add_index_options,
+    import_modules,
+    report_error,
+    report_unreadable,
+)
+from lightning_retrieval.cli.messages import printable
 
 if TYPE_CHECKING:
     from lightning_retrieval.cli.embedding import UnreadableImage
@@ -28,9 +35,8 @@ def search(args: Sequence[str]) -> int:
     options = _parser().parse_args(args)
     try:
         results, unreadable = _search(options)
-    except (OSError, ValueError) as error:
-        print(command_line_message("search", error, vars(options)), file=sys.stderr)
-        return 2
+    except EXPECTED_ERRORS as error:
+        return report_error("search", error, vars(options))
     if options.json:
         print(json.dumps(_plain(results, unreadable), indent=1))
     else:
@@ -42,7 +48,6 @@ def _search(options: argparse.Namespace) -> tuple[list["QueryResult"], list["Unr
     """Search, and write the page if one was asked for."""
     from lightning_retrieval.cli.search_images import search_images
     from lightning_retrieval.search.index import RetrievalIndex
-    from lightning_retrieval.training.class_paths import import_named_module
 
     page, images = options.html, options.images
     if page is not None:
@@ -51,8 +56,7 @@ def _search(options: argparse.Namespace) -> tuple[list["QueryResult"], list["Unr
         raise ValueError(
             f"search: `--images` must be the folder of the index's images, got {images}, which is not a folder."
         )
-    for module in options.import_module:
-        import_named_module("search", "--import_module", module)
+    import_modules("search", options.import_module)
     index = RetrievalIndex.load(options.index, mapped=True)
     if options.parameters is not None:
         index.set_parameters(options.parameters)
@@ -141,19 +145,10 @@ def _parser() -> argparse.ArgumentParser:
         "lightning-retrieval search", description="Find the images of an index that are nearest to query images."
     )
     parser.add_argument("queries", nargs="+", metavar="IMAGE", help="image file to search for")
-    parser.add_argument("--index", type=Path, required=True, metavar="INDEX", help="folder that `index` wrote")
+    add_index_options(parser, images_help="folder of the index's images, if it was moved; for --html")
     parser.add_argument("-k", type=int, help="number of results of each query, default 10, or all if there are fewer")
     parser.add_argument("--parameters", help="search parameters of faiss, such as nprobe=64, instead of the index's")
-    parser.add_argument(
-        "--checkpoint", type=Path, metavar="C", help="checkpoint that the index was made with, if it was moved"
-    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the results to this file as an HTML page")
-    parser.add_argument(
-        "--images", type=Path, metavar="DIR", help="folder of the index's images, if it was moved; for --html"
-    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument(
-        "--transform", metavar="NAME", help="function that prepared the images of the index, if one did; it is imported"
-    )
     add_embedding_options(parser)
     return parser

@@ -9,6 +9,13 @@ def test_arguments_become_options():
     assert command_line_message("search", error, ["k", "images"]) == message
 
 
+def test_a_function_of_another_command_becomes_the_command_that_called_it():
+    error = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+    assert command_line_message("demo", error, []) == str(error)
+    error = ValueError("search_images: `checkpoint` must be given.")
+    assert command_line_message("demo", error, ["checkpoint"]) == "demo: `--checkpoint` must be given."
+
+
 def test_owners_of_other_messages_are_kept():
     error = ValueError("RetrievalIndex: `factory` must be one of search_images: `factory`.")
     message = "RetrievalIndex: `--factory` must be one of search_images: `--factory`."

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,13 @@ def test_unreadable_queries_are_named_and_the_others_searched(indexed, tmp_path,
     code, out, err = command(capsys, "search", missing, *args)
     assert (code, out) == (2, "")
     assert err.startswith(f"search: none of the 1 queries can be read, the first: cannot read the image {missing} (")
+
+
+@pytest.mark.refusal
+def test_a_missing_package_is_named(indexed, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "faiss", None)
+    error = error_of(capsys, "search", "--index", indexed / "index", "query.png")
+    assert error.startswith("RetrievalIndex: needs faiss, which cannot be imported (")
 
 
 @pytest.mark.refusal
