@@ -5,12 +5,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
+
 
 class BatchLoss(nn.Module):
-    """A loss of a whole batch: what `RetrievalLoss`, `WeightedSum` and `ThirdPartyLoss` have in common.
+    """A loss of a whole batch: what `RetrievalLoss`, `WeightedSum`, `NestedLoss` and `ThirdPartyLoss` have in common.
 
-    Its call signature is `loss(embeddings, labels, ref_emb=None, ref_labels=None, *, ids=None, ref_ids=None,
-    queries=None)`. `terms` holds the unweighted terms of the latest call by name; it is empty for a loss of one term.
+    A subclass implements `of_batch`, or overrides `forward` with the same signature. `terms` holds the unweighted terms
+    of the latest call by name; it is empty for a loss of one term.
     """
 
     terms: dict[str, Tensor]
@@ -24,6 +26,24 @@ class BatchLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.terms = {}
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        ref_emb: Tensor | None = None,
+        ref_labels: Tensor | None = None,
+        *,
+        ids: Tensor | None = None,
+        ref_ids: Tensor | None = None,
+        queries: QueryRange | None = None,
+    ) -> Any:
+        """The value of the loss; arguments as in `RetrievalLoss`."""
+        return self.of_batch(RankedBatch(embeddings, labels, ref_emb, ref_labels, ids, ref_ids, queries))
+
+    def of_batch(self, batch: RankedBatch) -> Any:
+        """The value of the loss; a tensor, except for losses of other libraries, which may return anything."""
+        raise NotImplementedError(f"{type(self).__name__}: a loss must implement `of_batch` or `forward`.")
 
     @property
     def splits_by_query(self) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_retrieval.checks import check_finite_number, check_instance, check_sequence, short_repr
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.embedding_lists import check_batch
-from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
+from lightning_retrieval.losses.ranked_batch import RankedBatch
 from lightning_retrieval.losses.shared_reads import shared_reads
 from lightning_retrieval.losses.third_party import as_batch_loss, has_class_vectors, original_loss
 from lightning_retrieval.ranking.dims import check_dims, check_dims_fit
@@ -88,21 +88,10 @@ class NestedLoss(BatchLoss):
         """Class names of the terms that cannot rank references."""
         return self.part.terms_without_references
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
-        *,
-        ids: Tensor | None = None,
-        ref_ids: Tensor | None = None,
-        queries: QueryRange | None = None,
-    ) -> Tensor:
-        """The weighted sum over the lengths; arguments as in `RetrievalLoss`."""
-        batch = RankedBatch(embeddings, labels, ref_emb, ref_labels, ids, ref_ids, queries)
+    def of_batch(self, batch: RankedBatch) -> Tensor:
+        """The weighted sum over the lengths."""
         check_batch(type(self.loss).__name__, batch)
-        check_dims_fit(type(self).__name__, self.dims, embeddings)
+        check_dims_fit(type(self).__name__, self.dims, batch.embeddings)
         with shared_reads():
             # The largest first: its check that all numbers are finite includes those of the others.
             values = [self.part(**shortened.keywords()) for shortened in self._shortened(batch)]

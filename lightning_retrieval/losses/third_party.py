@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lightning_retrieval.checks import check_finite, check_instance
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.embedding_lists import check_batch
-from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
+from lightning_retrieval.losses.ranked_batch import RankedBatch
 from lightning_retrieval.ranking.labels import finest
 
 # The losses of pytorch-metric-learning that rank references, whatever their order, and ignore the pairs that
@@ -87,19 +87,8 @@ class ThirdPartyLoss(BatchLoss):
             return []
         return [type(self.loss).__name__]
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
-        *,
-        ids: Tensor | None = None,
-        ref_ids: Tensor | None = None,
-        queries: QueryRange | None = None,
-    ) -> Any:
-        """The value of the loss; arguments as in `RetrievalLoss`."""
-        batch = RankedBatch(embeddings, labels, ref_emb, ref_labels, ids, ref_ids, queries)
+    def of_batch(self, batch: RankedBatch) -> Any:
+        """The value of the loss."""
         if batch.queries is not None:
             raise TypeError(
                 f"{type(self.loss).__name__}: a third-party loss is not a sum over queries, so it cannot be computed "

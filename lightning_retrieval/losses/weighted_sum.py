@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_finite_number, short_repr
 from lightning_retrieval.losses.batch_loss import BatchLoss
-from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
+from lightning_retrieval.losses.ranked_batch import RankedBatch
 from lightning_retrieval.losses.third_party import as_batch_loss, original_loss
 
 
@@ -73,19 +73,8 @@ class WeightedSum(BatchLoss):
             names += part.terms_without_references  # type: ignore[arg-type]
         return names
 
-    def forward(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        ref_emb: Tensor | None = None,
-        ref_labels: Tensor | None = None,
-        *,
-        ids: Tensor | None = None,
-        ref_ids: Tensor | None = None,
-        queries: QueryRange | None = None,
-    ) -> Tensor:
-        """The weighted sum; arguments as in `RetrievalLoss`."""
-        batch = RankedBatch(embeddings, labels, ref_emb, ref_labels, ids, ref_ids, queries)
+    def of_batch(self, batch: RankedBatch) -> Tensor:
+        """The weighted sum."""
         return self._sum({name: part(**batch.keywords()) for name, part in self.parts.items()})
 
     def from_scores(self, scores: Tensor, relevant: Tensor, candidate: Tensor | None = None) -> Tensor:

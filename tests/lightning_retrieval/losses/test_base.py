@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_retrieval import losses
 from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss, blockwise, embedding_lists
+from lightning_retrieval.losses.batch_loss import BatchLoss
 
 LOSSES = [
     loss
@@ -567,3 +568,11 @@ def test_flags_must_be_true_or_false(loss, name, value):
         pytest.skip(f"{loss.__name__} has no {name}")
     with pytest.raises(TypeError, match=rf"`{name}` must be True or False, got {value!r}\."):
         loss(**{name: value})
+
+
+def test_a_loss_without_a_value_says_what_to_implement():
+    class Unfinished(BatchLoss):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"^Unfinished: a loss must implement `of_batch` or `forward`\.$"):
+        Unfinished()(torch.randn(2, 3), torch.tensor([0, 0]))
