@@ -11,7 +11,7 @@ from tests.source_tree import PACKAGES, import_statements, imported_names, lines
 
 # The layers of the library, lowest first. A module imports from its own layer and from lower ones.
 LAYERS = (
-    {"checks", "host"},
+    {"checks", "host", "optional_packages"},
     {"distributed"},
     {"ranking"},
     {"metrics", "losses", "models"},
@@ -22,6 +22,7 @@ LAYERS = (
 )
 # These are imported inside the function that needs them: whoever does not use them need not install or load them.
 LAZY = {
+    "albumentations",
     "datasets",
     "faiss",
     "faster_coco_eval",

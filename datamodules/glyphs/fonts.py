@@ -9,6 +9,8 @@ import PIL
 from jaxtyping import UInt8
 from PIL import Image, ImageDraw, ImageFont, features
 
+from lightning_retrieval.optional_packages import optional_import
+
 IMAGE_SIZE = 32  # pixels
 FONT_SIZE = 22  # pixels
 BASELINE = (IMAGE_SIZE // 2, 23)  # where the middle of a character's advance is, in pixels from the top left corner
@@ -21,15 +23,13 @@ class GlyphFonts:
     A font file is opened only when its characters are listed or drawn.
 
     Raises:
-        ImportError: if matplotlib is not installed.
+        ModuleNotFoundError: if matplotlib is not installed.
         FileNotFoundError: if matplotlib's installation has no fonts.
     """
 
     def __init__(self) -> None:
-        try:
+        with optional_import("The glyph images are drawn from matplotlib's fonts: pip install matplotlib."):
             import matplotlib
-        except ImportError:
-            raise ImportError("The glyph images are drawn from matplotlib's fonts: pip install matplotlib.") from None
         folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
         files = [path for path in folder.glob("*.ttf") if path.stem not in EXCLUDED_FONTS]
         if not files:

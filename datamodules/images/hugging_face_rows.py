@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lightning_retrieval.checks import short_repr
+from lightning_retrieval.optional_packages import optional_import
 
 OWNER = "HuggingFaceImages"
 
@@ -51,13 +52,10 @@ def load_splits(path: str, config: str | None, revision: str | None) -> dict[str
 
 
 def _import_datasets() -> Any:
-    try:
+    with optional_import(
+        f"{OWNER}: the package datasets is missing; install it with pip install 'lightning-retrieval[datasets]'."
+    ):
         import datasets  # type: ignore[import-untyped]
-    except ImportError:
-        raise ModuleNotFoundError(
-            f"{OWNER}: data sets of Hugging Face need datasets; install it with "
-            "pip install 'lightning-retrieval[datasets]'."
-        ) from None
     return datasets
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.datamodules.files.lists import ListLines, read_csv_header, read_csv_rows
+from lightning_retrieval.optional_packages import optional_import
 
 SIDES = ("left", "top", "right", "bottom")
 COLUMNS = ("image", "label", "category", "split", "role", "camera", "box", *SIDES)
@@ -118,13 +119,11 @@ def _read_csv(path: Path, required: Sequence[str]) -> TextTable:
 
 
 def _read_parquet(path: Path, required: Sequence[str]) -> TextTable:
-    try:
+    with optional_import(
+        f"ImageTable: pyarrow must be installed to read {path}: pip install lightning-retrieval[parquet]; "
+        "or provide the table as CSV."
+    ):
         import pyarrow.parquet
-    except ImportError:
-        raise ModuleNotFoundError(
-            f"ImageTable: pyarrow must be installed to read {path}: pip install lightning-retrieval[parquet]; "
-            "or provide the table as CSV."
-        ) from None
     table: dict[str, list[str]] = {}
     try:
         header = pyarrow.parquet.read_schema(path).names

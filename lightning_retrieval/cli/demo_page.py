@@ -9,6 +9,7 @@ from PIL import Image
 from lightning_retrieval.cli.messages import printable
 from lightning_retrieval.cli.search_images import Hit, ImageSearcher
 from lightning_retrieval.datamodules.images.image_file import read_image
+from lightning_retrieval.optional_packages import optional_import
 
 SIDE = 320  # pixels of the longer side of a shown image, about
 CSS = """
@@ -132,10 +133,6 @@ def _captioned(hits: Sequence[Hit], images: Path) -> list[tuple[Image.Image, str
 
 
 def _import_gradio() -> Any:
-    try:
+    with optional_import("demo: the page needs Gradio; install it with pip install 'lightning-retrieval[demo]'."):
         import gradio
-    except ImportError:
-        raise ModuleNotFoundError(
-            "demo: the page needs Gradio; install it with pip install 'lightning-retrieval[demo]'."
-        ) from None
     return gradio

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.detection.detection_metric import DetectionMetric
+from lightning_retrieval.optional_packages import optional_import
 
 
 class COCOMetrics(DetectionMetric):
@@ -27,7 +28,7 @@ class COCOMetrics(DetectionMetric):
     Raises:
         ValueError: if `classes` is out of its range; in `update`, if there are not as many detections as targets, or a
             score is not finite.
-        ImportError: if faster-coco-eval is not installed.
+        ModuleNotFoundError: if faster-coco-eval is not installed.
 
     Example:
         >>> import torch
@@ -79,9 +80,7 @@ def _average_precision_per_class(
 
 
 def _check_backend() -> None:
-    try:
+    with optional_import(
+        'COCOMetrics: COCO\'s rules need faster-coco-eval: pip install "lightning-retrieval[detection]".'
+    ):
         import faster_coco_eval  # noqa: F401
-    except ImportError:
-        raise ImportError(
-            'COCOMetrics: COCO\'s rules need faster-coco-eval: pip install "lightning-retrieval[detection]".'
-        ) from None

@@ -12,6 +12,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelMaxPool
 
 from lightning_retrieval.checks import check_bool, check_integer, check_not_negative, check_string
 from lightning_retrieval.models.pretrained import are_skipped
+from lightning_retrieval.optional_packages import optional_import
 
 LEVELS = (1, 2, 3, 4)  # timm's numbers of the maps of stride 4, 8, 16 and 32
 ROI_SIZE = 7
@@ -38,7 +39,7 @@ class PyramidFasterRCNN(FasterRCNN):  # type: ignore[misc]
         detections_per_image: largest number of detections, >= 1.
 
     Raises:
-        ImportError: if timm is not installed.
+        ModuleNotFoundError: if timm is not installed.
         ValueError: if a number is out of its range, or the backbone lacks such maps.
         TypeError: if an argument has another type.
 
@@ -144,15 +145,13 @@ def make_body(owner: str, name: str, pretrained: bool) -> Any:
     """The backbone of timm, which returns a list of maps of stride 4, 8, 16 and 32.
 
     Raises:
-        ImportError: if timm is not installed.
+        ModuleNotFoundError: if timm is not installed.
         ValueError: if timm has no such backbone, or it has other maps.
     """
-    try:
+    with optional_import(
+        f'{owner}: timm must be installed for `backbone_name`: pip install "lightning-retrieval[timm]".'
+    ):
         import timm
-    except ImportError:
-        raise ImportError(
-            f'{owner}: `backbone_name` is one of timm\'s: pip install "lightning-retrieval[timm]".'
-        ) from None
     is_loaded = pretrained and not are_skipped()
     try:
         body: Any = timm.create_model(name, pretrained=is_loaded, features_only=True, out_indices=LEVELS)

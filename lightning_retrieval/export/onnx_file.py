@@ -14,6 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from lightning_retrieval.optional_packages import optional_import
+
 METADATA = "lightning_retrieval"  # key of the JSON in the file's metadata
 INPUT, OUTPUT = "images", "embeddings"
 
@@ -33,15 +35,12 @@ def load_onnx(owner: str) -> tuple[Any, Any]:
     """
     if not can_write_onnx(torch.__version__):
         raise ValueError(f"{owner}: ONNX files need torch >= 2.8, got {torch.__version__}; install a newer torch.")
-    try:
+    with optional_import(
+        f"{owner}: onnx, onnxscript and onnxruntime must be installed: pip install 'lightning-retrieval[onnx]'."
+    ):
         import onnx
         import onnxruntime
         import onnxscript  # noqa: F401 - torch.onnx needs it
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            f"{owner}: onnx, onnxscript and onnxruntime must be installed ({error}): "
-            "pip install lightning-retrieval[onnx]."
-        ) from None
     return onnx, onnxruntime
 
 

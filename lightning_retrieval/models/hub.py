@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_bool, check_path, check_string, short_repr
-from lightning_retrieval.models.pretrained import without_pretrained_weights
+from lightning_retrieval.models.pretrained import load_safetensors, without_pretrained_weights
+from lightning_retrieval.optional_packages import optional_import
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FORMAT, VERSION = "lightning-retrieval embedder", 1
@@ -100,33 +101,16 @@ class PretrainedModule(nn.Module):
             return push_folder(OWNER, Path(folder), repo_id, private, message)
 
 
-def load_safetensors(owner: str) -> Any:
-    """The module `safetensors.torch`.
-
-    Raises:
-        ModuleNotFoundError: if it is not installed.
-    """
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise ModuleNotFoundError(
-            f"{owner}: safetensors must be installed: pip install lightning-retrieval[hub]."
-        ) from None
-    return safetensors.torch
-
-
 def load_hub(owner: str) -> Any:
     """The module `huggingface_hub`.
 
     Raises:
         ModuleNotFoundError: if it is not installed.
     """
-    try:
+    with optional_import(
+        f"{owner}: huggingface_hub must be installed: pip install 'lightning-retrieval[hub]'; or give a folder."
+    ):
         import huggingface_hub
-    except ImportError:
-        raise ModuleNotFoundError(
-            f"{owner}: huggingface_hub must be installed: pip install lightning-retrieval[hub]; or give a folder."
-        ) from None
     return huggingface_hub
 
 

@@ -30,8 +30,8 @@ from lightning_retrieval.models.pretrained import (
     hub_error,
     is_local_file,
     load_local_file,
-    missing_extra,
 )
+from lightning_retrieval.optional_packages import optional_import
 
 CLASS_TOKENS = ("cls_token", "class_embedding")
 PREFIX_TOKENS = (*CLASS_TOKENS, "distillation_token", "register_tokens")
@@ -105,10 +105,11 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
 
 
 def _import_transformers(request: BackboneRequest) -> Any:
-    try:
+    with optional_import(
+        f"{request.owner}: transformers must be installed for `backbone` hf/{request.name}: "
+        "pip install 'lightning-retrieval[hf]'."
+    ):
         import transformers
-    except ModuleNotFoundError:
-        raise missing_extra(request.owner, f"`backbone` hf/{request.name}", "transformers", "hf") from None
     return transformers
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from lightning_retrieval.checks import check_integer, short_repr
-from lightning_retrieval.models.pretrained import missing_extra
+from lightning_retrieval.optional_packages import optional_import
 
 MOST_RANK = 4096
 ATTENTION = ("attn", "attention")
@@ -49,10 +49,8 @@ def add_adapters(owner: str, backbone: nn.Module, lora: Mapping[str, Any]) -> No
         ModuleNotFoundError: if peft is not installed.
         ValueError: if there is no attention and `target_modules` is not given, or peft refuses an argument.
     """
-    try:
+    with optional_import(f"{owner}: peft must be installed for `lora`: pip install 'lightning-retrieval[lora]'."):
         import peft
-    except ModuleNotFoundError:
-        raise missing_extra(owner, "`lora`", "peft", "lora") from None
     settings = {"target_modules": _attention_layers(backbone), **lora}
     if not settings["target_modules"]:
         raise ValueError(

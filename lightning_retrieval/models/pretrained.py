@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_path, short_repr
 from lightning_retrieval.models.features import first_line
+from lightning_retrieval.optional_packages import optional_import
 
 DEFAULT_WEIGHTS = "DEFAULT"
 FILE_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".pth.tar")
@@ -86,7 +87,7 @@ def read_weights(owner: str, path: str) -> dict[str, Tensor]:
         raise FileNotFoundError(f"{owner}: `weights` must be a file of weights, got {path}, which does not exist.")
     try:
         if path.endswith(".safetensors"):
-            content = _read_safetensors(owner, path)
+            content = load_safetensors(owner).load_file(path)
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except ModuleNotFoundError:
@@ -120,23 +121,12 @@ def hub_error(owner: str, argument: str, what: str, error: Exception) -> ValueEr
     )
 
 
-def missing_extra(owner: str, name: str, package: str, extra: str) -> ModuleNotFoundError:
-    """The error for a package that is not installed.
+def load_safetensors(owner: str) -> Any:
+    """The module `safetensors.torch`.
 
-    Args:
-        owner: prefix of error messages.
-        name: what needs it.
-        package: that is missing.
-        extra: that installs it.
+    Raises:
+        ModuleNotFoundError: if it is not installed.
     """
-    return ModuleNotFoundError(
-        f"{owner}: {package} must be installed for {name}: pip install 'lightning-retrieval[{extra}]'."
-    )
-
-
-def _read_safetensors(owner: str, path: str) -> Any:
-    try:
-        from safetensors.torch import load_file
-    except ModuleNotFoundError:
-        raise missing_extra(owner, path, "safetensors", "hf") from None
-    return load_file(path)
+    with optional_import(f"{owner}: safetensors must be installed: pip install 'lightning-retrieval[hub]'."):
+        import safetensors.torch
+    return safetensors.torch

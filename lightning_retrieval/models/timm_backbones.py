@@ -27,9 +27,9 @@ from lightning_retrieval.models.pretrained import (
     are_skipped,
     hub_error,
     is_local_file,
-    missing_extra,
     read_weights,
 )
+from lightning_retrieval.optional_packages import optional_import
 
 # Arguments that let a transformer run with other sizes than that for which it was built, most first. A model that does
 # not know one raises a TypeError before it builds anything.
@@ -110,11 +110,12 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
 
 
 def _import_timm(request: BackboneRequest) -> Any:
-    try:
+    with optional_import(
+        f"{request.owner}: timm must be installed for `backbone` timm/{request.name}: "
+        "pip install 'lightning-retrieval[timm]'."
+    ):
         import timm
         import timm.data
-    except ModuleNotFoundError:
-        raise missing_extra(request.owner, f"`backbone` timm/{request.name}", "timm", "timm") from None
     return timm
 
 

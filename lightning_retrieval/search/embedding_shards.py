@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int64
 
+from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.search.files import DigestStream
 
 FILE_FORMATS = ("parquet", "npy")
@@ -53,13 +54,11 @@ def load_pyarrow(owner: str) -> Any:
     Raises:
         ModuleNotFoundError: if it is not installed.
     """
-    try:
+    with optional_import(
+        f"{owner}: pyarrow must be installed for Parquet files: pip install lightning-retrieval[parquet]; or "
+        "choose the format npy."
+    ):
         import pyarrow.parquet
-    except ImportError:
-        raise ModuleNotFoundError(
-            f"{owner}: pyarrow must be installed for Parquet files: pip install lightning-retrieval[parquet]; or "
-            "choose the format npy."
-        ) from None
     return pyarrow
 
 

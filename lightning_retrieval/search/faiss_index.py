@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_retrieval.checks import short_repr
+from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.search.rows import OWNER, normalized_rows, sample_rows
 
 ROWS_PER_CENTROID = 256  # more are ignored by the k-means of faiss
@@ -20,10 +21,8 @@ COUNTS = ("nprobe", "efSearch")  # search parameters that count lists or candida
 
 def load_faiss() -> Any:
     """The module `faiss`, set to use as many threads as torch."""
-    try:
+    with optional_import(f"{OWNER}: needs faiss, which cannot be imported; pip install faiss-cpu."):
         import faiss
-    except ImportError as error:
-        raise ImportError(f"{OWNER}: needs faiss, which cannot be imported ({error}); pip install faiss-cpu.") from None
     faiss.omp_set_num_threads(torch.get_num_threads())
     return faiss
 

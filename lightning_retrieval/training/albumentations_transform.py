@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from lightning_retrieval.optional_packages import optional_import
+
 
 class AlbumentationsTransform:
     """A transform of albumentations as a function from a PIL image.
@@ -46,13 +48,11 @@ class AlbumentationsTransform:
         Raises:
             ModuleNotFoundError: if albumentations is not installed.
         """
-        try:
+        with optional_import(
+            f"{owner}: the model was evaluated with a transform of albumentations, which is not installed; install "
+            "it: pip install 'lightning-retrieval[albumentations]'."
+        ):
             import albumentations  # type: ignore[import-untyped]
-        except ModuleNotFoundError:
-            raise ModuleNotFoundError(
-                f"{owner}: the model was evaluated with a transform of albumentations, which is not installed; install "
-                "it: pip install lightning-retrieval[albumentations]."
-            ) from None
         return cls(albumentations.from_dict(described["albumentations"]))
 
 
