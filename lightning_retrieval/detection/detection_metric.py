@@ -1,5 +1,6 @@
 """The base class of the metrics of detectors: it collects detections and objects on any number of processes."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ class DetectionMetric(Metric):
 
     Raises:
         ValueError: if `classes` is out of its range; in `update`, if shapes do not fit, a label is out of its range, or
-            a score is not finite.
+            a score or a box is not finite.
         TypeError: if `classes` is not an integer; in `update`, if a detection or a target is not a mapping of tensors.
     """
 
@@ -64,7 +65,7 @@ class DetectionMetric(Metric):
             detections: of each image: `boxes` (detections, 4), `scores` and `labels` (detections,), as torchvision's
                 detectors give them in evaluation.
             targets: of each image: `boxes` (objects, 4), `labels` (objects,), and optionally the number `image_id`, and
-                `difficult` or `iscrowd` (objects,), which is true for objects that are ignored.
+                `difficult` and `iscrowd` (objects,); objects for which one of them is true are ignored.
         """
         owner = type(self).__name__
         check_sequence(owner, "detections", detections)
@@ -122,7 +123,7 @@ class DetectionMetric(Metric):
         ignored = torch.zeros_like(labels)
         for name in ("difficult", "iscrowd"):
             if target.get(name) is not None:
-                ignored = _one_for_each(owner, "targets", target, name, labels)
+                ignored |= _one_for_each(owner, "targets", target, name, labels) != 0
         key = rank() * MAX_IMAGES + self._updates
         self._updates += 1
         # An image without an id gets one that no other image has.
@@ -156,13 +157,14 @@ def _boxes_and_labels(
     boxes, labels = given["boxes"], given["labels"]
     if boxes.ndim != 2 or boxes.shape[1] != 4:
         raise ValueError(f"{owner}: `boxes` of `{name}` must have shape (boxes, 4), got {tuple(boxes.shape)}.")
+    check_finite(owner, f"{name}['boxes']", boxes)
     check_integers(owner, "labels", labels, len(boxes), "boxes")
     if len(labels) > 0 and not 1 <= int(labels.min()) <= int(labels.max()) <= classes:
         raise ValueError(
             f"{owner}: `labels` of `{name}` must be from 1 to {classes}, got {int(labels.min())} to "
             f"{int(labels.max())}; 0 is background."
         )
-    return boxes, labels
+    return boxes, labels.to(torch.int64)  # keys of images, which are stored with the labels, need 64 bits
 
 
 def _one_for_each(owner: str, name: str, given: Mapping[str, Any], key: str, labels: Tensor) -> Tensor:
@@ -178,9 +180,12 @@ def _one_for_each(owner: str, name: str, given: Mapping[str, Any], key: str, lab
 
 def _image_id(owner: str, value: Any) -> int:
     try:
-        return int(value)
-    except (TypeError, ValueError, RuntimeError):
+        image_id = operator.index(value)
+    except TypeError:
         raise TypeError(f"{owner}: `targets` must have an integer as `image_id`, got {short_repr(value)}.") from None
+    if not -(1 << 63) <= image_id < 1 << 63:
+        raise ValueError(f"{owner}: `targets` must have an `image_id` of at most 64 bits, got {short_repr(value)}.")
+    return image_id
 
 
 def _rows_by_key(key: Int[Tensor, " row"]) -> dict[int, Int[Tensor, " _"]]:
