@@ -56,15 +56,15 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
     def found(file: str, shown: str) -> tuple[Any, ...]:
         """What the page shows for a query: the picture, a line of text, the results and their files."""
         try:
-            results, _ = searcher.search([file], k)
             query = thumbnail(Path(file))
-        except (OSError, ValueError):
+        except Exception:  # Pillow's readers raise errors of many kinds for damaged files
             sentence = f"**{shown}** cannot be read as an image; choose another file."
             return gradio.skip(), sentence, gradio.skip(), gradio.skip()
+        results, _ = searcher.search([file], k)
         hits = results[0].hits
         text = f"**{shown}**: {len(hits)} nearest of {len(searcher.index):,} images. Click one to search for it."
         # A new gallery, so that the frame around the image that was clicked before disappears.
-        gallery = gradio.Gallery(value=_captioned(hits, images), selected_index=None)
+        gallery = gradio.Gallery(value=captioned(hits, images), selected_index=None)
         return query, text, gallery, [hit.path for hit in hits]
 
     def search_by_upload(file: str) -> tuple[Any, ...]:
@@ -118,14 +118,14 @@ def thumbnail(file: Path) -> Image.Image:
     return image
 
 
-def _captioned(hits: Sequence[Hit], images: Path) -> list[tuple[Image.Image, str]]:
+def captioned(hits: Sequence[Hit], images: Path) -> list[tuple[Image.Image, str]]:
     """The results with score and path; a grey square for an image that cannot be read any more."""
     captioned = []
     for hit in hits:
         text = f"{hit.similarity:.3f}  {printable(hit.path)}"
         try:
             image = thumbnail(images / hit.path)
-        except (OSError, ValueError):
+        except Exception:  # Pillow's readers raise errors of many kinds for damaged files
             image = Image.new("RGB", (SIDE, SIDE), "grey")
             text += " (cannot be read)"
         captioned.append((image, text))

@@ -7,7 +7,8 @@ import time
 import pytest
 from PIL import Image
 
-from lightning_retrieval.cli.demo_page import SIDE, thumbnail
+from lightning_retrieval.cli.demo_page import SIDE, captioned, thumbnail
+from lightning_retrieval.cli.search_images import Hit
 from tests.browser import Browser
 from tests.lightning_retrieval.cli.glyph_commands import paths_of
 from tests.processes import StartedCommand
@@ -37,6 +38,17 @@ def test_pixels_of_a_small_image_become_squares(tmp_path):
 def test_a_large_image_is_made_smaller(size, shown, tmp_path):
     Image.new("RGB", size).save(tmp_path / "large.png")
     assert thumbnail(tmp_path / "large.png").size == shown
+
+
+def test_a_damaged_result_becomes_a_grey_square(tmp_path, monkeypatch):
+    for name, side in (("good.png", 8), ("large.png", 40)):
+        Image.new("RGB", (side, side)).save(tmp_path / name)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # DecompressionBombError, of neither OSError nor ValueError
+    hits = [Hit(1, 0, "good.png", 0.5), Hit(2, 1, "large.png", 0.25), Hit(3, 2, "gone.png", 0.125)]
+    shown = captioned(hits, tmp_path)
+    texts = ["0.500  good.png", "0.250  large.png (cannot be read)", "0.125  gone.png (cannot be read)"]
+    assert [text for _, text in shown] == texts
+    assert [image.getpixel((0, 0)) for image, _ in shown] == [(0, 0, 0), (128, 128, 128), (128, 128, 128)]
 
 
 @pytest.fixture
