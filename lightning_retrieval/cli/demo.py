@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from lightning_retrieval.cli.embedding_options import (
     EXPECTED_ERRORS,
@@ -32,11 +31,16 @@ def demo(args: Sequence[str]) -> int:
 
 def _serve(options: argparse.Namespace) -> None:
     from lightning_retrieval.cli.demo_page import serve_demo
-    from lightning_retrieval.cli.search_images import ImageSearcher
+    from lightning_retrieval.cli.search_images import ImageSearcher, image_folder
     from lightning_retrieval.search.index import RetrievalIndex
 
     import_modules("demo", options.import_module)
     index = RetrievalIndex.load(options.index, mapped=True)
+    images = image_folder(options.images, index)
+    if not images.is_dir():
+        raise ValueError(
+            f"demo: `--images` must be the folder of the index's images, got {images}, which is no folder."
+        )
     searcher = ImageSearcher(
         index,
         checkpoint=options.checkpoint,
@@ -45,11 +49,6 @@ def _serve(options: argparse.Namespace) -> None:
         num_workers=options.num_workers,
         device=options.device,
     )
-    images = options.images or Path(index.about["images"])
-    if not images.is_dir():
-        raise ValueError(
-            f"demo: `--images` must be the folder of the index's images, got {images}, which is no folder."
-        )
     serve_demo(searcher, images, k=min(options.k, len(index)), host=options.host, port=options.port)
 
 
@@ -66,7 +65,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text}")
-    return number
+    return int(text)

@@ -46,7 +46,7 @@ def search(args: Sequence[str]) -> int:
 
 def _search(options: argparse.Namespace) -> tuple[list["QueryResult"], list["UnreadableImage"]]:
     """Search, and write the page if one was asked for."""
-    from lightning_retrieval.cli.search_images import search_images
+    from lightning_retrieval.cli.search_images import image_folder, search_images
     from lightning_retrieval.search.index import RetrievalIndex
 
     page, images = options.html, options.images
@@ -60,6 +60,8 @@ def _search(options: argparse.Namespace) -> tuple[list["QueryResult"], list["Unr
     index = RetrievalIndex.load(options.index, mapped=True)
     if options.parameters is not None:
         index.set_parameters(options.parameters)
+    if page is not None:
+        image_folder(images, index)  # raises before anything is searched
     results, unreadable = search_images(
         index,
         options.queries,
@@ -73,7 +75,7 @@ def _search(options: argparse.Namespace) -> tuple[list["QueryResult"], list["Unr
     if page is not None:
         most = max(len(result.hits) for result in results)
         about = f"{most} nearest of {len(index)} images in {printable(str(options.index))}"
-        _write_page(page, results, images or Path(index.about["images"]), about)
+        _write_page(page, results, image_folder(images, index), about)
     return results, unreadable
 
 

@@ -123,6 +123,21 @@ class ImageSearcher:
         return results, embedded.unreadable
 
 
+def image_folder(given: Path | None, index: RetrievalIndex) -> Path:
+    """The folder of an index's images: the given one, else the one that the index records.
+
+    Raises:
+        ValueError: if none is given, and the index, such as one of a data set without image files, records none; if the
+            index was not made by `index_images` or `index_embeddings`.
+    """
+    _check_index(index)
+    if given is not None:
+        return given
+    if "images" not in index.about:
+        raise ValueError(f"{OWNER}: `images` must be given, because the index does not say where its images are.")
+    return Path(index.about["images"])
+
+
 def _check_index(index: RetrievalIndex) -> None:
     if not {"checkpoint", "checkpoint_sha256", "preparation"} <= index.about.keys():
         raise ValueError(f"{OWNER}: `index` must be an index of images that `index_images` made.")

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import Embedder, RetrievalIndex, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli import demo_page
 from lightning_retrieval.cli.main import main
 from tests.lightning_retrieval.cli.glyph_commands import error_of, save_checkpoint
@@ -53,6 +53,21 @@ def test_no_results(indexed, capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["demo", "--index", str(indexed / "index"), "-k", "0"])
     assert "argument -k: must be an integer >= 1, got 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["demo", "--index", str(indexed / "index"), "-k", "many"])
+    assert "argument -k: must be an integer >= 1, got many" in capsys.readouterr().err
+
+
+@pytest.mark.refusal
+def test_the_index_of_a_data_set_without_image_files(indexed, served, capsys, tmp_path):
+    index = RetrievalIndex.load(indexed / "index")
+    del index.about["images"]  # as `predict` describes embeddings of such a data set
+    index.save(tmp_path / "index")
+    sentence = "`--images` must be given, because the index does not say where its images are.\n"
+    assert error_of(capsys, "demo", "--index", tmp_path / "index") == f"demo: {sentence}"
+    args = ["--index", tmp_path / "index", "query.png", "--html", tmp_path / "page.html"]
+    assert error_of(capsys, "search", *args) == f"search: {sentence}"
+    assert not served
 
 
 @pytest.mark.refusal
