@@ -189,7 +189,7 @@ class _PredictionSet:
             path = self.index.paths[position]
             if path in skipped:  # the black image that stands for a batch of which no image could be read
                 continue
-            self._skip_to(position)
+            self._skip_to(position, skipped)
             part = slice(row, row + 1)
             rows = ShardRows(ids[part].numpy(), embeddings[part].numpy(), [path], labels[part])
             self.collector.add([position], rows)
@@ -198,13 +198,19 @@ class _PredictionSet:
     def finish(self) -> None:
         """Write the last file."""
         if self.index is not None:
-            self._skip_to(self.images)
+            self._skip_to(self.images, set(self.dataset.skipped))
         self.collector.finish()
 
-    def _skip_to(self, position: int) -> None:
-        """Record the images before a position that were skipped: the index of an `ImageSet` has the positions."""
-        for skipped in range(self._next, position):
-            self.collector.add_unreadable(skipped, self.index.paths[skipped], "skipped by the data module")
+    def _skip_to(self, position: int, skipped: set[str]) -> None:
+        """Record the images before a position, all of which must be among those that the data set has skipped."""
+        for between in range(self._next, position):
+            path = self.index.paths[between]
+            if path not in skipped:
+                raise ValueError(
+                    f"{OWNER}: images must come in the order of their ids, got {position} instead of {between}; use a "
+                    "loader that does not shuffle, and gives all images."
+                )
+            self.collector.add_unreadable(between, path, "skipped by the data module")
 
 
 def _index_of(dataset: Any) -> Any:

@@ -30,12 +30,12 @@ class ShardCollector:
             ValueError: if the positions do not ascend.
         """
         for row, position in enumerate(positions):
-            self._enter_shard_of(position)
-            if position <= self._last:
+            if position <= self._last:  # before the shard is left, and written as if it were complete
                 raise ValueError(
                     f"{self.folder.owner}: images must come in the order of their ids, got {position} after "
                     f"{self._last}; use a loader that does not shuffle."
                 )
+            self._enter_shard_of(position)
             self._last = position
             self._ids.append(int(rows.ids[row]))
             self._rows.append(rows.embeddings[row])

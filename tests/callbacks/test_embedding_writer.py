@@ -145,6 +145,18 @@ def test_mistakes_raise_one_sentence(tmp_path):
 
 
 @pytest.mark.refusal
+def test_images_in_another_order_raise_before_a_file_is_written(tmp_path):
+    write_folders(tmp_path / "images", ["a", "b", "c", "d"], images=3)
+    data = ImageFolder(tmp_path / "images", test_fraction=0.5, train_transform=SMALL, eval_transform=SMALL)
+    module = new_module(3 * 16 * 16)
+    for order, got in (([3, 4, 5, 0, 1, 2], "3 instead of 0"), ([0, 1, 3, 2, 4, 5], "3 instead of 2")):
+        loader = DataLoader(data.test_set, batch_size=1, sampler=order, collate_fn=data.test_set.collate)
+        with pytest.raises(ValueError, match=rf"^EmbeddingWriter: images must come in the order .*, got {got}; use a"):
+            predict(tmp_path / "e", loader, module, shard_size=3)
+        assert not list((tmp_path / "e").glob("*.npy"))
+
+
+@pytest.mark.refusal
 def test_several_processes_raise(tmp_path):
     trainer = pl.Trainer(devices=2, strategy="ddp_spawn", **QUIET)
     with pytest.raises(

@@ -59,3 +59,7 @@ def test_ids_must_ascend(tmp_path):
     add(collector, range(2))
     with pytest.raises(ValueError, match=r"^me: images must come in the order of their ids, got 1 after 1; use a loa"):
         add(collector, [1])
+    add(collector, range(2, 6))
+    with pytest.raises(ValueError, match=r"^me: images must come in the order of their ids, got 0 after 5; use a loa"):
+        add(collector, [0])
+    assert collector.folder.missing() == [1, 2]  # the shard that was begun is not taken for complete
