@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,8 +72,8 @@ class EmbeddingWriter(pl.Callback):
         self.output = check_path(OWNER, "output", output)
         self.file_format = check_choice(OWNER, "file_format", file_format, FILE_FORMATS)
         self.shard_size = check_integer(OWNER, "shard_size", shard_size, least=1)
-        self._sets: dict[int, _PredictionSet] = {}
-        self._lock: AbstractContextManager[None] | None = None  # of the folder that is being written
+        self._current: _PredictionSet | None = None
+        self._lock = ExitStack()  # holds the lock of the folder that is being written
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check what can be checked before any image is embedded."""
@@ -103,31 +103,30 @@ class EmbeddingWriter(pl.Callback):
                 f"{OWNER}: `predict_step` must return a dict with the tensor `embeddings`, as that of RetrievalModule "
                 f"does, got {type(outputs).__name__}."
             )
-        if dataloader_idx not in self._sets:
+        current = self._current
+        if current is None or current.number != dataloader_idx:
             self._finish()
-            self._sets[dataloader_idx] = self._begin(trainer, pl_module, outputs["embeddings"], dataloader_idx)
-        self._sets[dataloader_idx].add(outputs)
+            current = self._current = self._begin(trainer, pl_module, outputs["embeddings"], dataloader_idx)
+        current.add(outputs)
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the last file."""
         self._finish()
-        self._sets.clear()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Drop the rows of the file that is not complete."""
-        self._unlock()
-        self._sets.clear()
+        self._forget()
 
     def _finish(self) -> None:
         """Write the last file of the set that was embedded until now."""
-        if self._sets:
-            self._sets[max(self._sets)].finish()
-        self._unlock()
+        if self._current is not None:
+            self._current.finish()
+        self._forget()
 
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.__exit__(None, None, None)
-            self._lock = None
+    def _forget(self) -> None:
+        """Release the folder, and the rows that are not written."""
+        self._current = None
+        self._lock.close()
 
     def _begin(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, embeddings: Tensor, number: int
@@ -144,27 +143,28 @@ class EmbeddingWriter(pl.Callback):
             images=images,
             images_sha256=digest_of_list(_fields(dataset, images)),
             model_sha256=about["checkpoint_sha256"],
-            preparation=_preparation(trainer),
+            preparation=about["preparation"],
             dim=embeddings.shape[1],
             shard_size=self.shard_size,
             file_format=self.file_format,
             about=about,
         )
         folder = EmbeddingFolder.create(OWNER, output, manifest)
-        self._lock = folder.lock()
-        self._lock.__enter__()
-        return _PredictionSet(folder, dataset)
+        self._lock.enter_context(folder.lock())
+        return _PredictionSet(number, folder, dataset)
 
 
 class _PredictionSet:
     """Passes the rows of one prediction set on to the files, with the paths and labels that its data set knows.
 
     Args:
+        number: of the set.
         folder: where the files are written.
         dataset: an `ImageSet`, which has paths, and may skip images that it cannot read; or any other data set.
     """
 
-    def __init__(self, folder: EmbeddingFolder, dataset: Any) -> None:
+    def __init__(self, number: int, folder: EmbeddingFolder, dataset: Any) -> None:
+        self.number = number
         self.images = folder.manifest.images
         self.dataset = dataset
         self.index = _index_of(dataset)
@@ -287,11 +287,12 @@ def _preparation(trainer: pl.Trainer) -> dict[str, Any]:
 def _about(trainer: pl.Trainer, module: nn.Module, dataset: Any) -> dict[str, Any]:
     """What an index of the embeddings should say: the model, the preparation and the folder of the images."""
     checkpoint = trainer.ckpt_path
-    about = {"checkpoint_sha256": _digest_of_weights(module), "preparation": _preparation(trainer)}
-    about["preparation_from"] = "checkpoint"
+    about: dict[str, Any] = {"preparation": _preparation(trainer), "preparation_from": "checkpoint"}
     if checkpoint is not None and Path(checkpoint).is_file():
         about["checkpoint"] = str(Path(checkpoint).absolute())
         about["checkpoint_sha256"] = file_digest(Path(checkpoint))
+    else:
+        about["checkpoint_sha256"] = _digest_of_weights(module)
     root = getattr(dataset, "root", None)
     if root is not None:
         about["images"] = str(Path(root).absolute())
