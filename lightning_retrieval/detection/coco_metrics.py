@@ -26,8 +26,9 @@ class COCOMetrics(DetectionMetric):
         kwargs: arguments of `torchmetrics.Metric`.
 
     Raises:
-        ValueError: if `classes` is out of its range; in `update`, if there are not as many detections as targets, or a
-            score is not finite.
+        ValueError: if `classes` is out of its range; in `update`, if shapes do not fit, a label is out of its range, or
+            a score or a box is not finite.
+        TypeError: if `classes` is not an integer; in `update`, if a detection or a target is not a mapping of tensors.
         ModuleNotFoundError: if faster-coco-eval is not installed.
 
     Example:

@@ -13,7 +13,8 @@ from lightning_retrieval.detection.voc_ap import detection_outcomes, voc_average
 class VOCMetrics(DetectionMetric):
     """AP of each class and their mean, by the rules of Pascal VOC.
 
-    An image that several processes evaluate, because a distributed sampler repeats it, is counted once.
+    An image that several processes evaluate, because a distributed sampler repeats it, is counted once, by the
+    `image_id` of its target.
 
     Args:
         classes: number of classes, >= 1, with labels from 1; 0 is background.
@@ -23,8 +24,9 @@ class VOCMetrics(DetectionMetric):
         kwargs: arguments of `torchmetrics.Metric`.
 
     Raises:
-        ValueError: if a number is out of its range; in `update`, if shapes do not fit or a score is not finite.
-        TypeError: if `eleven_points` is not a bool, or a detection or a target is not a mapping.
+        ValueError: if a number is out of its range; in `update`, if shapes do not fit, a label is out of its range, or
+            a score or a box is not finite.
+        TypeError: if an argument has another type; in `update`, if a detection or a target is not a mapping of tensors.
 
     Example:
         >>> import torch
@@ -61,13 +63,16 @@ class VOCMetrics(DetectionMetric):
         outcomes, counted = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
         for found, target in zip(detections, targets):
             difficult = target["ignored"] != 0
-            outcomes.append(
-                detection_outcomes(
-                    *(found["boxes"], found["scores"], found["labels"]),
-                    *(target["boxes"], target["labels"], difficult),
-                    iou_threshold=self.iou_threshold,
-                )
+            outcome = detection_outcomes(
+                found["boxes"],
+                found["scores"],
+                found["labels"],
+                target["boxes"],
+                target["labels"],
+                difficult,
+                iou_threshold=self.iou_threshold,
             )
+            outcomes.append(outcome)
             counted.append(target["labels"][~difficult])
         scores = torch.cat([torch.zeros(0), *(found["scores"] for found in detections)])
         labels = torch.cat([torch.zeros(0, dtype=torch.int64), *(found["labels"] for found in detections)])
