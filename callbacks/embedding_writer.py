@@ -40,7 +40,8 @@ class EmbeddingWriter(pl.Callback):
 
     Raises:
         ValueError: if a value is out of its range; when the prediction begins, if there are several processes; with the
-            first batch, if the folder holds embeddings of another model or of other images, or something else.
+            first batch, if the folder holds embeddings of another model or of other images, or something else; with any
+            batch, if ids or labels do not fit the embeddings, or images do not come in the order of their ids.
         ModuleNotFoundError: when the prediction begins, if pyarrow is not installed and the format is Parquet.
         TypeError: if `predict_step` returns no dict with `embeddings`.
 
@@ -98,11 +99,7 @@ class EmbeddingWriter(pl.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Collect the embeddings of a batch, and write a file that is complete."""
-        if not isinstance(outputs, dict) or not isinstance(outputs.get("embeddings"), Tensor):
-            raise TypeError(
-                f"{OWNER}: `predict_step` must return a dict with the tensor `embeddings`, as that of RetrievalModule "
-                f"does, got {type(outputs).__name__}."
-            )
+        _check_outputs(outputs)
         current = self._current
         if current is None or current.number != dataloader_idx:
             self._finish()
@@ -176,7 +173,7 @@ class _PredictionSet:
         embeddings = outputs["embeddings"].detach().float().cpu()
         count = len(embeddings)
         ids = torch.arange(self._next, self._next + count)
-        if "ids" in outputs:
+        if outputs.get("ids") is not None:
             ids = outputs["ids"].cpu()
         labels = _label_texts(outputs.get("labels"), self.index, count)
         if self.index is None:
@@ -211,6 +208,25 @@ class _PredictionSet:
                     "loader that does not shuffle, and gives all images."
                 )
             self.collector.add_unreadable(between, path, "skipped by the data module")
+
+
+def _check_outputs(outputs: Any) -> None:
+    """Raise unless `predict_step` has returned embeddings, and ids and labels of as many images if it has any."""
+    if not isinstance(outputs, dict) or not isinstance(outputs.get("embeddings"), Tensor):
+        raise TypeError(
+            f"{OWNER}: `predict_step` must return a dict with the tensor `embeddings`, as that of RetrievalModule "
+            f"does, got {type(outputs).__name__}."
+        )
+    embeddings = outputs["embeddings"]
+    if embeddings.ndim != 2:
+        raise ValueError(f"{OWNER}: `embeddings` must have shape (images, dim), got {tuple(embeddings.shape)}.")
+    for name in ("ids", "labels"):
+        values = outputs.get(name)
+        if values is not None and len(values) != len(embeddings):
+            raise ValueError(
+                f"{OWNER}: `{name}` must have one entry for each row of `embeddings` {tuple(embeddings.shape)}, got "
+                f"{tuple(values.shape)}."
+            )
 
 
 def _index_of(dataset: Any) -> Any:

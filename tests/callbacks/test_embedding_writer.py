@@ -157,6 +157,22 @@ def test_images_in_another_order_raise_before_a_file_is_written(tmp_path):
 
 
 @pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("returned", "what"),
+    [
+        ({"embeddings": torch.zeros(3)}, r"`embeddings` must have shape \(images, dim\), got \(3,\)\.$"),
+        ({"labels": torch.zeros(2)}, r"`labels` must have one entry for each row of `embeddings` \(3, 6\), got \(2,\)"),
+        ({"ids": torch.arange(4)}, r"`ids` must have one entry for each row of `embeddings` \(3, 6\), got \(4,\)\.$"),
+    ],
+)
+def test_tensors_that_do_not_fit_raise(tmp_path, returned, what):
+    module = new_module()
+    module.predict_step = lambda batch, batch_idx: {"embeddings": batch[0], "ids": None, **returned}
+    with pytest.raises(ValueError, match=rf"^EmbeddingWriter: {what}"):
+        predict(tmp_path / "e", module=module)
+
+
+@pytest.mark.refusal
 def test_several_processes_raise(tmp_path):
     trainer = pl.Trainer(devices=2, strategy="ddp_spawn", **QUIET)
     with pytest.raises(
