@@ -10,11 +10,10 @@ timed alternately in one process, by the time of its CPU, so that other processe
 benchmark takes a minute on one core.
 """
 
-import time
 from typing import Any
 
 import torch
-from timing import arguments, environment, interleaved, report
+from timing import arguments, cpu_clock, environment, interleaved, report
 from torch import Tensor
 
 from lightning_retrieval.datamodules import GlyphScenes
@@ -101,8 +100,7 @@ def measure(rois: int, runs: int, device: str) -> list[dict[str, Any]]:
 
 def rows_of(functions: dict[str, Any], runs: int, device: str, *, rois: int, classes: int) -> list[dict[str, Any]]:
     """Time the functions, and divide by the time of the first one."""
-    clock = time.process_time if device == "cpu" else time.perf_counter
-    timings = interleaved(functions, runs, device, clock=clock)
+    timings = interleaved(functions, runs, device, clock=cpu_clock(device))
     first = next(iter(timings.values()))
     rows = []
     for name, timing in timings.items():

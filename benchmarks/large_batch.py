@@ -15,14 +15,22 @@ with one thread; the time is CPU time on a CPU.
 """
 
 import os
-import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from timing import arguments, environment, interleaved, peak_added_memory, report
+from timing import (
+    arguments,
+    cpu_clock,
+    environment,
+    interleaved,
+    peak_added_memory,
+    range_of,
+    report,
+    timed_in_turn,
+)
 from torch import Tensor, nn
 from torchvision.models import resnet18
 
@@ -85,26 +93,22 @@ def compare_kept_graphs(device: str, quick: bool) -> list[dict[str, Any]]:
     batch, side, chunk, runs = (16, 32, 4, 1) if quick else (256, 64, 16, 5)
     chunks = batch // chunk
     kept = [number for number in (1, 4, 8, 12) if number < chunks]
-    clock = time.perf_counter
     if device == "cpu":
         torch.set_num_threads(1)
-        clock = time.process_time
     model = network(device)
     functions = {f"keeps {number}": step(model, batch, side, chunk, device, number) for number in (*kept, chunks)}
     functions["all again"] = forward_passes(model, chunks, chunk, side, device)
-    turns = [interleaved(functions, 1, device, 1, clock)]
-    for _ in range(runs - 1):
-        turns.append(interleaved(functions, 1, device, 0, clock))
+    turns = timed_in_turn(functions, runs, device, clock=cpu_clock(device))
     rows: list[dict[str, Any]] = []
     for number in kept:
-        ratios = []
+        over_all, over_prediction = [], []
         for turn in turns:
-            again = turn["all again"].median * (chunks - number) / chunks
-            ratios.append(turn[f"keeps {number}"].median / (turn[f"keeps {chunks}"].median + again))
-        over_all = median(turn[f"keeps {number}"].median / turn[f"keeps {chunks}"].median for turn in turns)
-        row = {"chunks": chunks, "keep_graphs": number, "over keeping all": over_all}
-        row |= {"over the prediction": median(ratios), "lowest": min(ratios), "highest": max(ratios), "runs": runs}
-        rows.append(row)
+            all_kept = turn[f"keeps {chunks}"]
+            predicted = all_kept + turn["all again"] * (chunks - number) / chunks
+            over_all.append(turn[f"keeps {number}"] / all_kept)
+            over_prediction.append(turn[f"keeps {number}"] / predicted)
+        row: dict[str, Any] = {"chunks": chunks, "keep_graphs": number, "over keeping all": median(over_all)}
+        rows.append(row | range_of("over the prediction", over_prediction) | {"runs": runs})
     return rows
 
 

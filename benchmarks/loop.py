@@ -16,7 +16,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from timing import Timing, arguments, environment, report
+from timing import Timing, arguments, environment, range_of, report
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -84,9 +84,7 @@ def compare(width: int, batches: int, runs: int) -> dict[str, Any]:
     return {
         "plain step": Timing(median(plain), min(plain), max(plain), runs),
         "RetrievalModule's step": Timing(median(ours), min(ours), max(ours), runs),
-        "ratio": median(ratios),
-        "lowest": min(ratios),
-        "highest": max(ratios),
+        **range_of("ratio", ratios),
     }
 
 

@@ -15,13 +15,20 @@ run in turn in one process, and the ratio is the median of the ratios of each tu
 that other work on the machine hardly counts; it is measured with one thread and with two.
 """
 
-import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
-from timing import arguments, environment, interleaved, peak_added_memory, report
+from timing import (
+    arguments,
+    cpu_clock,
+    environment,
+    interleaved,
+    peak_added_memory,
+    range_of,
+    report,
+    timed_in_turn,
+)
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
@@ -187,20 +194,18 @@ def products(batch: int, device: str) -> Callable[[], Any]:
 def compare_with_products(device: str, quick: bool) -> list[dict[str, Any]]:
     """Every loss and its matrix products alone, with one thread and with two."""
     batch, runs = (32, 1) if quick else (4096, 9)
-    clock, threads = time.process_time, (1, 2)
-    if device != "cpu":
-        clock, threads = time.perf_counter, (1,)
+    threads = (1, 2) if device == "cpu" else (1,)
     rows: list[dict[str, Any]] = []
     for number in threads:
         torch.set_num_threads(number)
-        functions = {name: step(make(), batch, device, name == "HAPLoss") for name, make in LOSSES.items()}
-        turns = [interleaved({"products": products(batch, device), **functions}, 1, device, 1, clock)]
-        for _ in range(runs - 1):
-            turns.append(interleaved({"products": products(batch, device), **functions}, 1, device, 0, clock))
+        functions = {"products": products(batch, device)}
+        for name, make in LOSSES.items():
+            functions[name] = step(make(), batch, device, name == "HAPLoss")
+        turns = timed_in_turn(functions, runs, device, clock=cpu_clock(device))
         for name in LOSSES:
-            ratios = [turn[name].median / turn["products"].median for turn in turns]
-            row = {"loss": name, "batch": batch, "threads": number, "over its products": median(ratios)}
-            rows.append(row | {"lowest": min(ratios), "highest": max(ratios), "runs": runs})
+            row: dict[str, Any] = {"loss": name, "batch": batch, "threads": number}
+            row |= range_of("over its products", [turn[name] / turn["products"] for turn in turns])
+            rows.append(row | {"runs": runs})
     return rows
 
 

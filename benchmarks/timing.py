@@ -41,18 +41,48 @@ def interleaved(
 ) -> dict[str, Timing]:
     """Time each function `runs` times, in turn, so that a slow moment of the machine affects all of them.
 
-    With `time.process_time` as the clock, on a CPU, other processes on the machine do not count.
+    With `cpu_clock`, other processes on the machine do not count either.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    turns = timed_in_turn(functions, runs, device, warm_up, clock)
+    timings = {}
+    for name in functions:
+        seconds = [turn[name] for turn in turns]
+        timings[name] = Timing(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
+    return timings
+
+
+def timed_in_turn(
+    functions: Mapping[str, Callable[[], Any]],
+    runs: int,
+    device: str,
+    warm_up: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[dict[str, float]]:
+    """The seconds that each function took in each of `runs` turns, after some that are not counted."""
+    turns = []
     for run in range(-warm_up, runs):
+        seconds = {}
         for name, function in functions.items():
             _wait(device)
             start = clock()
             function()
             _wait(device)
-            if run >= 0:
-                seconds[name].append(clock() - start)
-    return {name: Timing(statistics.median(s), min(s), max(s), len(s)) for name, s in seconds.items()}
+            seconds[name] = clock() - start
+        if run >= 0:
+            turns.append(seconds)
+    return turns
+
+
+def cpu_clock(device: str) -> Callable[[], float]:
+    """The CPU time of this process, so that other processes do not count; for other devices the time of day."""
+    if device == "cpu":
+        return time.process_time
+    return time.perf_counter
+
+
+def range_of(name: str, ratios: list[float]) -> dict[str, Any]:
+    """Columns of the median of the ratios of each turn, and of the lowest and the highest of them."""
+    return {name: statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
 
 
 def peak_added_memory(setup: Callable[..., Callable[[], Any]], device: str, *args: Any) -> int:

@@ -1,5 +1,6 @@
 """Each benchmark runs, prints its table and writes it as JSON. The numbers themselves are not tested."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -52,6 +53,44 @@ def test_a_benchmark_prints_and_writes_its_table(name, tmp_path):
     timings = [value for row in results for value in row.values() if isinstance(value, dict)]
     assert timings
     assert all(0 < t["lowest"] <= t["median"] <= t["highest"] for t in timings)
+
+
+@pytest.mark.parametrize(
+    ("name", "flag", "ratio", "others", "rows"),
+    [
+        ("losses", "--products", "over its products", {"loss", "batch", "threads"}, {"SmoothAPLoss", "HAPLoss"}),
+        ("large_batch", "--kept", "over the prediction", {"chunks", "keep_graphs", "over keeping all"}, {1}),
+    ],
+)
+def test_a_flag_compares_in_turns(name, flag, ratio, others, rows, tmp_path):
+    file = tmp_path / "results.json"
+    command = [sys.executable, BENCHMARKS / f"{name}.py", "--quick", flag, "--json", file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(file.read_text())["results"]
+    assert all(set(row) == {*others, ratio, "lowest", "highest", "runs"} for row in results)
+    assert all(0 < row["lowest"] <= row[ratio] <= row["highest"] for row in results)
+    assert rows <= {row.get("loss", row.get("keep_graphs")) for row in results}
+
+
+def test_functions_are_timed_in_turn(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    timing = importlib.import_module("timing")
+    monkeypatch.delitem(sys.modules, "timing")
+    now, called = [0.0], []
+
+    def takes(name, seconds):
+        called.append(name)
+        now[0] += seconds * len(called)
+
+    functions = {"a": lambda: takes("a", 1), "b": lambda: takes("b", 10)}
+    turns = timing.timed_in_turn(functions, 2, "cpu", clock=lambda: now[0])
+    assert called == ["a", "b"] * 3  # the first turn is not counted
+    assert turns == [{"a": 3, "b": 40}, {"a": 5, "b": 60}]
+    called.clear()
+    found = timing.interleaved(functions, 3, "cpu", warm_up=0, clock=lambda: now[0])
+    assert (found["b"].lowest, found["b"].median, found["b"].highest, found["b"].runs) == (20, 40, 60, 3)
+    assert timing.range_of("ratio", [3.0, 1.0, 2.5]) == {"ratio": 2.5, "lowest": 1.0, "highest": 3.0}
 
 
 def test_the_ddp_benchmark_counts_the_bytes_that_the_model_predicts(tmp_path):
