@@ -119,7 +119,7 @@ def export_model(
             TORCH: torch.export.load(new / TORCH).module(),
         }
         for name, embed in programs.items():
-            made.differences[name] = _check(name, embed, program)
+            made.differences[name] = check_program(name, embed, program)
         if listed is not None:
             made.int8 = _write_int8(new, embedder, program, listed)
         (new / PREPARATION).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
@@ -158,18 +158,25 @@ def _about(program: EmbeddingProgram, embedder: ImageEmbedder) -> dict[str, Any]
 
 
 @torch.inference_mode()
-def _check(name: str, embed: Callable[[Tensor], Tensor], program: EmbeddingProgram) -> float:
-    """The largest difference of a program to the model; raise if it is too large."""
-    difference = 0.0
+def check_program(name: str, embed: Callable[[Tensor], Tensor], program: EmbeddingProgram) -> float:
+    """The largest difference of an exported program to the model; raise if it is too large or NaN.
+
+    Args:
+        name: of the file, for the error message.
+        embed: runs the exported program.
+        program: the model.
+    """
+    largest = 0.0
     for count in CHECKED_BATCHES:
         images = program.random_images(count, seed=count)
-        difference = max(difference, largest_difference(embed(images), program(images)))
-    if not difference <= TOLERANCE:
-        raise ValueError(
-            f"{OWNER}: {name} must differ from the model by at most {TOLERANCE:g}, got {difference:.2g}; please report "
-            "the backbone."
-        )
-    return difference
+        difference = largest_difference(embed(images), program(images))
+        if not difference <= TOLERANCE:
+            raise ValueError(
+                f"{OWNER}: {name} must differ from the model by at most {TOLERANCE:g}, got {difference:.2g}; please "
+                "report the backbone."
+            )
+        largest = max(largest, difference)
+    return largest
 
 
 def _labelled_images(images: Path | None, root: Path | None) -> ListedImages:

@@ -9,9 +9,10 @@ from PIL import Image
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli import export_model as export_module
-from lightning_retrieval.cli.export_model import export_model
+from lightning_retrieval.cli.export_model import check_program, export_model
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.export.onnx_file import can_write_onnx
+from lightning_retrieval.export.program import EmbeddingProgram
 from lightning_retrieval.models import Preparation
 from tests.lightning_retrieval.cli.glyph_commands import paths_of, save_checkpoint
 
@@ -51,6 +52,16 @@ def test_a_program_that_differs_is_not_written(glyphs, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"^export_model: model\.onnx must differ from the model by at most -1, got "):
         export_model(glyphs[0] / "model.ckpt", tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.refusal
+def test_nan_is_a_difference():
+    program = EmbeddingProgram(torch.nn.Flatten(), Preparation.named("glyphs"), "float")
+    assert check_program("same.onnx", program, program) == 0
+    with pytest.raises(
+        ValueError, match=r"^export_model: a\.onnx must differ from the model by at most .*, got nan; pl"
+    ):
+        check_program("a.onnx", lambda images: program(images) * float("nan"), program)
 
 
 def run(capsys, *args):
