@@ -102,14 +102,24 @@ class OnnxModel:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the progress and the warnings of the exporter, which are about torch's own code."""
-    logger = logging.getLogger("torch.onnx")
+def errors_only(logger: logging.Logger) -> Iterator[None]:
+    """Let a logger write nothing but errors.
+
+    Args:
+        logger: whose level is restored at the end.
+    """
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress and the warnings of the exporter, which are about torch's own code."""
+    output = contextlib.redirect_stdout(io.StringIO())
+    with errors_only(logging.getLogger("torch.onnx")), warnings.catch_warnings(), output:
+        warnings.simplefilter("ignore")
+        yield

@@ -5,16 +5,15 @@ images determine. A network with attention gets dynamic quantisation of its matr
 transformers much accuracy.
 """
 
-import contextlib
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from lightning_retrieval.export.onnx_file import INPUT, load_onnx
+from lightning_retrieval.export.onnx_file import INPUT, errors_only, load_onnx
 
 OWNER = "quantize_onnx"
 ATTENTION = "Softmax"  # the operation of ONNX by which attention is recognised
@@ -36,7 +35,8 @@ def quantize_onnx(source: Path, target: Path, calibration: Sequence[Tensor]) -> 
         ModuleNotFoundError: if onnx or onnxruntime is not installed.
     """
     onnx, _ = load_onnx(OWNER)
-    with _quiet(), tempfile.TemporaryDirectory() as folder:
+    # onnxruntime writes advice to the root logger.
+    with errors_only(logging.getLogger()), tempfile.TemporaryDirectory() as folder:
         prepared = Path(folder, "prepared.onnx")
         _prepare(onnx, source, prepared)
         operations = {node.op_type for node in onnx.load(prepared).graph.node}
@@ -86,14 +86,3 @@ def _quantize_dynamic(source: Path, target: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     quantize_dynamic(str(source), str(target), weight_type=QuantType.QInt8, op_types_to_quantize=["MatMul", "Gemm"])
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the advice that onnxruntime writes to the root logger."""
-    level = logging.getLogger().level
-    logging.getLogger().setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.getLogger().setLevel(level)
