@@ -97,7 +97,13 @@ def export_model(
         ValueError: if the model cannot be traced, a program differs from it, or an argument is invalid.
     """
     load_onnx(OWNER)  # raises before anything is done
-    listed = _labelled_images(images, root) if int8 else None
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{OWNER}: `output` must be a folder, got {output}, which is something else.")
+    listed = None
+    if int8:
+        listed = _labelled_images(images, root)
+    elif images is not None or root is not None:
+        raise ValueError(f"{OWNER}: `images` and `root` must not be given without `int8`, which alone uses images.")
     embedder = ImageEmbedder.load(
         OWNER, checkpoint, transform=transform, batch_size=TIMED_IMAGES, num_workers=0, device="cpu"
     )

@@ -104,6 +104,11 @@ def test_mistakes_are_reported_in_one_sentence(glyphs, tmp_path, capsys):
     code, out, err = run(capsys, *model, *to, "--int8", "--images", glyphs[0] / "images" / "1")
     assert (code, err.count("\n")) == (2, 1)
     assert "`--images` must be of several classes with several images, in class folders or in a table" in err
+    code, out, err = run(capsys, *model, *to, "--images", glyphs[0] / "images")
+    assert (code, out) == (2, "")
+    assert err == "export: `--images` and `--root` must not be given without `--int8`, which alone uses images.\n"
+    code, out, err = run(capsys, *model, "--output", glyphs[0] / "model.ckpt")
+    assert err == f"export: `--output` must be a folder, got {glyphs[0] / 'model.ckpt'}, which is something else.\n"
     module = RetrievalModule(Embedder("squeezenet1_1", embedding_dim=4, image_size=64), SmoothAPLoss())
     save_checkpoint(tmp_path / "colour.ckpt", module)
     code, out, err = run(capsys, "--checkpoint", tmp_path / "colour.ckpt", *to, "--transform=ap_gem")
