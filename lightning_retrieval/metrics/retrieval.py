@@ -167,10 +167,13 @@ class RetrievalMetrics(EmbeddingMetric):
         owner = type(self).__name__
         rows = merge_duplicates(owner, collected)
         self._cached_values = self._query_values(rows, shard)
-        results = self._means(rows, self._cached_values)
+        of_all_dims = self._means(rows, self._cached_values)
+        results = dict(of_all_dims)
         for dim in self.dims:
-            shortened = merge_duplicates(owner, collected.shortened(dim))
-            means = self._means(shortened, self._query_values(shortened, shard))
+            means = of_all_dims
+            if dim < collected.embeddings[0].shape[1]:
+                shortened = merge_duplicates(owner, collected.shortened(dim))
+                means = self._means(shortened, self._query_values(shortened, shard))
             results |= {f"{name}/{dim}d": mean for name, mean in means.items()}
         is_skipped = self._cached_values["AP"].isnan()
         if bool(is_skipped.all()):

@@ -191,6 +191,17 @@ def test_the_rows_of_all_dims_are_gathered_once(monkeypatch):
     assert len(calls) == 1
 
 
+def test_the_length_of_the_embeddings_is_not_ranked_again(monkeypatch):
+    metrics, ranked = RetrievalMetrics(KS, dims=(2, 3)), []
+    query_values = metrics._query_values
+    monkeypatch.setattr(metrics, "_query_values", lambda *given: ranked.append(given) or query_values(*given))
+    metrics.update(torch.randn(6, 3), torch.tensor([0, 0, 1, 1, 2, 2]))
+    results = metrics.compute()
+    assert len(ranked) == 2
+    assert results["mAP/3d"] == results["mAP"]
+    assert "mAP/3d/2d" not in results
+
+
 @pytest.mark.refusal
 def test_dims_larger_than_the_embeddings():
     metrics = RetrievalMetrics(KS, dims=(2, 4))
