@@ -93,7 +93,7 @@ class NestedLoss(BatchLoss):
         check_batch(type(self.loss).__name__, batch)
         check_dims_fit(type(self).__name__, self.dims, batch.embeddings)
         with shared_reads():
-            # The largest first: its check that all numbers are finite includes those of the others.
+            # The largest first: only the first call checks that all numbers are finite, as part of the shared reads.
             values = [self.part(**shortened.keywords()) for shortened in self._shortened(batch)]
         values.reverse()
         self.terms = {f"{dim}d": value.detach() for dim, value in zip(self.dims, values)}

@@ -1,4 +1,4 @@
-"""What several calls of losses with the same labels read from the device, read once.
+"""Reads from the device whose results several calls of losses share.
 
 The number of positives of a query follows from labels and ids, not from the embeddings. A loss that is computed at
 several lengths of the same embeddings would read the same numbers at each length, and wait for the device each time.
@@ -18,7 +18,7 @@ _reads: ContextVar[_Reads | None] = ContextVar("shared_reads", default=None)
 
 @contextmanager
 def shared_reads() -> Iterator[None]:
-    """Within this context `read_once` reads once."""
+    """Within this context, `read_once` returns the result of an earlier call with the same tensors and settings."""
     token = _reads.set({})
     try:
         yield

@@ -22,12 +22,13 @@ def largest_chunk_size(
     """The largest `chunk_size` for `chunked_backward` that fits into the memory of the device.
 
     Tries the whole batch as one chunk, then 2 chunks of the same size (rounded up), 4 and so on, until one fits; then
-    the numbers of chunks between the last two, of which it returns the smallest that fits. A trial embeds the chunks
-    whose graphs are kept and back-propagates them, twice, since gradients already exist when the second chunk of a step
-    is embedded. It restores gradients, the
-    random state, running statistics of normalisation layers and the autocast cache. Gradients that exist before the
-    call take up memory in addition to those of the trial: call it after `zero_grad`. Each process decides for itself,
-    so the sizes may differ, and no layer of `embed` may wait for other processes, as SyncBatchNorm does.
+    the numbers of chunks between the last two, of which it returns the smallest that fits.
+
+    A trial embeds the chunks whose graphs are kept and back-propagates them, twice, since gradients already exist when
+    the second chunk of a step is embedded. It restores gradients, the random state, running statistics of normalisation
+    layers and the autocast cache. Gradients that exist before the call take up memory in addition to those of the
+    trial: call it after `zero_grad`. Each process decides for itself, so the sizes may differ, and no layer of `embed`
+    may wait for other processes, as SyncBatchNorm does.
 
     A failed allocation of cuBLAS or cuDNN means the same as one of torch. Any other error is raised.
 
@@ -41,7 +42,7 @@ def largest_chunk_size(
     Raises:
         ValueError: if `inputs` is empty, `keep_graphs` < 1 or `reserve` < 0.
         TypeError: if `embed` cannot be called, `inputs` is no tensor, or `keep_graphs` or `reserve` no integer.
-        torch.OutOfMemoryError: if not even one row fits.
+        torch.OutOfMemoryError: if not even chunks of one row fit.
 
     Example:
         >>> import torch
