@@ -1,9 +1,9 @@
 """Pretrained weights: skipped while a checkpoint is loaded, read from a local file, and errors of a hub."""
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +45,9 @@ def are_skipped() -> bool:
 
 def is_local_file(weights: str | None) -> bool:
     """Whether `weights` is the path of a file, which exists or ends like a file of weights."""
-    return isinstance(weights, str) and (weights.endswith(FILE_SUFFIXES) or Path(weights).is_file())
+    if not isinstance(weights, str):
+        return False
+    return weights.endswith(FILE_SUFFIXES) or os.path.isfile(os.path.expanduser(weights))
 
 
 def load_local_file(
@@ -58,8 +60,8 @@ def load_local_file(
         path: a file of safetensors or of `torch.save`; its entries may be under `state_dict` or `model`.
         backbone: every parameter and buffer must be in the file.
         optional: prefixes of names in the file that the backbone need not have, such as those of a classifier.
-
-        prefix: of all names of the backbone in the files of models with a classifier; removed where it stands.
+        prefix: removed from the names in the file; files of a model with a classifier have it before each name of the
+            backbone.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -83,13 +85,14 @@ def read_weights(owner: str, path: str) -> dict[str, Tensor]:
         owner: prefix of error messages.
         path: of the file.
     """
-    if not check_path(owner, "weights", path).is_file():
+    file = check_path(owner, "weights", path)
+    if not file.is_file():
         raise FileNotFoundError(f"{owner}: `weights` must be a file of weights, got {path}, which does not exist.")
     try:
-        if path.endswith(".safetensors"):
-            content = load_safetensors(owner).load_file(path)
+        if file.suffix == ".safetensors":
+            content = load_safetensors(owner).load_file(file)
         else:
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except ModuleNotFoundError:
         raise
     except Exception as error:  # damaged files raise errors of many kinds

@@ -6,12 +6,14 @@ without a classifier: its class token, the average of its patch tokens, attentio
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_choice
+from lightning_retrieval.checks import check_choice, check_path, short_repr
 from lightning_retrieval.models.backbone_names import unknown_name
 from lightning_retrieval.models.backbone_request import (
     ALL_POOLINGS,
@@ -91,7 +93,8 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
             local file.
 
     Raises:
-        ValueError: if the name, the weights or the pooling is unknown, or the weights cannot be downloaded.
+        ValueError: if the name, the weights or the pooling is unknown, the weights cannot be downloaded or are those of
+            another model, or the arguments make it something else than a classification model.
         FileNotFoundError: if a file of weights does not exist.
         ModuleNotFoundError: if timm is not installed.
     """
@@ -99,6 +102,11 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
     if not timm.is_model(request.name):
         raise unknown_name(request.owner, f"timm/{request.name}")
     model = _create_model(timm, request)
+    if not hasattr(model, "forward_features"):
+        raise ValueError(
+            f"{request.owner}: `backbone_args` must leave timm/{request.name} a classification model, got "
+            f"{short_repr(dict(request.arguments))}, which makes it a {type(model).__name__}."
+        )
     config = timm.data.resolve_model_data_config(model, args=_size_arguments(request.image_size))
     image_size = tuple(config["input_size"][1:])
     default = "gem"
@@ -122,6 +130,7 @@ def _import_timm(request: BackboneRequest) -> Any:
 def _create_model(timm: Any, request: BackboneRequest) -> Any:
     """The model with its weights, built so that it takes as many image sizes as it can."""
     name, weights = _name_and_weights(timm, request)
+    file = weights.get("pretrained_cfg_overlay", {}).get("file")
     size = None
     if request.image_size is not None:
         size = height_and_width(request.image_size)
@@ -131,6 +140,8 @@ def _create_model(timm: Any, request: BackboneRequest) -> Any:
         model = _try_to_create(timm, request, name, {**arguments, **weights, **request.arguments}, flexible)
         if model is not None:
             break
+    if file is not None:
+        _check_loaded(request, timm.models.load_state_dict(file), model)
     return model
 
 
@@ -158,13 +169,33 @@ def _name_and_weights(timm: Any, request: BackboneRequest) -> tuple[str, dict[st
     if is_local_file(weights):
         read_weights(request.owner, weights)  # a sentence for a file that cannot be read
         # Positions are resampled to the image size, which `checkpoint_path` does not do.
-        return name, {"pretrained": True, "pretrained_cfg_overlay": {"file": weights}}
+        file = str(check_path(request.owner, "weights", weights))
+        return name, {"pretrained": True, "pretrained_cfg_overlay": {"file": file}}
     if weights != DEFAULT_WEIGHTS:
         plain_name = name.split(".")[0]
         tags = [other.split(".")[1] for other in timm.list_pretrained(f"{plain_name}.*")]
         check_choice(request.owner, "weights", weights, (DEFAULT_WEIGHTS, *tags))
         name = f"{plain_name}.{weights}"
     return name, {"pretrained": not are_skipped()}
+
+
+def _check_loaded(request: BackboneRequest, in_file: Mapping[str, Any], model: nn.Module) -> None:
+    """Raise if a model has no weights of a file: timm ignores those with other names, and keeps random ones.
+
+    timm may rename and reshape weights. So they are compared by value, and without biases, many of which are all 0.
+    """
+    by_length: dict[int, list[Tensor]] = {}
+    for value in in_file.values():
+        if isinstance(value, Tensor) and value.ndim > 1:
+            by_length.setdefault(value.numel(), []).append(value)
+    for parameter in model.parameters():
+        for value in by_length.get(parameter.numel(), ()):
+            if parameter.ndim > 1 and torch.equal(parameter.flatten(), value.flatten().to(parameter.dtype)):
+                return
+    raise ValueError(
+        f"{request.owner}: `weights` must be a file with the weights of timm/{request.name}, got {request.weights}, "
+        "which has none of them."
+    )
 
 
 def _prefix_tokens(model: Any) -> int:

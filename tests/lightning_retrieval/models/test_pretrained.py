@@ -17,6 +17,13 @@ def test_what_is_a_local_file(tmp_path):
     assert not is_local_file(None)
 
 
+def test_the_home_folder_of_a_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    torch.save({"a": torch.ones(2)}, tmp_path / "weights")
+    assert is_local_file("~/weights")
+    assert read_weights("Owner", "~/weights")["a"].equal(torch.ones(2))
+
+
 def test_weights_are_skipped_only_inside():
     with without_pretrained_weights():
         assert are_skipped()

@@ -102,6 +102,15 @@ def test_weights_of_a_local_file_are_resampled_to_the_image_size(tmp_path):
     assert other.init_args()["weights"] is None
 
 
+@pytest.mark.refusal
+def test_invalid_file_with_the_weights_of_another_model(tmp_path):
+    # timm ignores weights with other names; the bias has the value of every initialisation.
+    other = {"layers.0.weight": torch.randn(48, 48), "layers.0.bias": torch.zeros(48)}
+    torch.save(other, tmp_path / "other.pth")
+    with pytest.raises(ValueError, match=r"the weights of timm/vit_tiny_patch16_224, got .*other.pth, which has none"):
+        Embedder("timm/vit_tiny_patch16_224", 8, weights=str(tmp_path / "other.pth"), backbone_args=VIT)
+
+
 def test_the_description_builds_the_same_network():
     embedder = small("vit_small_patch14_reg4_dinov2", pooling="avg")
     twin = Embedder(**embedder.init_args()).eval()
@@ -128,6 +137,11 @@ def test_weights_are_not_loaded_while_a_checkpoint_is():
             "vit_tiny_patch16_224",
             {"image_size": 65},
             r"should be divisible by patch size .*; give another `image_size`",
+        ),
+        (
+            "resnet18",
+            {"backbone_args": {"features_only": True}},
+            r"must leave timm/resnet18 a classification model, got {'features_only': True}, which makes it a Feature",
         ),
     ],
 )
