@@ -158,3 +158,22 @@ def test_ranks_of_half_precision_are_exact(dtype):
 def test_invalid_arguments_of_blackbox_rank(error, match, scores, lambda_):
     with pytest.raises(error, match=f"^blackbox_rank: {match}"):
         blackbox_rank(scores, lambda_)
+
+
+def test_sorting_and_comparing_count_ties_alike(monkeypatch):
+    """All scores, before and after the move, are multiples of 1/4, so that many are equal."""
+    scores = torch.randint(-8, 9, (6, 32)) / 4
+    relevant = torch.zeros(6, 32, dtype=torch.bool)
+    relevant[:, :5] = True
+    moves = torch.randint(-8, 9, (30,)) / 4
+    found = []
+    for most in (0, 16):
+        monkeypatch.setattr(blackbox, "MOST_COMPARED", most)
+        x = scores.clone().requires_grad_()
+        lists = blackbox.sort_lists(x, relevant, torch.ones_like(relevant), margin=0.0)
+        assert (lists.column is None) == (most == 16)
+        _, ranks, _ = blackbox.positive_ranks(x, lists, lambda_=1.0)
+        ranks.backward(moves / 32)  # lambda is multiplied by the length
+        found.append((ranks.detach(), x.grad))
+    for one, other in zip(*found):
+        assert torch.equal(one, other)

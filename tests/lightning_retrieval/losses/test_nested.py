@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import normalize
 
 from lightning_retrieval import CrossBatchMemory, NestedLoss, RetrievalModule, SmoothAPLoss, WeightedSum
-from lightning_retrieval.losses import BlackboxAPLoss, CalibrationLoss, HAPLoss, ROADMAPLoss
+from lightning_retrieval.losses import BlackboxAPLoss, CalibrationLoss, HAPLoss, RecallAtKLoss, ROADMAPLoss
 from lightning_retrieval.losses.ranked_batch import QueryRange
 from tests.lightning_retrieval.losses.oracles import TABLE, batch, labels_for, make
 
@@ -214,3 +214,15 @@ def test_the_settings_are_attributes():
     loss = NestedLoss(SmoothAPLoss(), [2, 4], weights=[1, 2])
     arguments = {name: getattr(loss, name) for name in inspect.signature(NestedLoss).parameters}
     assert repr(NestedLoss(**arguments)) == repr(loss)
+
+
+def test_losses_that_count_different_positives_do_not_share_their_reads():
+    """With `include_self` a query is its own positive for Smooth-AP, and is none for Recall@k."""
+    x, labels = batch([1, 1, 2, 3], dim=8)
+
+    def loss():
+        return WeightedSum(
+            {"ap": (1.0, SmoothAPLoss(include_self=True)), "recall": (1.0, RecallAtKLoss((1,), include_self=True))}
+        )
+
+    torch.testing.assert_close(NestedLoss(loss(), DIMS, weights=WEIGHTS)(x, labels), expected(loss(), x, labels))
