@@ -74,7 +74,6 @@ class EmbeddingWriter(pl.Callback):
         self.file_format = check_choice(OWNER, "file_format", file_format, FILE_FORMATS)
         self.shard_size = check_integer(OWNER, "shard_size", shard_size, least=1)
         self._current: _PredictionSet | None = None
-        self._lock = ExitStack()  # holds the lock of the folder that is being written
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check what can be checked before any image is embedded."""
@@ -122,8 +121,9 @@ class EmbeddingWriter(pl.Callback):
 
     def _forget(self) -> None:
         """Release the folder, and the rows that are not written."""
+        if self._current is not None:
+            self._current.lock.close()
         self._current = None
-        self._lock.close()
 
     def _begin(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, embeddings: Tensor, number: int
@@ -147,7 +147,6 @@ class EmbeddingWriter(pl.Callback):
             about=about,
         )
         folder = EmbeddingFolder.create(OWNER, output, manifest)
-        self._lock.enter_context(folder.lock())
         return _PredictionSet(number, folder, dataset)
 
 
@@ -166,6 +165,8 @@ class _PredictionSet:
         self.dataset = dataset
         self.index = _index_of(dataset)
         self.collector = ShardCollector(folder)
+        self.lock = ExitStack()  # whoever ends the set closes it
+        self.lock.enter_context(folder.lock())
         self._next = 0  # the position that follows the last one
 
     def add(self, outputs: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ def test_unreadable_queries_are_named_and_the_others_searched(indexed, tmp_path,
 def test_a_missing_package_is_named(indexed, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
     error = error_of(capsys, "search", "--index", indexed / "index", "query.png")
-    assert error.startswith("RetrievalIndex: needs faiss, which cannot be imported (")
+    assert error == "RetrievalIndex: needs faiss, which cannot be imported; pip install faiss-cpu.\n"
 
 
 @pytest.mark.refusal
