@@ -32,6 +32,12 @@ def short_repr(value: Any) -> str:
     return text
 
 
+def first_line(error: Exception) -> str:
+    """The first line of the message of an error, without a full stop; the name of its type if it has no message."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(". ")
+
+
 def check_positive(owner: str, name: str, value: Any, *, least: float = SMALLEST, most: float = LARGEST) -> float:
     """Return `value`; raise unless it is a number > 0, from `least` to `most`."""
     if not _is_number(value):

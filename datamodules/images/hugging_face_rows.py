@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_retrieval.checks import short_repr
+from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.optional_packages import optional_import
 
 OWNER = "HuggingFaceImages"
@@ -41,11 +41,11 @@ def load_splits(path: str, config: str | None, revision: str | None) -> dict[str
     except OSError as error:  # errors of the hub, too, among them the one for a missing network
         raise FileNotFoundError(
             f"{OWNER}: `path` must be a folder of save_to_disk, a folder or a file of Parquet, or a data set that the "
-            f"hub has, got {path} ({_first_line(error)}); without a network, download it elsewhere, save it with "
+            f"hub has, got {path} ({first_line(error)}); without a network, download it elsewhere, save it with "
             "save_to_disk, and give the folder."
         ) from error
     except (ValueError, RuntimeError) as error:
-        raise ValueError(f"{OWNER}: `path` cannot be read, got {path} ({_first_line(error)}).") from error
+        raise ValueError(f"{OWNER}: `path` cannot be read, got {path} ({first_line(error)}).") from error
     if isinstance(found, Mapping):
         return dict(found)
     return {"train": found}
@@ -57,11 +57,6 @@ def _import_datasets() -> Any:
     ):
         import datasets  # type: ignore[import-untyped]
     return datasets
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0].rstrip(". ")
 
 
 def with_encoded_images(dataset: Any, image_column: str | None) -> tuple[Any, str]:

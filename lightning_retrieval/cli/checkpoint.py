@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from lightning_retrieval.checks import first_line
 from lightning_retrieval.training.checkpoint_files import find_damage
 from lightning_retrieval.training.module import RetrievalModule
 
@@ -36,10 +37,9 @@ def load_checkpoint(owner: str, checkpoint: Path) -> RetrievalModule:
         saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
         module = _rebuild(saved)
     except Exception as error:  # unpickling, class paths and constructors raise errors of many kinds
-        lines = str(error).splitlines() or [type(error).__name__]
         raise ValueError(
             f"{owner}: `checkpoint` must be the checkpoint of a RetrievalModule that can be rebuilt from it, got "
-            f"{checkpoint} ({lines[0]})."
+            f"{checkpoint} ({first_line(error)})."
         ) from None
     return module
 

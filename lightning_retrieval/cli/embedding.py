@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_retrieval.checks import check_integer
+from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.cli.checkpoint import load_checkpoint
 from lightning_retrieval.cli.messages import printable
 from lightning_retrieval.cli.transforms import choose_transform, image_channels
@@ -225,11 +225,10 @@ class ImageEmbedder:
                     f"{self.owner}: `batch_size` must be small enough for the memory of the device, got {len(images)}; "
                     "lower it."
                 ) from None
-            lines = str(error).splitlines() or [""]
             shown = shown_transform(self.about["preparation"])
             raise ValueError(
                 f"{self.owner}: `transform` must give images that the model can embed, got {shown}, which gives shape "
-                f"{tuple(images.shape)} ({lines[0].rstrip('.')}); take another."
+                f"{tuple(images.shape)} ({first_line(error)}); take another."
             ) from None
         return embeddings
 

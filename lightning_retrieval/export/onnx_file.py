@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from lightning_retrieval.checks import first_line
 from lightning_retrieval.optional_packages import optional_import
 
 METADATA = "lightning_retrieval"  # key of the JSON in the file's metadata
@@ -63,9 +64,8 @@ def write_onnx(owner: str, exported: ExportedProgram, path: Path, about: Mapping
                 exported, (), path, input_names=[INPUT], output_names=[OUTPUT], dynamo=True, external_data=False
             )
     except Exception as error:  # of many kinds
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
-            f"{owner}: the model must consist of operations that ONNX has, got an error ({lines[0].rstrip('.')}); use "
+            f"{owner}: the model must consist of operations that ONNX has, got an error ({first_line(error)}); use "
             "the program of torch.export."
         ) from None
     model = onnx.load(path)

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from lightning_retrieval.checks import check_choice
+from lightning_retrieval.checks import check_choice, first_line
 from lightning_retrieval.models.preparation import Preparation
 
 OWNER = "export_program"
@@ -99,7 +99,7 @@ def export_program(program: EmbeddingProgram) -> ExportedProgram:
         raise ValueError(
             f"{OWNER}: the model must be one that torch.export can trace for any batch, and its forward must not "
             f"depend on the values of tensors, got an error for {type(program.module).__name__} "
-            f"({_first_line(error)}); replace Python conditions on tensors by torch.where, or fix sizes."
+            f"({first_line(error)}); replace Python conditions on tensors by torch.where, or fix sizes."
         ) from None
 
 
@@ -107,10 +107,3 @@ def largest_difference(found: Tensor, expected: Tensor) -> float:
     """The largest difference of two batches of embeddings, relative to the largest value if that is above 1."""
     scale = max(1.0, float(expected.abs().max()))
     return float((found - expected).abs().max()) / scale
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    return lines[0].rstrip(".")

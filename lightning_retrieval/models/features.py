@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lightning_retrieval.checks import first_line
 from lightning_retrieval.models.preparation import DEFAULT_IMAGE_SIZE
 
 
@@ -118,12 +119,6 @@ class _WithoutChannels(nn.Module):
         if features.ndim == 3:
             return features[..., 0]
         return features
-
-
-def first_line(error: Exception) -> str:
-    """The first line of the message of an error, without a full stop."""
-    lines = str(error).strip().splitlines() or [""]
-    return lines[0].rstrip(".")
 
 
 def height_and_width(image_size: Any) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_bool, check_path, check_string, short_repr
+from lightning_retrieval.checks import check_bool, check_path, check_string, first_line, short_repr
 from lightning_retrieval.models.pretrained import load_safetensors, without_pretrained_weights
 from lightning_retrieval.optional_packages import optional_import
 
@@ -75,8 +75,15 @@ class PretrainedModule(nn.Module):
             ModuleNotFoundError: if safetensors, or for a name on the hub huggingface_hub, is not installed.
         """
         config, weights = find_files(OWNER, name, revision)
-        with without_pretrained_weights():
-            embedder = cls(**read_config(OWNER, config))
+        arguments = read_config(OWNER, config)
+        try:
+            with without_pretrained_weights():
+                embedder = cls(**arguments)
+        except TypeError as error:
+            raise ValueError(
+                f"{OWNER}: {config} must hold arguments that this release of lightning-retrieval knows, got others "
+                f"({first_line(error)})."
+            ) from None
         load_weights(OWNER, weights, embedder)
         return embedder.eval()
 
@@ -122,10 +129,16 @@ def save_model(owner: str, folder: Any, init_args: Mapping[str, Any], module: nn
         folder: created if it does not exist.
         init_args: plain values.
         module: its parameters and buffers are written.
+
+    Raises:
+        ValueError: if the folder is a file.
     """
     safetensors = load_safetensors(owner)
     path = check_path(owner, "folder", folder)
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"{owner}: `folder` must be a folder, got {path}, which is a file or is inside one.") from None
     tensors: dict[str, Tensor] = {}
     for name, value in module.state_dict().items():
         tensors[name] = value.detach().cpu().contiguous().clone()  # safetensors refuses tensors that share a storage
@@ -157,10 +170,9 @@ def find_files(owner: str, name: Any, revision: str | None) -> tuple[Path, Path]
         config = hub.hf_hub_download(str(name), CONFIG, revision=revision)
         weights = hub.hf_hub_download(str(name), WEIGHTS, revision=revision)
     except Exception as error:  # of the network, of the hub, or of a name that cannot be one
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise FileNotFoundError(
             f"{owner}: `name` must be a folder that save_pretrained wrote, or a model on the hub that can be reached, "
-            f"got {str(name)!r} ({lines[0].rstrip('.')}); without a network, give a folder."
+            f"got {str(name)!r} ({first_line(error)}); without a network, give a folder."
         ) from None
     return Path(config), Path(weights)
 
@@ -173,15 +185,16 @@ def read_config(owner: str, path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         content = None
-    if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, VERSION):
-        raise ValueError(
-            f"{owner}: {path} must be the config of an Embedder (version {VERSION}), which save_pretrained writes, got "
-            "something else."
-        )
-    arguments: dict[str, Any] = content["init_args"]
-    return arguments
+    if isinstance(content, dict) and (content.get("format"), content.get("version")) == (FORMAT, VERSION):
+        arguments = content.get("init_args")
+        if isinstance(arguments, dict):
+            return arguments
+    raise ValueError(
+        f"{owner}: {path} must be the config of an Embedder (version {VERSION}), which save_pretrained writes, got "
+        "something else."
+    )
 
 
 def load_weights(owner: str, path: Path, module: nn.Module) -> None:
@@ -194,8 +207,9 @@ def load_weights(owner: str, path: Path, module: nn.Module) -> None:
     try:
         module.load_state_dict(safetensors.load_file(path))
     except Exception as error:  # safetensors has an error of its own
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"{owner}: {path} must hold the weights of its config's model ({lines[0]}).") from None
+        raise ValueError(
+            f"{owner}: {path} must hold the weights of its config's model ({first_line(error)})."
+        ) from None
 
 
 def push_folder(owner: str, folder: Path, repo_id: str, private: bool, message: str) -> str:
@@ -210,10 +224,9 @@ def push_folder(owner: str, folder: Path, repo_id: str, private: bool, message: 
         hub.create_repo(repo_id, private=private, exist_ok=True)
         commit = hub.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
     except Exception as error:  # of the network, of the hub, or of a name that cannot be one
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ConnectionError(
             f"{owner}: the hub must be reachable and accept the model as {short_repr(repo_id)}, got an error "
-            f"({lines[0].rstrip('.')}); log in with `hf auth login`, or use save_pretrained without a network."
+            f"({first_line(error)}); log in with `hf auth login`, or use save_pretrained without a network."
         ) from None
     return str(commit)
 

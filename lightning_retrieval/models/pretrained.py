@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_path, short_repr
-from lightning_retrieval.models.features import first_line
+from lightning_retrieval.checks import check_path, first_line, short_repr
 from lightning_retrieval.optional_packages import optional_import
 
 DEFAULT_WEIGHTS = "DEFAULT"

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_retrieval.checks import first_line
 from lightning_retrieval.search.embedding_shards import (
     FILE_FORMATS,
     ShardRows,
@@ -175,9 +176,8 @@ class EmbeddingFolder:
         except ModuleNotFoundError:
             raise
         except Exception as error:  # pyarrow and NumPy raise errors of many kinds for damaged files
-            lines = str(error).splitlines() or [type(error).__name__]
             raise ValueError(
-                f"{self.owner}: {file} is damaged ({lines[0].rstrip('.')}); delete it, and run the command that wrote "
+                f"{self.owner}: {file} is damaged ({first_line(error)}); delete it, and run the command that wrote "
                 "it again."
             ) from None
 

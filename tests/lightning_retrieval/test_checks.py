@@ -120,6 +120,11 @@ def test_what_a_message_shows_is_one_short_line():
     assert checks.short_repr(Raises()).startswith("<")
 
 
+def test_the_first_line_of_an_error():
+    assert checks.first_line(ValueError("\n no network.\nat all")) == "no network"
+    assert checks.first_line(KeyError()) == "KeyError"
+
+
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     ("check", "value", "sentence"),

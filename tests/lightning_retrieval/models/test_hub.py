@@ -77,14 +77,67 @@ def test_a_model_of_the_hub_is_read_from_its_cache_and_pushed(saved, monkeypatch
         asked.append((name, file, revision))
         return str(folder / file)
 
-    monkeypatch.setattr(library, "create_repo", lambda repo_id, private, exist_ok: None)
+    monkeypatch.setattr(library, "create_repo", lambda repo_id, private, exist_ok: pushed.update(private=private))
     monkeypatch.setattr(library, "upload_folder", upload)
     monkeypatch.setattr(library, "hf_hub_download", download)
     assert embedder.push_to_hub("me/birds") == "https://hub/commit"
-    assert pushed == {"repo_id": "me/birds", "files": ["config.json", "model.safetensors"]}
+    files = ["config.json", "model.safetensors"]
+    assert pushed == {"repo_id": "me/birds", "files": files, "private": False}
+    embedder.push_to_hub("me/birds", private=True)
+    assert pushed["private"] is True
     loaded = Embedder.from_pretrained("me/birds", revision="v1")
     assert torch.equal(loaded.head.linear.weight, embedder.head.linear.weight)
     assert asked == [("me/birds", "config.json", "v1"), ("me/birds", "model.safetensors", "v1")]
+
+
+def test_saving_leaves_the_adapters_of_the_embedder_as_they_are(tmp_path):
+    pytest.importorskip("timm")
+    pytest.importorskip("peft")
+    small = {"depth": 1, "embed_dim": 24, "num_heads": 2}
+    embedder = Embedder("timm/vit_tiny_patch16_224", 8, lora=2, image_size=32, backbone_args=small)
+    names = list(embedder.state_dict())
+    embedder.save_pretrained(tmp_path)
+    assert embedder.lora is not None
+    assert list(embedder.state_dict()) == names
+    assert Embedder.from_pretrained(tmp_path).lora is None
+
+
+def test_tensors_that_share_memory_are_written(tmp_path):
+    module = nn.Module()
+    module.register_buffer("values", torch.arange(6.0).reshape(2, 3))
+    module.register_buffer("transposed", module.values.T)
+    hub.save_model("Embedder", tmp_path, {}, module)
+    module.values = torch.zeros(2, 3)
+    module.transposed = torch.zeros(3, 2)
+    hub.load_weights("Embedder", tmp_path / "model.safetensors", module)
+    assert module.values.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert module.transposed.equal(module.values.T)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, r"config\.json must hold arguments that this release .* got others \(.* argument: 'backbone'\)"),
+        ({"backbone": "glyph_net", "newer": 1}, r"must hold arguments that .* unexpected keyword argument 'newer'\)"),
+        ([1], r"config\.json must be the config of an Embedder \(version 1\), .* got something else"),
+        (None, r"config\.json must be the config of an Embedder \(version 1\), .* got something else"),
+    ],
+)
+def test_invalid_arguments_in_a_config(arguments, message, tmp_path):
+    config = {"format": hub.FORMAT, "version": hub.VERSION, "init_args": arguments}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=message):
+        Embedder.from_pretrained(tmp_path)
+
+
+@pytest.mark.refusal
+def test_invalid_folder_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    for folder in (tmp_path / "file", tmp_path / "file" / "model"):
+        with pytest.raises(ValueError, match=r"^Embedder: `folder` must be a folder, got .*, which is a file or is in"):
+            Embedder("glyph_net", 8).save_pretrained(folder)
 
 
 @pytest.mark.refusal
