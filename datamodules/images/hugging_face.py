@@ -2,7 +2,7 @@
 
 import hashlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,8 @@ class HuggingFaceImages(ImageDataModule):
         split_names: names of the data set's splits by their use, such as `{"train": "train", "test": "validation"}`. If
             None, all splits under their own names; `"validation"` is the split `"val"`.
         test_fraction: fraction of the classes, between 0 and 1, that form the test set, whatever split they are in. If
-            None, the data set's splits are used, or half of the classes if there is one split.
+            None, the data set's splits are used, or half of the classes if there is one split, which `split_names` does
+            not name for evaluation.
         split_seed: determines which classes form the test set.
         settings: arguments of `ImageDataModule` but `root`, and of `RetrievalDataModule`.
 
@@ -124,7 +125,8 @@ class HuggingFaceImages(ImageDataModule):
         labels = {}
         for name, table in self.tables.items():
             labels[name] = values_of(table, "label_column", self.label_column, name)
-        if self.test_fraction is None and len(self.tables) > 1:
+        evaluation_only = self.split_names is not None and "train" not in self.split_names
+        if self.test_fraction is None and (len(self.tables) > 1 or evaluation_only):
             return self._own_splits(labels)
         classes = set[Any]().union(*labels.values())
         fraction = self.test_fraction or _DEFAULT_TEST_FRACTION
@@ -137,12 +139,14 @@ class HuggingFaceImages(ImageDataModule):
 
     def _own_splits(self, labels: Mapping[str, list[Any]]) -> dict[str, ImageIndex]:
         """The index of each of the data set's own splits."""
-        names = self.split_names or {_use_of_split(name): name for name in self.tables}
+        names = self.split_names or _splits_by_use(self.tables)
         splits = {}
         for use, name in names.items():
             splits[use] = self._index({name: np.ones(len(labels[name]), bool)}, labels)
-            shared = set(labels[name]) & set(labels[names.get("train", name)])
-            if use != "train" and "train" in names and shared:
+            if use == "train" or "train" not in names:
+                continue
+            shared = set(labels[name]) & set(labels[names["train"]])
+            if shared:
                 raise ValueError(
                     f"{OWNER}: classes must be in training or in evaluation, not in both, got {len(shared)} in the "
                     f"splits train and {use}, such as {min(shared)!r}; set test_fraction=0.5, which splits the classes."
@@ -204,7 +208,17 @@ def _checked_split_names(split_names: Mapping[str, str] | None) -> dict[str, str
     return dict(split_names)
 
 
-def _use_of_split(name: str) -> str:
-    if name in _VALIDATION_NAMES:
-        return "val"
-    return name
+def _splits_by_use(names: Iterable[str]) -> dict[str, str]:
+    """The data set's splits under the names of their uses; raise if two splits have the same use."""
+    splits: dict[str, str] = {}
+    for name in names:
+        use = name
+        if name in _VALIDATION_NAMES:
+            use = "val"
+        if use in splits:
+            raise ValueError(
+                f"{OWNER}: `split_names` must be given, because the splits {splits[use]!r} and {name!r} have the same "
+                f"use, {use!r}."
+            )
+        splits[use] = name
+    return splits

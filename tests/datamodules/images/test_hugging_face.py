@@ -112,6 +112,21 @@ def test_named_splits_and_columns(tmp_path):
     assert isinstance(data.train_sampler(), CategorySampler)
 
 
+def test_a_split_for_evaluation_alone_is_used_as_it_is(tmp_path):
+    save_to_disk(tmp_path / "set")
+    data = HuggingFaceImages(tmp_path / "set", split_names={"test": "validation"})
+    assert {use: list(index.names) for use, index in data.splits.items()} == {"test": ["dog", "owl"]}
+
+
+@refusal
+def test_two_splits_for_validation(tmp_path):
+    splits = {"train": rows([0, 1]), "validation": rows([2]), "dev": rows([3])}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "set")
+    match = r"^HuggingFaceImages: `split_names` must be given, because the splits 'validation' and 'dev' have the same"
+    with pytest.raises(ValueError, match=match):
+        HuggingFaceImages(tmp_path / "set").splits  # noqa: B018
+
+
 def test_rows_that_were_selected_or_moved(tmp_path):
     """The labels of the table in memory would be those of all rows, in their old order."""
     rows([0, 1, 2, 3, 0, 1]).filter(lambda label: label != 2, input_columns="label").select([3, 0, 4, 1]).save_to_disk(
