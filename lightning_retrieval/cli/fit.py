@@ -12,6 +12,7 @@ from pytorch_lightning.utilities import rank_zero_info
 from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
 from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInterrupt
 from lightning_retrieval.cli.help import CompactHelpFormatter
+from lightning_retrieval.cli.messages import missing_package_message
 from lightning_retrieval.cli.resume import find_last_checkpoint
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # --model DetectionModule
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
@@ -84,6 +85,16 @@ class RetrievalCLI(LightningCLI):
         except ValueError as error:
             self.parser.error(str(error))
         super()._parse_ckpt_path()
+
+    def instantiate_classes(self) -> None:
+        """Create the objects of the config; stop with one sentence if one of them needs a package that is missing."""
+        try:
+            super().instantiate_classes()
+        except (ModuleNotFoundError, ValueError) as error:
+            message = missing_package_message(error)
+            if message is None:
+                raise
+            self.parser.error(message)
 
     def before_fit(self) -> None:
         """Leave a checkpoint when Ctrl-C is pressed, and find the one that `--ckpt_path last` asks for."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+TENSORBOARD = "TensorBoardLogger needs TensorBoard; install it with pip install 'lightning-retrieval[tensorboard]'."
 FUNCTIONS = ("embed_images", "export_model", "index_embeddings", "index_images", "search_images")  # of the commands
 
 
@@ -42,3 +43,29 @@ def _option(name: str) -> str:
     if len(name) == 1:
         return f"-{name}"
     return f"--{name}"
+
+
+def missing_package_message(error: Exception) -> str | None:
+    """The sentence that names the package which a class of a config needs, or None if no package is missing.
+
+    jsonargparse quotes the error of a class within errors of its own. A module whose import fails without a sentence on
+    what needs it is none of these packages: its traceback says more.
+
+    Args:
+        error: what the parser raised when it created the objects of a config.
+
+    Example:
+        >>> error = ValueError("Problem with given class_path 'a.B'")
+        >>> error.__cause__ = ModuleNotFoundError("B: timm must be installed: pip install timm.")
+        >>> missing_package_message(error)
+        'B: timm must be installed: pip install timm.'
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ModuleNotFoundError):
+        cause = cause.__cause__
+    if cause is None or cause.name is not None:
+        return None
+    message = str(cause)
+    if "`tensorboardX`" in message:  # Lightning's message
+        return TENSORBOARD
+    return message

@@ -152,3 +152,35 @@ def test_a_missing_config_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["fit", "--config", str(tmp_path / "nowhere.yaml")])
     assert "nowhere.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (
+            "--trainer.logger=TensorBoardLogger",
+            "TensorBoardLogger needs TensorBoard; install it with pip install 'lightning-retrieval[tensorboard]'.",
+        ),
+        (
+            "--model.embedder.backbone=timm/vit_tiny_patch16_224",
+            "Embedder: timm must be installed for `backbone` timm/vit_tiny_patch16_224: "
+            "pip install 'lightning-retrieval[timm]'.",
+        ),
+    ],
+)
+def test_a_package_that_a_config_needs_is_named_in_one_sentence(option, message, tmp_path, capsys, monkeypatch):
+    for name in ("_TENSORBOARD_AVAILABLE", "_TENSORBOARDX_AVAILABLE"):
+        monkeypatch.setattr(f"lightning_fabric.loggers.tensorboard.{name}", False)
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["fit", "--config", str(write_example(tmp_path)), option])
+    printed = capsys.readouterr().err
+    assert printed.splitlines()[-1].endswith(f"error: {message}")
+
+
+@pytest.mark.refusal
+def test_another_error_of_a_config_keeps_its_traceback(tmp_path):
+    path = write_example(tmp_path, **{"backbone: glyph_net": "backbone: glyph_ne"})
+    with pytest.raises(ValueError, match="close names are 'glyph_net'"):
+        main(["fit", "--config", str(path)])
