@@ -4,8 +4,10 @@ python examples/own_images.py photos
 python examples/own_images.py photos --size 64 --backbone resnet50 --loss roadmap --batch 256 --lr 3e-4 --epochs 50
 
 Half of the classes are used for training. `val/mAP` is measured on the other half, where each image is a query against
-all others. Figures, metrics and checkpoints are written to logs/own_images/version_*. Ctrl-C completes the step and
-leaves a checkpoint; the same command with --resume continues from the newest one.
+all others. The table at the end compares the trained network with the pooled features of its backbone (`backbone`),
+which are what the pretrained weights are worth without training, and with the new, untrained head. Figures, metrics and
+checkpoints are written to logs/own_images/version_*. Ctrl-C completes the step and leaves a checkpoint; the same
+command with --resume continues from the newest one.
 """
 
 import argparse
@@ -125,7 +127,7 @@ def main() -> None:
         logger=CSVLogger(RUNS.parent, RUNS.name),
         log_every_n_steps=1,
         callbacks=[
-            RetrievalEvaluation(ks=(1, 5)),
+            RetrievalEvaluation(ks=(1, 5), before_fit=True),
             APMonitor(),
             RetrievalGallery(),
             TrainingCurve(),
@@ -134,6 +136,7 @@ def main() -> None:
         ],
     )
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    trainer.test(module, data, ckpt_path="best", verbose=False, weights_only=True)
     best = trainer.checkpoint_callback.best_model_path
     print("\nTo search with the trained network:")
     command = ("lightning-retrieval", "index", "--checkpoint", best, "--images", str(options.folder))

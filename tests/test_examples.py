@@ -108,6 +108,11 @@ def test_own_images_from_a_folder_to_a_search(tmp_path):
     assert {path.name for path in folder.iterdir()} >= {"metrics.csv", "curve.png", "retrieval", "checkpoints"}
     (score,) = values(folder, "val/mAP")
     assert 0 < score <= 1
+    lines = [line.split() for line in output.splitlines()]
+    assert ["backbone", "untrained", "trained"] in lines
+    (table,) = (line for line in lines if line[:1] == ["test/mAP"])
+    before = [values(folder, name)[0] for name in ("backbone/test/mAP", "test/mAP")]
+    assert table[1:] == [f"{value:.4f}" for value in (*before, score)]
     index, search = (line for line in output.splitlines() if line.startswith("lightning-retrieval "))
     output = run(tmp_path, *shlex.split(index))
     assert "24 images" in output
