@@ -1,6 +1,7 @@
 """The image of `RetrievalGallery`: one row of tiles for each query."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from lightning_retrieval.models import Preparation
+from lightning_retrieval.training.batches import unpack
 
 _GREEN, _RED, _GREY, _WHITE, _DARK = (34, 160, 70), (208, 48, 48), (120, 120, 120), (255, 255, 255), (60, 60, 60)
 _TILE, _BORDER, _GAP, _TITLE = 72, 4, 6, 18  # pixels
@@ -50,15 +52,12 @@ def load_image(pl_module: pl.LightningModule, dataset: Any, index: int) -> Image
             f"RetrievalGallery: ids must index the evaluated data set, got {index} for one of {size} items "
             f"({type(error).__name__}: {error})."
         ) from None
-    batch = default_collate([item])
-    unpack_batch = getattr(pl_module, "unpack_batch", None)
-    if unpack_batch is not None:
-        batch = unpack_batch(batch)
-    images, _, *rest = batch
-    if rest and rest[0] is not None and rest[0].tolist() != [index]:
+    unpack_batch = getattr(pl_module, "unpack_batch", partial(unpack, type(pl_module).__name__))
+    images, _, ids = unpack_batch(default_collate([item]))
+    if ids is not None and ids.tolist() != [index]:
         raise ValueError(
             f"RetrievalGallery: ids must index the evaluated data set, got id {index} for an image that has the id "
-            f"{rest[0].tolist()[0]}."
+            f"{ids.tolist()[0]}."
         )
     if images.ndim != 4 or images.shape[1] == 2:
         raise ValueError(

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from lightning_retrieval.callbacks.gallery_image import as_image
+from lightning_retrieval.callbacks.gallery_image import as_image, load_image
 from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.models import Preparation
 from tests.datamodules.trees_more import write_folders
@@ -53,3 +54,11 @@ def test_a_data_set_of_image_files_says_what_normalised_its_images(tmp_path):
     images = ImageFolder(tmp_path, image_size=(16, 16)).test_set
     shown = as_image(images[0]["images"], images.transform)
     assert np.array_equal(np.asarray(shown), np.asarray(images.read(0).resize((16, 16), Image.Resampling.BILINEAR)))
+
+
+@pytest.mark.parametrize("form", ["pair", "triple", "dict"])
+def test_a_module_without_unpack_batch_has_batches_of_the_usual_forms(form):
+    pixels = torch.arange(12, dtype=torch.uint8).reshape(3, 2, 2)
+    item = {"pair": (pixels, 5), "triple": (pixels, 5, 0), "dict": {"labels": 5, "ids": 0, "images": pixels}}[form]
+    image = load_image(pl.LightningModule(), [item], 0)
+    assert torch.equal(torch.from_numpy(np.array(image)).permute(2, 0, 1), pixels)
