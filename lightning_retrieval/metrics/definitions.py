@@ -55,8 +55,8 @@ def average_precision_at_k(ranks: PositiveRanks, k: int, divisor: Divisor = "min
     Args:
         ranks: of the positives.
         k: number of ranks that count.
-        divisor: `"min(k, R)"` (Google Landmarks, open-metric-learning), with which a list that begins with positives
-            only has the value 1; `"hits"`, the number of positives with a rank of at most k (torchmetrics); or `"R"`,
+        divisor: `"min(k, R)"` (Google Landmarks), with which a list that begins with positives only has the value 1;
+            `"hits"`, the number of positives with a rank of at most k (torchmetrics, open-metric-learning); or `"R"`,
             the number of positives (pytorch-metric-learning, trec_eval).
     """
     within = ranks.is_positive & (ranks.rank <= k)
