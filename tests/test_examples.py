@@ -1,12 +1,17 @@
 """The examples run as they are, or shortened if they train for long."""
 
 import csv
+import hashlib
+import io
+import json
 import os
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+import tarfile
+from base64 import b64encode
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +22,7 @@ import yaml
 from PIL import Image
 
 from lightning_retrieval.cli.main import main
+from lightning_retrieval.datamodules import ImageFolder
 from tests.wandb_files import OfflineRun
 
 pytestmark = pytest.mark.slow
@@ -201,3 +207,71 @@ def test_the_detector_of_the_glyph_scenes(tmp_path, monkeypatch):
     (checkpoint,) = folder.rglob("*.ckpt")
     saved = torch.load(checkpoint, weights_only=True)
     assert saved["hyper_parameters"]["_class_path"] == "lightning_retrieval.detection.DetectionModule"
+
+
+EMOJI_CATEGORIES = {"1f34e": "Food & Drink", "1f44b": "People & Body", "1f44b-1f3fb": "People & Body"}
+
+
+def emoji_package(file, maker):
+    """Write a package in the layout of emoji-datasource; returns its SHA-512 as npm's registry gives it."""
+    entries = [
+        {"image": "1f34e.png", "category": "Food & Drink"},
+        {
+            "image": "1f44b.png",
+            "category": "People & Body",
+            "skin_variations": {"1F3FB": {"image": "1f44b-1f3fb.png"}},
+        },
+    ]
+    picture = io.BytesIO()
+    Image.new("RGBA", (64, 64), (200, 30, 30, 128)).save(picture, "PNG")
+    files = {"package/emoji.json": json.dumps(entries).encode(), f"package/img/{maker}/sheets/64.png": b"a sheet"}
+    for name in (*EMOJI_CATEGORIES, "unknown"):
+        files[f"package/img/{maker}/64/{name}.png"] = picture.getvalue()
+    with tarfile.open(file, "w:gz") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return b64encode(hashlib.sha512(file.read_bytes()).digest()).decode()
+
+
+@pytest.fixture
+def emoji(tmp_path, monkeypatch):
+    """The script emoji.py with packages of two makers, which it reads through file URLs."""
+    namespace = runpy.run_path(str(EXAMPLES / "emoji.py"))["main"].__globals__
+    digests = {}
+    for maker in ("apple", "google"):
+        digests[maker] = emoji_package(tmp_path / f"{maker}.tgz", maker)
+    monkeypatch.setitem(namespace, "MAKERS", digests)
+    monkeypatch.setitem(namespace, "address", lambda maker: (tmp_path / f"{maker}.tgz").as_uri())
+    monkeypatch.setattr(sys, "argv", ["emoji.py", str(tmp_path / "emoji")])
+    return namespace["main"]
+
+
+def test_emoji_become_a_folder_with_categories(emoji, tmp_path, capsys):
+    (tmp_path / "emoji.unfinished" / "left").mkdir(parents=True)
+    emoji()
+    assert capsys.readouterr().out == f"6 images in {tmp_path / 'emoji'}\n"
+    found = {}
+    for file in (tmp_path / "emoji").rglob("*.png"):
+        category, name, maker = file.relative_to(tmp_path / "emoji").parts
+        found.setdefault((name, category), []).append(maker)
+    assert found.keys() == EMOJI_CATEGORIES.items()
+    assert all(sorted(makers) == ["apple.png", "google.png"] for makers in found.values())
+    data = ImageFolder(tmp_path / "emoji", categories=True, image_size=64, resize=64)
+    assert sum(len(split) for split in data.splits.values()) == 6
+    with pytest.raises(SystemExit):
+        emoji()
+    assert "folder must not exist yet" in capsys.readouterr().err
+
+
+def test_emoji_of_another_package_or_without_a_network(emoji, tmp_path, capsys):
+    (tmp_path / "apple.tgz").write_bytes((tmp_path / "apple.tgz").read_bytes() + b"more")
+    with pytest.raises(SystemExit):
+        emoji()
+    assert "must be the file that this script knows" in capsys.readouterr().err
+    (tmp_path / "apple.tgz").unlink()
+    with pytest.raises(SystemExit):
+        emoji()
+    assert "apple.tgz cannot be downloaded (" in capsys.readouterr().err
+    assert not (tmp_path / "emoji").exists()
