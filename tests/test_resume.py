@@ -20,7 +20,9 @@ from torch import nn
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import Glyphs
+from lightning_retrieval.detection import DetectionAPLoss, DetectionModule, TinyFasterRCNN
 from lightning_retrieval.models import GlyphNet
+from tests.lightning_retrieval.detection.scenes import SceneData, Scenes
 from tests.processes import start_processes
 
 pytestmark = pytest.mark.slow
@@ -52,6 +54,12 @@ def first(dataset, size):
     return dataset
 
 
+class FewScenes(SceneData):
+    """Ten batches of two scenes."""
+
+    train_set = Scenes(0, 2 * BATCHES)
+
+
 class Pace(pl.Callback):
     """Says which step begins. From step `die_writing` on, the process dies half-way through its next checkpoint."""
 
@@ -72,24 +80,45 @@ def die_half_way(opener, data):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def one_start(rank, world_size, folder, when, workers, die_writing):
-    """Train from the last checkpoint, or from scratch if there is none, to the end."""
-    pl.seed_everything(5)
+def retrieval_run(workers):
+    """A module, its data and its callbacks."""
     embedder = Embedder(nn.Sequential(GlyphNet(width=4), nn.Dropout(0.2)), 16)
     module = RetrievalModule(
         embedder,
         SmoothAPLoss(),
         chunk_size=16,  # of 40 images
-        optimizer=functools.partial(torch.optim.AdamW, lr=0.003),
-        lr_scheduler=functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.01, total_steps=STEPS + 1),
-        lr_scheduler_interval="step",
         memory=CrossBatchMemory(100, start_step=2),
+        **optimizer_settings(),
     )
+    data = FewGlyphs(classes_per_batch=8, samples_per_class=5, num_workers=workers)
+    return module, data, [RetrievalEvaluation(ks=(1,))]
+
+
+def detection_run(workers):
+    """The same for a detector whose past scores lengthen the lists, and whose regions are chosen at random."""
+    detector = TinyFasterRCNN(2, width=4, image_size=64, rois_per_image=8, score_thresh=0.3)
+    module = DetectionModule(detector, DetectionAPLoss(batch_memory=3), **optimizer_settings())
+    return module, FewScenes(batch_size=2, num_workers=workers), []
+
+
+def optimizer_settings():
+    scheduler = functools.partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.01, total_steps=STEPS + 1)
+    optimizer = functools.partial(torch.optim.AdamW, lr=0.003)
+    return {"optimizer": optimizer, "lr_scheduler": scheduler, "lr_scheduler_interval": "step"}
+
+
+RUNS = {"retrieval": retrieval_run, "detection": detection_run}
+
+
+def one_start(rank, world_size, folder, run, when, workers, die_writing):
+    """Train from the last checkpoint, or from scratch if there is none, to the end."""
+    pl.seed_everything(5)
+    module, data, callbacks = RUNS[run](workers)
     trainer = pl.Trainer(
         accelerator="cpu",
         max_epochs=EPOCHS,
         callbacks=[
-            RetrievalEvaluation(ks=(1,)),
+            *callbacks,
             ModelCheckpoint(folder / "checkpoints", save_last=True, **WHEN[when]),
             Pace(die_writing),
         ],
@@ -97,15 +126,14 @@ def one_start(rank, world_size, folder, when, workers, die_writing):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    data = FewGlyphs(classes_per_batch=8, samples_per_class=5, num_workers=workers)
     trainer.fit(module, datamodule=data, ckpt_path="last")
     trainer.save_checkpoint(folder / "end.ckpt")
 
 
-def start(folder, when, workers, kill_at=None, die_writing=None, delay=0.0):
+def start(folder, run, when, workers, kill_at=None, die_writing=None, delay=0.0):
     """One start in a separate process, killed after it has printed that step `kill_at` begins; returns its output."""
     files = Path(tempfile.mkdtemp(dir=folder))
-    (started,) = start_processes(one_start, 1, folder, when, workers, die_writing, folder=files)
+    (started,) = start_processes(one_start, 1, folder, run, when, workers, die_writing, folder=files)
     deadline = time.monotonic() + 120
     try:
         while started.process.poll() is None and time.monotonic() < deadline:
@@ -120,18 +148,18 @@ def start(folder, when, workers, kill_at=None, die_writing=None, delay=0.0):
     return started.output()
 
 
-def killed_run(folder, when="steps", workers=0, kills=0, dies_writing=False):
+def killed_run(folder, run="retrieval", when="steps", workers=0, kills=0, dies_writing=False):
     """The checkpoint of the end of a run killed that often, at steps that the name of its folder decides."""
     folder.mkdir()
     choose, outputs = random.Random(folder.name), []
     steps = sorted(choose.sample(range(1, STEPS - 4), kills))
     for number, step in enumerate(steps):
         if dies_writing and number == kills - 1:
-            outputs.append(start(folder, when, workers, die_writing=step))
+            outputs.append(start(folder, run, when, workers, die_writing=step))
             assert "dies writing" in outputs[-1]
         else:
-            outputs.append(start(folder, when, workers, kill_at=step, delay=2 * PAUSE * choose.random()))
-    outputs.append(start(folder, when, workers))
+            outputs.append(start(folder, run, when, workers, kill_at=step, delay=2 * PAUSE * choose.random()))
+    outputs.append(start(folder, run, when, workers))
     begins = [int(output.split("step ", 1)[1].split("\n")[0]) for output in outputs]
     return {**torch.load(folder / "end.ckpt", weights_only=True), "begins": begins}
 
@@ -141,7 +169,9 @@ CASES = {
     "steps with workers": {"when": "steps", "workers": 2, "kills": 1},
     "epochs with workers": {"when": "epochs", "workers": 2, "kills": 2, "dies_writing": True},
     "validation": {"when": "validation", "kills": 1},
+    "detection with workers": {"run": "detection", "workers": 2, "kills": 2, "dies_writing": True},
 }
+WHOLE = {"whole": {}, "whole detection": {"run": "detection"}}
 
 
 @pytest.fixture(scope="module")
@@ -149,20 +179,25 @@ def ends(tmp_path_factory):
     """The end of each run, two runs at a time."""
     folder = tmp_path_factory.mktemp("runs")
     with ThreadPoolExecutor(2) as pool:
-        runs = {name: pool.submit(killed_run, folder / name, **case) for name, case in {**CASES, "whole": {}}.items()}
+        runs = {name: pool.submit(killed_run, folder / name, **case) for name, case in {**CASES, **WHOLE}.items()}
         return {name: run.result() for name, run in runs.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_killed_run_ends_as_the_run_that_was_not_killed(ends, name):
     """Bit by bit: weights, statistics of batch norms, optimizer, scheduler, memory, and the number of steps."""
-    found, whole = ends[name], ends["whole"]
+    is_detection = name.startswith("detection")
+    found, whole = ends[name], ends["whole detection" if is_detection else "whole"]
     assert whole["begins"] == [0]
     assert len(found["begins"]) == CASES[name]["kills"] + 1
     assert found["begins"][-1] > 0  # resumed, not begun anew
     assert whole["global_step"] == found["global_step"] == STEPS
-    rows = whole["state_dict"]["memory._extra_state"]["rows"]
-    assert [len(part) for part in rows] == [100] * 3
+    if is_detection:
+        past = whole["state_dict"]["detector.roi_heads.loss.map_loss._extra_state"]["memory"]
+        assert [len(scores) for scores, _ in past] == [16] * 3  # two images of eight regions
+    else:
+        rows = whole["state_dict"]["memory._extra_state"]["rows"]
+        assert [len(part) for part in rows] == [100] * 3
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step"):
         assert_same(found[key], whole[key], key)
 
