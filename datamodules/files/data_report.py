@@ -1,4 +1,4 @@
-"""The report of `check()` on a data set: counts of images and classes, missing files and other problems."""
+"""The report of `check()` on a data set: counts of images and classes, damaged files, problems and notes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from lightning_retrieval.checks import check_mapping, check_strings
 
 Count = tuple[int, int]  # images and classes
-MAX_SHOWN = 10  # missing files in the printed report
+MAX_SHOWN = 10  # missing or unreadable files in the printed report
 HEADER = ("split", "images", "classes", "published: images", "classes")
 
 
@@ -19,9 +19,11 @@ class DataReport:
             if none were published, several if papers differ; the found counts may equal any of them.
         missing_files: paths of images that are listed but do not exist.
         problems: sentences about any other problem.
+        unreadable_files: paths of images that cannot be decoded, each with the reason.
+        notes: sentences about what is worth knowing and no problem.
 
     Raises:
-        TypeError: if `splits` is no dict, or `missing_files` or `problems` no sequence of strings.
+        TypeError: if `splits` is no dict, or one of the others is no sequence of strings.
 
     Example:
         >>> from lightning_retrieval.datamodules import DataReport
@@ -40,30 +42,40 @@ class DataReport:
     splits: dict[str, tuple[Count, Sequence[Count]]] = field(default_factory=dict)
     missing_files: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    unreadable_files: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_mapping("DataReport", "splits", self.splits)
         check_strings("DataReport", "missing_files", self.missing_files)
         check_strings("DataReport", "problems", self.problems)
+        check_strings("DataReport", "unreadable_files", self.unreadable_files)
+        check_strings("DataReport", "notes", self.notes)
 
     @property
     def ok(self) -> bool:
-        """Whether no file is missing, there is no other problem, and all counts are published ones."""
+        """Whether no file is missing or unreadable, there is no problem, and all counts are published ones."""
         for found, published in self.splits.values():
             if published and found not in published:
                 return False
-        return not self.missing_files and not self.problems
+        return not (self.missing_files or self.unreadable_files or self.problems)
 
     def __str__(self) -> str:
         lines = _table_lines(self.splits)
-        for path in self.missing_files[:MAX_SHOWN]:
-            lines.append(f"missing: {path}")
-        hidden = len(self.missing_files) - MAX_SHOWN
-        if hidden > 0:
-            lines.append(f"... and {hidden:,} more are missing")
-        for problem in self.problems:
-            lines.append(f"problem: {problem}")
+        lines += _file_lines("missing", self.missing_files)
+        lines += _file_lines("unreadable", self.unreadable_files)
+        lines += [f"problem: {problem}" for problem in self.problems]
+        lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+
+def _file_lines(what: str, files: Sequence[str]) -> list[str]:
+    """A line for each of the first files, and one that counts the others."""
+    lines = [f"{what}: {file}" for file in files[:MAX_SHOWN]]
+    hidden = len(files) - MAX_SHOWN
+    if hidden > 0:
+        lines.append(f"... and {hidden:,} more are {what}")
+    return lines
 
 
 def _table_lines(splits: dict[str, tuple[Count, Sequence[Count]]]) -> list[str]:

@@ -1,6 +1,5 @@
 """The user's own images in a data set of Hugging Face's `datasets`: from the hub, of `save_to_disk`, or of Parquet."""
 
-import hashlib
 import itertools
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -8,19 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
 
 from lightning_retrieval.checks import check_mapping, check_path, check_seed, check_string
-from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.images.classes import check_test_fraction, class_numbers, split_by_class
 from lightning_retrieval.datamodules.images.hugging_face_rows import (
     OWNER,
-    file_of_row,
     load_splits,
     values_of,
     with_encoded_images,
 )
-from lightning_retrieval.datamodules.images.hugging_face_set import HuggingFaceSet, parse_row_path, row_path
+from lightning_retrieval.datamodules.images.hugging_face_set import HuggingFaceSet, row_path
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
 from lightning_retrieval.datamodules.images.image_module import ImageDataModule
 
@@ -71,6 +67,8 @@ class HuggingFaceImages(ImageDataModule):
     Relations:
         `ImageFolder` and `ImageTable` read image files, which need not be converted to a data set first.
     """
+
+    reads_in_check = True
 
     def __init__(
         self,
@@ -173,22 +171,6 @@ class HuggingFaceImages(ImageDataModule):
         """The dataset of these rows."""
         tables, column = self._tables_and_column
         return HuggingFaceSet(index, self.root, transform, tables=tables, image_column=column, **self.reading)
-
-    def check_images(self, report: DataReport, name: str, index: ImageIndex) -> None:
-        """Add rows without an image, and images that a split has twice under different labels, to a report."""
-        tables, column = self._tables_and_column
-        seen: dict[bytes, int] = {}
-        for position, path in enumerate(Tqdm(index.paths, desc=f"Reading {name}", delay=2, leave=False)):
-            split, row = parse_row_path(path)
-            try:
-                file = file_of_row(tables[split], column, row, self.root)
-                content = file.read_bytes() if isinstance(file, Path) else file.read()
-            except (OSError, ValueError):
-                report.missing_files.append(path)
-                continue
-            first = seen.setdefault(hashlib.sha256(content).digest(), position)
-            if index.labels[first] != index.labels[position]:
-                report.problems.append(f"{index.paths[first]} and {path} are the same image with different labels")
 
 
 def _checked_name(setting: str, value: str | None) -> str | None:

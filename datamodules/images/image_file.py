@@ -67,7 +67,7 @@ def read_image(
         ValueError: if the box is outside of the image, or the range of the pixel values is unknown (see `to_rgb`).
         Exception: any error of Pillow, if the file cannot be decoded.
     """
-    with _truncated_images(load_truncated), Image.open(path) as file:
+    with truncated_images(load_truncated), Image.open(path) as file:
         image = to_rgb(file, background)
         rotation = _ROTATIONS.get(file.getexif().get(_ORIENTATION, 1))
     if box is not None and boxes_before_rotation:
@@ -80,7 +80,7 @@ def read_image(
 
 
 @contextlib.contextmanager
-def _truncated_images(load: bool) -> Iterator[None]:
+def truncated_images(load: bool) -> Iterator[None]:
     """Let Pillow decode truncated images within the context, if `load`; its setting is one for the whole process."""
     before = ImageFile.LOAD_TRUNCATED_IMAGES
     ImageFile.LOAD_TRUNCATED_IMAGES = load or before

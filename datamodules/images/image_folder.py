@@ -77,6 +77,8 @@ class ImageFolder(ImageDataModule):
         `ImageTable` reads a table of images, which need not be arranged in folders.
     """
 
+    reads_in_check = True
+
     def __init__(
         self,
         root: str | Path,

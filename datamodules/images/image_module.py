@@ -17,6 +17,7 @@ from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.files.record_warnings import record_warnings
 from lightning_retrieval.datamodules.images.classes import split_by_class
 from lightning_retrieval.datamodules.images.current_transform import CurrentTransform, Transform
+from lightning_retrieval.datamodules.images.image_check import check_contents
 from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ImageIndex
 from lightning_retrieval.datamodules.images.image_set import ImageSet, OnError
 from lightning_retrieval.datamodules.images.image_transforms import ImageTransforms
@@ -73,6 +74,7 @@ class ImageDataModule(RetrievalDataModule):
 
     shared_classes: ClassVar[bool] = False  # whether a class may be used for training and for evaluation
     boxes_before_rotation: ClassVar[bool] = False  # whether boxes are in pixels of the files, before EXIF rotation
+    reads_in_check: ClassVar[bool] = False  # whether `check` reads all images, instead of looking for their files
 
     def __init__(
         self,
@@ -292,7 +294,12 @@ class ImageDataModule(RetrievalDataModule):
         return np.isin(labels, sorted(held_out))
 
     def check(self) -> DataReport:
-        """Check the data set's files before training: compare the published counts, and look for missing files."""
+        """Check the data set's files before training: compare the published counts, and look for missing files.
+
+        For the user's own images (`reads_in_check`) each is read, which takes about as long as the images of an epoch:
+        the report then has files that cannot be decoded, images that occur twice or in training and evaluation, classes
+        with one image, and the sizes.
+        """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the warnings of reading are in the report
             splits, messages = self._splits_and_warnings
@@ -301,17 +308,15 @@ class ImageDataModule(RetrievalDataModule):
             classes = np.unique(index.labels)
             found = (len(index), int((classes != DISTRACTOR).sum()))
             report.splits[name] = (found, self.published_counts.get(name, ()))
-            self.check_images(report, name, index)
+            if not self.reads_in_check:
+                self._look_for_files(report, name, index)
+        if self.reads_in_check:
+            sets = {name: self.image_set(index, self.eval_transform) for name, index in splits.items()}
+            check_contents(report, sets)
         return report
 
-    def check_images(self, report: DataReport, name: str, index: ImageIndex) -> None:
-        """Add the files that are missing in a split, and those that are listed twice, to a report.
-
-        Args:
-            report: receives what is wrong.
-            name: of the split.
-            index: its images.
-        """
+    def _look_for_files(self, report: DataReport, name: str, index: ImageIndex) -> None:
+        """Add the files that are missing in a split, and those that are listed twice, to a report."""
         paths = Tqdm(index.paths, desc=f"Looking for the images of {name}", delay=2, leave=False)
         for path in paths:
             if not (self.root / path).is_file():

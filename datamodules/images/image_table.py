@@ -127,6 +127,8 @@ class ImageTable(ImageDataModule):
         `ImageFolder` needs no table, if each class has its own folder.
     """
 
+    reads_in_check = True
+
     def __init__(
         self,
         root: str | Path,

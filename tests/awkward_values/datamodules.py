@@ -258,7 +258,13 @@ CALLS = {
         Call(
             "DataReport",
             DataReport,
-            lambda: {"splits": {"train": ((2, 1), ())}, "missing_files": ["a.jpg"], "problems": ["a sentence"]},
+            lambda: {
+                "splits": {"train": ((2, 1), ())},
+                "missing_files": ["a.jpg"],
+                "problems": ["a sentence"],
+                "unreadable_files": ["b.jpg (truncated)"],
+                "notes": ["a sentence"],
+            },
             use=str,
         )
     ],

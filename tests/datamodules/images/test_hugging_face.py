@@ -216,13 +216,15 @@ def test_a_config_of_the_command_line(tmp_path):
 
 
 def test_check_reports_missing_images_and_images_with_two_labels(tmp_path):
-    pictures = [encoded(0), encoded(0), None, encoded(1), encoded(1)]
+    damaged = {"bytes": b"not an image", "path": None}
+    pictures = [encoded(7), encoded(7), None, encoded(8), encoded(8), damaged]
     features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
-    broken = datasets.Dataset.from_dict({"image": pictures, "label": [*"aabbc"]}, features=features)
+    broken = datasets.Dataset.from_dict({"image": pictures, "label": [*"aabbcc"]}, features=features)
     datasets.DatasetDict(train=broken, test=rows([*"de"])).save_to_disk(tmp_path / "set")
     report = HuggingFaceImages(tmp_path / "set", **PLAIN).check()
-    assert report.splits["train"][0] == (5, 3)
+    assert report.splits["train"][0] == (6, 3)
     assert report.missing_files == ["train/2"]
+    assert report.unreadable_files == ["train/5 (cannot identify image file)"]
     assert report.problems == ["train/3 and train/4 are the same image with different labels"]
     data = HuggingFaceImages(tmp_path / "set", **PLAIN)
     with pytest.raises(ValueError, match=r"cannot read the image .*train/2 \(the row has no image\)"):

@@ -22,16 +22,28 @@ def checked(capsys, *args):
 def test_counts_and_missing_files(tmp_path, capsys):
     for label, number in itertools.product("abcd", range(2)):
         (tmp_path / label).mkdir(exist_ok=True)
-        Image.new("RGB", (8, 8)).save(tmp_path / label / f"{number}.png")
+        Image.new("RGB", (8, 8), (ord(label), number, 0)).save(tmp_path / label / f"{number}.png")
     code, out, err = checked(capsys, "--data", "ImageFolder", "--root", tmp_path, "--test_fraction", 0.25)
     assert (code, err) == (0, "")
-    assert [line.split() for line in out.splitlines()[1:]] == [["train", "6", "3"], ["test", "2", "1"]]
+    assert [line.split() for line in out.splitlines()[1:3]] == [["train", "6", "3"], ["test", "2", "1"]]
+    assert out.splitlines()[3:] == ["note: all images have 8 x 8 pixels"]
 
     (tmp_path / "table.csv").write_text("image,label,split\na/0.png,a,train\nb/0.png,b,test\ngone.png,b,test\n")
     table = tmp_path / "table.csv"
     code, out, err = checked(capsys, "--data=ImageTable", "--root", tmp_path, "--table", table)
     assert (code, err) == (1, "")
-    assert out.splitlines()[-1] == "missing: gone.png"
+    assert "missing: gone.png" in out.splitlines()
+
+    table.unlink()
+    for number in range(12):
+        (tmp_path / "a" / f"text {number}.jpg").write_text("not an image")
+    (tmp_path / "d" / "copy.bmp").write_bytes((tmp_path / "c" / "0.png").read_bytes())
+    code, out, err = checked(capsys, "--data", "ImageFolder", "--root", tmp_path)
+    assert (code, err.count("\n")) == (1, 0)
+    found = [line for line in out.splitlines() if line.startswith(("unreadable", "...", "problem"))]
+    assert found[0] == "unreadable: a/text 0.jpg (cannot identify image file)"
+    assert found[10] == "... and 2 more are unreadable"
+    assert found[11:] == ["problem: d/copy.bmp and c/0.png are the same image, in training and in evaluation"]
 
 
 def test_error_suggests_the_folder_of_the_data_set(tmp_path, capsys):

@@ -1,0 +1,161 @@
+"""Reading all images before training: damaged files, images that occur twice, sizes, and many threads."""
+
+import io
+import threading
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from lightning_retrieval.datamodules import ImageFolder, ImageIndex, ImageSet, ImageTable
+from lightning_retrieval.datamodules.files.data_report import DataReport
+from lightning_retrieval.datamodules.images import image_check
+from lightning_retrieval.datamodules.images.image_check import check_contents
+from tests.datamodules.images.pictures import as_it_is
+
+
+def noise(path, seed, size=(8, 8)):
+    """Write an image of random pixels, which no other seed has."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two classes with three images each in `train`, and in `test`."""
+    for number in range(12):
+        split, label = ("train", "test")[number % 2], "ab"[number // 2 % 2]
+        noise(tmp_path / split / f"{split} {label}" / f"{number}.png", number)
+    return tmp_path
+
+
+def test_images_without_problems(folder):
+    report = ImageFolder(folder).check()
+    assert report.ok
+    assert (report.problems, report.notes) == ([], ["all images have 8 x 8 pixels"])
+    assert {name: found for name, (found, _) in report.splits.items()} == {"train": (6, 2), "test": (6, 2)}
+    noise(folder / "test/test a/large.png", 12, size=(40, 10))
+    noise(folder / "test/test a/small.png", 13, size=(3, 6))
+    assert ImageFolder(folder).check().notes == [
+        "the shorter side of the images has 3 to 10 pixels, median 8; "
+        "the longer side of the images has 6 to 40 pixels, median 8"
+    ]
+
+
+def test_files_that_cannot_be_decoded(folder):
+    whole = (folder / "train/train a/0.png").read_bytes()
+    for number in range(12):
+        (folder / f"train/train a/damaged {number:02}.png").write_bytes(whole[:60])
+    (folder / "test/test b/text.jpg").write_text("not an image")
+    report = ImageFolder(folder).check()
+    assert not report.ok
+    assert report.missing_files == []
+    assert report.unreadable_files[0].startswith("train/train a/damaged 00.png (")
+    assert report.unreadable_files[-1] == "test/test b/text.jpg (cannot identify image file)"
+    lines = [line for line in str(report).splitlines() if "unreadable" in line]
+    assert len(lines) == 11
+    assert lines[-1] == "... and 3 more are unreadable"
+
+
+def test_images_that_are_in_training_and_in_evaluation(folder):
+    """Also if the format of the copy is another one."""
+    for number in range(7):
+        noise(folder / f"train/train a/copied {number}.png", 100 + number)
+        Image.open(folder / f"train/train a/copied {number}.png").save(folder / f"test/test b/copy {number}.bmp")
+    report = ImageFolder(folder).check()
+    assert not report.ok
+    assert report.problems[0] == (
+        "train/train a/copied 0.png and test/test b/copy 0.bmp are the same image, in training and in evaluation"
+    )
+    assert report.problems[5:] == ["2 more pairs are the same image, in training and in evaluation"]
+
+
+def test_images_that_a_split_has_twice(folder):
+    noise(folder / "train/train b/again.png", 0)  # also in class a
+    noise(folder / "test/test a/again.png", 1)
+    report = ImageFolder(folder).check()
+    assert report.problems == [
+        "train/train a/0.png and train/train b/again.png are the same image with different labels"
+    ]
+    assert report.notes[0] == "test/test a/1.png and test/test a/again.png are the same image"
+
+
+def test_sizes_are_compared_as_well(folder):
+    """An image of 2 x 8 pixels has the bytes of one of 8 x 2."""
+    for path, size in (("train/train a/flat.png", (8, 2)), ("test/test a/high.png", (2, 8))):
+        Image.new("RGB", size, (9, 9, 9)).save(folder / path)
+    assert ImageFolder(folder).check().problems == []
+
+
+def test_classes_with_one_image(folder):
+    noise(folder / "train/lonely/1.png", 50)
+    noise(folder / "test/alone/1.png", 51)
+    report = ImageFolder(folder).check()
+    assert report.ok
+    assert report.notes[:2] == [
+        "1 classes of train have one image, such as 'lonely', which is left out of training batches of P classes with "
+        "K images",
+        "1 classes of test have one image, such as 'alone', which has no positive in evaluation",
+    ]
+
+
+def test_a_table_with_boxes_and_missing_files(tmp_path):
+    """Parts of an image are images of their own; a box outside of its image is named."""
+    noise(tmp_path / "a.png", 0, size=(20, 10))
+    noise(tmp_path / "b.png", 1, size=(20, 10))
+    rows = ["image,label,split,box", "a.png,1,train,0 0 10 10", "a.png,1,train,10 0 20 10", "gone.png,1,train,0 0 9 9"]
+    rows += ["b.png,2,test,0 0 10 10", "b.png,2,test,30 0 40 10"]
+    (tmp_path / "table.csv").write_text("\n".join(rows))
+    report = ImageTable(tmp_path, "table.csv").check()
+    assert report.missing_files == ["gone.png"]
+    assert report.unreadable_files == ["b.png (its box [30, 0, 40, 10] is outside of its 20 x 10 pixels)"]
+    assert (report.problems, report.notes) == ([], ["all images have 10 x 10 pixels"])
+
+
+def test_distractors_are_no_class(tmp_path):
+    for number in range(5):
+        noise(tmp_path / f"{number}.png", number)
+    rows = ["image,label,split,role", "0.png,a,train,", "1.png,a,train,", "2.png,b,test,", "3.png,b,test,"]
+    (tmp_path / "table.csv").write_text("\n".join([*rows, "4.png,,test,distractor"]))
+    assert ImageTable(tmp_path, "table.csv").check().notes == ["all images have 8 x 8 pixels"]
+
+
+@pytest.mark.parametrize("load_truncated", [False, True])
+def test_threads_do_not_change_the_report(folder, load_truncated, monkeypatch):
+    """Truncated images are decoded in all threads, or in none: Pillow's setting is one of the process."""
+    encoded = io.BytesIO()
+    for number in range(120):
+        pixels = np.random.default_rng(number).integers(0, 256, (90, 90, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(encoded, "jpeg")
+        content = encoded.getvalue()
+        (folder / f"train/train a/{number:03}.jpg").write_bytes(content[: -len(content) // 4])
+        encoded.seek(0)
+        encoded.truncate()
+    threads = set()
+    read_facts = image_check.read_facts
+    monkeypatch.setattr(
+        image_check, "read_facts", lambda *given: threads.add(threading.get_ident()) or read_facts(*given)
+    )
+    reports = []
+    for cores in (1, 4):
+        monkeypatch.setattr(image_check, "_cores", lambda cores=cores: cores)
+        reports.append(ImageFolder(folder, load_truncated=load_truncated).check())
+    assert reports[0] == reports[1]
+    assert len(reports[0].unreadable_files) == (0 if load_truncated else 120)
+    assert len(threads) > 2
+    assert threading.get_ident() not in threads
+
+
+def test_an_interrupt_ends_the_threads(folder, monkeypatch):
+    def interrupted(images, position):
+        if position == 0:
+            raise KeyboardInterrupt
+        return image_check.ImageFacts()
+
+    images = ImageSet(ImageIndex(["a.png"] * 10_000, [0] * 10_000), folder, as_it_is)
+    monkeypatch.setattr(image_check, "read_facts", interrupted)
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        check_contents(DataReport(), {"train": images})
+    assert threading.active_count() == before
