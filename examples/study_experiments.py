@@ -22,6 +22,8 @@ class Setting:
     sampler: Literal["pk", "category", "whole classes"] = "pk"
     memory: int = 0  # number of past images that are also ranked
     memory_start: int = 0  # first step in which they are ranked
+    memory_mode: Literal["one_list", "one_list_detached", "two_terms"] = "one_list"
+    fresh_memory: bool = False  # whether their embeddings are computed anew in each step
     chunk_size: int | None = None
     freeze_batch_norm: bool = False
     precision: Literal["32-true", "64-true"] = "32-true"
@@ -30,9 +32,15 @@ class Setting:
     width: int = 16  # channels of the first layer of the network
     dim: int = 128
     test_batches: int | None = None  # number of test batches of 512 images; None for the whole test set
+    data: Literal["glyphs", "emoji"] = "glyphs"
+    start: "Setting | None" = None  # whose network, trained with the same seed, is trained on; None: random weights
+    held_out: bool = False  # whether a part of the training classes is held out, and evaluated instead of the test set
 
     def key(self, seed: int) -> str:
-        text = json.dumps({**asdict(self), "seed": seed}, sort_keys=True)
+        """Return a hash of the seed and of what differs from the defaults."""
+        defaults = asdict(Setting())
+        different = {name: value for name, value in asdict(self).items() if value != defaults[name]}
+        text = json.dumps({**different, "seed": seed}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +28,7 @@ def study():
     sys.path.insert(0, str(EXAMPLES))
     yield importlib.import_module("study")
     sys.path.remove(str(EXAMPLES))
-    for name in ("study", "study_experiments", "study_report"):
+    for name in ("study", "study_experiments", "study_report", "study_runs"):
         del sys.modules[name]
     logging.getLogger("pytorch_lightning").setLevel(level)
 
@@ -37,7 +38,7 @@ def trained(study, monkeypatch):
     """The runs that were requested, without training them; their mAP is 0.1 x (1 + the seed)."""
     calls = []
 
-    def train(setting, seed, accelerator):
+    def train(setting, seed, place):
         calls.append((setting, seed))
         value = 0.1 * (1 + seed)
         return {
@@ -46,11 +47,11 @@ def trained(study, monkeypatch):
             "setting": dataclasses.asdict(setting),
             "metrics": {"mAP": value, "R@1": value, "mAP@R": value},
             "seconds": 1.0,
-            "device": accelerator,
+            "device": place.accelerator,
             "torch": "2",
         }
 
-    monkeypatch.setattr(study, "train", train)
+    monkeypatch.setattr(study.study_runs, "run", train)
     return calls
 
 
@@ -116,7 +117,8 @@ def test_page_has_median_and_range(study, trained, tmp_path):
 
 def test_changed_setting_is_run_again(study):
     other = {"loss": "FastAPLoss", "loss_args": {"tau": 0.1}, "sampler": "category", "precision": "64-true"}
-    other |= {"freeze_batch_norm": True, "chunk_size": 8, "test_batches": 1}
+    other |= {"freeze_batch_norm": True, "chunk_size": 8, "test_batches": 1, "memory_mode": "two_terms"}
+    other |= {"data": "emoji", "start": study.Setting(), "fresh_memory": True, "held_out": True}
     start, keys = study.Setting(), set()
     for name in (each.name for each in dataclasses.fields(start)):
         changed = dataclasses.replace(start, **{name: other.get(name, 7)})
@@ -127,14 +129,14 @@ def test_changed_setting_is_run_again(study):
 
 @pytest.mark.parametrize("how", ["fails", "is interrupted"])
 def test_results_are_kept_if_a_run(how, study, trained, tmp_path, monkeypatch, capsys):
-    train, bad = study.train, study.EXPERIMENTS["tau"].rows["SmoothAPLoss, 0.1"].loss_args
+    train, bad = study.study_runs.run, study.EXPERIMENTS["tau"].rows["SmoothAPLoss, 0.1"].loss_args
 
-    def broken(setting, seed, accelerator):
+    def broken(setting, seed, place):
         if setting.loss_args == bad and seed == 1:
             raise ValueError("the loss is nan at step 3") if how == "fails" else KeyboardInterrupt
-        return train(setting, seed, accelerator)
+        return train(setting, seed, place)
 
-    monkeypatch.setattr(study, "train", broken)
+    monkeypatch.setattr(study.study_runs, "run", broken)
     arguments = [*QUICK, "--experiments", "calibration", "tau", "per_class", "--output", str(tmp_path)]
     if how == "fails":
         assert study.main(arguments) == 1
@@ -154,7 +156,7 @@ def test_results_are_kept_if_a_run(how, study, trained, tmp_path, monkeypatch, c
     assert len(done) == len(trained)
 
     trained.clear()
-    monkeypatch.setattr(study, "train", train)
+    monkeypatch.setattr(study.study_runs, "run", train)
     assert study.main(arguments) == 0
     assert not done & {setting.key(seed) for setting, seed in trained}
 
@@ -192,7 +194,7 @@ def test_findings_name_rows_of_their_experiment(study):
 @pytest.mark.filterwarnings("ignore:WholeClassesSampler. skipped .* classes in training")
 def test_batches_of_whole_classes(study):
     labels = torch.tensor([3, 1, 1, 2, 3, 2, 1, 3, 2, 3, 5, 5, 9])
-    sampler = study.WholeClassesSampler(labels, batch_size=4)
+    sampler = study.study_runs.WholeClassesSampler(labels, batch_size=4)
     batches = list(sampler)
     assert len(batches) == len(sampler) == 3
     images = np.concatenate(batches)
@@ -206,7 +208,7 @@ def test_batches_of_whole_classes(study):
 
 def test_batches_of_two_categories(study):
     setting = study.EXPERIMENTS["category_sampling"].rows["FastAPLoss, two categories"]
-    data = study.StudyGlyphs(setting, seed=0)
+    data = study.study_runs.make_data(setting, 0, study.Place("cpu", Path("emoji"), Path("weights")))
     labels = data.train_set.labels
     classes = labels.unique().tolist()
     for batch in list(data.train_sampler())[:5]:
@@ -222,4 +224,65 @@ def test_third_party_losses_name_the_missing_package(study, monkeypatch):
     with pytest.raises(
         ImportError, match="TripletMarginLoss is pytorch-metric-learning's: pip install pytorch-metric-learning"
     ):
-        study.make_loss("TripletMarginLoss", {})
+        study.study_runs.make_loss("TripletMarginLoss", {})
+
+
+@pytest.fixture
+def place(study, tmp_path):
+    """A place with a folder of eight classes in two categories, in the layout of emoji.py."""
+    generator = np.random.default_rng(0)
+    for number in range(8):
+        folder = tmp_path / "emoji" / f"category {number % 2}" / f"class {number}"
+        folder.mkdir(parents=True)
+        for maker in ("apple", "google", "twitter"):
+            pixels = generator.integers(0, 256, (40, 40, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"{maker}.png")
+    return study.Place("cpu", tmp_path / "emoji", tmp_path / "weights")
+
+
+def small(study, **arguments):
+    return study.Setting(data="emoji", classes=2, per_class=2, images=24, width=2, dim=4, lr=0.01, **arguments)
+
+
+def test_a_run_starts_from_the_network_that_another_setting_trains(study, place):
+    start = small(study)
+    unchanged = dataclasses.replace(start, start=start, images=0)
+    trained = study.study_runs.run(start, 3, place)
+    assert study.study_runs.run(unchanged, 3, place)["metrics"] == trained["metrics"]
+    weights = place.weights / f"{start.key(3)}.pt"
+    written = weights.stat().st_mtime_ns
+    again = study.study_runs.run(dataclasses.replace(start, start=start), 3, place)
+    assert again["metrics"] != trained["metrics"]
+    assert weights.stat().st_mtime_ns == written
+
+
+def test_classes_that_are_held_out(study, place):
+    data = study.study_runs.make_data(small(study, held_out=True), 0, place)
+    classes = []
+    for images in (data.train_set, data.val_set, data.test_set):
+        classes.append({Path(path).parent.name for path in images.index.paths})
+    assert [len(names) for names in classes] == [3, 1, 4]
+    assert len(set().union(*classes)) == 8
+
+
+def test_a_fresh_memory_holds_what_the_network_gives_now(study, place, monkeypatch):
+    setting = small(study, memory=6, memory_mode="two_terms", fresh_memory=True, freeze_batch_norm=True)
+    differences = []
+
+    class Watched(study.study_runs.FreshMemory):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+            rows = pl_module.memory.get_extra_state()["rows"]
+            if rows is None:
+                return
+            embeddings, labels, ids = rows
+            dataset = trainer.train_dataloader.dataset
+            with torch.no_grad():
+                now = pl_module(torch.stack([dataset[index]["images"] for index in ids.tolist()]))
+            differences.append(float((now - embeddings).abs().max()))
+            assert labels.tolist() == dataset.labels[ids].tolist()
+
+    monkeypatch.setattr(study.study_runs, "FreshMemory", Watched)
+    study.study_runs.run(setting, 0, place)
+    assert len(differences) == 5
+    assert max(differences) < 1e-6

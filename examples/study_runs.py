@@ -1,0 +1,211 @@
+"""Trains and evaluates one run of `study.py`: a setting with a seed."""
+
+import importlib
+import logging
+import os
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from study_experiments import THIRD_PARTY, Setting
+from torch import nn
+
+from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, losses
+from lightning_retrieval.datamodules import (
+    CategorySampler,
+    GlobalBatchSampler,
+    Glyphs,
+    ImageFolder,
+    RetrievalDataModule,
+)
+from lightning_retrieval.metrics import RetrievalMetrics
+from lightning_retrieval.models import GlyphNet, Preparation
+
+IMAGE_SIZE = 32  # of the emoji, as that of the glyphs
+HELD_OUT = 0.2  # of the training classes, where a setting says so
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where runs are done: the same setting gives the same result in another place, up to rounding."""
+
+    accelerator: str
+    emoji: Path  # the folder that emoji.py wrote
+    weights: Path  # folder of the networks from which other runs start
+
+
+class WholeClassesSampler(GlobalBatchSampler):
+    """Fills batches with one class after another, in random order; a class may continue in the next batch."""
+
+    def __init__(self, labels: torch.Tensor, *, batch_size: int, seed: int = 0) -> None:
+        super().__init__(labels, seed=seed)
+        self.batch_size = batch_size
+
+    def __len__(self) -> int:
+        return len(self.images) // self.batch_size
+
+    def draw(self, generator: np.random.Generator) -> list[np.ndarray[Any, Any]]:
+        classes = np.split(self.images, self.class_starts[1:])
+        order = generator.permutation(len(classes))
+        images = np.concatenate([classes[i] for i in order])
+        return np.split(images[: len(self) * self.batch_size], len(self))
+
+
+def make_data(setting: Setting, seed: int, place: Place) -> RetrievalDataModule:
+    """Create the data module of a setting, with its batch sampler."""
+    arguments: dict[str, Any] = {
+        "classes_per_batch": setting.classes,
+        "samples_per_class": setting.per_class,
+        "seed": seed,
+    }
+    if setting.held_out:
+        arguments["val_fraction"] = HELD_OUT
+    if setting.data == "emoji":
+        same = Preparation(image_size=IMAGE_SIZE, resize=IMAGE_SIZE)  # no augmentation, as for the glyphs
+        arguments |= {"train_transform": same, "eval_transform": same, "sampler": setting.sampler}
+        return ImageFolder(place.emoji, categories=True, **arguments)
+    data = Glyphs(**arguments)
+    labels = data.train_set.labels
+    if setting.sampler == "category":
+        neighbours = torch.unique(labels, return_inverse=True)[1] // 32  # labels are in the order of Unicode
+        data.sampler = CategorySampler(
+            labels, neighbours, classes_per_batch=setting.classes, samples_per_class=setting.per_class, seed=seed
+        )
+    elif setting.sampler == "whole classes":
+        data.sampler = WholeClassesSampler(labels, batch_size=setting.classes * setting.per_class, seed=seed)
+    return data
+
+
+def make_loss(name: str, arguments: Mapping[str, Any]) -> nn.Module:
+    """Create a loss of this library or of pytorch-metric-learning."""
+    source: Any = losses
+    if name in THIRD_PARTY:
+        try:
+            source = importlib.import_module("pytorch_metric_learning.losses")
+        except ImportError:
+            raise ImportError(f"{name} is pytorch-metric-learning's: pip install pytorch-metric-learning.") from None
+    loss: nn.Module = getattr(source, name)(**arguments)
+    return loss
+
+
+def make_module(setting: Setting, steps: int) -> RetrievalModule:
+    """Create the module of a setting, whose learning rate falls to 0 over the steps."""
+    channels = {"glyphs": 1, "emoji": 3}[setting.data]
+    embedder = Embedder(GlyphNet(setting.width, channels), setting.dim, freeze_batch_norm=setting.freeze_batch_norm)
+    memory = None
+    if setting.memory:
+        memory = CrossBatchMemory(setting.memory, setting.memory_start)
+    return RetrievalModule(
+        embedder.to(memory_format=torch.channels_last),  # faster
+        make_loss(setting.loss, setting.loss_args),
+        chunk_size=setting.chunk_size,
+        optimizer=partial(torch.optim.AdamW, lr=setting.lr),
+        lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=max(1, steps)),
+        lr_scheduler_interval="step",
+        gradient_clip_val=1.0,
+        memory=memory,
+        memory_mode=setting.memory_mode,
+    )
+
+
+class FreshMemory(pl.Callback):
+    """Embeds the images of the memory again before each step, so that no row of it is out of date."""
+
+    @torch.no_grad()
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        module: Any = pl_module
+        state = module.memory.get_extra_state()
+        if state["rows"] is None:
+            return
+        _, labels, ids = state["rows"]
+        dataset = trainer.train_dataloader.dataset  # type: ignore[union-attr]
+        images = torch.stack([dataset[int(index)]["images"] for index in ids]).to(module.device)
+        module.eval()
+        embeddings = module(images)
+        module.train()
+        module.memory.set_extra_state({**state, "rows": (embeddings, labels, ids)})
+
+
+def start_weights(setting: Setting, seed: int, place: Place) -> dict[str, torch.Tensor]:
+    """Return the weights of the embedder that a setting trains; they are kept for the runs that start from them."""
+    file = place.weights / f"{setting.key(seed)}.pt"
+    if not file.exists():
+        module, _ = train(setting, seed, place)
+        part = file.with_suffix(f".{os.getpid()}")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(module.embedder.state_dict(), part)
+        os.replace(part, file)
+    weights: dict[str, torch.Tensor] = torch.load(file, weights_only=True)
+    return weights
+
+
+def train(setting: Setting, seed: int, place: Place) -> tuple[RetrievalModule, tuple[pl.Trainer, RetrievalDataModule]]:
+    """Train one setting with one seed; returns the module, and what its evaluation needs."""
+    start = None
+    if setting.start is not None:
+        start = start_weights(setting.start, seed, place)
+    pl.seed_everything(seed, verbose=False)
+    steps = setting.images // (setting.classes * setting.per_class)
+    data = make_data(setting, seed, place)
+    module = make_module(setting, steps)
+    if start is not None:
+        module.embedder.load_state_dict(start)
+    callbacks = []
+    if setting.fresh_memory:
+        callbacks.append(FreshMemory())
+    trainer = pl.Trainer(
+        max_steps=steps,
+        accelerator=place.accelerator,
+        devices=1,
+        precision=setting.precision,
+        limit_val_batches=0,
+        limit_predict_batches=setting.test_batches,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    if steps:
+        trainer.fit(module, datamodule=data)
+    return module, (trainer, data)
+
+
+def evaluate(setting: Setting, module: RetrievalModule, trainer: pl.Trainer, data: RetrievalDataModule) -> Any:
+    """Return the metrics of the test set, or of the training classes that were held out."""
+    metrics = RetrievalMetrics(ks=(1,))
+    loader = data.test_dataloader()
+    if setting.held_out:
+        loader = data.val_dataloader()
+    outputs: Any = trainer.predict(module, loader)
+    for output in outputs:
+        metrics.to(output["embeddings"].device).update(**output)
+    return metrics.compute()
+
+
+def run(setting: Setting, seed: int, place: Place) -> dict[str, Any]:
+    """Train and evaluate one setting with one seed, and return the line of `results.jsonl`."""
+    start = time.perf_counter()
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)  # only the study shows its progress
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module, (trainer, data) = train(setting, seed, place)
+        values = evaluate(setting, module, trainer, data)
+    return {
+        "key": setting.key(seed),
+        "seed": seed,
+        "setting": asdict(setting),
+        "metrics": {name: round(float(values[name]), 6) for name in ("mAP", "R@1", "mAP@R")},
+        "seconds": round(time.perf_counter() - start, 1),
+        "device": trainer.strategy.root_device.type,
+        "torch": torch.__version__,
+    }
