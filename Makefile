@@ -35,6 +35,7 @@ bench:  ## speed and memory: each benchmark prints a table
 	$(PYTHON) benchmarks/large_batch.py
 	$(PYTHON) benchmarks/detection.py
 	$(PYTHON) benchmarks/ddp.py
+	$(PYTHON) benchmarks/gradient_sum.py
 	$(PYTHON) benchmarks/samplers.py
 	$(PYTHON) benchmarks/data.py
 	$(PYTHON) benchmarks/search.py

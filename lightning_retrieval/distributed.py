@@ -1,19 +1,14 @@
-"""Collectives that all packages share: rows gathered in rank order, tensors summed, gradients summed once a step.
-
-The loss of a step is a sum with one term for each process: either the loss of its own queries against all rows, or an
-equal fraction of a loss that is known for whole batches only. The gradient of a parameter is then the sum of the
-processes' gradients, whatever the loss, and one all-reduce computes it.
-"""
+"""Collectives that all packages share: rows gathered in rank order, tensors summed."""
 
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Shaped
+from jaxtyping import Shaped
 from torch import Tensor
 
 
@@ -59,51 +54,6 @@ def sum_over_ranks(values: Tensor) -> Tensor:
         values = values.clone()
         dist.all_reduce(values)
     return values
-
-
-def sum_gradients(parameters: Iterable[torch.nn.Parameter], values: Float[Tensor, " value"]) -> Float[Tensor, " value"]:
-    """Replace each `.grad` by its sum over ranks and return the sum of `values`, in one all-reduce for each dtype.
-
-    A parameter without a gradient on some ranks counts as zero there; one without a gradient on all ranks keeps none.
-
-    Args:
-        parameters: those that do not require a gradient are ignored.
-        values: summed in the same all-reduce as the gradients of their dtype.
-    """
-    if world_size() == 1:
-        return values
-    groups: dict[torch.dtype, list[torch.nn.Parameter]] = {values.dtype: []}
-    for parameter in parameters:
-        if parameter.requires_grad:
-            groups.setdefault(parameter.dtype, []).append(parameter)
-    total = values
-    for dtype, group in groups.items():
-        if dtype == values.dtype:
-            total = _sum_group(group, values)
-        else:
-            _sum_group(group, values[:0].to(dtype))
-    return total
-
-
-def _sum_group(parameters: list[torch.nn.Parameter], values: Tensor) -> Tensor:
-    """Sum the gradients of parameters of the dtype of `values`, together with `values`, in one all-reduce."""
-    sizes = [parameter.numel() for parameter in parameters]
-    gradients, has_gradient = [], []
-    for parameter in parameters:
-        has_gradient.append(parameter.grad is not None)
-        if parameter.grad is None:
-            gradients.append(torch.zeros_like(parameter).flatten())
-        else:
-            gradients.append(parameter.grad.flatten())
-    on_this_rank = torch.tensor(has_gradient, dtype=values.dtype, device=values.device)
-    flat = torch.cat([*gradients, on_this_rank, values])
-    dist.all_reduce(flat)
-    sums: list[Tensor] = list(flat.split([*sizes, len(parameters), len(values)]))
-    total, ranks_with_gradient = sums.pop(), sums.pop()
-    for parameter, gradient, ranks in zip(parameters, sums, ranks_with_gradient.tolist()):
-        if ranks > 0:
-            parameter.grad = gradient.view_as(parameter)
-    return total
 
 
 def fork_may_deadlock(major: int, minor: int, micro: int) -> bool:

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.slow
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 COLUMNS = {
     "data": {"what", "images", "time", "images per second", "added MiB"},
+    "gradient_sum": {"sum", "parameters", "step", "added MiB", "ratio"},
     "detection": {"what", "RoIs", "classes", "time", "ratio"},
     "large_batch": {
         *("batch", "in chunks", "plain batch", "plain", "time ratio per image"),

@@ -15,6 +15,7 @@ are added up in the same order whatever `keep_graphs` is.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ def chunked_backward(
     *,
     keep_graphs: int = 1,
     backward: Callable[[Tensor], Any] = torch.Tensor.backward,
+    last_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
     """Accumulate in `.grad` what `loss(embed(inputs)).backward()` would, with the graphs of few chunks in memory.
 
@@ -49,6 +51,8 @@ def chunked_backward(
         keep_graphs: number of chunks whose graphs are kept, >= 1; each of them is embedded only once. It has no
             influence on the gradients.
         backward: back-propagates the scalar, for half precision that scales it first.
+        last_backward: returns the context in which the last chunk is propagated, which completes the gradients of
+            `embed`'s parameters.
 
     Returns:
         The value of the loss, without a graph.
@@ -78,6 +82,7 @@ def chunked_backward(
     check_callable(_OWNER, "embed", embed)
     check_callable(_OWNER, "loss", loss)
     check_callable(_OWNER, "backward", backward)
+    check_callable(_OWNER, "last_backward", last_backward)
     check_inputs(_OWNER, inputs)
     check_integer(_OWNER, "keep_graphs", keep_graphs, least=1)
     chunks = inputs.split(_rows_of_a_chunk(inputs, chunk_size))
@@ -97,12 +102,15 @@ def chunked_backward(
     if embeddings.grad is not None and kept[-1].requires_grad:
         gradients = embeddings.grad.to(kept[-1].dtype).split(len(chunks[0]))
         with statistics.unchanged():  # also during the backward passes, which run checkpointed layers again
-            kept.pop().backward(gradients[-1])
+            contexts = iter([nullcontext] * (len(chunks) - 1) + [last_backward])
+            with next(contexts)():
+                kept.pop().backward(gradients[-1])
             for chunk, state, gradient in zip(chunks, states, gradients):
-                with state.replayed():
+                with state.replayed(), next(contexts)():
                     embed(chunk).backward(gradient)
             for gradient in gradients[len(states) : -1]:
-                kept.pop(0).backward(gradient)
+                with next(contexts)():
+                    kept.pop(0).backward(gradient)
     return value.detach()
 
 

@@ -24,6 +24,7 @@ from lightning_retrieval.training.batches import Unpacked, unpack
 from lightning_retrieval.training.chunk_size_search import ChunkSizeSearch
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.frozen_backbone import FrozenBackbone
+from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.hyperparameters import rebuild, rebuild_optional
 from lightning_retrieval.training.manual_training import ManualTraining
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
@@ -236,16 +237,23 @@ class RetrievalModule(ManualTraining):
             memory_mode=self.memory_mode,
             memory_weight=self.memory_weight,
         )
+        gradients = GradientSum(self.parameters(), self.loss.parameters())
         with step_random_state(self.seed, step.number, rank()), without_gradient_sync(self.trainer):
             chunk_size = self._chunk_size_for(images)
             part = chunked_backward(
-                self, images, step.loss, chunk_size, keep_graphs=self.keep_graphs, backward=self.manual_backward
+                self,
+                images,
+                step.loss,
+                chunk_size,
+                keep_graphs=self.keep_graphs,
+                backward=self.manual_backward,
+                last_backward=gradients.overlapped,
             )
         if self._is_first_step:
             report_first_step(self, step, chunk_size)
             self.preparation = getattr(self.trainer.datamodule, "described_preparation", None)  # type: ignore[attr-defined]
             self._is_first_step = False
-        terms = step.finish(part, self.parameters())
+        terms = step.finish(part, gradients)
         stepped = self._step_optimizers()
         step.remember()
         self._step_due_schedulers(batch_idx, stepped)

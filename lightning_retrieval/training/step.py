@@ -1,19 +1,20 @@
 """One training step between the embeddings of a process and the gradients of all processes."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_retrieval.distributed import rank, sum_gradients, sum_over_ranks, world_size
+from lightning_retrieval.distributed import rank, sum_over_ranks, world_size
 from lightning_retrieval.host import to_host
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
 from lightning_retrieval.training.global_batch import GlobalBatch, gather_batch
+from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.random_state import step_random_state
 
@@ -72,12 +73,12 @@ class TrainingStep:
         part: Tensor = fraction * value
         return part
 
-    def finish(self, part: Tensor, parameters: Iterable[nn.Parameter]) -> dict[str, Tensor]:
+    def finish(self, part: Tensor, gradients: GradientSum) -> dict[str, Tensor]:
         """Sum the gradients, the loss and its terms over the processes; return the loss and its terms, on the CPU.
 
         Args:
             part: what `loss` returned, without a graph.
-            parameters: whose gradients are summed.
+            gradients: sums the gradients of the step.
 
         Raises:
             ValueError: if an embedding or the loss is not finite.
@@ -85,7 +86,7 @@ class TrainingStep:
         terms = {"train/loss": part, **self.terms}
         is_invalid = ~torch.isfinite(self.batch.embeddings).all()
         parts = torch.stack([term.to(part) for term in (*terms.values(), is_invalid)])
-        totals = to_host(sum_gradients(parameters, parts))
+        totals = to_host(gradients.finish(parts))
         if totals[-1] > 0:
             self._check_finite()
             raise ValueError(

@@ -6,9 +6,8 @@ import sys
 
 import pytest
 import torch
-from torch import nn
 
-from lightning_retrieval.distributed import fork_may_deadlock, gather_rows, rank, sum_gradients, world_size
+from lightning_retrieval.distributed import fork_may_deadlock, gather_rows, rank, world_size
 
 
 def gather_kinds_of_rows(this, world):
@@ -21,30 +20,11 @@ def gather_kinds_of_rows(this, world):
     }
 
 
-def sum_gradients_of_some_ranks(this):
-    """Parameters with a gradient on the first rank, on no rank, in another dtype, and frozen."""
-    on_first, nowhere, half, frozen = (nn.Parameter(torch.ones(2)) for _ in range(4))
-    half.data = half.data.bfloat16()
-    frozen.requires_grad_(False)
-    if this == 0:
-        on_first.grad = torch.tensor([3.0, -1.0])
-    half.grad = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
-    values = sum_gradients([on_first, nowhere, half, frozen], torch.tensor([1.0, this], dtype=torch.float64))
-    return {
-        "on first": on_first.grad,
-        "nowhere": nowhere.grad,
-        "half": half.grad,
-        "frozen": frozen.grad,
-        "values": values,
-    }
-
-
 def in_each_process(this, world):
     return {
         "rank": rank(),
         "world size": world_size(),
         "rows": gather_kinds_of_rows(this, world),
-        "gradients": sum_gradients_of_some_ranks(this),
     }
 
 
@@ -72,29 +52,11 @@ def test_rows_come_in_rank_order(ranks):
         assert rows["none"].shape == (0, 5)
 
 
-def test_gradients_that_only_some_ranks_have(ranks):
-    world = len(ranks)
-    for result in ranks:
-        gradients = result["gradients"]
-        assert gradients["values"].tolist() == [world, sum(range(world))]
-        assert gradients["values"].dtype == torch.float64
-        assert gradients["on first"].tolist() == [3.0, -1.0]
-        assert gradients["nowhere"] is None
-        assert gradients["half"].dtype == torch.bfloat16
-        assert gradients["half"].tolist() == [1.0 * world, 2.0 * world]
-        assert gradients["frozen"] is None
-
-
 def test_one_process_without_a_group():
     assert (rank(), world_size()) == (0, 1)
     rows = torch.randn(3, 2, requires_grad=True)
     assert torch.equal(gather_rows(rows), rows)
     assert not gather_rows(rows).requires_grad
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
-    values = torch.ones(2)
-    assert sum_gradients([parameter], values) is values
-    assert parameter.grad.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from lightning_retrieval import RetrievalModule, host, losses
 from lightning_retrieval.losses import blockwise, embedding_lists, positives, ranked_lists
 from lightning_retrieval.training import step as step_module
 from lightning_retrieval.training.chunked import chunked_backward
+from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.step import TrainingStep
 
 MOST = {384: 6, 4096: 20}  # batch size: how often the host may wait in a step
@@ -154,7 +155,7 @@ def test_a_step_waits_a_few_times_however_many_blocks_there_are(name, waits):
     step = TrainingStep("test", loss, labels, None, 1, 0)
     with waits:
         part = chunked_backward(net, images, step.loss)
-        step.finish(part, net.parameters())
+        step.finish(part, GradientSum(net.parameters()))
     expected = 3 if name in ("ROADMAP", "HAP") else 2  # two terms, and labels that must nest
     assert waits.found == ["to_host"] * expected
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_retrieval.distributed import sum_gradients, sum_over_ranks
+from lightning_retrieval.distributed import sum_over_ranks
 from lightning_retrieval.losses import SmoothAPLoss
 from lightning_retrieval.losses.ranked_batch import QueryRange
 from lightning_retrieval.training.global_batch import gather_batch
+from lightning_retrieval.training.gradient_sum import sum_gradients
 
 ROWS = 40
 SHARDS = {2: [3, 37], 3: [3, 36, 1]}  # rows of each process

@@ -1,0 +1,189 @@
+"""The sum of the gradients of all processes, once a step, most of it while the last backward pass is still running.
+
+The loss of a step is a sum with one term for each process: either the loss of its own queries against all rows, or an
+equal fraction of a loss that is known for whole batches only. The gradient of a parameter is then the sum of the
+processes' gradients, whatever the loss.
+
+Parameters are divided into buckets from the last to the first, which is about the order in which a backward pass
+completes their gradients. As soon as all gradients of a bucket are complete, they are moved into one tensor, and its
+all-reduce runs while the backward pass goes on. No tensor ever holds a copy of all gradients. This is what DDP does
+with its own buckets; here a parameter without a gradient needs no search of the graph, and a loss may have parameters,
+whose gradients are complete before the first chunk is propagated.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from lightning_retrieval.distributed import world_size
+
+BUCKET_BYTES = 25 * 2**20  # as DDP
+
+
+class GradientSum:
+    """Replaces the gradients of one step by their sums over the processes.
+
+    Call `overlapped` around the last backward pass, or not at all, then `finish`. The result is the same, to the last
+    bit. The buckets are a function of the parameters alone, so that a resumed run sums in the same order.
+
+    Args:
+        parameters: those that do not require a gradient are ignored.
+        of_loss: those among them whose gradients no backward pass of a chunk completes.
+        bucket_bytes: size from which a bucket is full. The rest is summed by `finish`, with the values of the step.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        of_loss: Iterable[nn.Parameter] = (),
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self._full: list[_Bucket] = []
+        self._rest: dict[torch.dtype, _Bucket] = {}
+        self._started = 0  # number of full buckets whose sum has been started
+        if world_size() > 1:
+            self._divide(list(parameters), set(of_loss), bucket_bytes)
+
+    def _divide(self, parameters: list[nn.Parameter], of_loss: set[nn.Parameter], bucket_bytes: int) -> None:
+        """Put the parameters into buckets of one dtype each."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        late = [parameter for parameter in trained if parameter in of_loss]
+        early = [parameter for parameter in trained if parameter not in of_loss]
+        for parameter in reversed(early):
+            bucket = self._rest.setdefault(parameter.dtype, _Bucket())
+            bucket.add(parameter)
+            if bucket.bytes >= bucket_bytes:
+                self._full.append(self._rest.pop(parameter.dtype))
+        for parameter in late:
+            self._rest.setdefault(parameter.dtype, _Bucket()).add(parameter)
+
+    @contextmanager
+    def overlapped(self) -> Iterator[None]:
+        """While the last backward pass runs in this context, start the sum of each full bucket that is complete."""
+        handles = []
+        for bucket in self._full:
+            bucket.incomplete = set(bucket.parameters)
+            for parameter in bucket.parameters:
+                handles.append(parameter.register_post_accumulate_grad_hook(self._marks_complete(bucket)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _marks_complete(self, bucket: "_Bucket") -> Callable[[Tensor], None]:
+        """The hook of a bucket's parameters. All processes start the buckets in the same order."""
+
+        def mark_complete(parameter: Tensor) -> None:
+            if bucket.is_started:
+                raise ValueError(
+                    f"GradientSum: the gradient of a parameter of shape {tuple(parameter.shape)} was computed in "
+                    "two parts, as reentrant checkpoints that share a layer do, which cannot be summed over processes; "
+                    "use torch.utils.checkpoint with use_reentrant=False."
+                )
+            bucket.incomplete.discard(parameter)
+            while self._started < len(self._full) and not self._full[self._started].incomplete:
+                self._start_next()
+
+        return mark_complete
+
+    def _start_next(self) -> None:
+        self._full[self._started].start()
+        self._started += 1
+
+    def finish(self, values: Float[Tensor, " value"]) -> Float[Tensor, " value"]:
+        """Replace each `.grad` by its sum over the processes, and return the sum of `values`.
+
+        A parameter without a gradient on some processes counts as zero there; one without a gradient on all processes
+        keeps none.
+
+        Args:
+            values: of this process; they are summed together with the gradients that are in no full bucket.
+        """
+        if world_size() == 1:
+            return values
+        while self._started < len(self._full):
+            self._start_next()
+        last = self._rest.pop(values.dtype, _Bucket())
+        buckets = [*self._full, *self._rest.values(), last]
+        for bucket in self._rest.values():
+            bucket.start()
+        has_gradient = []
+        for bucket in buckets:
+            has_gradient += [parameter.grad is not None for parameter in bucket.parameters]
+        flags = torch.tensor(has_gradient, dtype=values.dtype, device=values.device)
+        last.start(torch.cat([flags, values]))
+        for bucket in buckets:
+            bucket.wait()
+        total = last.sums_of_values[len(flags) :]
+        ranks_with_gradient = iter(last.sums_of_values[: len(flags)].tolist())
+        for bucket in buckets:
+            bucket.set_gradients([next(ranks_with_gradient) > 0 for _ in bucket.parameters])
+        return total
+
+
+class _Bucket:
+    """Parameters of one dtype, whose gradients are summed in one all-reduce."""
+
+    def __init__(self) -> None:
+        self.parameters: list[nn.Parameter] = []
+        self.bytes = 0
+        self.incomplete: set[Tensor] = set()  # those whose gradient the last backward pass has yet to complete
+        self.gradients: list[Tensor] = []  # views of the tensor that is summed
+        self.sums_of_values = torch.zeros(0)
+        self._work: Any = None
+
+    def add(self, parameter: nn.Parameter) -> None:
+        """Add a parameter."""
+        self.parameters.append(parameter)
+        self.bytes += parameter.numel() * parameter.element_size()
+
+    @property
+    def is_started(self) -> bool:
+        """Whether the gradients are being summed."""
+        return self._work is not None
+
+    def start(self, values: Tensor | None = None) -> None:
+        """Move the gradients into one tensor, with further values of their dtype, and start to sum it."""
+        if values is None:
+            values = self.parameters[0].detach().new_empty(0)
+        parts, sizes = [], []
+        for parameter in self.parameters:
+            part = parameter.grad
+            if part is None:
+                part = torch.zeros_like(parameter)
+            parts.append(part.detach().flatten())
+            sizes.append(parameter.numel())
+        flat = torch.cat([*parts, values])
+        *self.gradients, self.sums_of_values = flat.split([*sizes, len(values)])
+        for parameter, gradient in zip(self.parameters, self.gradients):
+            if parameter.grad is not None:
+                parameter.grad = gradient.view_as(parameter)  # its memory until now is free
+        self._work = dist.all_reduce(flat, async_op=True)
+
+    def wait(self) -> None:
+        """Wait for the sums."""
+        self._work.wait()
+
+    def set_gradients(self, exist: Sequence[bool]) -> None:
+        """Give each parameter that has a gradient on any process the sum."""
+        for parameter, gradient, exists in zip(self.parameters, self.gradients, exist):
+            parameter.grad = None
+            if exists:
+                parameter.grad = gradient.view_as(parameter)
+
+
+def sum_gradients(parameters: Iterable[nn.Parameter], values: Float[Tensor, " value"]) -> Float[Tensor, " value"]:
+    """Replace each `.grad` by its sum over the processes and return the sum of `values`, after all backward passes.
+
+    Args:
+        parameters: those that do not require a gradient are ignored.
+        values: summed with them.
+    """
+    return GradientSum(parameters).finish(values)

@@ -1,0 +1,226 @@
+"""Gradients are summed over real processes as by a plain loop, most of them while the last backward pass runs."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_retrieval.training.chunked import chunked_backward
+from lightning_retrieval.training.gradient_sum import GradientSum, sum_gradients
+
+LAYERS, WIDTH = 5, 8
+ROWS = [7, 4, 9]  # of each process
+BUCKET = 2 * 8 * WIDTH * WIDTH  # bytes: two weights of float64
+
+
+class Net(nn.Module):
+    """Layers without a bias, one that is never used, one that only the first process uses, and a frozen one."""
+
+    def __init__(self, this=0):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.this = this
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+        self.unused = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.of_first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.frozen = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.double()
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / WIDTH**0.5
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if self.this == 0:
+            x = self.of_first(x)
+        return self.frozen(x)
+
+
+class Loss(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, y):
+        return (self.scale * y).square().sum() + self.scale
+
+
+def rows_of(this):
+    generator = torch.Generator().manual_seed(1 + this)
+    return torch.randn(ROWS[this], WIDTH, generator=generator, dtype=torch.float64)
+
+
+def sum_of_a_step(this, chunk_size=3, bucket_bytes=BUCKET, keep_graphs=1):
+    """The gradients by name after a step of one process, and the sum of its values."""
+    net, loss = Net(this), Loss()
+    module = nn.ModuleDict({"net": net, "loss": loss})
+    gradients = GradientSum(module.parameters(), loss.parameters(), bucket_bytes=bucket_bytes)
+    value = chunked_backward(
+        net, rows_of(this), loss, chunk_size, keep_graphs=keep_graphs, last_backward=gradients.overlapped
+    )
+    total = gradients.finish(torch.stack([value, value.new_tensor(this)]))
+    return {name: parameter.grad for name, parameter in module.named_parameters()}, total
+
+
+def events_of_a_step(this):
+    """The elements of each sum, when it starts, and the backward passes that reach the first layer."""
+    events, original = [], dist.all_reduce
+
+    def recorded(tensor, **keywords):
+        events.append(tensor.numel())
+        return original(tensor, **keywords)
+
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).double()
+    net[0].weight.register_post_accumulate_grad_hook(lambda _: events.append("first layer"))
+    gradients = GradientSum(net.parameters(), bucket_bytes=BUCKET)
+    dist.all_reduce = recorded
+    try:
+        chunked_backward(net, rows_of(this)[:4], Loss(), 3, last_backward=gradients.overlapped)
+        gradients.finish(torch.zeros(1, dtype=torch.float64))
+    finally:
+        dist.all_reduce = original
+    return events
+
+
+def kinds_of_parameters(this):
+    """Parameters with a gradient on the first rank, on no rank, in another dtype, and frozen."""
+    on_first, nowhere, half, frozen = (nn.Parameter(torch.ones(2)) for _ in range(4))
+    half.data = half.data.bfloat16()
+    frozen.requires_grad_(False)
+    if this == 0:
+        on_first.grad = torch.tensor([3.0, -1.0])
+    half.grad = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
+    values = sum_gradients([on_first, nowhere, half, frozen], torch.tensor([1.0, this], dtype=torch.float64))
+    return {
+        "on first": on_first.grad,
+        "nowhere": nowhere.grad,
+        "half": half.grad,
+        "frozen": frozen.grad,
+        "values": values,
+    }
+
+
+def message_of_a_shared_layer(this):
+    """The error where two reentrant checkpoints share a layer, whose gradient then comes in two parts."""
+    layer = nn.Linear(2, 2, bias=False)
+    gradients = GradientSum(layer.parameters(), bucket_bytes=1)
+    x = torch.ones(1, 2, requires_grad=True)
+    y = checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
+    try:
+        with gradients.overlapped():
+            y.sum().backward()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+CASES = {
+    "whole batch": {"chunk_size": None},
+    "chunks": {},
+    "kept graphs": {"keep_graphs": 2},
+    "one bucket a layer": {"bucket_bytes": 1},
+    "no full bucket": {"bucket_bytes": 2**30},
+}
+
+
+def in_each_process(this, world):
+    return {
+        "steps": {name: sum_of_a_step(this, **settings) for name, settings in CASES.items()},
+        "kinds": kinds_of_parameters(this),
+        "events": events_of_a_step(this),
+        "shared": message_of_a_shared_layer(this),
+    }
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["two processes", "three processes"])
+def ranks(request, run_processes):
+    """The results of each process, in rank order."""
+    return run_processes(in_each_process, request.param)
+
+
+@functools.cache
+def plain_sum(world):
+    """The gradients of the sum of the processes' losses, in one process and one graph."""
+    nets, loss = [Net(this) for this in range(world)], Loss()
+    value = sum(loss(net(rows_of(this))) for this, net in enumerate(nets))
+    value.backward()
+    expected = {"loss.scale": loss.scale.grad}
+    for name, _ in nets[0].named_parameters():
+        of_ranks = [dict(net.named_parameters())[name].grad for net in nets]
+        existing = [gradient for gradient in of_ranks if gradient is not None]
+        expected[f"net.{name}"] = sum(existing) if existing else None
+    return expected, value.detach()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_are_those_of_a_plain_sum(ranks, case):
+    expected, value = plain_sum(len(ranks))
+    for result in ranks:
+        gradients, total = result["steps"][case]
+        assert set(gradients) == set(expected)
+        for name, gradient in gradients.items():
+            if expected[name] is None:
+                assert gradient is None, name
+            else:
+                torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12)
+        assert total.tolist() == pytest.approx([value.item(), sum(range(len(ranks)))], abs=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_processes_agree_to_the_last_bit(ranks, case):
+    first, *others = (result["steps"][case][0] for result in ranks)
+    for other in others:
+        for name, gradient in first.items():
+            assert gradient is None or torch.equal(gradient, other[name])
+
+
+def test_two_processes_sum_to_the_same_bits_with_and_without_full_buckets(ranks):
+    if len(ranks) > 2:
+        return  # the sum of three numbers depends on their order
+    whole = ranks[0]["steps"]["no full bucket"][0]
+    buckets = ranks[0]["steps"]["chunks"][0]
+    for name, gradient in whole.items():
+        assert gradient is None or torch.equal(gradient, buckets[name])
+
+
+def test_full_buckets_are_summed_while_the_last_backward_pass_runs(ranks):
+    """Two layers each, then the first layer with five flags and a value."""
+    layer = WIDTH * WIDTH
+    for result in ranks:
+        assert result["events"] == ["first layer", 2 * layer, 2 * layer, "first layer", layer + LAYERS + 1]
+
+
+def test_gradients_that_only_some_ranks_have(ranks):
+    world = len(ranks)
+    for result in ranks:
+        gradients = result["kinds"]
+        assert gradients["values"].tolist() == [world, sum(range(world))]
+        assert gradients["values"].dtype == torch.float64
+        assert gradients["on first"].tolist() == [3.0, -1.0]
+        assert gradients["nowhere"] is None
+        assert gradients["half"].dtype == torch.bfloat16
+        assert gradients["half"].tolist() == [1.0 * world, 2.0 * world]
+        assert gradients["frozen"] is None
+
+
+@pytest.mark.refusal
+def test_a_gradient_in_two_parts_raises_on_all_processes(ranks):
+    for result in ranks:
+        assert result["shared"] == (
+            "GradientSum: the gradient of a parameter of shape (2, 2) was computed in two parts, as reentrant "
+            "checkpoints that share a layer do, which cannot be summed over processes; use torch.utils.checkpoint with "
+            "use_reentrant=False."
+        )
+
+
+def test_one_process_sums_nothing():
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    values = torch.ones(2)
+    assert sum_gradients([parameter], values) is values
+    assert parameter.grad.tolist() == [1.0, 1.0]
