@@ -19,6 +19,11 @@ class CurrentTransform:
         self.current: Transform = preparation
         self.background = preparation.background  # the colour that shows through transparent pixels
 
+    @property
+    def takes_pixels(self) -> bool:
+        """Whether the current transform takes tensors of uint8 instead of PIL images."""
+        return getattr(self.current, "takes_pixels", False)
+
     def __call__(self, image: Any) -> Any:
         return self.current(image)
 

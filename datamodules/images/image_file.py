@@ -1,15 +1,27 @@
-"""Image files: which suffixes they have, and how one is decoded."""
+"""Image files: which suffixes they have, and how one is decoded.
+
+Pillow decodes all files, and torchvision decodes JPEGs to tensors in the same way: both use libjpeg-turbo, and give the
+same pixels.
+"""
 
 import contextlib
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import EpsImagePlugin, Image, ImageFile
 
 from lightning_retrieval.models.colours import WHITE, to_rgb
+from lightning_retrieval.models.pixels import Pixels, to_pixels
+
+try:
+    from torchvision.io import ImageReadMode, decode_image
+except ImportError:  # deprecated in torchvision 0.29
+    decode_image = None
 
 _ORIENTATION = 0x0112  # number of the EXIF tag
 _ROTATIONS = {  # by value of the tag; 1 is upright
@@ -21,6 +33,16 @@ _ROTATIONS = {  # by value of the tag; 1 is upright
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_FLIPPED = {  # the same for tensors (channel, height, width): whether to transpose first, and what to flip then
+    2: (False, (2,)),
+    3: (False, (1, 2)),
+    4: (False, (1,)),
+    5: (True, ()),
+    6: (True, (2,)),
+    7: (True, (1, 2)),
+    8: (True, (1,)),
+}
+JPEG_START = b"\xff\xd8\xff"
 IDENTIFIED_ONLY = {"MPEG"}  # formats whose size Pillow reads, but whose pixels it cannot decode
 
 
@@ -79,6 +101,83 @@ def read_image(
     return image
 
 
+def read_pixels(
+    path: Path | BinaryIO,
+    box: NDArray[np.int32] | None = None,
+    *,
+    load_truncated: bool = False,
+    boxes_before_rotation: bool = False,
+    background: tuple[int, int, int] = WHITE,
+) -> Pixels:
+    """The pixels of the image that `read_image` gives.
+
+    JPEGs in RGB or grey are decoded by torchvision, which is faster.
+
+    Args:
+        path: as for `read_image`, also all others.
+        box: part of the image, or None.
+        load_truncated: whether to decode truncated images.
+        boxes_before_rotation: whether the box is in pixels of the file.
+        background: of transparent pixels.
+
+    Raises:
+        Exception: as `read_image`.
+    """
+    decoded = _decoded_jpeg(path)
+    if decoded is None:
+        image = read_image(
+            path,
+            box,
+            load_truncated=load_truncated,
+            boxes_before_rotation=boxes_before_rotation,
+            background=background,
+        )
+        return to_pixels(image)
+    pixels, orientation = decoded
+    if box is not None and boxes_before_rotation:
+        pixels = _cropped(pixels, box)
+    if orientation in _FLIPPED:
+        is_transposed, dims = _FLIPPED[orientation]
+        if is_transposed:
+            pixels = pixels.transpose(1, 2)
+        pixels = pixels.flip(dims)
+    if box is not None and not boxes_before_rotation:
+        pixels = _cropped(pixels, box)
+    return pixels
+
+
+def _decoded_jpeg(path: Path | BinaryIO) -> tuple[Pixels, int] | None:
+    """The pixels and the orientation in the file; None if it is no JPEG, or one that Pillow has to decode or report."""
+    if decode_image is None:
+        return None
+    data = _content_of_jpeg(path)
+    if data is None:
+        return None
+    try:
+        with Image.open(io.BytesIO(data)) as file:  # reads the header only
+            if file.mode not in ("RGB", "L"):
+                return None
+            orientation = file.getexif().get(_ORIENTATION, 1)
+        encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return decode_image(encoded, ImageReadMode.RGB), orientation
+    except Exception:  # of a damaged file, or of a torchvision without libjpeg
+        return None
+
+
+def _content_of_jpeg(path: Path | BinaryIO) -> bytes | None:
+    """The content of a JPEG, None for any other file; a stream stays at its position."""
+    if isinstance(path, (str, Path)):
+        with open(path, "rb") as stream:
+            return _content_of_jpeg(stream)
+    position = path.tell()
+    start = path.read(len(JPEG_START))
+    data = None
+    if start == JPEG_START:
+        data = start + path.read()
+    path.seek(position)
+    return data
+
+
 @contextlib.contextmanager
 def truncated_images(load: bool) -> Iterator[None]:
     """Let Pillow decode truncated images within the context, if `load`; its setting is one for the whole process."""
@@ -91,10 +190,18 @@ def truncated_images(load: bool) -> Iterator[None]:
 
 
 def _crop(image: Image.Image, box: NDArray[np.int32]) -> Image.Image:
+    return image.crop(_inside(box, image.width, image.height))
+
+
+def _cropped(pixels: Pixels, box: NDArray[np.int32]) -> Pixels:
+    left, top, right, bottom = _inside(box, pixels.shape[2], pixels.shape[1])
+    return pixels[:, top:bottom, left:right]
+
+
+def _inside(box: NDArray[np.int32], width: int, height: int) -> tuple[int, int, int, int]:
+    """The part of a box that is inside of its image."""
     left, top, right, bottom = box.tolist()
-    inside = (max(0, left), max(0, top), min(image.width, right), min(image.height, bottom))
+    inside = (max(0, left), max(0, top), min(width, right), min(height, bottom))
     if inside[0] >= inside[2] or inside[1] >= inside[3]:
-        raise ValueError(
-            f"its box {[left, top, right, bottom]} is outside of its {image.width} x {image.height} pixels"
-        )
-    return image.crop(inside)
+        raise ValueError(f"its box {[left, top, right, bottom]} is outside of its {width} x {height} pixels")
+    return inside

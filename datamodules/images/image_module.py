@@ -27,7 +27,7 @@ from lightning_retrieval.datamodules.images.transforms import PAPER_NAMES, Paper
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.colours import check_colour
-from lightning_retrieval.models.preparation import Interpolation
+from lightning_retrieval.models.pixels import Interpolation
 from lightning_retrieval.training.albumentations_transform import of_pil_images
 from lightning_retrieval.training.described_transforms import describe_transform
 

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import torch
 from PIL import Image
@@ -18,12 +18,14 @@ from lightning_retrieval.checks import (
     check_path,
     check_tensor,
 )
-from lightning_retrieval.datamodules.images.image_file import read_image
+from lightning_retrieval.datamodules.images.image_file import read_image, read_pixels
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
 from lightning_retrieval.models.colours import check_colour
+from lightning_retrieval.models.pixels import Pixels
 
 OnError = Literal["raise", "skip"]
+Decoded = TypeVar("Decoded")
 PLACEHOLDER_SIZE = (224, 224)  # pixels of the black image that replaces an evaluation batch without a readable image
 
 
@@ -38,8 +40,9 @@ class ImageSet(Dataset[dict[str, Any]]):
         index: paths, labels and other annotations of the images.
         root: the folder that the paths are relative to.
         transform: a function from a PIL image to a tensor, such as a `Preparation`, whose `background` shows through
-            transparent pixels (white for a function that has none). The random numbers that it draws from torch are
-            determined by the seed that `RetrievalDataLoader` gives each index.
+            transparent pixels (white for a function that has none). One whose attribute `takes_pixels` is True gets a
+            tensor (3, height, width) of uint8 instead, to which JPEGs are decoded faster. The random numbers that it
+            draws from torch are determined by the seed that `RetrievalDataLoader` gives each index.
         on_error: `"raise"` or `"skip"`. A skipped image is missing in its batch. An evaluation batch without any
             readable image is replaced by a black image with the role 0, which is neither query nor gallery.
         load_truncated: whether images whose files end too early are decoded up to there, and the rest is grey;
@@ -130,7 +133,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         """An image with its annotations; if it was skipped, its path under `skipped`, see `collate`."""
         position = range(len(self))[index]
         try:
-            image = self.read(position)
+            image = self.input_of_transform(position)
         except Exception as error:  # the decoders do not document the types of their errors
             self._raise_or_count(position, error)
             return self._skipped_item(position, in_training=isinstance(index, SeededIndex))
@@ -146,11 +149,24 @@ class ImageSet(Dataset[dict[str, Any]]):
 
     def read(self, position: int) -> Image.Image:
         """The image before the transform: in RGB, upright, and cropped to its box."""
+        return self._decode(read_image, position)
+
+    def input_of_transform(self, position: int) -> Image.Image | Pixels:
+        """The image before the transform: that of `read`, or its pixels (3, height, width) if the transform takes them.
+
+        In a subclass with a method `read` of its own, it is what that returns.
+        """
+        takes_pixels = getattr(self.transform, "takes_pixels", False)
+        if takes_pixels and type(self).read is ImageSet.read:
+            return self._decode(read_pixels, position)
+        return self.read(position)
+
+    def _decode(self, read: Callable[..., Decoded], position: int) -> Decoded:
         box = None
         if self.index.boxes is not None:
             box = self.index.boxes[position]
         background = getattr(self.transform, "background", "white")
-        return read_image(
+        return read(
             self.file(position),
             box,
             load_truncated=self.load_truncated,

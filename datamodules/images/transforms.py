@@ -11,17 +11,21 @@
 `"ap_gem"` (Revaud et al., ICCV 2019, section 4.2) has the kinds of transforms and the sizes of the paper; neither the
 paper nor its code states the strengths, so these are our choice. What evaluation does is a `Preparation` of the same
 name.
+
+All but `"ap_gem"`, whose colours torchvision changes differently in tensors, take tensors of uint8 if evaluation does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import torch
-from torch import nn
+from jaxtyping import Float, UInt8
+from PIL import Image
+from torch import Tensor, nn
 from torchvision.transforms import InterpolationMode, v2
 
 from lightning_retrieval.checks import check_choice, check_instance
 from lightning_retrieval.models import Preparation
+from lightning_retrieval.models.pixels import Pixels, to_image, to_pixels
 
 PaperName = Literal["plain", "smooth_ap", "roadmap", "ap_gem"]
 PAPER_NAMES = ("plain", "smooth_ap", "roadmap", "ap_gem")
@@ -29,8 +33,54 @@ AP_GEM_SIZE = 800  # pixels
 DEFAULT_SIZE = 224  # pixels, where the preparation does not crop
 
 
-def training_transform(name: PaperName, preparation: Preparation | None = None) -> Callable[[Any], torch.Tensor]:
-    """The random transform of training of a paper: a function from a PIL image to a normalised tensor.
+class TrainingTransform:
+    """Random transforms of an image before it is normalised.
+
+    Args:
+        transforms: of torchvision, in their order, which may be random.
+        preparation: what evaluation does.
+        takes_pixels: whether the transforms are those of tensors of uint8 and not of PIL images.
+    """
+
+    def __init__(self, transforms: Sequence[nn.Module], preparation: Preparation, *, takes_pixels: bool) -> None:
+        self.transforms = list(transforms)
+        self.preparation = preparation
+        self.takes_pixels = takes_pixels
+
+    def __call__(self, image: Image.Image | Tensor) -> Float[Tensor, "channel height width"]:
+        return self.normalize(self.to_uint8(image))
+
+    def to_uint8(self, image: Image.Image | Tensor) -> Pixels:
+        """The image before it is normalised.
+
+        Args:
+            image: a PIL image in RGB, or a tensor (3, height, width) of uint8.
+        """
+        changed: Any = image
+        if self.takes_pixels and isinstance(image, Image.Image):
+            changed = to_pixels(image)
+        elif not self.takes_pixels and isinstance(image, Tensor):
+            changed = to_image(image)
+        for transform in self.transforms:
+            changed = transform(changed)
+        if isinstance(changed, Tensor):
+            return changed
+        return to_pixels(changed)
+
+    def normalize(self, images: UInt8[Tensor, "*batch channel height width"]) -> Float[Tensor, "..."]:
+        """Normalise images of uint8 as evaluation does.
+
+        Args:
+            images: one image or a batch.
+        """
+        return self.preparation.normalize(images)
+
+    def __repr__(self) -> str:
+        return f"TrainingTransform({self.transforms}, {self.preparation})"
+
+
+def training_transform(name: PaperName, preparation: Preparation | None = None) -> TrainingTransform:
+    """The random transform of training of a paper: a function from an image in RGB to a normalised tensor.
 
     Args:
         name: `"plain"`, `"smooth_ap"`, `"roadmap"` or `"ap_gem"`.
@@ -59,8 +109,7 @@ def training_transform(name: PaperName, preparation: Preparation | None = None) 
     steps = _AUGMENTATION[name](preparation)
     if preparation.channels == 1:
         steps.insert(0, v2.Grayscale())
-    transform: Callable[[Any], torch.Tensor] = v2.Compose([*steps, v2.PILToTensor(), preparation.normalize])
-    return transform
+    return TrainingTransform(steps, preparation, takes_pixels=preparation.takes_pixels and name != "ap_gem")
 
 
 def _plain(preparation: Preparation) -> list[nn.Module]:

@@ -277,7 +277,7 @@ class _ReadableImages(Dataset[_Item]):
 
     def __getitem__(self, position: int) -> _Item:
         try:
-            image = self.images.read(position)
+            image = self.images.input_of_transform(position)
         except Exception as error:  # Pillow's readers raise errors of many kinds for damaged files
             return _Item(position, None, _reason(error))
         return _Item(position, self.images.transform(image))

@@ -13,14 +13,14 @@ The preparations of the papers, by name:
 | `"ap_gem"` | the image as it is: Revaud et al., ICCV 2019 |
 | `"glyphs"` | 32 x 32, grey, values from 0 to 1: the data module `Glyphs` |
 
-The sizes and the pixels are those of torchvision's `Resize` and `CenterCrop` for PIL images.
+The sizes and the pixels are those of torchvision's `Resize` and `CenterCrop`: with bilinear interpolation those for
+tensors, which differ from those for PIL images by at most 1 of 255, and with any other those for PIL images.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from PIL import Image
@@ -36,24 +36,26 @@ from lightning_retrieval.checks import (
     short_repr,
 )
 from lightning_retrieval.models.colours import check_colour, to_rgb
+from lightning_retrieval.models.pixels import (
+    INTERPOLATIONS,
+    Interpolation,
+    centre_crop,
+    check_pixels,
+    resize_bilinear,
+    resize_image,
+    size_with_short_side,
+    to_image,
+    to_pixels,
+)
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 DEFAULT_IMAGE_SIZE = 224
 MOST_PIXELS = 16384  # of a side
-Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
-INTERPOLATIONS = {
-    "nearest": Image.Resampling.NEAREST,
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-    "lanczos": Image.Resampling.LANCZOS,
-    "box": Image.Resampling.BOX,
-    "hamming": Image.Resampling.HAMMING,
-}
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """The preparation of an image for a network in evaluation: a function from a PIL image to a normalised tensor.
+    """The preparation of an image for a network in evaluation: a function from an image to a normalised tensor.
 
     Args:
         image_size: height and width of the result, or one number for both, from 1 to 16,384 pixels: what the centre
@@ -71,7 +73,7 @@ class Preparation:
     Raises:
         ValueError: if a value is out of its range, the crop is larger than the resized image, or `mean` or `std` has
             not one number for each channel.
-        TypeError: if an argument has another type; when called, if the image is no PIL image.
+        TypeError: if an argument has another type; when called, if the image is neither a PIL image nor uint8.
 
     Example:
         >>> from PIL import Image
@@ -125,38 +127,36 @@ class Preparation:
         name = check_choice("Preparation", "name", name, Preparation.NAMES)
         return Preparation(**_SETTINGS[name])
 
-    def __call__(self, image: Image.Image) -> Float[Tensor, "channel height width"]:
+    def __call__(self, image: Image.Image | Tensor) -> Float[Tensor, "channel height width"]:
         """The image that the network receives.
 
         Args:
-            image: a PIL image of any mode.
+            image: a PIL image of any mode, or a tensor (3, height, width) of uint8. Both give the same result.
 
         Raises:
-            TypeError: if the image is no PIL image.
-            ValueError: if the range of its values is unknown.
+            TypeError: if the image is neither.
+            ValueError: if the range of its values is unknown, or the tensor has another shape.
         """
         return self.normalize(self.to_uint8(image))
 
-    def to_uint8(self, image: Image.Image) -> UInt8[Tensor, "channel height width"]:
+    def to_uint8(self, image: Image.Image | Tensor) -> UInt8[Tensor, "channel height width"]:
         """The image after the conversion of its colours, resizing and cropping, before it is normalised.
 
         Args:
-            image: a PIL image of any mode.
+            image: as for a call.
         """
-        if not isinstance(image, Image.Image):
-            raise TypeError(
-                f"Preparation: `image` must be a PIL image, got {type(image).__name__}; PIL.Image.fromarray makes one "
-                "of an array (height, width, 3) of uint8."
-            )
-        if image.mode != "RGB" or "transparency" in image.info:
-            image = to_rgb(image, check_colour("Preparation", "background", self.background))
-        if self.channels == 1:
-            image = image.convert("L")
-        image = _crop(self._resized(image), self.crop_size)
-        pixels = torch.from_numpy(np.array(image))
-        if pixels.ndim == 2:
-            return pixels[None]
-        return pixels.permute(2, 0, 1)
+        if self.takes_pixels:
+            pixels = self._resized_pixels(self._pixels(image))
+        else:
+            pixels = to_pixels(self._resized_image(self._image(image)))
+        if self.crop_size is None:
+            return pixels
+        return centre_crop(pixels, *self.crop_size)
+
+    @property
+    def takes_pixels(self) -> bool:
+        """Whether tensors are prepared faster than PIL images, so that `ImageSet` decodes images to tensors."""
+        return self.interpolation == "bilinear" and self.channels == 3
 
     def normalize(self, images: UInt8[Tensor, "*batch channel height width"]) -> Float[Tensor, "..."]:
         """Images of uint8 as float32, scaled to values from 0 to 1 and normalised by `mean` and `std`.
@@ -226,16 +226,48 @@ class Preparation:
             return self.image_size, self.image_size
         return self.image_size  # type: ignore[return-value]
 
-    def _resized(self, image: Image.Image) -> Image.Image:
+    def _pixels(self, image: Any) -> UInt8[Tensor, "channel height width"]:
+        """The pixels of the image in colour."""
+        if isinstance(image, Tensor):
+            check_pixels("Preparation", "image", image)
+            return image
+        return to_pixels(self._image(image))
+
+    def _image(self, given: Any) -> Image.Image:
+        """The image in colour, or in grey for one channel."""
+        image: Image.Image = given
+        if isinstance(given, Tensor):
+            check_pixels("Preparation", "image", given)
+            image = to_image(given)
+        elif not isinstance(given, Image.Image):
+            raise TypeError(
+                f"Preparation: `image` must be a PIL image or a tensor of uint8, got {type(given).__name__}; "
+                "PIL.Image.fromarray makes one of an array (height, width, 3) of uint8."
+            )
+        if image.mode != "RGB" or "transparency" in image.info:
+            image = to_rgb(image, check_colour("Preparation", "background", self.background))
+        if self.channels == 1:
+            return image.convert("L")
+        return image
+
+    def _resized_pixels(self, pixels: Tensor) -> Tensor:
+        size = self._resized_size(pixels.shape[1], pixels.shape[2])
+        if size is None:
+            return pixels
+        return resize_bilinear(pixels, *size)
+
+    def _resized_image(self, image: Image.Image) -> Image.Image:
+        size = self._resized_size(image.height, image.width)
+        if size is None:
+            return image
+        return resize_image(image, *size, self.interpolation)
+
+    def _resized_size(self, height: int, width: int) -> tuple[int, int] | None:
+        """Height and width after resizing, None if images are not resized."""
         target = self.resized_to
-        if target is None:
-            return image
         if isinstance(target, int):
-            target = _with_short_side(image, target)
-        height, width = target
-        if image.size == (width, height):
-            return image
-        return image.resize((width, height), INTERPOLATIONS[self.interpolation])
+            return size_with_short_side(height, width, target)
+        return target
 
     def _channel_values(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """`mean` and `std` in a shape that fits the images."""
@@ -279,24 +311,6 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "channels": 1,
     },
 }
-
-
-def _with_short_side(image: Image.Image, length: int) -> tuple[int, int]:
-    """Height and width after resizing the short side to `length`; the long side is rounded down."""
-    short, long = sorted(image.size)
-    long_length = int(length * long / short)
-    if image.width <= image.height:
-        return long_length, length
-    return length, long_length
-
-
-def _crop(image: Image.Image, size: tuple[int, int] | None) -> Image.Image:
-    """The centre of the image."""
-    if size is None or image.size == (size[1], size[0]):
-        return image
-    height, width = size
-    left, top = round((image.width - width) / 2), round((image.height - height) / 2)
-    return image.crop((left, top, left + width, top + height))
 
 
 def check_size(owner: str, name: str, value: Any) -> int | tuple[int, int] | None:

@@ -53,7 +53,8 @@ def test_a_data_set_of_image_files_says_what_normalised_its_images(tmp_path):
     write_folders(tmp_path, ["a", "b", "c", "d"])
     images = ImageFolder(tmp_path, image_size=(16, 16)).test_set
     shown = as_image(images[0]["images"], images.transform)
-    assert np.array_equal(np.asarray(shown), np.asarray(images.read(0).resize((16, 16), Image.Resampling.BILINEAR)))
+    wanted = np.asarray(images.read(0).resize((16, 16), Image.Resampling.BILINEAR)).astype(int)
+    assert abs(np.asarray(shown) - wanted).max() <= 1  # the difference of torch's filter to Pillow's
 
 
 @pytest.mark.parametrize("form", ["pair", "triple", "dict"])

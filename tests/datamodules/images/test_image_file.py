@@ -10,6 +10,8 @@ from lightning_retrieval.datamodules import (
     ImageIndex,
     ImageSet,
 )
+from lightning_retrieval.datamodules.images import image_file
+from lightning_retrieval.datamodules.images.image_file import read_image, read_pixels
 from tests.datamodules.images.pictures import as_it_is, picture
 from tests.datamodules.trees import truncate, write_image
 
@@ -160,3 +162,113 @@ def test_truncated_images_are_decoded_if_wanted(tmp_path):
 def test_settings_of_decoding_that_are_no_flags_raise(tmp_path, name):
     with pytest.raises(TypeError, match=rf"^ImageSet: `{name}` must be True or False, got 'no'"):
         ImageSet(ImageIndex(["a.jpg"], [0]), tmp_path, as_it_is, **{name: "no"})
+
+
+ENCODINGS = {
+    "grey.jpg": ("L", {}),
+    "cmyk.jpg": ("CMYK", {}),
+    "4_2_0.jpg": ("RGB", {"quality": 90}),
+    "4_2_2.jpg": ("RGB", {"quality": 75, "subsampling": 1}),
+    "4_4_4.jpg": ("RGB", {"quality": 100, "subsampling": 0}),
+    "progressive.jpg": ("RGB", {"quality": 50, "progressive": True}),
+    "rotated.jpg": ("RGB", {"exif": 6}),
+    "transparent.png": ("RGBA", {}),
+    "palette.png": ("P", {}),
+    "lossy.webp": ("RGB", {}),
+    "named_png.bmp": ("RGB", {}),
+}
+
+
+def noise(path, mode, size=(61, 47), exif=None, **settings):
+    """Write an image of smooth noise, with an orientation."""
+    coarse = np.random.default_rng(0).integers(0, 256, (6, 8, 4), dtype=np.uint8)
+    image = Image.fromarray(coarse).resize(size).convert("RGB" if mode == "CMYK" else "RGBA").convert(mode)
+    if exif is not None:
+        settings["exif"] = Image.Exif()
+        settings["exif"][0x0112] = exif
+    image.save(path, **settings)
+    return path
+
+
+def result(read, *args, **settings):
+    """The pixels, or the type of the error."""
+    try:
+        image = read(*args, **settings)
+    except Exception as error:
+        return type(error)
+    if isinstance(image, Image.Image):
+        return np.asarray(image).tolist()
+    return image.permute(1, 2, 0).tolist()
+
+
+def assert_same_pixels(path, *args, **settings):
+    assert result(read_pixels, path, *args, **settings) == result(read_image, path, *args, **settings)
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_pixels_are_those_of_pillow(tmp_path, name):
+    mode, settings = ENCODINGS[name]
+    path = noise(tmp_path / name, mode, **settings)
+    assert_same_pixels(path)
+    assert_same_pixels(path, np.array([3, 5, 40, 99]))
+    with path.open("rb") as stream:
+        assert_same_pixels(stream)
+
+
+def test_pixels_of_a_picture_of_two_images_are_those_of_the_first(tmp_path):
+    first, second = (Image.new("RGB", (32, 16), colour) for colour in ("red", "blue"))
+    first.save(tmp_path / "a.jpg", "MPO", save_all=True, append_images=[second])
+    assert_same_pixels(tmp_path / "a.jpg")
+
+
+@pytest.mark.parametrize("orientation", range(10))
+@pytest.mark.parametrize("before", [False, True])
+def test_pixels_are_rotated_and_cropped_as_pillow_does(tmp_path, orientation, before):
+    path = noise(tmp_path / "a.jpg", "RGB", exif=orientation)
+    assert_same_pixels(path)
+    assert_same_pixels(path, np.array([-2, 7, 30, 41]), boxes_before_rotation=before)
+    with pytest.raises(ValueError, match=r"^its box \[61, 61, 70, 70\] is outside of its"):
+        read_pixels(path, np.array([61, 61, 70, 70]))
+
+
+def test_jpegs_are_decoded_by_torchvision_and_all_others_by_pillow(tmp_path, monkeypatch):
+    def decode(*_):
+        raise AssertionError("torchvision decodes")
+
+    jpeg, others = (
+        noise(tmp_path / "a.jpg", "RGB"),
+        [noise(tmp_path / "b.png", "RGB"), noise(tmp_path / "c.jpg", "CMYK")],
+    )
+    wanted = np.asarray(read_image(jpeg))
+    monkeypatch.setattr(Image.Image, "load", lambda *_: pytest.fail("Pillow decodes"))
+    assert np.array_equal(read_pixels(jpeg).permute(1, 2, 0), wanted)
+    monkeypatch.undo()
+    for decoder in (decode, None):  # of a torchvision without libjpeg, or without decoders: Pillow decodes JPEGs too
+        monkeypatch.setattr(image_file, "decode_image", decoder)
+        for path in [jpeg, *others]:
+            assert_same_pixels(path)
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_files_that_end_too_early_raise_as_with_pillow(tmp_path, progressive):
+    path = noise(tmp_path / "whole.jpg", "RGB", size=(40, 32), progressive=progressive)
+    data = path.read_bytes()
+    results = []
+    for length in [*range(0, len(data), 29), *range(len(data) - 12, len(data) + 1)]:
+        path.write_bytes(data[:length])
+        assert_same_pixels(path, load_truncated=True)
+        assert_same_pixels(path)
+        results.append(result(read_pixels, path))
+    assert {type(found) for found in results} == {type, list}  # errors and pixels
+
+
+def test_damaged_pixels_are_those_of_pillow(tmp_path):
+    path = noise(tmp_path / "whole.jpg", "RGB", size=(90, 60))
+    data = path.read_bytes()
+    random = np.random.default_rng(0)
+    first = data.index(b"\xff\xda")  # the start of the compressed pixels
+    for _ in range(40):
+        damaged = bytearray(data)
+        damaged[int(random.integers(first, len(data)))] ^= int(random.integers(1, 256))
+        path.write_bytes(damaged)
+        assert_same_pixels(path)

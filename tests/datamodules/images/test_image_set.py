@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalMetrics
@@ -14,6 +15,7 @@ from lightning_retrieval.datamodules import (
 )
 from lightning_retrieval.datamodules.images.image_index import DISTRACTOR
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
+from lightning_retrieval.models import Preparation
 from tests.datamodules.images.pictures import TINY, as_it_is, picture
 
 
@@ -51,6 +53,32 @@ def test_augmentation_is_determined_by_the_seed_of_the_index(tmp_path):
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     assert not torch.equal(images[0]["images"], images[0]["images"])  # without a seed, from the global state
+
+
+def test_a_transform_gets_pixels_only_if_it_takes_them(tmp_path):
+    picture(tmp_path / "a.jpg", size=(60, 50))
+    index = ImageIndex(["a.jpg"], [0], boxes=[[3, 0, 40, 50]])
+    kinds = []
+
+    def kind_of(image):
+        kinds.append(type(image))
+        return torch.zeros(1)
+
+    class Halved(ImageSet):
+        def read(self, position):
+            return super().read(position).reduce(2)
+
+    preparation = Preparation(24, resize=24)
+    images, halved = ImageSet(index, tmp_path, preparation), Halved(index, tmp_path, preparation)
+    by_pillow = images.read(0)
+    assert by_pillow.size == (37, 50)
+    assert isinstance(images.input_of_transform(0), torch.Tensor)
+    assert torch.equal(images[0]["images"], preparation(by_pillow))
+    assert torch.equal(halved[0]["images"], preparation(by_pillow.reduce(2)))
+    ImageSet(index, tmp_path, kind_of)[0]
+    kind_of.takes_pixels = True
+    ImageSet(index, tmp_path, kind_of)[0]
+    assert kinds == [Image.Image, torch.Tensor]
 
 
 @pytest.mark.filterwarnings("ignore:ImageSet. skipped:UserWarning")

@@ -40,8 +40,28 @@ def seeded(transform, image):
 @pytest.mark.parametrize("name", STEPS)
 def test_training_transforms_are_those_of_the_papers(name):
     to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
-    wanted = seeded(v2.Compose([*STEPS[name], *to_tensor]), noise())
-    assert torch.equal(seeded(training_transform(name), noise()), wanted)
+    official = v2.Compose([*STEPS[name], *to_tensor])
+    found, by_pillow = seeded(training_transform(name), noise()), seeded(official, noise())
+    if name == "ap_gem":
+        assert torch.equal(found, by_pillow)
+        return
+    pixels = v2.functional.pil_to_tensor(noise())
+    assert torch.equal(found, seeded(official, pixels))
+    assert torch.equal(found, seeded(training_transform(name), pixels))
+    levels = 255 * torch.tensor(STD)[:, None, None] * (found - by_pillow)
+    assert levels.abs().max() < 1.001
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("settings", [{"interpolation": "bicubic"}, {"interpolation": "lanczos"}, {"channels": 1}])
+def test_other_filters_and_grey_images_are_those_of_pillow(name, settings):
+    ones = (1.0,) * settings.get("channels", 3)
+    preparation = Preparation(64, mean=ones, std=ones, **settings)
+    transform = training_transform(name, preparation)
+    assert not transform.takes_pixels
+    found = seeded(transform.to_uint8, noise())
+    assert torch.equal(found, seeded(v2.Compose([*transform.transforms, v2.PILToTensor()]), noise()))
+    assert torch.equal(found, seeded(transform.to_uint8, v2.functional.pil_to_tensor(noise())))
 
 
 @pytest.mark.parametrize("name", STEPS)

@@ -12,6 +12,7 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
 from lightning_retrieval.models import Preparation
+from lightning_retrieval.models.pixels import INTERPOLATIONS
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BILINEAR = InterpolationMode.BILINEAR
@@ -33,12 +34,25 @@ def by_torchvision(steps, image, mean=MEAN, std=STD):
     return v2.Compose([*steps, *to_tensor])(image)
 
 
+def assert_as_torchvision(preparation, steps, image):
+    """The same as torchvision's transforms of tensors; with Pillow's filters at most 1 of 255 beside it."""
+    mean, std = preparation.mean, preparation.std
+    found = preparation(image)
+    assert found.dtype == torch.float32
+    by_pillow = by_torchvision(steps, image, mean, std)
+    if not preparation.takes_pixels:
+        assert torch.equal(found, by_pillow)
+        return
+    assert torch.equal(found, by_torchvision(steps, v2.functional.pil_to_tensor(image), mean, std))
+    assert torch.equal(found, preparation(v2.functional.pil_to_tensor(image)))
+    levels = 255 * torch.tensor(std)[:, None, None] * (found - by_pillow)
+    assert levels.abs().max() < 1.001
+
+
 @pytest.mark.parametrize("size", [(500, 375), (375, 500), (256, 256), (64, 64), (300, 299), (1001, 77)])
 @pytest.mark.parametrize("name", STEPS)
 def test_named_preparations_are_torchvisions_bit_for_bit(name, size):
-    found = Preparation.named(name)(noise(*size))
-    assert found.dtype == torch.float32
-    assert torch.equal(found, by_torchvision(STEPS[name], noise(*size)))
+    assert_as_torchvision(Preparation.named(name), STEPS[name], noise(*size))
 
 
 def test_glyphs_are_grey_and_not_normalised():
@@ -65,8 +79,17 @@ def test_glyphs_are_grey_and_not_normalised():
 def test_settings_are_those_of_torchvision(settings, steps):
     preparation = Preparation(**settings)
     for size in [(130, 77), (64, 64), (20, 31)]:
-        wanted = by_torchvision(steps, noise(*size), preparation.mean, preparation.std)
-        assert torch.equal(preparation(noise(*size)), wanted)
+        assert_as_torchvision(preparation, steps, noise(*size))
+
+
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_pixels_and_pil_images_give_the_same(interpolation, channels):
+    ones = (1.0,) * channels
+    preparation = Preparation(20, channels=channels, mean=ones, std=ones, interpolation=interpolation)
+    for image in (noise(40, 31), noise(11, 90)):
+        pixels = v2.functional.pil_to_tensor(image)  # in another order in memory
+        assert torch.equal(preparation.to_uint8(pixels), preparation.to_uint8(image))
 
 
 def test_the_two_halves_make_the_whole_also_for_a_batch():
@@ -158,8 +181,14 @@ def test_invalid_settings_raise(settings, sentence):
 @pytest.mark.refusal
 def test_invalid_images_raise():
     preparation = Preparation()
-    with pytest.raises(TypeError, match=r"^Preparation: `image` must be a PIL image, got ndarray; PIL.Image.fromarray"):
+    with pytest.raises(TypeError, match=r"^Preparation: `image` must be .* uint8, got ndarray; PIL.Image.fromarray"):
         preparation(np.zeros((4, 4, 3), np.uint8))
+    with pytest.raises(TypeError, match=r"^Preparation: `image` must be a PIL image or a .* uint8, got torch.float32"):
+        preparation(torch.zeros(3, 4, 4))
+    with pytest.raises(
+        ValueError, match=r"^Preparation: `image` must have shape \(3, height, width\), got \(4, 4, 3\)"
+    ):
+        preparation(torch.zeros(4, 4, 3, dtype=torch.uint8))
     with pytest.raises(TypeError, match=r"^Preparation: `images` must be uint8, got torch.float32\.$"):
         preparation.normalize(torch.zeros(3, 4, 4))
     with pytest.raises(ValueError, match=r"`images` must have shape \(\.\.\., 3, height, width\), got \(1, 4, 4\)\."):

@@ -1,0 +1,121 @@
+"""Images as tensors of uint8, which are resized and cropped before the network.
+
+A tensor of an image has shape (channels, height, width), and its memory is that of (height, width, channels), as the
+decoders write it and as torch resizes it fastest.
+"""
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from lightning_retrieval.checks import check_tensor
+
+Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
+INTERPOLATIONS = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+    "box": Image.Resampling.BOX,
+    "hamming": Image.Resampling.HAMMING,
+}
+
+Pixels = UInt8[Tensor, "channel height width"]
+
+
+def to_pixels(image: Image.Image) -> Pixels:
+    """The pixels of a PIL image of the mode RGB or L.
+
+    Args:
+        image: to be copied.
+    """
+    pixels = torch.from_numpy(np.array(image))
+    if pixels.ndim == 2:
+        return pixels[None]
+    return pixels.permute(2, 0, 1)
+
+
+def to_image(pixels: Pixels) -> Image.Image:
+    """The PIL image of these pixels, of the mode RGB.
+
+    Args:
+        pixels: with 3 channels.
+    """
+    return Image.fromarray(pixels.permute(1, 2, 0).numpy())
+
+
+def resize_bilinear(pixels: Pixels, height: int, width: int) -> Pixels:
+    """Resize an image with antialiasing; each value differs by at most 1 from that of Pillow's bilinear filter.
+
+    Args:
+        pixels: the image.
+        height: of the result.
+        width: of the result.
+    """
+    if pixels.shape[1:] == (height, width):
+        return pixels
+    batch = pixels.permute(1, 2, 0)[None].permute(0, 3, 1, 2)  # strides by which torch sees that channels are last
+    resized: Tensor = interpolate(batch, size=(height, width), mode="bilinear", antialias=True)
+    return resized[0]
+
+
+def resize_image(image: Image.Image, height: int, width: int, interpolation: Interpolation) -> Image.Image:
+    """Resize a PIL image by one of Pillow's filters.
+
+    Args:
+        image: the image.
+        height: of the result.
+        width: of the result.
+        interpolation: name of the filter.
+    """
+    if image.size == (width, height):
+        return image
+    return image.resize((width, height), INTERPOLATIONS[interpolation])
+
+
+def size_with_short_side(height: int, width: int, length: int) -> tuple[int, int]:
+    """Height and width after resizing the short side to `length`; the long side is rounded down.
+
+    Args:
+        height: before.
+        width: before.
+        length: of the short side.
+    """
+    short, long = sorted((height, width))
+    long_length = int(length * long / short)
+    if width <= height:
+        return long_length, length
+    return length, long_length
+
+
+def centre_crop(pixels: Pixels, height: int, width: int) -> Pixels:
+    """The centre of an image, which must be at least as large.
+
+    Args:
+        pixels: the image.
+        height: of the result.
+        width: of the result.
+    """
+    top = round((pixels.shape[1] - height) / 2)
+    left = round((pixels.shape[2] - width) / 2)
+    return pixels[:, top : top + height, left : left + width]
+
+
+def check_pixels(owner: str, name: str, pixels: Any) -> None:
+    """Raise unless a tensor holds the pixels of one image in colour.
+
+    Args:
+        owner: prefix of error messages.
+        name: of the argument.
+        pixels: a tensor.
+    """
+    check_tensor(owner, name, pixels)
+    if pixels.dtype != torch.uint8:
+        raise TypeError(f"{owner}: `{name}` must be a PIL image or a tensor of uint8, got {pixels.dtype}.")
+    if pixels.ndim != 3 or len(pixels) != 3:
+        raise ValueError(f"{owner}: `{name}` must have shape (3, height, width), got {tuple(pixels.shape)}.")
