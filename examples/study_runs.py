@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from PIL import Image
 from study_experiments import THIRD_PARTY, Setting
 from torch import nn
 
@@ -23,6 +24,8 @@ from lightning_retrieval.datamodules import (
     GlobalBatchSampler,
     Glyphs,
     ImageFolder,
+    ImageIndex,
+    ImageSet,
     RetrievalDataModule,
 )
 from lightning_retrieval.metrics import RetrievalMetrics
@@ -58,6 +61,29 @@ class WholeClassesSampler(GlobalBatchSampler):
         return np.split(images[: len(self) * self.batch_size], len(self))
 
 
+class SmallImages(ImageSet):
+    """Images that are kept in memory at the size of the study, for all runs of a process."""
+
+    _kept: ClassVar[dict[Any, Image.Image]] = {}
+
+    def read(self, position: int) -> Image.Image:
+        file = self.file(position)
+        if file not in self._kept:
+            self._kept[file] = super().read(position).resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BOX)
+        return self._kept[file]
+
+
+class Emoji(ImageFolder):
+    """The emoji, without augmentation, as the glyphs."""
+
+    def __init__(self, root: Path, **arguments: Any) -> None:
+        same = Preparation(image_size=IMAGE_SIZE, resize=IMAGE_SIZE)
+        super().__init__(root, categories=True, train_transform=same, eval_transform=same, **arguments)
+
+    def image_set(self, index: ImageIndex, transform: Any) -> ImageSet:
+        return SmallImages(index, self.root, transform)
+
+
 def make_data(setting: Setting, seed: int, place: Place) -> RetrievalDataModule:
     """Create the data module of a setting, with its batch sampler."""
     arguments: dict[str, Any] = {
@@ -68,9 +94,7 @@ def make_data(setting: Setting, seed: int, place: Place) -> RetrievalDataModule:
     if setting.held_out:
         arguments["val_fraction"] = HELD_OUT
     if setting.data == "emoji":
-        same = Preparation(image_size=IMAGE_SIZE, resize=IMAGE_SIZE)  # no augmentation, as for the glyphs
-        arguments |= {"train_transform": same, "eval_transform": same, "sampler": setting.sampler}
-        return ImageFolder(place.emoji, categories=True, **arguments)
+        return Emoji(place.emoji, sampler=setting.sampler, **arguments)
     data = Glyphs(**arguments)
     labels = data.train_set.labels
     if setting.sampler == "category":
