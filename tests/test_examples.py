@@ -185,7 +185,7 @@ def test_a_run_of_the_sweep(tmp_path, monkeypatch, end_offline_run):
 
 
 # test_study.py tests the study.
-UNTESTED_HERE = {"README.md", "study.py", "study_experiments.py", "study_report.py"}
+UNTESTED_HERE = {"README.md", "study.py", "study_experiments.py", "study_report.py", "study_runs.py"}
 
 
 def test_each_example_is_run():
