@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,36 @@ def gather_rows(
     parts = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(parts, padded, group=group)
     return torch.cat([part[:count] for part, count in zip(parts, counts)])
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """A value of each process in rank order, which pickle can copy; for little data, such as the names of files."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def together(work: Callable[[], Any]) -> list[Any]:
+    """Call a function on each process, and return what it gave them in rank order; if one fails, all do.
+
+    Args:
+        work: is called on each process, before any of them waits for another.
+
+    Raises:
+        Exception: that of the first process on which the function has failed, on all processes.
+    """
+    value, error = None, None
+    try:
+        value = work()
+    except (OSError, ValueError, TypeError, ImportError) as found:
+        error = found
+    results = gather_objects((value, error))
+    for _, error in results:
+        if error is not None:
+            raise error
+    return [value for value, _ in results]
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

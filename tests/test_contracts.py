@@ -196,7 +196,9 @@ TABLE = {
         {"ks": (1, 7), "before_fit": True, "map_divisor": "R", "extra_metrics": ("mINP", "recall@3"), "dims": (2,)},
         not_resumed={"results": "the metrics of the last evaluation"},
     ),
-    "EmbeddingWriter": Entry({"output": "embeddings", "file_format": "npy", "shard_size": 7}, without=STATELESS),
+    "EmbeddingWriter": Entry(
+        {"output": "embeddings", "file_format": "npy", "shard_size": 7, "dtype": "float16"}, without=STATELESS
+    ),
     "RetrievalGallery": Entry({"queries": 3, "k": 5, "every_n_epochs": 2, "order": "hardest"}, without=STATELESS),
     "RetrievalWandbLogger": Entry(
         {"project": "products", "id": "a1", "artifact": False},

@@ -50,6 +50,7 @@ MAY_IMPORT_LIGHTNING = {
     "lightning_retrieval/training/run_report.py",
     "lightning_retrieval/training/strategy.py",
     "lightning_retrieval/training/trainer_checks.py",
+    "lightning_retrieval/cli/embedding_run.py",
     "lightning_retrieval/cli/fit.py",
 }
 MAY_PRINT = {

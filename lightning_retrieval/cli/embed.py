@@ -42,6 +42,8 @@ def embed(args: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print(f"embed: interrupted; the same command continues in {settings['output']}.", file=sys.stderr)
         return INTERRUPTED
+    if done.rank > 0:
+        return 0
     print(f"{settings['output']}: {_summary(done)}")
     return report_unreadable("embed", done.unreadable)
 
@@ -79,12 +81,38 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--root", type=Path, metavar="DIR", help="folder that the table's paths are relative to, default the table's"
     )
+    _add_file_options(parser)
+    _add_device_options(parser)
+    add_transform_option(parser)
+    add_embedding_options(parser)
+    return parser
+
+
+def _add_file_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", dest="file_format", choices=("parquet", "npy"), default="parquet", help="default parquet"
     )
     parser.add_argument(
-        "--shard_size", type=int, default=10_000, help="images of a file, default 10000; a kill costs at most these"
+        "--shard_size",
+        type=int,
+        default=10_000,
+        help="images of a file, default 10000; a kill costs at most these in each process",
     )
-    add_transform_option(parser)
-    add_embedding_options(parser)
-    return parser
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16"), default="float32", help="of the numbers in the files"
+    )
+
+
+def _add_device_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--devices", type=int, default=1, help="number of GPUs of each machine, or of processes on CPUs, default 1"
+    )
+    parser.add_argument(
+        "--num_nodes", type=int, default=1, help="number of machines, on each of which the command is started"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("32-true", "bf16-mixed", "16-mixed"),
+        default="32-true",
+        help="that the network computes in, default 32-true",
+    )

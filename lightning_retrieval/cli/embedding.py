@@ -9,9 +9,10 @@ import torch
 from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+from lightning_retrieval.callbacks.dealt_loader import DealtLoader
 from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.cli.checkpoint import load_checkpoint
 from lightning_retrieval.cli.messages import printable
@@ -136,8 +137,8 @@ class ImageEmbedder:
         if isinstance(prepare, Preparation) and not prepare.gives_one_size:
             batch_size = 1
         if device is None:
-            device = _default_device()
-        module = _move(owner, module, device).eval()
+            device = default_device()
+        module = move_to(owner, module, device).eval()
         return cls(owner, module, prepare, about, batch_size, num_workers, device)
 
     def embed(
@@ -163,18 +164,18 @@ class ImageEmbedder:
             names = index.paths
         if ranges is None:
             ranges = [range(len(index))]
-        loader = DataLoader(
-            _ReadableImages(ImageSet(index, root, self.transform)),
-            batch_sampler=_RangeBatches(ranges, self.batch_size),
-            num_workers=self.num_workers,
-            collate_fn=list,
-        )
+        loader = DealtLoader(self.loader(root, index), ranges, has_length=True)
         count = sum(map(len, ranges))
         # disable=None: no progress bar if the output goes to a file.
         with tqdm(total=count, desc="Embedding", unit="image", disable=None, leave=False) as progress:
             for items in loader:
                 progress.update(len(items))
-                yield self._embed_items(items, names)
+                yield self.embed_items(items, names)
+
+    def loader(self, root: Path, index: ImageIndex) -> DataLoader[Any]:
+        """A loader of the images in their order, whose batches `embed_items` embeds."""
+        images = ReadableImages(ImageSet(index, root, self.transform))
+        return DataLoader(images, batch_size=self.batch_size, num_workers=self.num_workers, collate_fn=list)
 
     def dim(self) -> int:
         """The length of an embedding: that of a black image."""
@@ -197,7 +198,12 @@ class ImageEmbedder:
             )
         return torch.stack(list(images))
 
-    def _embed_items(self, items: Sequence["_Item"], names: Sequence[str]) -> EmbeddedBatch:
+    def embed_items(self, items: Sequence["LoadedImage"], names: Sequence[str]) -> EmbeddedBatch:
+        """Embed a batch of the images of `loader`.
+
+        Raises:
+            ValueError: if the model cannot embed images as the transform gives them, or an embedding is not finite.
+        """
         positions: list[int] = []
         images: list[Tensor] = []
         readable: list[str] = []
@@ -242,7 +248,7 @@ class ImageEmbedder:
 
 
 @dataclass(frozen=True)
-class _Item:
+class LoadedImage:
     """An image of a data set, or the reason why it could not be read."""
 
     position: int
@@ -250,23 +256,7 @@ class _Item:
     reason: str = ""
 
 
-class _RangeBatches(Sampler[list[int]]):
-    """Batches of consecutive positions, none of which reaches from one range into the next."""
-
-    def __init__(self, ranges: Sequence[range], batch_size: int) -> None:
-        self.ranges = ranges
-        self.batch_size = batch_size
-
-    def __len__(self) -> int:
-        return sum(-(-len(positions) // self.batch_size) for positions in self.ranges)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for positions in self.ranges:
-            for begin in range(0, len(positions), self.batch_size):
-                yield list(positions[begin : begin + self.batch_size])
-
-
-class _ReadableImages(Dataset[_Item]):
+class ReadableImages(Dataset[LoadedImage]):
     """The images of an `ImageSet`; one that cannot be read gives the reason instead of an exception."""
 
     def __init__(self, images: ImageSet) -> None:
@@ -275,12 +265,12 @@ class _ReadableImages(Dataset[_Item]):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, position: int) -> _Item:
+    def __getitem__(self, position: int) -> LoadedImage:
         try:
             image = self.images.input_of_transform(position)
         except Exception as error:  # Pillow's readers raise errors of many kinds for damaged files
-            return _Item(position, None, _reason(error))
-        return _Item(position, self.images.transform(image))
+            return LoadedImage(position, None, _reason(error))
+        return LoadedImage(position, self.images.transform(image))
 
 
 def _reason(error: Exception) -> str:
@@ -293,16 +283,25 @@ def _reason(error: Exception) -> str:
     return type(error).__name__
 
 
-def _default_device() -> str:
+def default_device() -> str:
+    """`"cuda"` if there is a GPU, else `"cpu"`."""
     if torch.cuda.is_available():
         return "cuda"
     return "cpu"
 
 
-def _move(owner: str, module: RetrievalModule, device: str) -> RetrievalModule:
+def move_to(owner: str, module: RetrievalModule, device: str) -> RetrievalModule:
+    """The module on a device.
+
+    Raises:
+        ValueError: if torch cannot use the device.
+    """
     try:
         return module.to(device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"{owner}: `device` must be a device that torch can use here, got {device!r} ({error})."
-        ) from None
+        raise ValueError(f"{owner}: {unusable_device(device, error)}") from None
+
+
+def unusable_device(device: str, error: Exception) -> str:
+    """A sentence about a device that torch has an error for."""
+    return f"`device` must be a device that torch can use here, got {device!r} ({first_line(error)})."

@@ -1,4 +1,4 @@
-"""A folder of embeddings in shards, which several runs, and later several processes, can fill.
+"""A folder of embeddings in shards, which several runs and several processes can fill.
 
     DIR/_manifest.json      what the embeddings are of: model, preparation, list of images, size of a shard
     DIR/part-00000.parquet  rows 0 to shard_size - 1, and so on
@@ -11,21 +11,24 @@ files ignore names that begin with `_` or `.`, so they can read the folder as on
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lightning_retrieval.checks import first_line
 from lightning_retrieval.search.embedding_shards import (
+    DTYPES,
     FILE_FORMATS,
     ShardRows,
     read_npy,
     read_parquet,
     read_unreadable,
     shard_suffixes,
+    stored_rows,
     write_json,
     write_npy,
     write_parquet,
@@ -37,7 +40,7 @@ MANIFEST = "_manifest.json"
 LOCK = "_lock"
 TEMPORARY = ".tmp"
 SHARD_SIZE = 10_000  # rows
-SETTINGS = ("dim", "shard_size", "file_format")
+SETTINGS = ("dim", "shard_size", "file_format", "dtype", "precision")
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,11 @@ class EmbeddingManifest:
         images_sha256: of their list, see `digest_of_list`.
         model_sha256: of the checkpoint file, or of the weights.
         preparation: plain values that say what is done to an image before the network.
-        dim: D, the length of an embedding.
+        dim: D, the length of an embedding; 0 if it is not known before the first one.
         shard_size: number of images of a shard; the last one may be smaller.
         file_format: `"parquet"` or `"npy"`.
+        dtype: of the numbers in the files, `"float32"` or `"float16"`.
+        precision: in which the network computes, as Lightning names it.
         about: plain values that are kept for an index, such as the path of the checkpoint.
     """
 
@@ -62,6 +67,8 @@ class EmbeddingManifest:
     dim: int
     shard_size: int = SHARD_SIZE
     file_format: str = FILE_FORMATS[0]
+    dtype: str = DTYPES[0]
+    precision: str = "32-true"
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -99,14 +106,14 @@ class EmbeddingFolder:
             ValueError: if the folder holds embeddings of another model or list, or something else.
         """
         check_output(owner, path)
-        if (path / MANIFEST).exists():
-            _check_same(owner, path, _read_manifest(owner, path), manifest)
-            return cls(owner, path, manifest)
+        folder = cls(owner, path, manifest)
+        if folder.check_begun():
+            return folder
         path.mkdir(parents=True, exist_ok=True)
         content = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
         text = json.dumps(content, indent=1) + "\n"
         _write_atomically(owner, path / MANIFEST, lambda stream: stream.write(text.encode()))
-        return cls(owner, path, manifest)
+        return folder
 
     @classmethod
     def load(cls, owner: str, path: Path) -> "EmbeddingFolder":
@@ -125,6 +132,17 @@ class EmbeddingFolder:
             )
         return folder
 
+    def check_begun(self) -> bool:
+        """Whether the folder has a manifest; raise if it is not the same as that of this object.
+
+        Raises:
+            ValueError: if the folder holds embeddings of another model or list.
+        """
+        if not (self.path / MANIFEST).exists():
+            return False
+        _check_same(self.owner, self.path, _read_manifest(self.owner, self.path), self.manifest)
+        return True
+
     def __len__(self) -> int:
         """Number of shards, also of missing ones."""
         return -(-self.manifest.images // self.manifest.shard_size)
@@ -139,23 +157,25 @@ class EmbeddingFolder:
         return [shard for shard in range(len(self)) if not self._file(shard).exists()]
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> Iterator[IO[str]]:
         """Let nobody else write meanwhile, and remove what a killed run has left.
 
         Raises:
             ValueError: if another process is writing.
         """
-        with folder_lock(self.owner, self.path, LOCK):
-            for file in self.path.glob(f".*{TEMPORARY}"):
-                file.unlink()
-            yield
+        with folder_lock(self.owner, self.path, LOCK) as file:
+            for left in self.path.glob(f".*{TEMPORARY}"):
+                left.unlink()
+            yield file
 
     def write(self, shard: int, rows: ShardRows) -> None:
         """Write a shard, which is complete or absent at any time.
 
         Raises:
             OSError: if it cannot be written completely.
+            ValueError: if a number is too large for the type that it is stored in.
         """
+        rows = replace(stored_rows(self.owner, rows, self.manifest.dtype), origin=self._origin(shard))
         if self.manifest.file_format == "npy":
             _write_atomically(self.owner, self._file(shard, ".json"), partial(write_json, rows))
             _write_atomically(self.owner, self._file(shard), partial(write_npy, rows))
@@ -166,9 +186,21 @@ class EmbeddingFolder:
         """The rows of a shard.
 
         Raises:
-            ValueError: if its file is damaged.
+            ValueError: if its file is missing or damaged, or was copied from another folder.
         """
         file = self._file(shard)
+        if not file.exists():
+            raise ValueError(f"{self.owner}: {file} is missing; run the command that wrote it again, which continues.")
+        rows = self._read(file)
+        if rows.origin != self._origin(shard) or rows.embeddings.shape[1] != self.manifest.dim:
+            raise ValueError(
+                f"{self.owner}: {file} must hold shard {shard} of the embeddings that {MANIFEST} beside it describes, "
+                "but holds embeddings of another model, of other images, or another shard; delete it, and run the "
+                "command that wrote it again."
+            )
+        return rows
+
+    def _read(self, file: Path) -> ShardRows:
         try:
             if self.manifest.file_format == "npy":
                 return read_npy(file)
@@ -178,7 +210,7 @@ class EmbeddingFolder:
         except Exception as error:  # pyarrow and NumPy raise errors of many kinds for damaged files
             raise ValueError(
                 f"{self.owner}: {file} is damaged ({first_line(error)}); delete it, and run the command that wrote "
-                "it again."
+                "it again, which keeps the others."
             ) from None
 
     def unreadable(self) -> list[tuple[str, str]]:
@@ -189,6 +221,13 @@ class EmbeddingFolder:
             if file.exists():
                 found += read_unreadable(self.owner, file)
         return found
+
+    def _origin(self, shard: int) -> str:
+        """What a shard's file names as its origin: its number, and a digest of what the embeddings are of."""
+        manifest = self.manifest
+        what = [manifest.model_sha256, dict(manifest.preparation), manifest.images_sha256, manifest.shard_size]
+        digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+        return f"{digest} {shard}"
 
     def _file(self, shard: int, suffix: str = "") -> Path:
         """The file of a shard; without a suffix the one that is written last."""
@@ -247,7 +286,8 @@ def _check_same(owner: str, path: Path, found: EmbeddingManifest, wanted: Embedd
     else:
         for name in SETTINGS:
             before, now = getattr(found, name), getattr(wanted, name)
-            if before != now:
+            is_unknown = name == "dim" and now == 0
+            if before != now and not is_unknown:
                 what = f"with {name}={before}, not {now}"
     if what is not None:
         raise ValueError(
@@ -257,7 +297,7 @@ def _check_same(owner: str, path: Path, found: EmbeddingManifest, wanted: Embedd
 
 
 def _write_atomically(owner: str, file: Path, write: Any) -> None:
-    temporary = file.with_name(f".{file.name}{TEMPORARY}")
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}{TEMPORARY}")  # of this process alone
     write_verified(owner, temporary, write)
     os.replace(temporary, file)
     flush(file.parent)

@@ -1,25 +1,26 @@
 """One shard of embeddings: a Parquet file, or a .npy file with a JSON file beside it.
 
 A Parquet file has the columns `id` (int64), `path` and `label` (strings) and `embedding` (a fixed-size list of D
-float32), and a checksum of each page. Beside a .npy file, which has shape (rows, D), a JSON file of the same name has
-the rest.
+float32 or float16), and a checksum of each page. Beside a .npy file, which has shape (rows, D), a JSON file of the same
+name has the rest.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int64
+from jaxtyping import Float, Int64
 
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.search.files import DigestStream
 
 FILE_FORMATS = ("parquet", "npy")
-UNREADABLE = b"unreadable"  # in the metadata of a Parquet file
+DTYPES = ("float32", "float16")
+UNREADABLE, ORIGIN = b"unreadable", b"origin"  # in the metadata of a Parquet file
 
 
 @dataclass(frozen=True)
@@ -28,17 +29,19 @@ class ShardRows:
 
     Args:
         ids: of the rows.
-        embeddings: as the model gives them.
+        embeddings: as the model gives them, in the type in which they are stored.
         paths: one for each row, "" if it has none.
         labels: one for each row, None where it is not known.
         unreadable: path and reason of each image of the shard that could not be read, and therefore has no row.
+        origin: which shard of which folder the rows are of, see `EmbeddingFolder`.
     """
 
     ids: Int64[np.ndarray, " rows"]
-    embeddings: Float32[np.ndarray, "rows dim"]
+    embeddings: Float[np.ndarray, "rows dim"]
     paths: list[str]
     labels: list[str | None]
     unreadable: list[tuple[str, str]] = field(default_factory=list)
+    origin: str = ""
 
 
 def shard_suffixes(file_format: str) -> tuple[str, ...]:
@@ -46,6 +49,21 @@ def shard_suffixes(file_format: str) -> tuple[str, ...]:
     if file_format == "npy":
         return (".json", ".npy")
     return (".parquet",)
+
+
+def stored_rows(owner: str, rows: ShardRows, dtype: str) -> ShardRows:
+    """The rows with their embeddings in the type in which they are stored.
+
+    Raises:
+        ValueError: if a number is too large for this type.
+    """
+    stored = np.dtype(dtype)
+    if rows.embeddings.size and np.abs(rows.embeddings).max() > np.finfo(stored).max:
+        raise ValueError(
+            f"{owner}: `dtype` must be a type that the embeddings fit into, got {dtype} for numbers up to "
+            f"{np.abs(rows.embeddings).max():.3g}; use {DTYPES[0]}."
+        )
+    return replace(rows, embeddings=rows.embeddings.astype(stored, copy=False))
 
 
 def load_pyarrow(owner: str) -> Any:
@@ -73,7 +91,8 @@ def write_parquet(owner: str, rows: ShardRows, stream: DigestStream) -> None:
         "label": pyarrow.array(rows.labels, pyarrow.string()),
         "embedding": pyarrow.FixedSizeListArray.from_arrays(values, dim),
     }
-    table = pyarrow.table(columns).replace_schema_metadata({UNREADABLE: json.dumps(rows.unreadable)})
+    metadata = {UNREADABLE: json.dumps(rows.unreadable), ORIGIN: rows.origin}
+    table = pyarrow.table(columns).replace_schema_metadata(metadata)
     buffer = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(table, buffer, compression="zstd", use_dictionary=["label"], write_page_checksum=True)
     stream.write(buffer.getvalue())
@@ -91,6 +110,7 @@ def read_parquet(owner: str, path: Path) -> ShardRows:
         table.column("path").to_pylist(),
         table.column("label").to_pylist(),
         _pairs(json.loads(table.schema.metadata[UNREADABLE])),
+        table.schema.metadata[ORIGIN].decode(),
     )
 
 
@@ -106,6 +126,7 @@ def write_json(rows: ShardRows, stream: DigestStream) -> None:
         "paths": rows.paths,
         "labels": rows.labels,
         "unreadable": rows.unreadable,
+        "origin": rows.origin,
         "sha256": _digest(rows.embeddings),
     }
     stream.write(json.dumps(content).encode())
@@ -122,7 +143,8 @@ def read_npy(path: Path) -> ShardRows:
     if _digest(embeddings) != content["sha256"]:
         raise ValueError("the checksum of its embeddings is wrong")
     ids = np.array(content["ids"], dtype=np.int64)
-    return ShardRows(ids, embeddings, content["paths"], content["labels"], _pairs(content["unreadable"]))
+    unreadable = _pairs(content["unreadable"])
+    return ShardRows(ids, embeddings, content["paths"], content["labels"], unreadable, content["origin"])
 
 
 def read_unreadable(owner: str, path: Path) -> list[tuple[str, str]]:
@@ -137,5 +159,5 @@ def _pairs(listed: list[list[str]]) -> list[tuple[str, str]]:
     return [(path, reason) for path, reason in listed]
 
 
-def _digest(embeddings: Float32[np.ndarray, "rows dim"]) -> str:
+def _digest(embeddings: Float[np.ndarray, "rows dim"]) -> str:
     return hashlib.sha256(np.ascontiguousarray(embeddings).data).hexdigest()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 LOCK = "lock"
 CHUNK = 1 << 20  # bytes read at a time
@@ -96,25 +96,34 @@ def flush(path: Path) -> None:
 
 
 @contextmanager
-def folder_lock(owner: str, folder: Path, name: str = LOCK) -> Iterator[None]:
+def folder_lock(owner: str, folder: Path, name: str = LOCK, *, shared: bool = False) -> Iterator[IO[str]]:
     """Hold the lock of a folder; the operating system releases it if the process ends.
 
     Args:
         owner: prefix of error messages.
         folder: an existing folder.
         name: of the file in it that is locked.
+        shared: hold it together with other processes that share it.
 
     Raises:
         ValueError: if another process holds the lock.
     """
-    with (folder / name).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"{owner}: {folder} is being written to by another process; wait until it has finished, or give "
-                "another path."
-            ) from None
-        except OSError:  # a file system without locks
-            pass
-        yield
+    with (folder / name).open("a+") as file:
+        take_lock(owner, folder, file, shared=shared)
+        yield file
+
+
+def take_lock(owner: str, folder: Path, file: IO[str], *, shared: bool) -> None:
+    """Lock the open file of `folder_lock`, or turn the lock into one that is shared, or that is not."""
+    kind = fcntl.LOCK_EX
+    if shared:
+        kind = fcntl.LOCK_SH
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"{owner}: {folder} is being written to by another process; wait until it has finished, or give "
+            "another path."
+        ) from None
+    except OSError:  # a file system without locks
+        pass

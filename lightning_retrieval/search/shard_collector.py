@@ -41,11 +41,13 @@ class ShardCollector:
             self._rows.append(rows.embeddings[row])
             self._paths.append(rows.paths[row])
             self._labels.append(rows.labels[row])
+            self._finish_if_complete()
 
     def add_unreadable(self, position: int, path: str, reason: str) -> None:
         """Record an image that could not be read."""
         self._enter_shard_of(position)
         self._unreadable.append((path, reason))
+        self._finish_if_complete()
 
     def finish(self) -> None:
         """Write the last shard."""
@@ -55,6 +57,12 @@ class ShardCollector:
             self._missing.remove(shard)
         self._shard = None
         self._clear()
+
+    def _finish_if_complete(self) -> None:
+        """Write the shard if all of its images were added."""
+        shard = self._shard
+        if shard is not None and len(self._rows) + len(self._unreadable) == len(self.folder.positions(shard)):
+            self.finish()
 
     def _enter_shard_of(self, position: int) -> None:
         shard = position // self.folder.manifest.shard_size

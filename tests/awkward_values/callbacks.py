@@ -21,7 +21,11 @@ CALLS = {
     "APMonitor": [Call("APMonitor", APMonitor)],
     "DetectionPicture": [Call("DetectionPicture", DetectionPicture, lambda: {"images": 4, "detections": 2})],
     "EmbeddingWriter": [
-        Call("EmbeddingWriter", EmbeddingWriter, lambda: {"output": "e", "file_format": "npy", "shard_size": 7})
+        Call(
+            "EmbeddingWriter",
+            EmbeddingWriter,
+            lambda: {"output": "e", "file_format": "npy", "shard_size": 7, "dtype": "float16"},
+        )
     ],
     "LearnWhitening": [Call("LearnWhitening", LearnWhitening, lambda: {"images": 50})],
     "CheckpointOnInterrupt": [Call("CheckpointOnInterrupt", CheckpointOnInterrupt, lambda: {"option": "--resume"})],

@@ -172,10 +172,67 @@ def test_tensors_that_do_not_fit_raise(tmp_path, returned, what):
         predict(tmp_path / "e", module=module)
 
 
-@pytest.mark.refusal
-def test_several_processes_raise(tmp_path):
-    trainer = pl.Trainer(devices=2, strategy="ddp_spawn", **QUIET)
-    with pytest.raises(
-        ValueError, match=r"^EmbeddingWriter: the prediction must run in one process, got 2, each of wh"
-    ):
-        EmbeddingWriter(tmp_path, file_format="npy").setup(trainer, new_module(), "predict")
+def predict_in_processes(rank, world_size, folder):
+    """Predict in all processes; what each one has seen, and the error for a loader that is not in order."""
+    module, seen = new_module(), []
+    real = module.predict_step
+
+    def recorded(batch, batch_idx):
+        seen.extend(batch[2].tolist())
+        return real(batch, batch_idx)
+
+    module.predict_step = recorded
+    settings = {"devices": world_size, "strategy": "ddp"}
+    predict(folder / "e", module=module, trainer_settings=settings)
+    with pytest.raises(ValueError, match="with several processes, the loader") as error:
+        predict(folder / "f", DataLoader(LABELLED, sampler=[1, 0]), trainer_settings=settings)
+    predict(folder / "e", module=module, trainer_settings=settings)  # nothing is missing
+    return seen, str(error.value)
+
+
+def test_each_process_writes_whole_files_that_are_missing(tmp_path, run_processes):
+    predict(tmp_path / "one")
+    predict(tmp_path / "e")
+    (tmp_path / "e" / "part-00001.npy").unlink()
+    (tmp_path / "e" / "part-00002.npy").unlink()
+    results = run_processes(predict_in_processes, 2, tmp_path, backend=None)
+    assert [seen for seen, _ in results] == [[4, 5, 6, 7], [8, 9]]
+    assert results[0][1] == results[1][1]
+    for number in range(3):
+        for suffix in ("npy", "json"):
+            name = f"part-0000{number}.{suffix}"
+            assert (tmp_path / "e" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+
+
+def test_embeddings_in_half_precision_take_half_of_the_space(tmp_path):
+    predict(tmp_path / "e", dtype="float16")
+    with torch.no_grad():
+        expected = new_module().embed(IMAGES).half().numpy()
+    found = np.concatenate([np.load(tmp_path / "e" / f"part-0000{number}.npy") for number in range(3)])
+    assert found.dtype == np.float16
+    np.testing.assert_array_equal(found, expected)
+    with pytest.raises(ValueError, match=r"^EmbeddingWriter: `output` must .* with dtype=float16, not float32; give"):
+        predict(tmp_path / "e")
+    with pytest.raises(ValueError, match=r" with precision=32-true, not bf16-mixed; give"):
+        predict(tmp_path / "e", dtype="float16", trainer_settings={"precision": "bf16-mixed"})
+    module = new_module()
+    module.predict_step = lambda batch, batch_idx: {"embeddings": 1e5 * batch[0], "ids": batch[2]}
+    with pytest.raises(ValueError, match=r"^EmbeddingWriter: `dtype` must be a type that .* got float16 for numbers u"):
+        predict(tmp_path / "large", module=module, dtype="float16")
+
+
+def test_images_of_complete_files_are_not_embedded_again(tmp_path):
+    predict(tmp_path / "e")
+    (tmp_path / "e" / "part-00001.npy").unlink()
+    module, seen = new_module(), []
+    module.predict_step = lambda batch, batch_idx: seen.append(batch[2].tolist()) or {"embeddings": module(batch[0])}
+    predict(tmp_path / "e", module=module)
+    assert seen == [[4, 5, 6], [7]]
+
+
+def test_a_trainer_predicts_again(tmp_path):
+    writer = EmbeddingWriter(tmp_path / "e", file_format="npy", shard_size=4)
+    trainer = pl.Trainer(callbacks=writer, **QUIET)
+    for written in (3, 0):
+        trainer.predict(new_module(), DataLoader(LABELLED, batch_size=3), return_predictions=False)
+        assert writer.written == written

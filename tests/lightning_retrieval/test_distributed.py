@@ -7,7 +7,14 @@ import sys
 import pytest
 import torch
 
-from lightning_retrieval.distributed import fork_may_deadlock, gather_rows, rank, world_size
+from lightning_retrieval.distributed import (
+    fork_may_deadlock,
+    gather_objects,
+    gather_rows,
+    rank,
+    together,
+    world_size,
+)
 
 
 def gather_kinds_of_rows(this, world):
@@ -90,3 +97,22 @@ def fork_while_a_thread_waits(this, world):
 def test_threads_finish_before_a_fork_of_several_processes(processes, run_processes):
     finished = int(processes > 1)
     assert run_processes(fork_while_a_thread_waits, processes) == [finished] * processes
+
+
+def work_on_rank(rank, world_size):
+    def work():
+        if rank == 1:
+            raise ValueError("rank 1 cannot")
+        return rank
+
+    with pytest.raises(ValueError, match=r"^rank 1 cannot$"):
+        together(work)
+    return gather_objects({"rank": rank}), together(lambda: rank * 10)
+
+
+def test_an_error_of_one_process_is_raised_by_all(run_processes):
+    expected = [{"rank": 0}, {"rank": 1}], [0, 10]
+    assert run_processes(work_on_rank, 2) == [expected] * 2
+    assert together(lambda: 3) == [3]
+    with pytest.raises(TypeError, match=r"^'int' object is not iterable$"):
+        together(lambda: list(3))

@@ -1,15 +1,20 @@
 """The embeddings in the files are those of the model; after a kill, only the shards that are missing are embedded."""
 
 import csv
+import os
+import signal
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from lightning_retrieval.cli.embed_images import embed_images
 from lightning_retrieval.cli.embedding import ImageEmbedder
+from lightning_retrieval.search import embedding_folder
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.lightning_retrieval.cli.glyph_commands import command, error_of, paths_of
+from tests.processes import start_processes
 
 FORMATS = pytest.mark.parametrize("file_format", ["parquet", "npy"])
 
@@ -65,6 +70,49 @@ def test_a_run_that_was_killed_continues(glyphs, tmp_path, monkeypatch):
         assert torch.allclose(torch.from_numpy(found.embeddings), torch.from_numpy(expected.embeddings), atol=1e-6)
 
 
+def embed_until_killed(rank, world_size, folder, output, dying):
+    """Embed in all processes; the dying one is killed where its second file is to appear under its name."""
+    replace, replaced = os.replace, []
+
+    def replace_until_killed(source, target):
+        replaced.append(target)
+        if rank == dying and sum(str(name).endswith(".npy") for name in replaced) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
+
+    embedding_folder.os.replace = replace_until_killed
+    embedded((folder,), output, shard_size=4, devices=world_size)
+
+
+@pytest.mark.slow  # four processes that load a checkpoint
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_kill_costs_the_shards_in_work(glyphs, tmp_path, world_size):
+    whole = embedded(glyphs, tmp_path / "whole", shard_size=4)
+    (tmp_path / "processes").mkdir()
+    dying = world_size - 1
+    arguments = (glyphs[0], tmp_path / "e", dying)
+    started = start_processes(embed_until_killed, world_size, *arguments, folder=tmp_path / "processes")
+    try:
+        codes = [one.process.wait(timeout=240) for one in started]
+    finally:
+        for one in started:
+            one.end()
+    assert codes[dying] == -signal.SIGKILL, started[dying].output()
+    missing = EmbeddingFolder("me", tmp_path / "e", whole.folder.manifest).missing()
+    if world_size == 1:
+        assert missing == list(range(1, 10))
+    else:  # the other one has written all of its files, and says what has happened
+        assert missing == [3, 5, 7, 9]
+        assert "ConnectionError: embed_images: all files of this process are written, but" in started[0].output()
+    done = embedded(glyphs, tmp_path / "e", shard_size=4)
+    assert done.written == len(missing)
+    for number in range(10):
+        name = f"part-{number:05d}.npy"
+        assert (tmp_path / "e" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not list((tmp_path / "e").glob(".*.tmp"))
+
+
 def test_tables_give_labels_and_boxes(glyphs, tmp_path):
     paths = paths_of(glyphs[0] / "images")[:3]
     with (tmp_path / "t.csv").open("w", newline="") as file:
@@ -90,6 +138,34 @@ def test_unreadable_images_are_reported_also_by_the_run_that_continues(glyphs, t
         assert err.startswith(r"embed: cannot read the image b\n.png (cannot identify image file")
     (rows,) = all_rows(tmp_path / "e")
     assert (rows.ids.tolist(), rows.paths) == ([0], ["a.png"])
+
+
+def test_mixed_precision_and_half_of_the_space(glyphs, tmp_path):
+    embedded(glyphs, tmp_path / "e", precision="bf16-mixed", dtype="float16")
+    found = np.concatenate([rows.embeddings for rows in all_rows(tmp_path / "e")])
+    exact = dict(zip(paths_of(glyphs[0] / "images"), glyphs[1]))
+    expected = torch.stack([exact[path] for rows in all_rows(tmp_path / "e") for path in rows.paths]).numpy()
+    assert found.dtype == np.float16
+    np.testing.assert_allclose(found, expected, atol=0.02)
+    assert np.abs(found - expected).max() > 1e-3  # the error of bfloat16; that of float16 is 1e-4
+    manifest = EmbeddingFolder.load("me", tmp_path / "e").manifest
+    assert (manifest.precision, manifest.dtype) == ("bf16-mixed", "float16")
+
+
+@pytest.mark.refusal
+def test_devices_that_are_not_there(glyphs, tmp_path, capsys):
+    args = ["embed", f"--checkpoint={glyphs[0] / 'model.ckpt'}", f"--images={glyphs[0] / 'images'}", "--format=npy"]
+    to = f"--output={tmp_path / 'e'}"
+    assert error_of(capsys, *args, to, "--devices=0").startswith("embed: `--devices` must be an integer >= 1, got 0")
+    with pytest.raises(ValueError, match=r"^embed_images: `device` must be a device that torch can use here, got 'no"):
+        embedded(glyphs, tmp_path / "e", device="none")
+    with pytest.raises(ValueError, match=r"^embed_images: `device` must be of one of the types cpu, cuda, mps, got 'm"):
+        embedded(glyphs, tmp_path / "e", device="meta")
+    with pytest.raises(ValueError, match=r"^embed_images: `device` must be without a number for several devices, got "):
+        embedded(glyphs, tmp_path / "e", device="cpu:0", devices=2)
+    with pytest.raises(ValueError, match=r"^embed_images: `precision` must be one of "):
+        embedded(glyphs, tmp_path / "e", precision="8")
+    assert not (tmp_path / "e").exists()
 
 
 @pytest.mark.refusal

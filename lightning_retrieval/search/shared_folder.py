@@ -1,0 +1,123 @@
+"""Several processes fill a folder of embeddings: each is given whole shards that are missing, so none is made twice.
+
+Rank 0 looks which shards are missing, and all ranks get its list, so a run can be continued with any number of
+processes. While one of them writes, all hold the folder's lock together, and no other run can begin.
+"""
+
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lightning_retrieval.distributed import rank, together, world_size
+from lightning_retrieval.search.embedding_folder import LOCK, EmbeddingFolder, EmbeddingManifest, check_output
+from lightning_retrieval.search.files import flush, folder_lock, take_lock
+
+
+@dataclass(frozen=True)
+class SharedFolder:
+    """The part of a folder of embeddings that this process fills; `share_folder` makes one.
+
+    Args:
+        folder: whose manifest may not know the length of an embedding yet.
+        missing: numbers of the shards that no earlier run has written, the same list on all ranks.
+    """
+
+    folder: EmbeddingFolder
+    missing: list[int]
+    _lock: ExitStack = field(repr=False)
+
+    @property
+    def shards(self) -> list[int]:
+        """Numbers of the shards that this process writes, in ascending order."""
+        return self.missing[rank() :: world_size()]
+
+    @property
+    def ranges(self) -> Iterator[range]:
+        """The positions of the images of these shards."""
+        return map(self.folder.positions, self.shards)
+
+    @property
+    def every_rank_has_images(self) -> bool:
+        """Whether there is a shard for each process."""
+        return len(self.missing) >= world_size()
+
+    def begin(self, dim: int) -> EmbeddingFolder:
+        """The folder with its manifest, which the first process that knows the length of an embedding writes."""
+        manifest = replace(self.folder.manifest, dim=dim)
+        return EmbeddingFolder.create(self.folder.owner, self.folder.path, manifest)
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._lock.close()
+
+
+def share_folder(owner: str, path: Path, describe: Callable[[], EmbeddingManifest]) -> SharedFolder:
+    """Deal out the shards of a folder that are missing. All processes call this, and raise if one of them does.
+
+    Args:
+        owner: prefix of error messages.
+        path: of the folder, on a file system that all processes share.
+        describe: what this process is going to embed; its `dim` may be 0 if it is not known yet.
+
+    Raises:
+        ValueError: if processes have different images or models, the folder holds embeddings of something else, another
+            run is writing to it, or a process does not see it.
+        OSError: if the folder cannot be written to.
+    """
+    manifests = together(describe)
+    manifest = manifests[0]
+    _check_agreement(owner, manifests)
+    with ExitStack() as stack:
+        missing, token = together(lambda: _begin(owner, path, manifest, stack))[0]
+        together(lambda: _join(owner, path, token, stack))
+        return SharedFolder(EmbeddingFolder(owner, path, manifest), missing, stack.pop_all())
+
+
+def _check_agreement(owner: str, manifests: list[EmbeddingManifest]) -> None:
+    """Raise if a process is about to embed something else than rank 0; where files are may differ."""
+    expected = replace(manifests[0], about={})
+    for number, manifest in enumerate(manifests):
+        if replace(manifest, about={}) == expected:
+            continue
+        what = "prepares images in another way"
+        if manifest.images_sha256 != expected.images_sha256:
+            what = f"has another list of images ({expected.images} on rank 0, {manifest.images} on rank {number})"
+        elif manifest.model_sha256 != expected.model_sha256:
+            what = "has another model"
+        raise ValueError(
+            f"{owner}: all processes must embed the same images with the same model and settings, but rank {number} "
+            f"{what}; give each the same files."
+        )
+
+
+def _begin(owner: str, path: Path, manifest: EmbeddingManifest, stack: ExitStack) -> tuple[list[int], str]:
+    """On rank 0: lock the folder. The shards that are missing in it, and a random text in the file of the lock."""
+    if rank() > 0:
+        return [], ""
+    check_output(owner, path)
+    path.mkdir(parents=True, exist_ok=True)
+    folder = EmbeddingFolder(owner, path, manifest)
+    file = stack.enter_context(folder.lock())
+    folder.check_begun()
+    token = secrets.token_hex(8)
+    file.truncate(0)
+    file.write(token)
+    file.flush()
+    flush(path / LOCK)  # other machines read it
+    take_lock(owner, path, file, shared=True)
+    return folder.missing(), token
+
+
+def _join(owner: str, path: Path, token: str, stack: ExitStack) -> None:
+    """On the other ranks: share the lock of rank 0, if its folder is the one that this process sees."""
+    if rank() == 0:
+        return
+    lock = path / LOCK
+    if not lock.is_file() or lock.read_text() != token:
+        raise ValueError(
+            f"{owner}: `output` must be on a file system that all processes share, got {path}, which rank {rank()} "
+            "does not see as rank 0 does; give a path on a shared one."
+        )
+    stack.enter_context(folder_lock(owner, path, LOCK, shared=True))
