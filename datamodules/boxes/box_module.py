@@ -14,7 +14,7 @@ from lightning_retrieval.checks import check_flag, check_integer, check_path
 from lightning_retrieval.datamodules.boxes.box_index import BoxIndex
 from lightning_retrieval.datamodules.boxes.box_set import BoxSet, collate_boxes
 from lightning_retrieval.datamodules.files.data_report import DataReport
-from lightning_retrieval.datamodules.loader import RetrievalDataLoader, loader_settings, training_loader
+from lightning_retrieval.datamodules.loader import loader_settings, training_loader
 from lightning_retrieval.datamodules.samplers.random_batches import RandomBatchSampler
 from lightning_retrieval.training.random_state import seed_of_run
 
@@ -79,10 +79,17 @@ class DetectionDataModule(pl.LightningDataModule, ABC):
     def test_set(self) -> Any:
         """The set for which results are reported."""
 
-    def train_dataloader(self) -> RetrievalDataLoader:
-        """A loader of random batches, which begins where a resumed run continues."""
+    def train_dataloader(self) -> DataLoader[Any]:
+        """A loader of random batches, which begins where a resumed run continues.
+
+        With `Trainer(overfit_batches=...)` the batches are in order, since Lightning repeats the first ones.
+        """
+        trainer = self.trainer
+        if trainer is not None and trainer.overfit_batches > 0:
+            share = max(1, self.batch_size // trainer.world_size)  # Lightning's sampler divides the images
+            return DataLoader(self.train_set, batch_size=share, **self._loader_settings())
         sampler = RandomBatchSampler(len(self.train_set), batch_size=self.batch_size, seed=self.seed)
-        return training_loader(self.trainer, self.train_set, sampler, **self._loader_settings())
+        return training_loader(trainer, self.train_set, sampler, **self._loader_settings())
 
     def val_dataloader(self) -> DataLoader[Any]:
         """A loader of the validation set in order."""

@@ -96,6 +96,23 @@ def test_flags_of_automatic_optimization(flags, tmp_path):
     assert all(map(math.isfinite, losses.values))
 
 
+class ImageIds(pl.Callback):
+    """The ids of the images of each training batch."""
+
+    def __init__(self):
+        self.batches = []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.batches.append([int(target["image_id"]) for target in batch[1]])
+
+
+def test_overfit_batches_repeats_the_first_batches(tmp_path):
+    seen = ImageIds()
+    trainer = make_trainer(tmp_path, callbacks=[seen], overfit_batches=2, max_epochs=3)
+    trainer.fit(make_module(DetectionAPLoss()), datamodule=make_data())
+    assert seen.batches == 3 * [[0, 1], [2, 3]]
+
+
 def test_a_killed_run_resumes_to_the_same_weights(tmp_path):
     def run(folder, steps, resume=None):
         checkpoint = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
@@ -229,6 +246,29 @@ def test_two_processes_train_as_one_and_resume_to_the_same_weights(run_processes
     torch.testing.assert_close(first["weights"], alone["weights"], rtol=0, atol=1e-9)
     for past, of_one in zip(first["memory"], alone["memory"]):
         torch.testing.assert_close(past.sort(0).values, of_one.sort(0).values, rtol=0, atol=1e-9)
+
+
+def fit_with_unequal_shares(rank, world_size, folder):
+    """Weights, regions in the memory and images of each batch, of three images on two processes."""
+    flags = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "precision": "bf16-mixed"}
+    seen, module = ImageIds(), make_module(DetectionAPLoss(batch_memory=2))
+    trainer = make_trainer(folder, callbacks=[seen], devices=world_size, strategy="ddp", **flags)
+    trainer.fit(module, datamodule=SceneData(batch_size=3, eval_batch_size=2, seed=5))
+    weights = torch.cat([parameter.detach().flatten() for parameter in module.detector.parameters()])
+    return weights, [past for past, _ in module.loss.map_loss.memory], [len(ids) for ids in seen.batches]
+
+
+@pytest.mark.slow
+def test_processes_with_unequal_shares_keep_the_same_weights_and_memory(run_processes, tmp_path):
+    (first, memory, images), (second, other_memory, other_images) = run_processes(
+        fit_with_unequal_shares, 2, tmp_path, backend=None, timeout=300
+    )
+    assert (images, other_images) == ([2] * 4, [1] * 4)
+    assert torch.equal(first, second)
+    assert [len(past) for past in memory] == [24, 24]  # three images of eight regions
+    assert all(map(torch.equal, memory, other_memory))
+    start = torch.cat([parameter.detach().flatten() for parameter in tiny().parameters()])
+    assert (first - start).abs().max() > 1e-4  # it has learned
 
 
 def test_images_without_objects_train_on(tmp_path):
