@@ -1,7 +1,7 @@
 """Your own images with boxes, in the JSON format of COCO, which annotation tools export."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from lightning_retrieval.datamodules.boxes.box_module import BoxDataModule
 from lightning_retrieval.datamodules.files.lists import leaves_root
 
 OWNER = "CocoDetection"
+LARGEST_COORDINATE = 1e9  # pixels
 # The keys that are read, and the types of their values.
 KEYS: dict[str, dict[str, tuple[type, ...]]] = {
     "images": {"id": (int, str), "file_name": (str,)},
@@ -91,13 +92,14 @@ def read_coco(path: Path) -> BoxIndex:
         ValueError: if the file is not JSON, or not in this format.
     """
     content = _load(path)
+    _check_unique(path, "category", "id", content["categories"])
+    _check_unique(path, "category", "name", content["categories"])
+    _check_unique(path, "image", "id", content["images"])
     categories = sorted(content["categories"], key=lambda category: category["id"])
     names = [category["name"] for category in categories]
     label_of = {category["id"]: label for label, category in enumerate(categories, 1)}
     paths: dict[Any, str] = {}
     for image in content["images"]:
-        if image["id"] in paths:
-            raise ValueError(f"{OWNER}: {path} must have each image once, got the id {image['id']} twice.")
         if leaves_root(image["file_name"]):
             raise ValueError(
                 f"{OWNER}: {path} must have file names inside of `root`, got {image['file_name']!r} for image "
@@ -128,6 +130,8 @@ def _load(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{OWNER}: {path} must be a JSON file, got an error in line {error.lineno} ({error.msg})."
         ) from None
+    except RecursionError:
+        raise ValueError(f"{OWNER}: {path} must be a JSON file in COCO's format, got lists in lists.") from None
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{OWNER}: {path} must be a JSON file in UTF-8, got {error.reason} at byte {error.start}."
@@ -157,6 +161,15 @@ def _check_keys(path: Path, name: str, number: int, entry: Any, keys: Mapping[st
             )
 
 
+def _check_unique(path: Path, what: str, key: str, entries: Iterable[Mapping[str, Any]]) -> None:
+    """Check that no two entries have the same value."""
+    seen = set()
+    for entry in entries:
+        if entry[key] in seen:
+            raise ValueError(f"{OWNER}: {path} must have each {what} once, got the {key} {entry[key]!r} twice.")
+        seen.add(entry[key])
+
+
 def _checked_box(
     path: Path, annotation: dict[str, Any], paths: Mapping[Any, str], label_of: Mapping[Any, int]
 ) -> list[float]:
@@ -174,10 +187,11 @@ def _checked_box(
     try:
         left, top, width, height = map(float, annotation["bbox"])
     except (TypeError, ValueError):
-        width = height = 0.0
-    if not (width > 0 and height > 0):
+        left = top = width = height = 0.0
+    is_finite = all(abs(value) < LARGEST_COORDINATE for value in (left, top, width, height))  # False for NaN, too
+    if not (is_finite and width > 0 and height > 0):
         raise ValueError(
-            f"{OWNER}: {path} must give each annotation a bbox [left, top, width, height] with a positive width and "
-            f"height, got {annotation['bbox']} {where}."
+            f"{OWNER}: {path} must give each annotation a bbox [left, top, width, height] of finite numbers with a "
+            f"positive width and height, got {annotation['bbox']} {where}."
         )
     return [left, top, left + width, top + height]

@@ -57,6 +57,7 @@ def test_boxes_labels_and_crowds(folder):
     assert sorted(image.shape[2] for image in images) == [20, 30]
 
 
+NAN = float("nan")
 ANNOTATION = CONTENT["annotations"][0]
 
 
@@ -72,9 +73,14 @@ ANNOTATION = CONTENT["annotations"][0]
         (changed(annotations=[{**ANNOTATION, "bbox": "x"}]), "the key 'bbox' of type list, got 'x' in entry 0"),
         (changed(annotations=[{**ANNOTATION, "bbox": [1, 2, 0, 3]}]), r"got \[1, 2, 0, 3\] in annotation 1"),
         (changed(annotations=[{**ANNOTATION, "bbox": [1, 2]}]), r"got \[1, 2\] in annotation 1"),
+        (changed(annotations=[{**ANNOTATION, "bbox": [1, NAN, 3, 3]}]), r"got \[1, nan, 3, 3\] in annotation 1"),
+        (changed(annotations=[{**ANNOTATION, "bbox": [1, 2, 3, 1e300]}]), r"got \[1, 2, 3, 1e\+300\] in annotation 1"),
         (changed(annotations=[{**ANNOTATION, "image_id": 8}]), "got image_id 8 in annotation 1"),
         (changed(annotations=[{**ANNOTATION, "category_id": 8}]), "got category_id 8 in annotation 1"),
         (changed(images=[CONTENT["images"][0]] * 2), "each image once, got the id 7 twice"),
+        (changed(categories=[{"id": 1, "name": "cat"}, {"id": 1, "name": "eel"}]), "each category once, got the id 1"),
+        (changed(categories=[{"id": 1, "name": "cat"}, {"id": 2, "name": "cat"}]), "once, got the name 'cat' twice"),
+        ("[" * 100_000, "train.json must be a JSON file in COCO's format, got lists in lists"),
         (changed(images=[{"id": 7, "file_name": "../a.png"}]), "inside of `root`, got '../a.png' for image 7"),
         (changed(images=[], annotations=[]), "must have at least one image, got none"),
         (
