@@ -4,6 +4,10 @@ The augmentation of an image therefore does not depend on the number of ranks or
 interrupted.
 """
 
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -55,12 +59,37 @@ def item_generator(index: int) -> torch.Generator | None:
         (True, True)
 
     Relations:
-        `ImageSet` seeds torch's global generator in the same way while it calls the transform of an image.
+        `ImageSet` seeds the global generators in the same way while it calls the transform of an image.
     """
     if isinstance(index, SeededIndex):
         return torch.Generator().manual_seed(index.seed)
     check_integer("item_generator", "index", index, least=-LARGEST_INTEGER)
     return None
+
+
+@contextmanager
+def seeded_item(index: int) -> Iterator[None]:
+    """Seed the global generators of torch, Python and NumPy in this context, if the index has a seed.
+
+    Afterwards they continue as if nothing had happened. Transforms draw from any of the three: torchvision from torch,
+    timm from Python's `random` and NumPy.
+
+    Args:
+        index: as for `item_generator`.
+    """
+    if not isinstance(index, SeededIndex):
+        yield
+        return
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(index.seed)
+        random.seed(index.seed)
+        np.random.seed(index.seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
 class SeededIndex(int):

@@ -20,7 +20,7 @@ from lightning_retrieval.checks import (
 )
 from lightning_retrieval.datamodules.images.image_file import read_image, read_pixels
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
-from lightning_retrieval.datamodules.item_seeds import SeededIndex
+from lightning_retrieval.datamodules.item_seeds import SeededIndex, seeded_item
 from lightning_retrieval.models.colours import check_colour
 from lightning_retrieval.models.pixels import Pixels
 
@@ -42,7 +42,8 @@ class ImageSet(Dataset[dict[str, Any]]):
         transform: a function from a PIL image to a tensor, such as a `Preparation`, whose `background` shows through
             transparent pixels (white for a function that has none). One whose attribute `takes_pixels` is True gets a
             tensor (3, height, width) of uint8 instead, to which JPEGs are decoded faster. The random numbers that it
-            draws from torch are determined by the seed that `RetrievalDataLoader` gives each index.
+            draws from torch, Python's `random` and NumPy are determined by the seed that `RetrievalDataLoader` gives
+            each index.
         on_error: `"raise"` or `"skip"`. A skipped image is missing in its batch. An evaluation batch without any
             readable image is replaced by a black image with the role 0, which is neither query nor gallery.
         load_truncated: whether images whose files end too early are decoded up to there, and the rest is grey;
@@ -137,9 +138,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         except Exception as error:  # the decoders do not document the types of their errors
             self._raise_or_count(position, error)
             return self._skipped_item(position, in_training=isinstance(index, SeededIndex))
-        with torch.random.fork_rng(devices=[], enabled=isinstance(index, SeededIndex)):
-            if isinstance(index, SeededIndex):
-                torch.manual_seed(index.seed)
+        with seeded_item(index):
             images = self.transform(image)
         check_transformed("ImageSet", images)
         item = {"images": images, "labels": self._targets[position], "ids": torch.tensor(position)}

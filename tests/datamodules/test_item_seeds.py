@@ -1,0 +1,111 @@
+"""Random transforms of any library give the same images in each run, for any workers, and after a resume."""
+
+import random
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from PIL import Image
+
+from lightning_retrieval.datamodules import ImageFolder
+from lightning_retrieval.datamodules.item_seeds import SeededIndex, seeded_item
+from lightning_retrieval.datamodules.loader import RetrievalDataLoader
+
+
+def timm_transform():
+    data = pytest.importorskip("timm.data")
+    return data.create_transform(16, is_training=True, auto_augment="rand-m9-n2", re_prob=0.5, re_mode="pixel")
+
+
+def albumentations_transform():
+    albumentations = pytest.importorskip("albumentations")
+    to_tensor = pytest.importorskip("albumentations.pytorch").ToTensorV2()
+    return albumentations.Compose([albumentations.RandomCrop(16, 16), albumentations.GaussNoise(p=0.5), to_tensor])
+
+
+def torchvision_transform():
+    from torchvision.transforms import v2
+
+    steps = [v2.RandomResizedCrop(16), v2.RandAugment(), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+    return v2.Compose(steps)
+
+
+def draws_from_each(image):
+    return torch.tensor([random.random(), np.random.rand(), torch.rand(()).item()]).reshape(3, 1, 1)
+
+
+TRANSFORMS = {
+    "timm": timm_transform,
+    "albumentations": albumentations_transform,
+    "torchvision": torchvision_transform,
+    "own": lambda: draws_from_each,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Four classes of three images, large enough for different crops."""
+    root = tmp_path_factory.mktemp("noise")
+    generator = np.random.default_rng(0)
+    for number in range(12):
+        path = root / "abcd"[number % 4] / f"{number}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(generator.integers(0, 256, (40, 50, 3), dtype=np.uint8)).save(path)
+    return root
+
+
+def run(folder, name, workers, start=None):
+    """The training images of two epochs, or of the first epoch from a batch on."""
+    pl.seed_everything(7, workers=True, verbose=False)
+    for _ in range(workers + 1 if start is None else 5):  # a run has drawn other numbers before
+        draws_from_each(None)
+    data = ImageFolder(
+        folder,
+        test_fraction=0.25,
+        classes_per_batch=2,
+        samples_per_class=2,
+        num_workers=workers,
+        train_transform=TRANSFORMS[name](),
+        eval_transform=TRANSFORMS[name](),
+    )
+    if start is None:
+        loader = data.train_dataloader()
+    else:  # as after a kill
+        settings = {"num_workers": workers, "collate_fn": data.train_set.collate}
+        loader = RetrievalDataLoader(data.train_set, data.train_sampler(), start=start, **settings)
+    images = [batch["images"] for batch in loader]
+    if start is None:
+        loader.set_epoch(1)
+        images += [batch["images"] for batch in loader]
+    return images
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_training_images_are_a_function_of_seed_epoch_and_batch(name, folder):
+    images = run(folder, name, 0)
+    batches = len(images) // 2
+    assert not torch.equal(images[0], images[batches])  # another epoch
+    for again in (run(folder, name, 0), run(folder, name, 2)):
+        assert all(map(torch.equal, again, images))
+    for workers in (0, 2):
+        resumed = run(folder, name, workers, start=1)
+        assert len(resumed) == batches - 1
+        assert all(map(torch.equal, resumed, images[1:]))
+
+
+def test_the_global_generators_continue_as_if_nothing_had_happened():
+    pl.seed_everything(3, verbose=False)
+    expected = [draws_from_each(None) for _ in range(2)]
+    pl.seed_everything(3, verbose=False)
+    found = [draws_from_each(None)]
+    with pytest.raises(KeyError), seeded_item(SeededIndex(0, seed=5)):
+        raise KeyError(draws_from_each(None))
+    with seeded_item(SeededIndex(0, seed=5)):
+        first = draws_from_each(None)
+    with seeded_item(SeededIndex(1, seed=5)):
+        assert torch.equal(draws_from_each(None), first)
+    found.append(draws_from_each(None))
+    assert all(map(torch.equal, found, expected))
+    with seeded_item(4):  # an index of an evaluation loader has no seed
+        assert not torch.equal(draws_from_each(None), first)
