@@ -85,7 +85,7 @@ class DetectionDataModule(pl.LightningDataModule, ABC):
         With `Trainer(overfit_batches=...)` the batches are in order, since Lightning repeats the first ones.
         """
         trainer = self.trainer
-        if trainer is not None and trainer.overfit_batches > 0:
+        if trainer is not None and getattr(trainer, "overfit_batches", 0) > 0:
             share = max(1, self.batch_size // trainer.world_size)  # Lightning's sampler divides the images
             return DataLoader(self.train_set, batch_size=share, **self._loader_settings())
         sampler = RandomBatchSampler(len(self.train_set), batch_size=self.batch_size, seed=self.seed)
