@@ -10,7 +10,6 @@ writes `index.md` and the plots from these lines. To add an experiment, add an e
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -24,8 +23,9 @@ from typing import Any
 
 import study_runs
 import torch
+from results_file import read_results, write_results
 from study_experiments import EXPERIMENTS, Experiment, Setting
-from study_report import Report, runs_of, write_file
+from study_report import Report, runs_of
 from study_runs import Place
 from tqdm import tqdm
 
@@ -59,14 +59,6 @@ def end_with(study: multiprocessing.process.BaseProcess) -> None:
     """Wait for the end of the study, then end this process."""
     study.join()
     os._exit(1)
-
-
-def read_results(file: Path) -> dict[str, dict[str, Any]]:
-    """Return the lines of `results.jsonl` by their keys; none if there is no such file."""
-    if not file.exists():
-        return {}
-    results = [json.loads(line) for line in file.read_text().splitlines()]
-    return {result["key"]: result for result in results}
 
 
 def shorten_setting(setting: Setting) -> Setting:
@@ -123,8 +115,7 @@ def run_all(missing: Sequence[Run], total: int, results: dict[str, Any], options
         for (setting, seed), outcome in outcomes(missing, options.jobs, place):
             try:
                 results[setting.key(seed)] = outcome()
-                lines = [json.dumps(result) + "\n" for result in results.values()]
-                write_file(file, "".join(lines))
+                write_results(file, results)
             except Exception as error:
                 failed += 1
                 bar.write(f"study: {setting}, seed {seed}, failed: {error!r}", file=sys.stderr)

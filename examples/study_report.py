@@ -1,6 +1,5 @@
 """Writes the page of `study.py` with its tables and plots, from the results of the runs."""
 
-import os
 import statistics
 import textwrap
 from collections import Counter
@@ -10,6 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from results_file import write_file
 from study_experiments import BASE, NO_DIFFERENCE, NOT_SAME, SAME, Experiment, Finding, Setting
 
 INTRODUCTION = f"""
@@ -55,16 +55,6 @@ def runs_of(experiments: Iterable[Experiment], seeds: Sequence[int]) -> dict[str
             for seed in seeds:
                 runs[setting.key(seed)] = (setting, seed)
     return runs
-
-
-def write_file(file: Path, content: str | Figure) -> None:
-    """Write a file as a whole or not at all."""
-    part = file.with_name(f"{file.name}.part")
-    if isinstance(content, str):
-        part.write_text(content, encoding="utf-8")
-    else:
-        content.savefig(part, format="png")
-    os.replace(part, file)
 
 
 class Report:

@@ -28,7 +28,7 @@ def study():
     sys.path.insert(0, str(EXAMPLES))
     yield importlib.import_module("study")
     sys.path.remove(str(EXAMPLES))
-    for name in ("study", "study_experiments", "study_report", "study_runs"):
+    for name in ("study", "study_experiments", "study_report", "study_runs", "results_file"):
         del sys.modules[name]
     logging.getLogger("pytorch_lightning").setLevel(level)
 

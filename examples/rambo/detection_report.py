@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from results_file import write_file
 from study_experiments import NO_DIFFERENCE, NOT_SAME, SAME, Finding
-from study_report import write_file
 
 Results = Sequence[Mapping[str, Any]]
 Table = dict[tuple[str, str, int], dict[int, float]]  # AP50 by the seed, of each arm, start and number of steps

@@ -34,7 +34,7 @@ from lightning_retrieval.detection import DetectionAPLoss, DetectionModule, Tiny
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of the other study
 from detection_report import write_report
-from study_report import write_file
+from results_file import write_file
 
 WARM_UP = 30  # steps in which the learning rate rises
 VERSIONS = ("lightning-retrieval", "torch", "torchvision", "torchmetrics", "pytorch-lightning", "faster-coco-eval")
