@@ -60,6 +60,41 @@ def make_embedder(backbone: str, weights: str, size: int | None) -> Embedder:
     return Embedder(backbone, embedding_dim=128, preparation=preparation, weights=weights, freeze_batch_norm=True)
 
 
+def make_data(folder: Path, *, categories: bool, workers: int) -> ImageFolder:
+    """Read the folder, without images that cannot be decoded."""
+    return ImageFolder(
+        folder,
+        categories=categories,
+        samples_per_class=SAMPLES_PER_CLASS,
+        num_workers=workers,
+        on_error="skip",
+    )
+
+
+def set_batch_size(data: ImageFolder, batch: int) -> None:
+    """Fill batches with as many images, or with those of all classes.
+
+    Raises:
+        ValueError: if training or evaluation has fewer than two classes with two images.
+    """
+    train_classes = classes_with_positives(data.train_set)
+    test_classes = classes_with_positives(data.test_set)
+    if min(train_classes, test_classes) < 2:
+        raise ValueError(
+            "training and evaluation need at least two classes each that have two or more images, got "
+            f"{train_classes} and {test_classes} in {data.root}."
+        )
+    data.classes_per_batch = min(batch // SAMPLES_PER_CLASS, train_classes)
+
+
+def make_module(*, loss: str, lr: float, backbone: str, weights: str, size: int | None) -> RetrievalModule:
+    """Create the model; its head learns ten times as fast as the backbone."""
+    optimizer = partial(torch.optim.AdamW, lr=lr)
+    embedder = make_embedder(backbone, weights, size)
+    # The gradient is that of the whole batch; the memory needed is that of 32 images.
+    return RetrievalModule(embedder, LOSSES[loss](), chunk_size=32, optimizer=optimizer, head_lr_factor=10)
+
+
 def newest_checkpoint() -> Path | None:
     """Return the checkpoint that was written last by any run."""
     found = list(RUNS.glob("version_*/checkpoints/*.ckpt"))
@@ -96,32 +131,21 @@ def main() -> None:
         print(f"--resume: continuing from {checkpoint}.")
 
     pl.seed_everything(0)
-    data = ImageFolder(
-        options.folder,
-        categories=options.categories,
-        samples_per_class=SAMPLES_PER_CLASS,
-        num_workers=options.workers,
-        on_error="skip",
-    )
-    print(data.check())
-    train_classes = classes_with_positives(data.train_set)
-    test_classes = classes_with_positives(data.test_set)
-    if min(train_classes, test_classes) < 2:
-        parser.error(
-            "training and evaluation need at least two classes each that have two or more images, got "
-            f"{train_classes} and {test_classes} in {options.folder}."
-        )
-    data.classes_per_batch = min(options.batch // SAMPLES_PER_CLASS, train_classes)
-
     try:
-        embedder = make_embedder(options.backbone, options.weights, options.size)
+        data = make_data(options.folder, categories=options.categories, workers=options.workers)
+        print(data.check())
+        set_batch_size(data, options.batch)
+        module = make_module(
+            loss=options.loss,
+            lr=options.lr,
+            backbone=options.backbone,
+            weights=options.weights,
+            size=options.size,
+        )
     except URLError as error:
         parser.error(f"the weights cannot be downloaded ({error}); --weights none trains without pretrained weights.")
-    except (ValueError, ModuleNotFoundError) as error:
+    except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
         parser.error(str(error))
-    optimizer = partial(torch.optim.AdamW, lr=options.lr)
-    # The gradient is that of the whole batch; the memory needed is that of 32 images.
-    module = RetrievalModule(embedder, LOSSES[options.loss](), chunk_size=32, optimizer=optimizer, head_lr_factor=10)
     trainer = pl.Trainer(
         max_epochs=options.epochs,
         logger=CSVLogger(RUNS.parent, RUNS.name),

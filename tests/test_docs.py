@@ -20,6 +20,7 @@ import functools
 import importlib
 import inspect
 import json
+import logging
 import pkgutil
 import re
 import runpy
@@ -64,7 +65,11 @@ SHORT_FIT = {  # for the command line; an environment variable limits scripts an
     "limit_test_batches": 2,
     "check_val_every_n_epoch": 1,
 }
-SHORT_SCRIPTS = {"examples/own_images.py": ["--weights", "none", "--epochs", "1", "--workers", "0"]}
+SHORT = ["--weights", "none", "--epochs", "1", "--workers", "0"]
+SHORT_SCRIPTS = {
+    "examples/own_images.py": SHORT,
+    "examples/compare.py": [*SHORT, "--size", "32", "--backbone", "squeezenet1_1", "--seeds", "0", "1"],
+}
 IGNORED = [  # what the library warns of in short runs
     "ignore:RetrievalEvaluation. (val|test) metrics cover:UserWarning",
     "ignore:RetrievalEvaluation. .* have a k above the number of ranked images:UserWarning",
@@ -161,9 +166,23 @@ def run_command(command, monkeypatch):
     elif program == "python" and words and words[0].endswith(".py"):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "argv", words + SHORT_SCRIPTS.get(words[0], []))
-            runpy.run_path(words[0], run_name="__main__")
+            patch.syspath_prepend(Path(words[0]).resolve().parent)  # a script imports the modules beside it
+            run_script(words[0])
     else:
         raise AssertionError(f"this test does not know how to run {shlex.join(command)}")
+
+
+def run_script(path):
+    """Run a script as `python` does; it may change how much Lightning prints."""
+    logger = logging.getLogger("pytorch_lightning")
+    level, code = logger.level, 0
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        code = end.code or 0
+    finally:
+        logger.setLevel(level)
+    assert code == 0, f"{path} ended with {code}"
 
 
 def write_files_of_a_reader(folder):
