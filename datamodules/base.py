@@ -142,8 +142,8 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
 
     def train_dataloader(self) -> RetrievalDataLoader:
         """A loader of the batches of `train_sampler`, which begins where a resumed run continues."""
-        settings = self._loader_settings(self.train_set)
-        return training_loader(self.trainer, self.train_set, self.train_sampler(), **settings)
+        dataset = self._set_of_loader(self.train_set)
+        return training_loader(self.trainer, dataset, self.train_sampler(), **self._loader_settings(dataset))
 
     def val_dataloader(self) -> Any:
         """A loader of the validation set in order, or a dict of loaders if there are several sets."""
@@ -176,7 +176,12 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
     def _evaluation_loader(self, dataset: Any) -> Any:
         if isinstance(dataset, Mapping):
             return {name: self._evaluation_loader(part) for name, part in dataset.items()}
+        dataset = self._set_of_loader(dataset)
         return DataLoader(dataset, batch_size=self.eval_batch_size, **self._loader_settings(dataset))
+
+    def _set_of_loader(self, dataset: Any) -> Any:
+        """What a loader reads for a set. Override it for loaders that read the same images in another form."""
+        return dataset
 
     def _loader_settings(self, dataset: Any) -> dict[str, Any]:
         """Arguments that the loaders for training and for evaluation have in common."""

@@ -24,6 +24,11 @@ class CurrentTransform:
         """Whether the current transform takes tensors of uint8 instead of PIL images."""
         return getattr(self.current, "takes_pixels", False)
 
+    @property
+    def to_uint8(self) -> Transform | None:
+        """The current transform before it normalises, None if it is one that cannot be divided."""
+        return getattr(self.current, "to_uint8", None)
+
     def __call__(self, image: Any) -> Any:
         return self.current(image)
 

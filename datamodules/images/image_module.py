@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
 
@@ -24,6 +25,7 @@ from lightning_retrieval.datamodules.images.image_transforms import ImageTransfo
 from lightning_retrieval.datamodules.images.index_cache import read_cached
 from lightning_retrieval.datamodules.images.split_overlap import check_no_shared_classes, check_no_shared_images
 from lightning_retrieval.datamodules.images.transforms import PAPER_NAMES, PaperName
+from lightning_retrieval.datamodules.images.uint8_batches import normalized_batch, sends_uint8
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.colours import check_colour
@@ -39,7 +41,8 @@ class ImageDataModule(RetrievalDataModule):
     names, and optionally `"val"`, on which checkpoints are chosen.
 
     Without further arguments, images are prepared as the model of the run wants: as it was evaluated before, else as
-    the weights of its `Embedder` want, else with 224 pixels. The checkpoint holds what evaluation did to an image.
+    the weights of its `Embedder` want, else with 224 pixels. The checkpoint holds what evaluation did to an image. In a
+    run of a Trainer, images of uint8 are sent to the device and normalised there, before any hook sees them.
 
     Args:
         root: the data set's folder as it was unpacked; `~` is the home folder.
@@ -252,6 +255,19 @@ class ImageDataModule(RetrievalDataModule):
     def _evaluation_loader(self, dataset: Any) -> Any:
         self._follow_module()
         return super()._evaluation_loader(dataset)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch as the module does, and normalise images of uint8 there."""
+        trainer: Any = self.trainer
+        moved = trainer.lightning_module.transfer_batch_to_device(batch, device, dataloader_idx)
+        convert = trainer.precision_plugin.convert_input
+        return normalized_batch(moved, lambda images: convert(self.preparation.normalize(images)))
+
+    def _set_of_loader(self, dataset: Any) -> Any:
+        """In a run the images before they are normalised, which `transfer_batch_to_device` does."""
+        if sends_uint8(self) and isinstance(dataset, ImageSet):
+            return dataset.in_uint8()
+        return dataset
 
     def _follow_module(self) -> None:
         """Prepare images for the model of the run, which may have been loaded since the data sets were made."""

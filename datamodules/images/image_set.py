@@ -1,5 +1,6 @@
 """A dataset of the images of an `ImageIndex`, which are decoded, cropped and transformed one by one."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +21,14 @@ from lightning_retrieval.checks import (
 )
 from lightning_retrieval.datamodules.images.image_file import read_image, read_pixels
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
+from lightning_retrieval.datamodules.images.uint8_batches import UNNORMALIZED
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, seeded_item
 from lightning_retrieval.models.colours import check_colour
 from lightning_retrieval.models.pixels import Pixels
 
 OnError = Literal["raise", "skip"]
 Decoded = TypeVar("Decoded")
+Self = TypeVar("Self", bound="ImageSet")
 PLACEHOLDER_SIZE = (224, 224)  # pixels of the black image that replaces an evaluation batch without a readable image
 
 
@@ -87,6 +90,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         self.on_error = check_choice("ImageSet", "on_error", on_error, ("raise", "skip"))
         self.load_truncated = check_bool("ImageSet", "load_truncated", load_truncated)
         self.boxes_before_rotation = check_bool("ImageSet", "boxes_before_rotation", boxes_before_rotation)
+        self._gives_uint8 = False
         self.labels = torch.from_numpy(index.labels)
         self.categories: Tensor | None = None
         if index.categories is not None:
@@ -139,12 +143,20 @@ class ImageSet(Dataset[dict[str, Any]]):
             self._raise_or_count(position, error)
             return self._skipped_item(position, in_training=isinstance(index, SeededIndex))
         with seeded_item(index):
-            images = self.transform(image)
-        check_transformed("ImageSet", images)
-        item = {"images": images, "labels": self._targets[position], "ids": torch.tensor(position)}
+            item = self._with_images(image)
+        item |= {"labels": self._targets[position], "ids": torch.tensor(position)}
         for name, values in self._for_metrics.items():
             item[name] = values[position]
         return item
+
+    def in_uint8(self: Self) -> Self:
+        """The same images before they are normalised, if the transform has a method `to_uint8`, as a `Preparation` has.
+
+        Their items have a further entry `unnormalized`. A data module normalises such batches on the device of the run.
+        """
+        other = copy.copy(self)
+        other._gives_uint8 = True
+        return other
 
     def read(self, position: int) -> Image.Image:
         """The image before the transform: in RGB, upright, and cropped to its box."""
@@ -173,6 +185,26 @@ class ImageSet(Dataset[dict[str, Any]]):
             background=check_colour("ImageSet", "transform.background", background),
         )
 
+    def transformed(self, image: Image.Image | Pixels) -> Any:
+        """The transformed image, in a set in uint8 before it is normalised."""
+        to_uint8 = self._to_uint8()
+        if to_uint8 is not None:
+            return to_uint8(image)
+        return self.transform(image)
+
+    def _to_uint8(self) -> Callable[[Any], Tensor] | None:
+        if self._gives_uint8:
+            return getattr(self.transform, "to_uint8", None)
+        return None
+
+    def _with_images(self, image: Image.Image | Pixels) -> dict[str, Any]:
+        """An item of the transformed image alone."""
+        images = self.transformed(image)
+        check_transformed("ImageSet", images)
+        if self._to_uint8() is None:
+            return {"images": images}
+        return {"images": images, UNNORMALIZED: torch.tensor(True)}
+
     def file(self, position: int) -> Path | BinaryIO:
         """Where the encoded image is read from."""
         path: Path = self.root / self.index.paths[position]
@@ -184,7 +216,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         if in_training:
             return {"skipped": path}
         item = {
-            "images": self.transform(Image.new("RGB", PLACEHOLDER_SIZE)),
+            **self._with_images(Image.new("RGB", PLACEHOLDER_SIZE)),
             "labels": self._targets[position],
             "ids": torch.tensor(position),
             "roles": torch.tensor(0, dtype=torch.uint8),

@@ -93,6 +93,7 @@ class ImageEmbedder:
     batch_size: int
     num_workers: int
     device: str
+    normalizes: bool = True  # whether the module gets normalised images; else those of uint8, from a `Preparation`
 
     @classmethod
     def load(
@@ -174,12 +175,13 @@ class ImageEmbedder:
 
     def loader(self, root: Path, index: ImageIndex) -> DataLoader[Any]:
         """A loader of the images in their order, whose batches `embed_items` embeds."""
-        images = ReadableImages(ImageSet(index, root, self.transform))
+        images = ReadableImages(ImageSet(index, root, self.transform).in_uint8())
         return DataLoader(images, batch_size=self.batch_size, num_workers=self.num_workers, collate_fn=list)
 
     def dim(self) -> int:
         """The length of an embedding: that of a black image."""
-        image = self.transform(Image.new("RGB", PROBED_SIZE))
+        transform = getattr(self.transform, "to_uint8", self.transform)
+        image = transform(Image.new("RGB", PROBED_SIZE))
         return self._embed_batch(self._stack([image])).shape[1]
 
     def _stack(self, images: Sequence[Any]) -> Tensor:
@@ -224,7 +226,10 @@ class ImageEmbedder:
     @torch.inference_mode()
     def _embed_batch(self, images: Tensor) -> Tensor:
         try:
-            embeddings: Tensor = self.module.embed(images.to(self.device)).float().cpu()
+            images = images.to(self.device)
+            if self.normalizes and isinstance(self.transform, Preparation):
+                images = self.transform.normalize(images)
+            embeddings: Tensor = self.module.embed(images).float().cpu()
         except (RuntimeError, ValueError, AssertionError) as error:
             if is_out_of_memory(error):
                 raise ValueError(
@@ -270,7 +275,7 @@ class ReadableImages(Dataset[LoadedImage]):
             image = self.images.input_of_transform(position)
         except Exception as error:  # Pillow's readers raise errors of many kinds for damaged files
             return LoadedImage(position, None, _reason(error))
-        return LoadedImage(position, self.images.transform(image))
+        return LoadedImage(position, self.images.transformed(image))
 
 
 def _reason(error: Exception) -> str:

@@ -203,10 +203,7 @@ def _labelled_images(images: Path | None, root: Path | None) -> ListedImages:
 
 def _write_int8(folder: Path, embedder: ImageEmbedder, program: EmbeddingProgram, listed: ListedImages) -> Int8Cost:
     """Write the eight-bit file, and measure it against the other one."""
-    transform: Callable[[Any], Tensor] = program.preparation
-    if program.input_type == "uint8":
-        transform = program.preparation.to_uint8
-    embedder = dataclasses.replace(embedder, transform=transform)
+    embedder = dataclasses.replace(embedder, transform=program.preparation, normalizes=program.input_type == "float")
     count = len(listed.index)
     step = max(1, count // CALIBRATION_IMAGES)
     recorder = _Recorder()

@@ -74,6 +74,23 @@ def rebuild_transform(owner: str, described: dict[str, Any], requested: str | No
     return step
 
 
+def preparation_of(module: Any) -> Preparation | None:
+    """The `Preparation` that a module was evaluated with, else that of its embedder; None if there is none.
+
+    Args:
+        module: with the attribute `preparation`, as a `RetrievalModule` has it, or with an embedder.
+    """
+    recorded = getattr(module, "preparation", None)
+    if recorded is not None:
+        if "preparation" in recorded:
+            return Preparation(**recorded["preparation"])
+        return None
+    wanted = getattr(getattr(module, "embedder", None), "preparation", None)
+    if isinstance(wanted, Preparation):
+        return wanted
+    return None
+
+
 def named_transform(owner: str, name: str) -> Transform:
     """The preparation, or the function `package.function`, of a name that the caller gave.
 

@@ -23,6 +23,7 @@ from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.training.batches import Unpacked, unpack
 from lightning_retrieval.training.chunk_size_search import ChunkSizeSearch
 from lightning_retrieval.training.chunked import chunked_backward
+from lightning_retrieval.training.described_transforms import preparation_of
 from lightning_retrieval.training.frozen_backbone import FrozenBackbone
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.hyperparameters import rebuild, rebuild_optional
@@ -172,11 +173,16 @@ class RetrievalModule(ManualTraining):
         """Embed images for evaluation and prediction: `forward` at each of `eval_scales`, then `whitening`.
 
         Args:
-            images: as for `forward`.
+            images: as for `forward`; or of uint8, which are first normalised as in the evaluation of the module, or as
+                its embedder's `preparation` says.
             whiten: False skips the whitening, for embeddings from which it is learned.
         """
         check_tensor(type(self).__name__, "images", images)
         check_bool(type(self).__name__, "whiten", whiten)
+        if images.dtype == torch.uint8:
+            preparation = preparation_of(self)
+            if preparation is not None:
+                images = preparation.normalize(images)
         only_original_size = self.eval_scales == (1,)
         if only_original_size:
             embeddings: Tensor = self(images)

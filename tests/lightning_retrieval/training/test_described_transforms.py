@@ -9,11 +9,13 @@ import torch
 from PIL import Image
 from torchvision.transforms import InterpolationMode, transforms, v2
 
+from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.training.albumentations_transform import of_pil_images
 from lightning_retrieval.training.described_transforms import (
     describe_transform,
     named_transform,
+    preparation_of,
     rebuild_transform,
     shown_transform,
 )
@@ -148,3 +150,14 @@ def test_what_messages_show():
         "Preparation(image_size=64, mean=[0.5, 0.5, 0.5])"
     )
     assert shown_transform({"function": "package.function"}) == "package.function"
+
+
+def test_the_preparation_of_a_module_is_the_recorded_one_else_that_of_its_embedder():
+    embedder = Embedder("glyph_net", 8)
+    module = RetrievalModule(embedder, SmoothAPLoss())
+    assert preparation_of(module) == embedder.preparation
+    module.preparation = describe_transform(Preparation(64))
+    assert preparation_of(module) == Preparation(64)
+    module.preparation = {"function": "package.function"}
+    assert preparation_of(module) is None
+    assert preparation_of(torch.nn.Identity()) is None

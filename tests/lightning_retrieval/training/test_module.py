@@ -1,5 +1,6 @@
 """RetrievalModule in one process: the steps of plain PyTorch, with any loss."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -8,9 +9,10 @@ from pytorch_metric_learning.losses import ContrastiveLoss, ProxyAnchorLoss, Tri
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_retrieval import CalibrationLoss, HAPLoss, RetrievalModule, SmoothAPLoss, WeightedSum
+from lightning_retrieval import CalibrationLoss, Embedder, HAPLoss, RetrievalModule, SmoothAPLoss, WeightedSum
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.losses.third_party import original_loss
+from lightning_retrieval.training.described_transforms import describe_transform
 from tests.lightning_retrieval.training.small_training import (
     CHUNKS,
     ROWS,
@@ -152,3 +154,19 @@ def test_labels_with_levels_train_and_their_finest_is_evaluated():
     assert float(contrastive.callback_metrics["train/loss"]) == pytest.approx(
         ContrastiveLoss()(net()(images), fine).item()
     )
+
+
+@pytest.mark.parametrize("scales", [(1,), (1, 0.5)])
+def test_images_of_uint8_are_normalised_as_in_evaluation(scales):
+    module = RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss(), eval_scales=scales).eval()
+    pixels = torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(module.embed(pixels), module.embed(module.embedder.preparation.normalize(pixels)))
+    evaluated = dataclasses.replace(module.embedder.preparation, mean=[0.3], std=[0.2])
+    module.preparation = describe_transform(evaluated)
+    wanted = module.embed(evaluated.normalize(pixels))
+    assert torch.equal(module.embed(pixels), wanted)
+    assert torch.equal(module.predict_step(pixels, 0)["embeddings"], wanted)
+    assert torch.equal(module.predict_step((pixels, torch.zeros(2)), 0)["embeddings"], wanted)
+    module.preparation = {"function": "package.function"}
+    with pytest.raises(TypeError, match=r"^(Embedder|multi_scale): `images` must be .*uint8"):
+        module.embed(pixels)
