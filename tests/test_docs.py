@@ -44,6 +44,7 @@ PUBLIC = public_objects()
 PUBLIC_NAMES = {name.rpartition(".")[2] for name in PUBLIC}
 RESULTS = REPOSITORY / "benchmarks" / "results"
 DOCS = REPOSITORY / "docs"
+REFERENCE = sorted((DOCS / "api").glob("*.md"))
 PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(REPOSITORY).as_posix())
 
@@ -361,14 +362,25 @@ def targets(nav):
     return found
 
 
+@pytest.mark.parametrize(
+    "words", ["image size", "resume", "export", "fine-tuning", "search", "tensorboard", "migrating"]
+)
+def test_a_heading_has_the_words_that_readers_search_for(words):
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    assert [heading for heading in headings if words in heading.lower()]
+
+
 def test_every_page_is_in_the_navigation():
     nav = targets(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
-    assert sorted(nav) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+    pages = [*DOCS.rglob("*.md"), *DOCS.rglob("*.ipynb")]
+    assert sorted(nav) == sorted(page.relative_to(DOCS).as_posix() for page in pages)
 
 
 def referenced():
-    """{entry: object} of the reference page; an entry that does not exist fails."""
-    entries = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    """{entry: object} of the reference pages; an entry that does not exist fails."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in REFERENCE)
+    entries = re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE)
     assert len(entries) == len(set(entries))
     parts = {entry: entry.rpartition(".") for entry in entries}
     return {entry: getattr(importlib.import_module(module), name) for entry, (module, _, name) in parts.items()}
@@ -379,6 +391,14 @@ def test_reference_has_every_public_name_and_no_other():
     assert not [name for name, thing in PUBLIC.items() if thing not in in_reference]
     assert not [entry for entry, thing in referenced().items() if thing not in in_library]
     assert len(in_reference) == len(referenced()), "an object is listed twice"
+
+
+@pytest.mark.parametrize("page", REFERENCE, ids=lambda page: page.stem)
+def test_a_reference_page_has_the_names_of_its_package(page):
+    entries = re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert entries
+    assert all(entry.startswith(f"lightning_retrieval.{page.stem}.") for entry in entries)
+    assert f"](api/{page.name})" in (DOCS / "api.md").read_text(encoding="utf-8")
 
 
 def undocumented(cls):
