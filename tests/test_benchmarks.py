@@ -13,6 +13,10 @@ pytestmark = pytest.mark.slow
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 COLUMNS = {
     "data": {"what", "images", "time", "images per second", "added MiB"},
+    "embedding": {
+        *("what", "images", "batches", "loop", "writer", "writer's share", "memory in MiB", "growth in MiB"),
+        *("kills", "missing ids", "repeated ids", "other files", "vectors in MiB", "added in MiB"),
+    },
     "gradient_sum": {"sum", "parameters", "step", "added MiB", "ratio"},
     "detection": {"what", "RoIs", "classes", "time", "ratio"},
     "large_batch": {

@@ -39,6 +39,7 @@ FORMAT, VERSION = "lightning-retrieval embeddings", 1
 MANIFEST = "_manifest.json"
 LOCK = "_lock"
 TEMPORARY = ".tmp"
+SHOWN = 5  # missing files that an error message names
 SHARD_SIZE = 10_000  # rows
 SETTINGS = ("dim", "shard_size", "file_format", "dtype", "precision")
 
@@ -128,7 +129,7 @@ class EmbeddingFolder:
         if missing:
             raise ValueError(
                 f"{owner}: {path} must hold all embeddings, but {len(missing)} of its {len(folder)} shards are "
-                "missing; run the command that writes it again, which continues."
+                f"missing ({folder._names(missing)}); run the command that writes it again, which continues."
             )
         return folder
 
@@ -221,6 +222,13 @@ class EmbeddingFolder:
             if file.exists():
                 found += read_unreadable(self.owner, file)
         return found
+
+    def _names(self, shards: Sequence[int]) -> str:
+        """The files of some shards, of which an error message shows the first."""
+        names = [self._file(shard).name for shard in shards[:SHOWN]]
+        if len(shards) > SHOWN:
+            names.append("...")
+        return ", ".join(names)
 
     def _origin(self, shard: int) -> str:
         """What a shard's file names as its origin: its number, and a digest of what the embeddings are of."""

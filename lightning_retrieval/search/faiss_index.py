@@ -8,11 +8,10 @@ import re
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lightning_retrieval.checks import short_repr
 from lightning_retrieval.optional_packages import optional_import
-from lightning_retrieval.search.rows import OWNER, normalized_rows, sample_rows
+from lightning_retrieval.search.rows import OWNER, Rows, normalized_rows, sample_rows
 
 ROWS_PER_CENTROID = 256  # more are ignored by the k-means of faiss
 FEWEST_CENTROIDS = 256  # those of product quantisation with 8 bits
@@ -88,7 +87,7 @@ def set_search_parameters(index: Any, factory: str, parameters: str) -> None:
         ) from None
 
 
-def train_faiss_index(index: Any, factory: str, embeddings: Tensor) -> None:
+def train_faiss_index(index: Any, factory: str, embeddings: Rows) -> None:
     """Train a faiss index on a sample of rows, which is as large as the largest sample that faiss uses.
 
     Raises:

@@ -81,7 +81,9 @@ class IdTable:
         all_ids = np.concatenate([self.ids, ids])
         order = np.argsort(all_ids, kind="stable")
         self.ids = all_ids[order]
-        self.paths = self.paths.concatenate(PackedStrings(paths))[order]
+        if not isinstance(paths, PackedStrings):
+            paths = PackedStrings(paths)
+        self.paths = self.paths.concatenate(paths)[order]
 
     def remove(self, positions: NDArray[np.intp]) -> None:
         """Remove the ids at these positions, and their paths."""

@@ -19,7 +19,7 @@ from lightning_retrieval.search.faiss_index import faiss_reason, load_faiss, new
 from lightning_retrieval.search.id_table import IdTable, integer_ids
 from lightning_retrieval.search.packed_strings import PackedStrings
 from lightning_retrieval.search.recall import measure_recall
-from lightning_retrieval.search.rows import OWNER, check_finite_rows, check_paths, check_rows, plain_values
+from lightning_retrieval.search.rows import OWNER, Rows, check_finite_rows, check_paths, check_rows, plain_values
 from lightning_retrieval.search.shards import (
     add_to_shards,
     read_shard,
@@ -109,7 +109,7 @@ class RetrievalIndex:
 
     def add(
         self,
-        embeddings: Float[Tensor, "rows dim"],
+        embeddings: Rows,
         ids: Int[Tensor, " rows"] | None = None,
         paths: Sequence[str] | None = None,
     ) -> None:
@@ -118,7 +118,7 @@ class RetrievalIndex:
         The first call trains an index that needs training, so its rows should be many and representative. It also
         measures `recall` on 256 of its rows: the fraction of their 10 nearest neighbours, by exact search, that are
         among the 10 that the index finds. To add more rows than fit into memory, pass a tensor over a file, see
-        `torch.from_file`.
+        `torch.from_file`, or let `lightning-retrieval index --embeddings` add those of a folder.
 
         Args:
             embeddings: floating point, on any device, of any norm.

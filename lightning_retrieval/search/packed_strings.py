@@ -33,6 +33,14 @@ class PackedStrings(Sequence[str]):
         strings.ends = ends
         return strings
 
+    @classmethod
+    def join(cls, parts: Sequence["PackedStrings"]) -> "PackedStrings":
+        """The strings of all parts, of which there is at least one."""
+        sizes = [len(part.data) for part in parts]
+        begins = np.cumsum([0, *sizes[:-1]])
+        ends = [part.ends + begin for part, begin in zip(parts, begins)]
+        return cls.from_arrays(np.concatenate([part.data for part in parts]), np.concatenate(ends))
+
     def __len__(self) -> int:
         return len(self.ends)
 
@@ -54,9 +62,7 @@ class PackedStrings(Sequence[str]):
 
     def concatenate(self, other: "PackedStrings") -> "PackedStrings":
         """These strings, followed by the others."""
-        shifted_ends = len(self.data) + other.ends
-        data = np.concatenate([self.data, other.data])
-        return PackedStrings.from_arrays(data, np.concatenate([self.ends, shifted_ends]))
+        return PackedStrings.join([self, other])
 
     def _select(self, rows: NDArray[np.int64]) -> "PackedStrings":
         """The strings at these positions, copied block by block.

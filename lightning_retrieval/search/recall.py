@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.ranking.precision import ieee_products
-from lightning_retrieval.search.rows import normalized_blocks, normalized_rows, sample_rows
+from lightning_retrieval.search.rows import Rows, normalized_blocks, normalized_rows, sample_rows
 
 RECALL_AT = 10
 RECALL_QUERIES = 256
@@ -17,7 +17,7 @@ RECALL_QUERIES = 256
 
 def measure_recall(
     search: Callable[[Tensor, int], tuple[Tensor, Tensor]],
-    embeddings: Float[Tensor, "rows dim"],
+    embeddings: Rows,
     ids: NDArray[np.int64],
 ) -> float | None:
     """Recall@10 of an index on a sample of its rows as queries; None if there is a single row.
@@ -50,7 +50,7 @@ def measure_recall(
 def _exact_neighbours(
     queries: Float[Tensor, "query dim"],
     query_ids: Int[Tensor, " query"],
-    embeddings: Float[Tensor, "rows dim"],
+    embeddings: Rows,
     ids: NDArray[np.int64],
     k: int,
 ) -> Int[Tensor, "query k"]:

@@ -1,6 +1,7 @@
 """Rows of embeddings on their way into an index: checked, normalised and sampled, block by block.
 
-Embeddings may be a tensor over a file that is larger than memory, so no function here copies more than a block of rows.
+Embeddings may be a tensor over a file, or the rows of a folder, that are larger than memory, so no function here copies
+more than a block of rows.
 """
 
 import json
@@ -15,13 +16,16 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_float, check_mapping, check_strings, check_tensor
 from lightning_retrieval.ranking.similarity import normalize
+from lightning_retrieval.search.folder_rows import FolderRows
 
 BLOCK = 1 << 16  # rows that are normalised and passed to faiss at a time
 OWNER = "RetrievalIndex"  # prefix of error messages
 SHOWN = 5  # invalid rows that an error message names
 
+Rows = Float[Tensor, "rows dim"] | FolderRows
 
-def normalized_blocks(embeddings: Float[Tensor, "rows dim"]) -> Iterator[tuple[int, NDArray[np.float32]]]:
+
+def normalized_blocks(embeddings: Rows) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """The L2-normalised rows, block by block, each block with the position of its first row."""
     for begin in range(0, len(embeddings), BLOCK):
         yield begin, normalized_rows(embeddings[begin : begin + BLOCK])
@@ -42,18 +46,18 @@ def sample_rows(rows: int, most: int) -> Int[Tensor, " sampled"]:
 
 
 def check_rows(name: str, embeddings: Any, dim: int) -> None:
-    """Raise unless `embeddings` is a floating-point tensor of shape (rows, dim)."""
-    check_tensor(OWNER, name, embeddings)
-    if embeddings.ndim != 2 or embeddings.shape[1] != dim:
+    """Raise unless `embeddings` is a floating-point tensor of shape (rows, dim), or `FolderRows` of this shape."""
+    if not isinstance(embeddings, FolderRows):
+        check_tensor(OWNER, name, embeddings)
+    if len(embeddings.shape) != 2 or embeddings.shape[1] != dim:
         raise ValueError(
             f"{OWNER}: `{name}` must have shape (rows, {dim}), as the index has, got {tuple(embeddings.shape)}."
         )
-    check_float(OWNER, name, embeddings)
+    if not isinstance(embeddings, FolderRows):
+        check_float(OWNER, name, embeddings)
 
 
-def check_finite_rows(
-    name: str, embeddings: Tensor, ids: NDArray[np.int64], paths: Sequence[str] | None = None
-) -> None:
+def check_finite_rows(name: str, embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str] | None = None) -> None:
     """Raise if a row holds NaN or infinity; the message names the first such rows by their ids and paths."""
     invalid: list[int] = []
     for begin in range(0, len(embeddings), BLOCK):

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lightning_retrieval.search.faiss_index import faiss_reason, load_faiss, train_faiss_index
 from lightning_retrieval.search.files import DigestStream
-from lightning_retrieval.search.rows import OWNER, normalized_blocks
+from lightning_retrieval.search.rows import OWNER, Rows, normalized_blocks
 
 
-def train_shards(shards: list[Any], factory: str, embeddings: Float[Tensor, "rows dim"]) -> None:
+def train_shards(shards: list[Any], factory: str, embeddings: Rows) -> None:
     """Train the first shard, and replace the others by copies of it.
 
     Raises:
@@ -27,7 +27,7 @@ def train_shards(shards: list[Any], factory: str, embeddings: Float[Tensor, "row
         shards[number] = faiss.clone_index(shards[0])
 
 
-def add_to_shards(shards: list[Any], embeddings: Float[Tensor, "rows dim"], ids: NDArray[np.int64]) -> None:
+def add_to_shards(shards: list[Any], embeddings: Rows, ids: NDArray[np.int64]) -> None:
     """Distribute the rows of each block evenly, the first part to the shard with the fewest rows."""
     for begin, block in normalized_blocks(embeddings):
         positions = np.array_split(np.arange(len(block)), len(shards))

@@ -1,5 +1,7 @@
 """An index of a folder of embeddings is that of the images themselves."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -63,3 +65,43 @@ def test_mistakes_are_reported_in_one_sentence(embeddings, glyphs, tmp_path, cap
         run(capsys, "--output", tmp_path / "i", "--images", tmp_path)
     assert "are required: --checkpoint, or --embeddings instead" in capsys.readouterr().err
     assert not (tmp_path / "i").exists()
+
+
+@pytest.mark.refusal
+def test_a_bad_file_is_named_before_an_index_is_made(embeddings, tmp_path):
+    shutil.copytree(embeddings, tmp_path / "e")
+    bad = tmp_path / "e" / "part-00001.npy"
+    content = bytearray(bad.read_bytes())
+    content[-1] ^= 1
+    bad.write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"^index_embeddings: .*part-00001.npy is damaged \(.*, which keeps the others"
+    ):
+        index_embeddings(tmp_path / "e", tmp_path / "i")
+    shutil.copy(embeddings / "part-00000.npy", bad)
+    shutil.copy(embeddings / "part-00000.json", bad.with_suffix(".json"))
+    with pytest.raises(
+        ValueError, match=r"^index_embeddings: .*part-00001.npy must hold shard 1 of the embeddings that"
+    ):
+        index_embeddings(tmp_path / "e", tmp_path / "i")
+    bad.unlink()
+    with pytest.raises(
+        ValueError, match=r"^index_embeddings: .* 1 of its 3 shards are missing \(part-00001.npy\); run "
+    ):
+        index_embeddings(tmp_path / "e", tmp_path / "i")
+    assert not (tmp_path / "i").exists()
+
+
+@pytest.mark.refusal
+def test_a_file_of_another_model_is_refused(embeddings, tmp_path):
+    shutil.copytree(embeddings, tmp_path / "e")
+    manifest = tmp_path / "e" / "_manifest.json"
+    text = manifest.read_text()
+    manifest.write_text(text.replace('"model_sha256": "', '"model_sha256": "f'))
+    with pytest.raises(ValueError, match=r"part-00000.npy must hold shard 0 .* of another model, of other images, or "):
+        index_embeddings(tmp_path / "e", tmp_path / "i")
+    manifest.write_text(text.replace('"dim": 24', '"dim": 25'))
+    with pytest.raises(
+        ValueError, match=r"part-00000.npy must hold shard 0 .*; delete it, and run the command that wr"
+    ):
+        index_embeddings(tmp_path / "e", tmp_path / "i")
