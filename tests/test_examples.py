@@ -184,10 +184,11 @@ def test_a_run_of_the_sweep(tmp_path, monkeypatch, end_offline_run):
     assert torch.isfinite(torch.tensor(found.column("train/loss"))).all()
 
 
-# test_study.py and test_compare.py test the others.
+# test_study.py, test_compare.py and test_hours.py test the others.
 UNTESTED_HERE = {
     "README.md",
     "compare.py",
+    "hours.py",
     "results_file.py",
     "study.py",
     "study_experiments.py",
