@@ -16,9 +16,10 @@ from lightning_retrieval.callbacks.dealt_loader import DealtLoader
 from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.cli.checkpoint import load_checkpoint
 from lightning_retrieval.cli.messages import printable
-from lightning_retrieval.cli.transforms import choose_transform, image_channels
+from lightning_retrieval.cli.transforms import choose_transform
 from lightning_retrieval.datamodules import ImageIndex, ImageSet
 from lightning_retrieval.models import Preparation
+from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.search.files import file_digest
 from lightning_retrieval.training.described_transforms import shown_transform
 from lightning_retrieval.training.module import RetrievalModule

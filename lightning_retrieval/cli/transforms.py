@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from lightning_retrieval.models import Preparation
+from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.training.described_transforms import (
     Transform,
     describe_transform,
@@ -67,14 +68,6 @@ def shown_choice(about: dict[str, Any]) -> str:
         about: with `preparation` and `preparation_from`, as `ImageEmbedder` has it.
     """
     return f"{shown_transform(about['preparation'])}{_SOURCES[about['preparation_from']]}"
-
-
-def image_channels(model: nn.Module) -> int:
-    """Number of channels of the images that a model takes: that of its first convolution, 3 if it has none."""
-    for part in model.modules():
-        if isinstance(part, nn.Conv2d):
-            return part.in_channels
-    return 3
 
 
 def _default_name(channels: int) -> str:

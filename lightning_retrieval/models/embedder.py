@@ -23,7 +23,7 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.models.backbone_preparation import merged_preparation, wanted_settings
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.backbones import build_backbone, of_module
-from lightning_retrieval.models.features import check_features, check_image_size, feature_shape
+from lightning_retrieval.models.features import check_features, check_image_shape, feature_shape
 from lightning_retrieval.models.gradient_checkpointing import enable_gradient_checkpointing
 from lightning_retrieval.models.hub import PretrainedModule
 from lightning_retrieval.models.lora import add_adapters, check_lora, merge_adapters
@@ -193,7 +193,7 @@ class Embedder(PretrainedModule):
             features: Tensor = self.backbone(images)
         except Exception as error:
             if self.backbone_name is not None:
-                check_image_size("Embedder", self.backbone_name, images, self.image_size, error)
+                check_image_shape("Embedder", self.backbone_name, images, self.backbone, self.image_size, error)
             raise
         check_features("Embedder", features, tuple(images.shape))
         if features.shape[1] != self.feature_dim:

@@ -69,20 +69,31 @@ def patch_map(
     return tokens[:, prefix_tokens:].transpose(1, 2).unsqueeze(-1)
 
 
-def check_image_size(owner: str, name: str, images: Tensor, built_for: Any, error: Exception) -> None:
-    """Raise in place of the error of a backbone if the images have another size than that for which it was built.
+def check_image_shape(
+    owner: str, name: str, images: Tensor, backbone: nn.Module, built_for: Any, error: Exception
+) -> None:
+    """Raise in place of the error of a backbone if the images have another shape than that for which it was built.
 
     Args:
         owner: prefix of error messages.
         name: of the backbone.
         images: the batch.
+        backbone: itself.
         built_for: height and width, or one number for both.
         error: of the backbone.
     """
+    reason = first_line(error)
+    if "memory" in reason:
+        return
+    channels = image_channels(backbone)
+    if images.ndim != 4 or images.shape[1] != channels:
+        raise ValueError(
+            f"{owner}: `images` must have the shape (batch, {channels}, height, width) for {name}, got "
+            f"{tuple(images.shape)}; let the transform return tensors (channels, height, width)."
+        ) from None
     size = tuple(images.shape[-2:])
     built_for = height_and_width(built_for)
-    reason = first_line(error)
-    if size == built_for or "memory" in reason:
+    if size == built_for:
         return
     raise ValueError(
         f"{owner}: `images` must have a size that {name}, built for {built_for}, takes, got {size} "
@@ -121,6 +132,14 @@ class _WithoutChannels(nn.Module):
         return features
 
 
+def image_channels(model: nn.Module) -> int:
+    """Number of channels of the images that a model takes: that of its first convolution, 3 if it has none."""
+    for part in model.modules():
+        if isinstance(part, nn.Conv2d):
+            return part.in_channels
+    return 3
+
+
 def height_and_width(image_size: Any) -> tuple[int, int]:
     """A size as height and width; that of most models if it is None."""
     if image_size is None:
@@ -136,14 +155,9 @@ def _meta_image(backbone: nn.Module, tensors: tuple[Tensor, ...]) -> Tensor:
     size = getattr(backbone, "image_size", None)  # a ViT accepts no other size
     if not isinstance(size, (int, tuple)):
         size = None
-    channels = 3
-    for part in backbone.modules():
-        if isinstance(part, nn.Conv2d):
-            channels = part.in_channels
-            break
     dtype = torch.get_default_dtype()
     for value in tensors:
         if value.is_floating_point():
             dtype = value.dtype
             break
-    return torch.empty(1, channels, *height_and_width(size), dtype=dtype, device="meta")
+    return torch.empty(1, image_channels(backbone), *height_and_width(size), dtype=dtype, device="meta")

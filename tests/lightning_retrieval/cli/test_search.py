@@ -9,8 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_retrieval import RetrievalIndex
+from lightning_retrieval.models import Preparation
 from tests.lightning_retrieval.cli.glyph_commands import (
     STRANGE_NAME,
     command,
@@ -84,6 +86,19 @@ def test_invalid_arguments_are_reported_in_one_sentence(indexed, tmp_path, capsy
     RetrievalIndex(4).save(tmp_path / "other")
     printed = "search: `--index` must be an index of images that `lightning-retrieval index` made.\n"
     assert error_of(capsys, "search", query, "--index", tmp_path / "other") == printed
+
+
+@pytest.mark.refusal
+def test_an_index_is_searched_with_its_own_preparation_only(glyphs, indexed, tmp_path, capsys):
+    """Whatever the command asks for, and whatever the checkpoint says today."""
+    query = indexed / "images" / paths_of(indexed / "images")[3]
+    at = ["--index", indexed / "index"]
+    message = "search: `--transform` must be that of the model, which was evaluated with 'glyphs', got 'plain'; leave "
+    assert error_of(capsys, "search", query, *at, "--transform=plain").startswith(message)
+    changed = torch.load(glyphs[0] / "model.ckpt", weights_only=True)
+    torch.save({**changed, "preparation": {"preparation": Preparation(64).as_dict()}}, tmp_path / "model.ckpt")
+    error = error_of(capsys, "search", query, *at, "--checkpoint", tmp_path / "model.ckpt")
+    assert "`--checkpoint` must be the one that the index was made with" in error
 
 
 @pytest.mark.refusal

@@ -219,6 +219,17 @@ def test_invalid_number_of_channels():
 
 
 @pytest.mark.refusal
+@pytest.mark.parametrize("shape", [(2, 1, 64, 64), (2, 64, 64, 3), (2, 64, 64)])
+def test_invalid_shapes_of_images_are_not_called_sizes(shape):
+    """As transforms give them that return grey images, or arrays with the channels last."""
+    message = (
+        rf"must have the shape \(batch, 3, height, width\) for squeezenet1_1, got \({', '.join(map(str, shape))}\)"
+    )
+    with pytest.raises(ValueError, match=rf"^Embedder: `images` {message}; let the transform return tensors \(cha"):
+        Embedder("squeezenet1_1", 4)(torch.rand(shape))
+
+
+@pytest.mark.refusal
 def test_invalid_image_without_a_batch_dimension():
     with pytest.raises(ValueError, match=r"got \(4, 30, 30\) for images of shape \(3, 32, 32\)"):
         Embedder(nn.Conv2d(3, 4, 3))(torch.rand(3, 32, 32))
