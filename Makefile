@@ -38,5 +38,6 @@ bench:  ## speed and memory: each benchmark prints a table
 	$(PYTHON) benchmarks/gradient_sum.py
 	$(PYTHON) benchmarks/samplers.py
 	$(PYTHON) benchmarks/data.py
+	$(PYTHON) benchmarks/images.py
 	$(PYTHON) benchmarks/search.py
 	$(PYTHON) benchmarks/startup.py

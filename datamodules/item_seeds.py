@@ -80,16 +80,17 @@ def seeded_item(index: int) -> Iterator[None]:
     if not isinstance(index, SeededIndex):
         yield
         return
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(index.seed)
-        random.seed(index.seed)
-        np.random.seed(index.seed % 2**32)
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+    generator = torch.default_generator  # torch.manual_seed also seeds GPUs, which takes longer than an image
+    states = generator.get_state(), random.getstate(), np.random.get_state()
+    generator.manual_seed(index.seed)
+    random.seed(index.seed)
+    np.random.seed(index.seed % 2**32)
+    try:
+        yield
+    finally:
+        generator.set_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
 
 
 class SeededIndex(int):

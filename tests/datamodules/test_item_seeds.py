@@ -109,3 +109,13 @@ def test_the_global_generators_continue_as_if_nothing_had_happened():
     assert all(map(torch.equal, found, expected))
     with seeded_item(4):  # an index of an evaluation loader has no seed
         assert not torch.equal(draws_from_each(None), first)
+
+
+def test_an_item_is_seeded_without_the_generators_of_gpus(monkeypatch):
+    """Asking for these takes longer than an image; transforms run on the CPU."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda *_: pytest.fail("seeds GPUs"))
+    before = torch.get_rng_state()
+    with seeded_item(SeededIndex(0, seed=5)):
+        drawn = torch.rand(3)
+    assert torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(5)))
+    assert torch.equal(torch.get_rng_state(), before)

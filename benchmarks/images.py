@@ -1,0 +1,117 @@
+"""Reading and preparing JPEGs over Pillow's decoding alone, and ImageFolder beside torchvision's with a plain loader.
+
+    python benchmarks/images.py
+
+JPEGs of smooth noise are written to a temporary folder, so they are in the system's cache. An item is an image as a
+tensor of uint8, as a run of a Trainer reads it: in evaluation with short side 256 and centre crop 224, in training with
+a random crop and flip. Pillow's decoding is `Image.open(file).convert("RGB")`. The loaders make batches of 64 of the
+same images in evaluation, ours with labels and ids and torchvision's with labels, and read in the training process. All
+functions run in turn with one thread, and the times are CPU times; the ratios are medians of those of each turn. Takes
+about two minutes.
+"""
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from timing import Timing, arguments, cpu_clock, environment, range_of, report, timed_in_turn
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder as PlainFolder
+
+from lightning_retrieval.datamodules import ImageFolder, ImageSet, training_transform
+from lightning_retrieval.datamodules.item_seeds import SeededIndex
+from lightning_retrieval.models import Preparation
+
+SIZES = {(500, 400): 40, (1024, 768): 20, (3000, 2000): 4}  # number of images of this width and height
+CLASSES = 4
+
+
+def write_images(folder: Path, width: int, height: int, count: int) -> None:
+    """Write JPEGs of smooth noise, in class folders."""
+    random = np.random.default_rng(0)
+    for number in range(count):
+        coarse = random.integers(0, 256, (height // 5, width // 5, 3), dtype=np.uint8)
+        file = folder / str(number % CLASSES) / f"{number}.jpg"
+        file.parent.mkdir(exist_ok=True)
+        Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC).save(file, quality=90)
+
+
+def decode(files: list[Path]) -> None:
+    for file in files:
+        with Image.open(file) as image:
+            image.convert("RGB")
+
+
+def read(images: ImageSet, seeded: bool) -> None:
+    for position in range(len(images)):
+        images[SeededIndex(position, seed=position) if seeded else position]
+
+
+def timing_of(turns: list[dict[str, float]], name: str) -> Timing:
+    """The times of one function."""
+    seconds = [turn[name] for turn in turns]
+    return Timing(median(seconds), min(seconds), max(seconds), len(seconds))
+
+
+def compare_reading(folder: Path, size: tuple[int, int], count: int, runs: int) -> list[dict[str, Any]]:
+    """The rows of images of one size."""
+    write_images(folder, *size, count)
+    index = ImageFolder(folder, val_fraction=0.5).splits["train"]
+    evaluation = ImageSet(index, folder, Preparation()).in_uint8()
+    training = ImageSet(index, folder, training_transform("plain")).in_uint8()
+    functions: dict[str, Callable[[], Any]] = {
+        "Pillow": lambda: decode([folder / path for path in index.paths]),
+        "evaluation": lambda: read(evaluation, seeded=False),
+        "training": lambda: read(training, seeded=True),
+    }
+    turns = timed_in_turn(functions, runs, "cpu", clock=cpu_clock("cpu"))
+    rows = []
+    for what in ("evaluation", "training"):
+        row = {"what": what, "images": len(index), "size": f"{size[0]} x {size[1]}", "time": timing_of(turns, what)}
+        rows.append({**row, **range_of("speed over decoding", [turn["Pillow"] / turn[what] for turn in turns])})
+    return rows
+
+
+def compare_loaders(folder: Path, runs: int) -> dict[str, Any]:
+    """The row of the loaders of a folder."""
+    preparation = Preparation()
+    ours = ImageFolder(folder, val_fraction=0.5)
+    images = ours.image_set(ours.splits["train"], ours.eval_transform).in_uint8()
+    loaders = {
+        "ours": DataLoader(images, 64, collate_fn=images.collate),
+        "plain": DataLoader(PlainFolder(str(folder), preparation.to_uint8), 64),
+    }
+    functions: dict[str, Callable[[], Any]] = {
+        name: lambda loader=loader: list(loader)  # type: ignore[misc]
+        for name, loader in loaders.items()
+    }
+    turns = timed_in_turn(functions, runs, "cpu", clock=cpu_clock("cpu"))
+    ratios = [turn["ours"] / turn["plain"] for turn in turns]
+    row = {"what": "ImageFolder over torchvision's", "images": len(images), "time": timing_of(turns, "ours")}
+    return {**row, **range_of("time over plain", ratios)}
+
+
+def main() -> None:
+    options = arguments("Reading images over Pillow's decoding alone.")
+    torch.set_num_threads(1)
+    sizes, runs = SIZES, 9
+    if options.quick:
+        sizes, runs = {(50, 40): 8}, 1
+    rows: list[dict[str, Any]] = []
+    loaders: list[dict[str, Any]] = []
+    for size, count in sizes.items():
+        with tempfile.TemporaryDirectory() as name:
+            rows += compare_reading(Path(name), size, count, runs)
+            if not loaders:
+                loaders.append(compare_loaders(Path(name), runs))
+    title = "Reading and preparing JPEGs; CPU time, one thread; median, lowest and highest ratio"
+    report(title, environment("cpu", "torchvision", "pillow"), rows + loaders, options.json)
+
+
+if __name__ == "__main__":
+    main()
