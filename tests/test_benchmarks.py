@@ -20,6 +20,7 @@ COLUMNS = {
     "gradient_sum": {"sum", "parameters", "step", "added MiB", "ratio"},
     "detection": {"what", "RoIs", "classes", "time", "ratio"},
     "images": {"what", "images", "size", "time", "speed over decoding", "time over plain", "lowest", "highest"},
+    "int8": {"network", "bits", "R@1", "MB", "times the size", "64 images", "times the speed"},
     "large_batch": {
         *("batch", "in chunks", "plain batch", "plain", "time ratio per image"),
         *("added MiB", "ratio to the first", "plain added MiB"),
