@@ -119,8 +119,11 @@ class RetrievalCLI(LightningCLI):
         self.config_init.predict.return_predictions = False
         if any(isinstance(callback, EmbeddingWriter) for callback in trainer.callbacks):
             return
-        output = self.config_init.predict.output or run_folder(trainer) / "embeddings"
-        trainer.callbacks.append(EmbeddingWriter(output))
+        output = self.config_init.predict.output
+        if output is None:
+            trainer.callbacks.append(_WriterToRunFolder("embeddings"))
+        else:
+            trainer.callbacks.append(EmbeddingWriter(output))
 
     def after_predict(self) -> None:
         """Say where the embeddings are."""
@@ -157,6 +160,15 @@ class _Parser(LightningArgumentParser):
         self, *args: Any, formatter_class: type[CompactHelpFormatter] = CompactHelpFormatter, **kwargs: Any
     ) -> None:
         super().__init__(*args, formatter_class=formatter_class, **kwargs)
+
+
+class _WriterToRunFolder(EmbeddingWriter):
+    """Writes to the folder of the run, which is the same on all ranks only when all of them have been started."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage == "predict":
+            self.output = run_folder(trainer) / "embeddings"
+        super().setup(trainer, pl_module, stage)
 
 
 class _SaveConfig(SaveConfigCallback):
