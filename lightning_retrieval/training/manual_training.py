@@ -94,6 +94,7 @@ class ManualTraining(OptimizedModule):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Let DDP copy the buffers of rank 0 to all ranks."""
         broadcast_buffers_at_next_forward(self.trainer)
+        _count_begun_epoch(self.trainer)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clip gradients, here where half-precision gradients have been unscaled and not yet been used."""
@@ -121,3 +122,18 @@ class ManualTraining(OptimizedModule):
         """Step `ReduceLROnPlateau` in a run without validation."""
         if not self.trainer.enable_validation:
             step_plateau_schedulers(self, self.lr_scheduler_monitor)
+
+
+def _count_begun_epoch(trainer: Any) -> None:
+    """Count the epoch that has begun if Lightning has not, so that its next checkpoint says where the run is.
+
+    It does not count the epoch after a checkpoint that was written at the last batch of an epoch. A run that is resumed
+    from a later checkpoint of that epoch would begin the epoch again.
+
+    Args:
+        trainer: a `pytorch_lightning.Trainer`.
+    """
+    progress = trainer.fit_loop.epoch_progress
+    if progress.current.ready <= progress.current.completed:
+        progress.increment_ready()
+        progress.increment_started()
