@@ -36,6 +36,7 @@ bench:  ## speed and memory: each benchmark prints a table
 	$(PYTHON) benchmarks/detection.py
 	$(PYTHON) benchmarks/ddp.py
 	$(PYTHON) benchmarks/gradient_sum.py
+	$(PYTHON) benchmarks/elastic.py
 	$(PYTHON) benchmarks/samplers.py
 	$(PYTHON) benchmarks/data.py
 	$(PYTHON) benchmarks/images.py

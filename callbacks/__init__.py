@@ -1,6 +1,7 @@
 """Lightning callbacks: evaluation, monitors and figures, and a logger."""
 
 from lightning_retrieval.callbacks.ap_monitor import APMonitor
+from lightning_retrieval.callbacks.csv_logger import ResumableCSVLogger
 from lightning_retrieval.callbacks.curve import TrainingCurve
 from lightning_retrieval.callbacks.detections import DetectionPicture
 from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
@@ -21,6 +22,7 @@ __all__ = [
     "LearnWhitening",
     "MemoryMonitor",
     "PrecisionRecallCurve",
+    "ResumableCSVLogger",
     "RetrievalEvaluation",
     "RetrievalGallery",
     "RetrievalWandbLogger",

@@ -114,3 +114,16 @@ def test_the_ddp_benchmark_counts_the_bytes_that_the_model_predicts(tmp_path):
     # The model does not count the sizes of the shards, which parameters have a gradient, and the loss.
     assert two["model MB"] < two["sent MB"] < two["model MB"] + 0.0005
     assert 0 < two["waiting %"] + two["transfer %"] < 100
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers in the /proc of Linux")
+def test_a_run_on_two_nodes_ends_as_an_undisturbed_one_after_a_worker_is_killed(tmp_path):
+    file = tmp_path / "results.json"
+    command = [sys.executable, BENCHMARKS / "elastic.py", "--quick", "--json", file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(file.read_text())["results"]
+    assert set(row) == {"kills", "restart", "longest restart", "same weights", "same metrics"}
+    assert row["kills"] == 1
+    assert row["same weights"]
+    assert row["same metrics"]

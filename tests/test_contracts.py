@@ -205,6 +205,11 @@ TABLE = {
         without={"copy": "Lightning starts the run in order to copy it"},
         not_attributes=dict.fromkeys(("name", "project", "id", "offline"), "Lightning's logger keeps it"),
     ),
+    "ResumableCSVLogger": Entry(
+        {"folder": "runs/a", "prefix": "p"},
+        without=STATELESS,
+        not_attributes=dict.fromkeys(("folder", "prefix"), "Lightning's logger keeps it"),
+    ),
     "APMonitor": Entry(
         without=STATELESS, not_resumed=dict.fromkeys(("_classes", "_samples"), "seen in the first batch of each fit")
     ),

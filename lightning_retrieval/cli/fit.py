@@ -9,11 +9,13 @@ import torch
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.utilities import rank_zero_info
 
+from lightning_retrieval.callbacks.csv_logger import ResumableCSVLogger, other_loggers
 from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
 from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInterrupt
+from lightning_retrieval.callbacks.run_continuation import RowsBeforeCheckpoints, SameCheckpoint
 from lightning_retrieval.cli.help import CompactHelpFormatter
 from lightning_retrieval.cli.messages import missing_package_message
-from lightning_retrieval.cli.resume import find_last_checkpoint
+from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # --model DetectionModule
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
@@ -55,7 +57,7 @@ class RetrievalCLI(LightningCLI):
     """LightningCLI that evaluates after training, and resumes.
 
     `fit --test_after_fit true` evaluates the test set after training. `fit --ckpt_path last` continues the newest
-    earlier run of the same model and data.
+    earlier run of the same model and data. `fit --run_folder FOLDER` continues the run in that folder, if there is one.
     """
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -71,6 +73,20 @@ class RetrievalCLI(LightningCLI):
             default=None,
             help="Folder for the embeddings of predict, new or begun before (embeddings in the folder of the run).",
         )
+        parser.add_argument(
+            "--run_folder",
+            type=str | None,
+            default=None,
+            help="Folder of the run: fit logs and saves there, and continues what is there when it is started again.",
+        )
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Let the run log into the folder that `--run_folder` names; checkpoints follow the first logger."""
+        folder = self._get(self.config_init, "run_folder")
+        if folder is not None:
+            configured = self._get(self.config_init, "trainer").get("logger")
+            kwargs["logger"] = [ResumableCSVLogger(folder), *other_loggers(configured)]
+        return super().instantiate_trainer(**kwargs)
 
     def _parse_ckpt_path(self) -> None:
         """Stop if the checkpoint is damaged or names strange modules, before Lightning parses its hyperparameters."""
@@ -100,16 +116,35 @@ class RetrievalCLI(LightningCLI):
         """Leave a checkpoint when Ctrl-C is pressed, and find the one that `--ckpt_path last` asks for."""
         trainer: Any = self.trainer
         trainer.callbacks.append(CheckpointOnInterrupt())
-        if self.config_init.fit.ckpt_path != "last":
+        options = self.config_init.fit
+        if options.run_folder is None and options.ckpt_path != "last":
             return
+        self._continue_run()
+
+    def _continue_run(self) -> None:
+        """Continue from the checkpoint that `--run_folder` or `--ckpt_path last` leads to."""
+        trainer: Any = self.trainer
+        options = self.config_init.fit
+        owner = "lightning-retrieval fit"
         config = self._parser("fit").dump(self.config.fit, skip_none=False)
         try:
-            found = find_last_checkpoint("lightning-retrieval fit", trainer, config)
-        except FileNotFoundError as error:
+            if options.run_folder is None:
+                option, found = "--ckpt_path last", find_last_checkpoint(owner, trainer, config)
+            else:
+                option, found = "--run_folder", find_checkpoint_of_run(owner, trainer, config)
+        except (FileNotFoundError, ValueError) as error:
             self.parser.error(str(error))
         if found is not None:
-            rank_zero_info(f"--ckpt_path last: continuing from {found}.")
-            self.config_init.fit.ckpt_path = str(found)
+            rank_zero_info(f"{option}: continuing from {found}.")
+            options.ckpt_path = str(found)
+        elif options.run_folder is not None and options.ckpt_path == "last":
+            options.ckpt_path = None
+        trainer.callbacks.append(SameCheckpoint(owner, found))
+        if options.run_folder is not None:
+            first_checkpoint = len(trainer.callbacks)
+            if trainer.checkpoint_callback is not None:
+                first_checkpoint = trainer.callbacks.index(trainer.checkpoint_callback)
+            trainer.callbacks.insert(first_checkpoint, RowsBeforeCheckpoints(trainer.logger))
 
     def before_predict(self) -> None:
         """Write the embeddings to files, and do not collect them in memory."""

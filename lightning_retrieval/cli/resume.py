@@ -1,11 +1,14 @@
-"""`fit --ckpt_path last`: the newest checkpoint of an earlier run of the same config.
+"""`fit --ckpt_path last` and `--run_folder`: the newest checkpoint of an earlier run of the same config.
 
 Lightning looks for the last checkpoint in the folder of the run, but a logger gives each run a new folder, which is
-empty. So the folders beside it are searched for runs whose saved config has the same model and data.
+empty. So the folders beside it are searched for runs whose saved config has the same model and data. With
+`--run_folder` all starts of a run have one folder.
 """
 
 from pathlib import Path
 from typing import Any
+
+from lightning_retrieval.training.run_folder import newest_checkpoint
 
 CONFIG = "config.yaml"
 COMPARED = ("model", "data")  # parts of a config that an earlier run must share
@@ -45,6 +48,30 @@ def find_last_checkpoint(owner: str, trainer: Any, config: str) -> Path | None:
         f"{len(runs)} runs, {len(same)} of them with the same model and data, and none of these has a checkpoint"
         f"{elsewhere}; leave out the option to begin a new run, or give the path of a checkpoint."
     )
+
+
+def find_checkpoint_of_run(owner: str, trainer: Any, config: str) -> Path | None:
+    """Find the newest checkpoint of the run whose folder `--run_folder` names.
+
+    Args:
+        owner: prefix of error messages.
+        trainer: the `pytorch_lightning.Trainer` of the new start, which has not begun.
+        config: of the new start.
+
+    Returns:
+        The path; None if the run has none yet, because it is new or was killed before the first.
+
+    Raises:
+        ValueError: if the folder holds a run of another model or other data, or only damaged checkpoints.
+    """
+    folder = Path(trainer.logger.log_dir)
+    if (folder / CONFIG).exists() and not _is_same_config(folder / CONFIG, config):
+        raise ValueError(
+            f"{owner}: `--run_folder` must be the folder of a run of this model and data, or a new one, got {folder}, "
+            f"whose {CONFIG} has others; choose another folder."
+        )
+    own_folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", None)]
+    return newest_checkpoint(owner, [folder / "checkpoints", *own_folders])
 
 
 def _runs(trainer: Any) -> tuple[Path, list[Path]]:

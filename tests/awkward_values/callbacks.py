@@ -9,6 +9,7 @@ from lightning_retrieval.callbacks import (
     LearnWhitening,
     MemoryMonitor,
     PrecisionRecallCurve,
+    ResumableCSVLogger,
     RetrievalEvaluation,
     RetrievalGallery,
     RetrievalWandbLogger,
@@ -31,6 +32,7 @@ CALLS = {
     "CheckpointOnInterrupt": [Call("CheckpointOnInterrupt", CheckpointOnInterrupt, lambda: {"option": "--resume"})],
     "MemoryMonitor": [Call("MemoryMonitor", MemoryMonitor, lambda: {"probe": 8})],
     "PrecisionRecallCurve": [Call("PrecisionRecallCurve", PrecisionRecallCurve, lambda: {"every_n_epochs": 2})],
+    "ResumableCSVLogger": [Call("ResumableCSVLogger", ResumableCSVLogger, lambda: {"folder": "runs/a", "prefix": ""})],
     "RetrievalEvaluation": [
         Call(
             "RetrievalEvaluation",

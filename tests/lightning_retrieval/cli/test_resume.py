@@ -1,5 +1,6 @@
-"""`fit --ckpt_path last` continues the run of this config that Ctrl-C ended, and no other."""
+"""`fit --ckpt_path last` and `--run_folder` continue the run of this config that Ctrl-C ended, and no other."""
 
+import csv
 import os
 import shutil
 import signal
@@ -145,3 +146,42 @@ def test_a_folder_of_ones_own_is_searched_too(tmp_path, capsys, caplog):
         f"checkpoint, nor has {own}, the `dirpath` of a ModelCheckpoint; leave out the option"
     )
     assert message in capsys.readouterr().err
+
+
+def metrics_of(folder):
+    """What the rows of metrics.csv say, but for the throughput."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{name: value for name, value in row.items() if name != "train/images_per_second"} for row in rows]
+
+
+def test_the_same_command_continues_the_run_in_its_folder(whole, tmp_path, caplog):
+    """After Ctrl-C in the second epoch and a checkpoint that is half written; the rows are those of one start."""
+    options = ["--trainer.log_every_n_steps=1"]
+    fit(tmp_path, f"--run_folder={tmp_path / 'once'}", *options)
+    run = tmp_path / "run"
+    interrupt(tmp_path, 4, "step", f"--run_folder={run}", *options)
+    left = run / "checkpoints/last-interrupted.ckpt"
+    (run / "checkpoints/later.ckpt").write_bytes(left.read_bytes()[:-99])
+    with pytest.warns(UserWarning, match=r"skipped the checkpoint .*later\.ckpt"):
+        fit(tmp_path, f"--run_folder={run}", *options, "--ckpt_path=last")
+    assert f"--run_folder: continuing from {left}." in caplog.text
+    resumed = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
+    assert resumed["global_step"] == whole["global_step"] == 6
+    assert all(torch.equal(resumed["state_dict"][name], value) for name, value in whole["state_dict"].items())
+    assert len(metrics_of(run)) > 6
+    assert metrics_of(run) == metrics_of(tmp_path / "once")
+    assert not (tmp_path / "glyphs").exists()  # the folder of the logger that is replaced
+
+
+@pytest.mark.refusal
+def test_a_folder_of_another_run_is_refused(tmp_path, capsys):
+    run = tmp_path / "run"
+    interrupt(tmp_path, 1, "step", f"--run_folder={run}")
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match=r"^2$"):
+        fit(tmp_path, f"--run_folder={run}", "--model.init_args.gradient_clip_val=2.0")
+    assert (
+        "lightning-retrieval fit: `--run_folder` must be the folder of a run of this model and data, or a new one, got "
+        f"{run}, whose config.yaml has others; choose another folder."
+    ) in capsys.readouterr().err

@@ -1,0 +1,123 @@
+"""metrics.csv of a run that is started several times is that of a run that is started once."""
+
+import csv
+
+import pytest
+
+from lightning_retrieval.callbacks import ResumableCSVLogger
+
+
+def log_steps(folder, steps, validation_after=()):
+    """Log some steps, and the metrics of a validation after some of them, as one start of a run that is then killed."""
+    logger = ResumableCSVLogger(folder)
+    for step in steps:
+        logger.log_metrics({"train/loss": 1 / (step + 1), "epoch": step // 4}, step)
+        if step in validation_after:
+            logger.log_metrics({"val/mAP": step / 10, "epoch": step // 4}, step)
+    return logger
+
+
+def rows_of(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture
+def once(tmp_path):
+    """The rows of a run that is started once."""
+    log_steps(tmp_path / "once", range(10), validation_after=(3, 7))
+    return rows_of(tmp_path / "once")
+
+
+def test_one_start_logs_what_lightning_logs(once):
+    assert len(once) == 12
+    assert once[4] == {"epoch": "0", "step": "3", "train/loss": "", "val/mAP": "0.3"}
+    assert [row["step"] for row in once if row["train/loss"]] == [str(step) for step in range(10)]
+
+
+@pytest.mark.parametrize("resumed_from", [1, 3, 4, 8, 9])
+def test_a_later_start_replaces_the_rows_of_the_steps_that_it_repeats(resumed_from, once, tmp_path):
+    folder = tmp_path / "run"
+    log_steps(folder, range(9), validation_after=(3, 7))
+    log_steps(folder, range(resumed_from, 10), validation_after=(3, 7))
+    assert rows_of(folder) == once
+
+
+def test_rows_that_are_not_repeated_stay(once, tmp_path):
+    """The third start is killed before it reaches the steps of the second one."""
+    folder = tmp_path / "run"
+    log_steps(folder, range(6), validation_after=(3, 7))
+    log_steps(folder, range(2, 10), validation_after=(3, 7))
+    log_steps(folder, range(4, 6))
+    assert rows_of(folder) == once
+
+
+def test_a_line_that_a_kill_has_cut_off_is_removed(once, tmp_path):
+    folder = tmp_path / "run"
+    log_steps(folder, range(6), validation_after=(3, 7))
+    file = folder / "metrics.csv"
+    file.write_bytes(file.read_bytes()[:-4])
+    log_steps(folder, range(5, 10), validation_after=(3, 7))
+    assert rows_of(folder) == once
+
+
+def test_every_row_is_written_at_once(tmp_path):
+    log_steps(tmp_path / "run", range(3))
+    assert len(rows_of(tmp_path / "run")) == 3
+
+
+def test_a_row_that_is_written_before_its_checkpoint_is_not_written_twice(once, tmp_path):
+    folder = tmp_path / "run"
+    logger = ResumableCSVLogger(folder)
+    for step in range(10):
+        metrics = {"train/loss": 1 / (step + 1), "epoch": step // 4}
+        logger.log_before_checkpoint(metrics, step)
+        assert len([row for row in rows_of(folder) if row["train/loss"]]) == step + 1
+        logger.log_metrics(metrics, step)
+        if step in (3, 7):
+            logger.log_metrics({"val/mAP": step / 10, "epoch": step // 4}, step)
+    assert rows_of(folder) == once
+
+
+def test_a_row_that_has_grown_since_is_replaced(tmp_path):
+    logger = ResumableCSVLogger(tmp_path / "run")
+    logger.log_before_checkpoint({"a": 1.0, "epoch": 0}, 0)
+    logger.log_metrics({"a": 1.0, "b": 2.0, "epoch": 0}, 0)
+    logger.log_metrics({"a": 3.0, "epoch": 0}, 1)
+    assert rows_of(tmp_path / "run") == [
+        {"a": "1.0", "b": "2.0", "epoch": "0", "step": "0"},
+        {"a": "3.0", "b": "", "epoch": "0", "step": "1"},
+    ]
+
+
+def test_a_later_start_may_log_more_metrics_than_the_first(tmp_path):
+    """Columns that are new do not hide the rows that are repeated."""
+    folder = tmp_path / "run"
+    log_steps(folder, range(4))
+    log_steps(folder, range(1, 6), validation_after=(1,))
+    rows = rows_of(folder)
+    assert [row["step"] for row in rows if row["train/loss"]] == [str(step) for step in range(6)]
+    assert [row["step"] for row in rows if row["val/mAP"]] == ["1"]
+
+
+def test_a_file_without_rows(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "metrics.csv").write_text("")
+    log_steps(folder, range(2))
+    assert [row["step"] for row in rows_of(folder)] == ["0", "1"]
+
+
+@pytest.mark.refusal
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ValueError, match=rf"^ResumableCSVLogger: `folder` must be .* got the file {tmp_path / 'run'}"):
+        ResumableCSVLogger(tmp_path / "run")
+
+
+@pytest.mark.refusal
+def test_types_of_arguments():
+    with pytest.raises(TypeError, match="`prefix` must be a string, got 3"):
+        ResumableCSVLogger("run", prefix=3)
+    with pytest.raises(TypeError, match="`folder`"):
+        ResumableCSVLogger(3)
