@@ -19,6 +19,7 @@ from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
 from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.ranking.precision import ieee_products
 
+_BLOCK_GALLERY = 1 << 14  # images of the gallery that are scored at a time
 _ORDERS = ("spread", "hardest", "quantiles")
 Order = Literal["spread", "hardest", "quantiles"]
 
@@ -56,18 +57,26 @@ def nearest_images(
         return [(query, []) for query in chosen.tolist()]
     ascending, order = lists.query_ids.sort()
     queries = order[torch.searchsorted(ascending, chosen)]
-    device = lists.gallery.device  # another one than that of the ids if embeddings are kept on the CPU
-    with ieee_products():
-        scores = lists.queries[queries.to(device)] @ lists.gallery.T  # (chosen, gallery)
-    scores = scores.to(ids.device)
-    scores.masked_fill_(~metrics.is_candidate(lists, queries), -torch.inf)
-    relevant = metrics.is_relevant(chosen, lists.query_labels[queries], ids, lists.gallery_labels)
-    best = scores.topk(min(k, len(ids)), dim=1)
+    rows = lists.query_rows.select(queries)
+    scores = torch.empty(len(queries), 0, dtype=rows.dtype, device=ids.device)
+    columns = torch.empty(len(queries), 0, dtype=torch.int64, device=ids.device)
+    for begin in range(0, len(ids), _BLOCK_GALLERY):
+        part = slice(begin, min(begin + _BLOCK_GALLERY, len(ids)))
+        gallery = lists.gallery_rows.range(part.start, part.stop)
+        with ieee_products():
+            of_part = (rows.to(gallery.device) @ gallery.T).to(ids.device)  # (chosen, part)
+        of_part.masked_fill_(~metrics.is_candidate(lists, queries, part), -torch.inf)
+        scores = torch.cat([scores, of_part], 1)
+        columns = torch.cat([columns, torch.arange(part.start, part.stop, device=ids.device).expand_as(of_part)], 1)
+        scores, best = scores.topk(min(k, scores.shape[1]), dim=1)
+        columns = columns.gather(1, best)
     results = []
-    for row, query in enumerate(chosen.tolist()):
-        columns = best.indices[row][best.values[row] > -torch.inf]
-        hits = zip(ids[columns].tolist(), relevant[row, columns].tolist())
-        results.append((query, [Hit(*hit) for hit in hits]))
+    for row, query in enumerate(queries.tolist()):
+        found = columns[row][scores[row] > -torch.inf]
+        label = lists.query_labels[query : query + 1]
+        relevant = metrics.is_relevant(chosen[row : row + 1], label, ids[found], lists.gallery_labels[found])
+        hits = zip(ids[found].tolist(), relevant[0].tolist())
+        results.append((int(chosen[row]), [Hit(*hit) for hit in hits]))
     return results
 
 

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,11 +42,46 @@ def gather_rows(
     if counts is None:
         own_count = torch.tensor([len(rows)], device=rows.device)
         counts = gather_rows(own_count, [1] * world_size()).tolist()
-    padded = rows.new_zeros(max(counts), *rows.shape[1:])
-    padded[: len(rows)] = rows.detach()
+    return torch.cat(gather_parts(rows, counts, group))
+
+
+def gather_parts(
+    rows: Shaped[Tensor, "shard ..."], counts: Sequence[int], group: Any = None
+) -> list[Shaped[Tensor, "_ ..."]]:
+    """Gather the rows of all processes, as one tensor for each process, without a gradient.
+
+    Args:
+        rows: rows of this process.
+        counts: number of rows of each process.
+        group: process group; None for all processes.
+    """
+    padded = rows.detach().contiguous()
+    missing = max(counts) - len(rows)
+    if missing > 0:
+        padded = torch.cat([padded, rows.new_zeros(missing, *rows.shape[1:])])
     parts = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(parts, padded, group=group)
-    return torch.cat([part[:count] for part, count in zip(parts, counts)])
+    return [part[:count] for part, count in zip(parts, counts)]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of some work that this process does: `index` of `count`.
+
+    Args:
+        index: of this process, from 0.
+        count: number of processes that share the work.
+        group: process group of these processes; None for all processes.
+        device: of tensors that are sent to other processes; None if there is one process.
+    """
+
+    index: int = 0
+    count: int = 1
+    group: Any = None
+    device: torch.device | None = None
+
+
+UNSHARDED = Shard()
 
 
 def gather_objects(value: Any) -> list[Any]:

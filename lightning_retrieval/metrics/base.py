@@ -20,12 +20,10 @@ from lightning_retrieval.checks import (
     check_matrix,
     check_tensor,
 )
-from lightning_retrieval.distributed import world_size
+from lightning_retrieval.distributed import UNSHARDED, Shard, world_size
 from lightning_retrieval.metrics.gathering import (
-    UNSHARDED,
     CollectedRows,
     Rows,
-    Shard,
     gather_over_processes,
     given_only_sometimes,
     merge_duplicates,
@@ -189,15 +187,11 @@ class EmbeddingMetric(Metric):
         owner = type(self).__name__
         collected, shard = self._collected(), UNSHARDED
         if self._over_processes:
+            group = self.process_group
+            shard = Shard(dist.get_rank(group), dist.get_world_size(group), group, self.device)
             collected = gather_over_processes(
-                owner,
-                collected,
-                self._error,
-                device=self.device,
-                embeddings_device=self._embeddings_device(),
-                group=self.process_group,
+                owner, collected, self._error, shard=shard, embeddings_device=self._embeddings_device()
             )
-            shard = Shard(dist.get_rank(self.process_group), dist.get_world_size(self.process_group))
         if collected is None:
             raise ValueError(nothing_to_compute(owner))
         return collected, shard

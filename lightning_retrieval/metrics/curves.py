@@ -15,7 +15,7 @@ from lightning_retrieval.ranking.float64 import float64_device
 from lightning_retrieval.ranking.precision import ieee_products
 from lightning_retrieval.ranking.ranks import PositiveRanks
 
-_BLOCK_QUERIES, _BLOCK_GALLERY = 256, 1 << 16  # size of a block of scores
+_BLOCK_GALLERY = 1 << 14  # images of the gallery that are scored at a time
 
 
 def mean_precision(metrics: RetrievalMetrics, steps: int = 100) -> Float[Tensor, " step"]:
@@ -28,13 +28,13 @@ def mean_precision(metrics: RetrievalMetrics, steps: int = 100) -> Float[Tensor,
         metrics: holds the embeddings of the set.
         steps: number of steps from recall 0 to 1.
     """
-    rows, shard = metrics.gather()
+    rows, _ = metrics.gather()
     lists = metrics.query_gallery(rows._replace(labels=rows.labels[:, :1]))
-    shape = (len(lists.queries), steps + 1)
+    shape = (len(lists.query_ids), steps + 1)
     values = torch.full(shape, torch.nan, dtype=torch.float64, device=float64_device(rows.ids.device))
-    if len(lists.queries) > 0 and len(lists.gallery) > 0:
+    if not lists.is_empty:
         values.zero_()
-        for ranks in lists.positive_ranks(shard):
+        for ranks in lists.positive_ranks():
             values[ranks.queries] = interpolated_precision(ranks, steps)
     values = sum_over_ranks(values)  # other processes have zeros for each query: the sum is exact
     return values[~values[:, 0].isnan()].mean(0)
@@ -56,19 +56,17 @@ def pair_counts(metrics: EmbeddingMetric, bins: int) -> Int[Tensor, "2 bins"]:
         metrics: holds the embeddings of the set.
         bins: number of bins.
     """
-    rows, shard = metrics.gather()
+    rows, _ = metrics.gather()
     lists = metrics.query_gallery(rows)
     device = rows.ids.device
     counts = torch.zeros(2 * bins, dtype=torch.int64, device=device)
     # The boundaries of the blocks do not depend on the number of processes, so the scores' last digits do not either.
-    for start in range(shard.index * _BLOCK_QUERIES, len(lists.query_ids), shard.count * _BLOCK_QUERIES):
-        block = slice(start, start + _BLOCK_QUERIES)
-        queries = lists.queries[block].to(device)
-        for begin in range(0, len(lists.gallery_ids), _BLOCK_GALLERY):
-            part = slice(begin, begin + _BLOCK_GALLERY)
-            gallery = lists.gallery[part].to(device)
+    for begin in range(0, len(lists.gallery_ids), _BLOCK_GALLERY):
+        part = slice(begin, min(begin + _BLOCK_GALLERY, len(lists.gallery_ids)))
+        gallery = lists.gallery_rows.range(part.start, part.stop).to(device)
+        for queries, block in lists.query_rows.blocks():
             with ieee_products():
-                scores = queries @ gallery.T
+                scores = queries.to(device) @ gallery.T
             bin_index = scores.add_(1).mul_(bins / 2).long().clamp_(0, bins - 1)
             is_relevant = metrics.is_relevant(
                 lists.query_ids[block], lists.query_labels[block], lists.gallery_ids[part], lists.gallery_labels[part]

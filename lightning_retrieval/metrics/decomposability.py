@@ -5,11 +5,13 @@ lists of batches, but the list of the whole set is reported. In a batch a query 
 before its positives, so AP within batches is higher.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.distributed import sum_over_ranks
+from lightning_retrieval.distributed import Shard, sum_over_ranks
 from lightning_retrieval.metrics.definitions import average_precision
 from lightning_retrieval.metrics.gathering import Rows
 from lightning_retrieval.metrics.query_gallery import query_gallery
@@ -35,8 +37,11 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
     rows, shard = metrics.gather()
     batches = cut_into_batches(rows.labels[:, 0].cpu(), classes, samples)
     sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=float64_device(rows.ids.device))
-    for index in range(shard.index, len(batches), shard.count):
-        batch = _select(rows, batches[index])
+    for first in range(0, len(batches), shard.count):
+        batch = _own_batch(rows, batches[first : first + shard.count], shard)
+        if len(batch.ids) == 0:  # the last batches are of other processes
+            continue
+        index = first + shard.index
         lists = query_gallery(
             batch, metrics.query_expansion, metrics.database_augmentation, owner=type(metrics).__name__
         )
@@ -47,11 +52,22 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
     return gap
 
 
-def _select(rows: Rows, batch: Int[Tensor, " batch"]) -> Rows:
-    """The rows of a batch as if a metric had been updated with them, with the finest level of their labels."""
-    chosen = rows.select(batch.sort().values.to(rows.ids.device))
-    embeddings = unit_rows([chosen.embeddings.tensor().to(rows.ids.device)])
-    return chosen._replace(embeddings=embeddings, labels=chosen.labels[:, :1])
+def _own_batch(rows: Rows, batches: Sequence[Int[Tensor, " batch"]], shard: Shard) -> Rows:
+    """The rows of this process's batch as if a metric had been updated with them, with the finest level of labels.
+
+    This is a collective operation if there are several processes.
+
+    Args:
+        rows: of the set.
+        batches: the rows of each process's batch; the last processes may have none.
+        shard: this process.
+    """
+    nothing = batches[0][:0]
+    of_process = [batch.sort().values for batch in batches] + [nothing] * (shard.count - len(batches))
+    every = torch.cat(of_process).to(rows.ids.device)
+    embeddings = rows.embeddings.select(every).distribute([len(batch) for batch in of_process])
+    own = rows.select(of_process[shard.index].to(rows.ids.device))
+    return own._replace(embeddings=unit_rows([embeddings.to(rows.ids.device)]), labels=own.labels[:, :1])
 
 
 def cut_into_batches(labels: Int[Tensor, " row"], classes: int, samples: int) -> list[Int[Tensor, " _"]]:

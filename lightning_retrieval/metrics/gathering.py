@@ -1,8 +1,10 @@
-"""The rows of an evaluation set, gathered over all processes and merged so that each image occurs once."""
+"""The rows of an evaluation set, known to all processes and merged so that each image occurs once.
+
+Labels, ids, roles and the like are gathered, so that every process knows all of them. Embeddings stay on the process
+that was given them, until it is known which process needs which of them.
+"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -10,12 +12,10 @@ import torch.distributed as dist
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
-from lightning_retrieval.distributed import gather_rows
+from lightning_retrieval.distributed import UNSHARDED, Shard, gather_rows
 from lightning_retrieval.metrics.unit_rows import UnitRows, unit_rows
 from lightning_retrieval.ranking.labels import check_nesting
 from lightning_retrieval.ranking.roles import Role
-
-_CHUNK = 1 << 16  # rows that are gathered at a time if embeddings are kept on the CPU
 
 
 class Rows(NamedTuple):
@@ -36,7 +36,14 @@ class Rows(NamedTuple):
 
 
 class CollectedRows(NamedTuple):
-    """The rows of all updates in any order. An image may occur several times. Only the embeddings are in batches."""
+    """The rows of all updates in any order. An image may occur several times.
+
+    Attributes:
+        embeddings: of this process, in batches. Everything else is of all processes, if `gather_over_processes` has
+            returned it, those of the first process first.
+        counts: number of rows of each process; None before they are gathered.
+        shard: this process.
+    """
 
     embeddings: Sequence[Float[Tensor, "_ dim"]]
     labels: Int[Tensor, "row ..."]
@@ -44,6 +51,15 @@ class CollectedRows(NamedTuple):
     roles: Int[Tensor, " row"]
     instances: Int[Tensor, " row"] | None
     cameras: Int[Tensor, " row"] | None
+    counts: Sequence[int] | None = None
+    shard: Shard = UNSHARDED
+
+    def unit_rows(self) -> UnitRows:
+        """The embeddings of all rows, normalised when they are needed."""
+        if self.counts is None:
+            return unit_rows(self.embeddings)
+        every = torch.arange(sum(self.counts), device=self.embeddings[0].device)
+        return UnitRows(self.embeddings, every, self.counts, self.shard)
 
     def shortened(self, dim: int) -> "CollectedRows":
         """The same rows with the first `dim` dimensions of each embedding; nothing is copied."""
@@ -61,35 +77,24 @@ class RowFormat(NamedTuple):
     has_cameras: bool
 
 
-@dataclass(frozen=True)
-class Shard:
-    """The fraction of the queries that this process ranks: `index` of `count`. Every process has all rows."""
-
-    index: int = 0
-    count: int = 1
-
-
-UNSHARDED = Shard()
-
-
 def gather_over_processes(
     owner: str,
     rows: CollectedRows | None,
     error: str | None,
     *,
-    device: torch.device,
+    shard: Shard,
     embeddings_device: torch.device,
-    group: Any,
 ) -> CollectedRows:
-    """The rows of all processes in rank order. This is a collective operation.
+    """The rows of all processes in rank order, but of the embeddings only those of this process.
+
+    This is a collective operation.
 
     Args:
         owner: prefix of error messages.
         rows: the rows of this process, or None if it has none.
         error: message of an error that occurred on this process, which is then raised on all processes.
-        device: device of the collectives.
-        embeddings_device: device on which embeddings are kept; if it is another one, they are gathered in chunks.
-        group: the process group.
+        shard: this process, with the group and the device of the collective operations.
+        embeddings_device: device on which embeddings are kept.
 
     Raises:
         ValueError: on all processes, if one has an error, none has rows, their formats differ, or there are no ids.
@@ -99,19 +104,19 @@ def gather_over_processes(
         count, row_format = len(rows.roles), _format_of(rows)
         if error is None:
             error = _incomplete_column(owner, rows)
-    reports: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(reports, (count, row_format, error), group=group)
+    reports: list[Any] = [None] * shard.count
+    dist.all_gather_object(reports, (count, row_format, error), group=shard.group)
     counts, formats, errors = zip(*reports)
     _raise_first(errors)
     row_format = _common_format(owner, formats)
     if rows is None:
-        rows = _no_rows(row_format, device, embeddings_device)
-    columns: dict[str, Any] = {"embeddings": [_gather_column(torch.cat(list(rows.embeddings)), counts, device, group)]}
-    for name, column in rows._asdict().items():
-        if name == "embeddings":
-            continue
-        columns[name] = None if column is None else _gather_column(column, counts, device, group)
-    return CollectedRows(**columns)
+        rows = _no_rows(row_format, shard.device, embeddings_device)
+    columns: dict[str, Tensor] = {}
+    for name in ("labels", "ids", "roles", "instances", "cameras"):
+        column = getattr(rows, name)
+        if column is not None:
+            columns[name] = gather_rows(column, counts, shard.group)
+    return rows._replace(**columns, counts=counts, shard=shard)
 
 
 def merge_duplicates(owner: str, collected: CollectedRows) -> Rows:
@@ -130,7 +135,7 @@ def merge_duplicates(owner: str, collected: CollectedRows) -> Rows:
         ids = torch.arange(len(labels), device=labels.device)
     check_nesting(owner, labels)
     first, roles = _first_of_each(owner, "id", ids, labels, collected.roles, collected.cameras)
-    rows = Rows(unit_rows(collected.embeddings).select(first), labels[first], ids[first], roles)
+    rows = Rows(collected.unit_rows().select(first), labels[first], ids[first], roles)
     if collected.cameras is not None:
         rows = rows._replace(cameras=collected.cameras[first])
     if collected.instances is None:
@@ -212,21 +217,6 @@ def _none_unless(is_given: bool, column: Int[Tensor, " row"]) -> Int[Tensor, " r
     return None
 
 
-def _gather_column(
-    column: Shaped[Tensor, "row ..."], counts: Sequence[int], device: torch.device, group: Any
-) -> Shaped[Tensor, "row ..."]:
-    """The rows of all processes in rank order, in chunks through the device if they are kept elsewhere."""
-    if column.device == device:
-        return gather_rows(column, counts, group)
-    chunks_of_rank: list[list[Tensor]] = [[] for _ in counts]
-    for begin in range(0, max(counts), _CHUNK):
-        sizes = [min(max(count - begin, 0), _CHUNK) for count in counts]
-        gathered = gather_rows(column[begin : begin + _CHUNK].to(device), sizes, group)
-        for chunks, chunk in zip(chunks_of_rank, gathered.cpu().split(sizes)):
-            chunks.append(chunk)
-    return torch.cat(list(chain.from_iterable(chunks_of_rank)))
-
-
 def _first_of_each(
     owner: str,
     name: Literal["id", "instance"],
@@ -263,7 +253,22 @@ def _average_instances(owner: str, rows: Rows, instances: Int[Tensor, " row"]) -
     sizes = torch.unique(instances, return_counts=True)[1]
     by_instance = instances.argsort(stable=True)
     by_id = first.argsort()  # rows are in the order of their ids, so the first row of an instance has its least id
-    device = rows.embeddings.device
-    unit = rows.embeddings.select(by_instance).tensor()
-    sums = torch.segment_reduce(unit, "sum", lengths=sizes.to(device))
-    return rows.select(first[by_id])._replace(embeddings=unit_rows([sums]).select(by_id), roles=roles[by_id])
+    averages = _sums_of_sections(rows.embeddings.select(by_instance), sizes).select(by_id)
+    return rows.select(first[by_id])._replace(embeddings=averages, roles=roles[by_id])
+
+
+def _sums_of_sections(rows: UnitRows, sizes: Int[Tensor, " section"]) -> UnitRows:
+    """The sums of consecutive sections of unit rows. Each process computes some of them."""
+    shard = rows.shard
+    ends = sizes.cumsum(0)
+    middles = ends - (sizes + 1) // 2
+    process = middles * shard.count // int(ends[-1])  # each section is summed on one process
+    sections_of_process = torch.bincount(process, minlength=shard.count)
+    rows_of_process = torch.zeros_like(sections_of_process).scatter_add(0, process, sizes)
+    unit = rows.distribute(rows_of_process.tolist())
+    counts = sections_of_process.tolist()
+    own_sizes = sizes.split(counts)[shard.index].to(unit.device)
+    sums = unit
+    if len(own_sizes) > 0:
+        sums = torch.segment_reduce(unit, "sum", lengths=own_sizes)
+    return UnitRows([sums], torch.arange(len(sizes), device=unit.device), counts, shard)

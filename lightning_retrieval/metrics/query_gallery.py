@@ -1,26 +1,31 @@
 """Queries and gallery of an evaluation set, as they are ranked."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_matrix
-from lightning_retrieval.metrics.gathering import Rows, Shard
-from lightning_retrieval.ranking.ranks import PositiveRanks, positive_ranks
+from lightning_retrieval.metrics.gathering import Rows
+from lightning_retrieval.ranking.labelled_lists import LabelledLists
+from lightning_retrieval.ranking.ranked_lists import positive_ranks
+from lightning_retrieval.ranking.ranks import PositiveRanks
 from lightning_retrieval.ranking.roles import Role, has_role
+from lightning_retrieval.ranking.sharded_rows import ShardedRows
 
 
-class QueryGallery(NamedTuple):
+@dataclass(frozen=True)
+class QueryGallery:
     """Queries and gallery after post-processing, both sorted by their labels, the coarsest level first.
 
     Attributes:
-        queries: unit rows.
+        query_rows: unit rows of the queries, distributed over the processes.
         query_ids: dataset index of each query.
         query_labels: finest level first.
-        gallery: unit rows.
+        gallery_rows: unit rows of the gallery, distributed over the processes.
         gallery_ids: dataset index of each image of the gallery.
         gallery_labels: finest level first.
         self_index: index of each query itself in the gallery, or -1 if it is not there.
@@ -28,29 +33,44 @@ class QueryGallery(NamedTuple):
         gallery_cameras: the camera of each image of the gallery, or None.
     """
 
-    queries: Float[Tensor, "query dim"]
+    query_rows: ShardedRows
     query_ids: Int[Tensor, " query"]
     query_labels: Int[Tensor, "query level"]
-    gallery: Float[Tensor, "gallery dim"]
+    gallery_rows: ShardedRows
     gallery_ids: Int[Tensor, " gallery"]
     gallery_labels: Int[Tensor, "gallery level"]
     self_index: Int[Tensor, " query"]
     query_cameras: Int[Tensor, " query"] | None = None
     gallery_cameras: Int[Tensor, " gallery"] | None = None
 
-    def positive_ranks(self, shard: Shard) -> Iterator[PositiveRanks]:
-        """The ranks of the positives of the queries of a shard, one block of queries at a time."""
-        return positive_ranks(
-            self.queries,
-            self.query_labels,
-            self.gallery,
-            self.gallery_labels,
-            self.self_index,
-            query_cameras=self.query_cameras,
-            gallery_cameras=self.gallery_cameras,
-            shard=shard.index,
-            num_shards=shard.count,
+    @property
+    def queries(self) -> Float[Tensor, "query dim"]:
+        """Unit rows of all queries. A collective operation that takes the memory if there are several processes."""
+        return self.query_rows.all()
+
+    @property
+    def gallery(self) -> Float[Tensor, "gallery dim"]:
+        """Unit rows of the gallery. A collective operation that takes the memory if there are several processes."""
+        return self.gallery_rows.all()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no query or no image in the gallery."""
+        return len(self.query_rows) == 0 or len(self.gallery_rows) == 0
+
+    @property
+    def labelled(self) -> LabelledLists:
+        """Labels and cameras, which decide which images are positives of a query."""
+        return LabelledLists(
+            self.query_labels, self.gallery_labels, self.self_index, self.query_cameras, self.gallery_cameras
         )
+
+    def positive_ranks(self) -> Iterator[PositiveRanks]:
+        """The ranks of the positives of this process's queries, one block of queries at a time.
+
+        This is a collective operation if there are several processes.
+        """
+        return positive_ranks(self.query_rows, self.gallery_rows, self.labelled)
 
 
 def query_gallery(
@@ -58,6 +78,7 @@ def query_gallery(
     query_expansion: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     database_augmentation: Callable[[Tensor], Tensor] | None = None,
     *,
+    unit: int | None = None,
     owner: str = "query_gallery",
 ) -> QueryGallery:
     """Split rows by their roles, sort both parts by label, and post-process the gallery and then the queries.
@@ -66,6 +87,7 @@ def query_gallery(
         rows: the images of an evaluation set.
         query_expansion: from (queries, gallery, self_index) to new queries; none if None.
         database_augmentation: from a gallery to a new one, applied first; none if None.
+        unit: rows of the blocks that are distributed over the processes; those of `positive_ranks` if None.
         owner: prefix of error messages.
     """
     order = _order_by_label(rows.labels)
@@ -76,29 +98,48 @@ def query_gallery(
     column_of_row = torch.full_like(order, -1)
     column_of_row[gallery_rows] = torch.arange(len(gallery_rows), device=order.device)
     self_index = column_of_row[query_rows]
-    device = rows.embeddings.device
-    queries = gallery = rows.embeddings.select(gallery_rows).tensor()
+    labels = (rows.labels[query_rows], rows.labels[gallery_rows])
+    if unit is None:
+        unit = LabelledLists(*labels, self_index).block_rows
+    queries = gallery = rows.embeddings.select(gallery_rows).sharded(unit)
     if query_rows is not gallery_rows:
-        queries = rows.embeddings.select(query_rows).tensor()
-    if len(queries) > 0 and len(gallery) > 0:
-        if database_augmentation is not None:
-            augmented = database_augmentation(gallery)
-            gallery = _checked(owner, "database_augmentation's result", augmented, gallery)
-        if query_expansion is not None:
-            expanded = query_expansion(queries, gallery, self_index.to(device))
-            queries = _checked(owner, "query_expansion's result", expanded, queries)
+        queries = rows.embeddings.select(query_rows).sharded(unit)
+    cameras: tuple[Tensor | None, Tensor | None] = (None, None)
+    if rows.cameras is not None:
+        cameras = (rows.cameras[query_rows], rows.cameras[gallery_rows])
     lists = QueryGallery(
-        queries=queries,
+        query_rows=queries,
         query_ids=rows.ids[query_rows],
-        query_labels=rows.labels[query_rows],
-        gallery=gallery,
+        query_labels=labels[0],
+        gallery_rows=gallery,
         gallery_ids=rows.ids[gallery_rows],
-        gallery_labels=rows.labels[gallery_rows],
+        gallery_labels=labels[1],
         self_index=self_index,
+        query_cameras=cameras[0],
+        gallery_cameras=cameras[1],
     )
-    if rows.cameras is None:
+    if lists.is_empty or (query_expansion is None and database_augmentation is None):
         return lists
-    return lists._replace(query_cameras=rows.cameras[query_rows], gallery_cameras=rows.cameras[gallery_rows])
+    return _post_processed(owner, lists, query_expansion, database_augmentation)
+
+
+def _post_processed(
+    owner: str,
+    lists: QueryGallery,
+    query_expansion: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
+    database_augmentation: Callable[[Tensor], Tensor] | None,
+) -> QueryGallery:
+    """Apply post-processing, which needs all rows: every process gathers them and computes the same."""
+    queries, gallery = lists.queries, lists.gallery
+    if database_augmentation is not None:
+        augmented = database_augmentation(gallery)
+        gallery = _checked(owner, "database_augmentation's result", augmented, gallery)
+    if query_expansion is not None:
+        expanded = query_expansion(queries, gallery, lists.self_index.to(gallery.device))
+        queries = _checked(owner, "query_expansion's result", expanded, queries)
+    return replace(
+        lists, query_rows=lists.query_rows.with_rows(queries), gallery_rows=lists.gallery_rows.with_rows(gallery)
+    )
 
 
 def _checked(owner: str, name: str, result: Any, rows: Float[Tensor, "row dim"]) -> Float[Tensor, "row dim"]:

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.metrics.gathering import Rows, Shard
+from lightning_retrieval.metrics.gathering import Rows
 from lightning_retrieval.metrics.retrieval import RetrievalMetrics
 from lightning_retrieval.ranking.roles import Role, has_role
 
@@ -66,7 +66,7 @@ class RandomGalleryMetrics(RetrievalMetrics):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, draws={self.draws}, seed={self.seed}"
 
-    def _query_values(self, rows: Rows, shard: Shard) -> dict[str, Tensor]:
+    def _query_values(self, rows: Rows) -> dict[str, Tensor]:
         """The results of `per_query`, of one draw after the other."""
         rows = _with_any_role(rows)
         generator = torch.Generator().manual_seed(self.seed)
@@ -74,7 +74,7 @@ class RandomGalleryMetrics(RetrievalMetrics):
         for _ in range(self.draws):
             in_gallery = draw_one_of_each(rows.labels[:, 0], generator)
             roles = torch.where(in_gallery, int(Role.GALLERY), int(Role.QUERY))
-            draws.append(super()._query_values(rows._replace(roles=roles), shard))
+            draws.append(super()._query_values(rows._replace(roles=roles)))
         values = {}
         for name in draws[0]:
             values[name] = torch.cat([draw[name] for draw in draws])

@@ -20,63 +20,61 @@ from lightning_retrieval.checks import (
 )
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.definitions import Divisor
-from lightning_retrieval.metrics.gathering import UNSHARDED, Rows, Shard, merge_duplicates
+from lightning_retrieval.metrics.gathering import Rows, merge_duplicates
 from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.metrics.table import QueryMetric, extra_metric, metrics_table
 from lightning_retrieval.ranking.dims import check_dims, check_dims_fit
 from lightning_retrieval.ranking.float64 import float64_device
 
 
-def query_values(
-    lists: QueryGallery, metrics: Sequence[QueryMetric], shard: Shard = UNSHARDED, group: Any = None
-) -> dict[str, Tensor]:
+def query_values(lists: QueryGallery, metrics: Sequence[QueryMetric]) -> dict[str, Tensor]:
     """The values of each query, in the order of the queries' ids.
+
+    If queries and gallery are distributed over several processes, this is a collective operation, and returns the
+    values of all queries on each of them.
 
     Args:
         lists: queries and gallery.
         metrics: what to compute.
-        shard: the fraction of the queries that this process ranks. If there are several shards, this is a collective
-            operation and returns the values of all queries.
-        group: the process group of the shards.
 
     Returns:
         `"ids"` and `"labels"` (query,) int64, and the values (query,) of each metric under its name, float64; on the
         CPU if the device of the ids has no float64.
     """
-    shape = (len(metrics), len(lists.queries))
+    shape = (len(metrics), len(lists.query_ids))
     device = float64_device(lists.query_ids.device)
     table = torch.zeros(shape, dtype=torch.float64, device=device)
     by_id = lists.query_ids.argsort()
     columns = {"ids": lists.query_ids[by_id].to(device), "labels": lists.query_labels[by_id, 0].to(device)}
     for metric, row in zip(metrics, table):
         columns[metric.per_query] = row
-    if len(lists.queries) == 0 or len(lists.gallery) == 0:
+    shard = lists.query_rows.shard
+    if lists.is_empty:
         table.fill_(torch.nan)
     else:
-        _rank_shard(lists, metrics, shard, by_id.argsort().to(device), columns)
+        _rank_shard(lists, metrics, by_id.argsort().to(device), columns)
         if shard.count > 1:
-            dist.all_reduce(table, group=group)  # other processes have zeros for each query: the sum is exact
+            dist.all_reduce(table, group=shard.group)  # other processes have zeros for each query: the sum is exact
     return columns
 
 
 def _rank_shard(
     lists: QueryGallery,
     metrics: Sequence[QueryMetric],
-    shard: Shard,
     position: Int[Tensor, " query"],
     columns: dict[str, Tensor],
 ) -> None:
-    """Rank the queries of one shard and write the values of each metric to the column of its name, at its position."""
+    """Rank the queries of this process, and write the values of each metric to its column, at their positions."""
     progress = tqdm(
-        total=-(-len(lists.queries) // shard.count),
+        total=len(lists.query_rows.local),
         desc="Ranking",
         unit="query",
         delay=2,  # seconds before the progress bar appears
         leave=False,
-        disable=None if shard.index == 0 else True,  # None: disabled if the output is not a terminal
+        disable=None if lists.query_rows.shard.index == 0 else True,  # None: disabled if the output is not a terminal
     )
     with progress:
-        for ranks in lists.positive_ranks(shard):
+        for ranks in lists.positive_ranks():
             for metric in metrics:
                 columns[metric.per_query][position[ranks.queries]] = metric.values(ranks)
             progress.update(len(ranks.queries))
@@ -163,17 +161,17 @@ class RetrievalMetrics(EmbeddingMetric):
             this level are relevant. `"mAP/16d"` and so on: the same metrics of the first 16 dimensions, for each of
             `dims`. NaN, with a warning, if all queries are skipped.
         """
-        collected, shard = self._gather_collected()
+        collected, _ = self._gather_collected()
         owner = type(self).__name__
         rows = merge_duplicates(owner, collected)
-        self._cached_values = self._query_values(rows, shard)
+        self._cached_values = self._query_values(rows)
         of_all_dims = self._means(rows, self._cached_values)
         results = dict(of_all_dims)
         for dim in self.dims:
             means = of_all_dims
             if dim < collected.embeddings[0].shape[1]:
                 shortened = merge_duplicates(owner, collected.shortened(dim))
-                means = self._means(shortened, self._query_values(shortened, shard))
+                means = self._means(shortened, self._query_values(shortened))
             results |= {f"{name}/{dim}d": mean for name, mean in means.items()}
         is_skipped = self._cached_values["AP"].isnan()
         if bool(is_skipped.all()):
@@ -218,13 +216,13 @@ class RetrievalMetrics(EmbeddingMetric):
         levels = rows.labels.shape[1]
         return metrics_table(self.ks, self.map_ks, self.map_divisor, self._extra, alpha=self.alpha, levels=levels)
 
-    def _query_values(self, rows: Rows, shard: Shard) -> dict[str, Tensor]:
+    def _query_values(self, rows: Rows) -> dict[str, Tensor]:
         """The results of `per_query` for these rows."""
         lists = self.query_gallery(rows)
-        if len(lists.queries) > 0 and len(lists.gallery) > 0:
+        if not lists.is_empty:
             every_query_in_gallery = bool((lists.self_index >= 0).all())
-            self.ranked_images = len(lists.gallery) - int(every_query_in_gallery)
-        return query_values(lists, self._table(rows), shard, self.process_group)
+            self.ranked_images = len(lists.gallery_ids) - int(every_query_in_gallery)
+        return query_values(lists, self._table(rows))
 
     def _warn_of_no_positive(self, queries: int) -> None:
         cure = "the gallery is empty"

@@ -19,7 +19,7 @@ skipped in the means of this setup, and the number of skipped queries is reporte
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,13 +29,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_retrieval.checks import check_integer, short_repr
+from lightning_retrieval.distributed import Shard
 from lightning_retrieval.metrics.base import EmbeddingMetric, Indices
-from lightning_retrieval.metrics.gathering import Shard
-from lightning_retrieval.metrics.query_gallery import QueryGallery
+from lightning_retrieval.metrics.query_gallery import QueryGallery, query_gallery
 from lightning_retrieval.metrics.revisited_lists import SETUPS, Kind, ListedImages, QueryLists
+from lightning_retrieval.ranking.counting import count_at_least
 from lightning_retrieval.ranking.float64 import float64_device
 from lightning_retrieval.ranking.precision import ieee_products
-from lightning_retrieval.ranking.ranks import count_at_least
+from lightning_retrieval.ranking.sharded_rows import ShardedRows
 
 # Blocks have a fixed size and are padded, so an image has the same score on any number of processes, and equal
 # embeddings have equal scores (see `lightning_retrieval.ranking.ranks`).
@@ -194,17 +195,19 @@ class RevisitedMetrics(EmbeddingMetric):
 
     def _query_values(self) -> dict[str, dict[str, Float[Tensor, " query"]]]:
         """For each setup the values of each query."""
-        rows, shard = self.gather()
-        ranked = self.query_gallery(rows)
+        rows, _ = self.gather()
+        ranked = query_gallery(
+            rows, self.query_expansion, self.database_augmentation, unit=_BLOCK_COLUMNS, owner=type(self).__name__
+        )
         query_ids = ranked.query_ids.tolist()
         self._lists.check_queries(type(self).__name__, query_ids)
         device = float64_device(rows.ids.device)
-        if len(query_ids) == 0 or len(ranked.gallery) == 0:
+        if ranked.is_empty:
             names = ["mAP", *(f"mP@{k}" for k in self.ks)]
             no_values = torch.full((len(query_ids),), torch.nan, dtype=torch.float64, device=device)
             return dict.fromkeys(SETUPS, dict.fromkeys(names, no_values))
         listed = self._lists.find(query_ids, ranked.gallery_ids)
-        scores, counts = self._scores_and_counts(ranked, listed, shard)
+        scores, counts = self._scores_and_counts(ranked, listed)
         values = {}
         for setup, kinds in SETUPS.items():
             is_positive = torch.isin(listed.kind, torch.tensor(kinds, device=scores.device))
@@ -221,20 +224,21 @@ class RevisitedMetrics(EmbeddingMetric):
         return values
 
     def _scores_and_counts(
-        self, ranked: QueryGallery, listed: ListedImages, shard: Shard
+        self, ranked: QueryGallery, listed: ListedImages
     ) -> tuple[Float[Tensor, "query listed"], Int[Tensor, "query listed"]]:
         """The score of each listed image, and the number of images of the gallery that score as high as a positive."""
-        scores = torch.zeros(listed.kind.shape, dtype=ranked.gallery.dtype, device=listed.kind.device)
+        queries, shard = ranked.queries.to(listed.kind.device), ranked.gallery_rows.shard
+        scores = torch.zeros(listed.kind.shape, dtype=queries.dtype, device=queries.device)
         counts = torch.zeros_like(listed.kind)
-        blocks_with_listed = (listed.column // _BLOCK_COLUMNS).unique().tolist()
-        for rows, begin, block in _score_blocks(ranked, blocks_with_listed, shard):
+        blocks_with_listed = set((listed.column // _BLOCK_COLUMNS).unique().tolist())
+        for rows, begin, block in _score_blocks(queries, ranked.gallery_rows, blocks_with_listed):
             column = listed.column[rows] - begin
             inside = (column >= 0) & (column < _BLOCK_COLUMNS)
             scores[rows] += torch.where(inside, block.gather(1, column.clamp(0, _BLOCK_COLUMNS - 1)), 0.0)
         self._sum_over_shards(scores, shard)  # all but one shard have 0 for each image: the sum is exact
         is_positive = listed.kind < Kind.JUNK
         bounds, order = scores.masked_fill(~is_positive, torch.inf).sort(1)
-        for rows, _, block in _score_blocks(ranked, range(-(-len(ranked.gallery) // _BLOCK_COLUMNS)), shard):
+        for rows, _, block in _score_blocks(queries, ranked.gallery_rows):
             counts[rows] += count_at_least(block, bounds[rows])
         self._sum_over_shards(counts, shard)
         return scores, torch.zeros_like(counts).scatter_(1, order, counts)
@@ -245,28 +249,29 @@ class RevisitedMetrics(EmbeddingMetric):
 
 
 def _score_blocks(
-    ranked: QueryGallery, numbers: Iterable[int], shard: Shard
+    queries: Float[Tensor, "query dim"], gallery: ShardedRows, chosen: set[int] | None = None
 ) -> Iterator[tuple[slice, int, Float[Tensor, "query gallery"]]]:
-    """The scores of all queries with blocks of the gallery, for those of the numbered blocks that are in this shard.
+    """The scores of all queries with the blocks of the gallery that this process holds.
 
     Yields the range of the queries, the index of the first image of the gallery, and the scores, -inf at padding.
+
+    Args:
+        queries: unit rows, on the device of the scores.
+        gallery: in blocks of `_BLOCK_COLUMNS` images.
+        chosen: numbers of the blocks; all if None.
     """
-    device = ranked.query_ids.device
-    queries = ranked.queries.to(device).split(_BLOCK_ROWS)
-    padded_queries = [pad(rows, (0, 0, 0, _BLOCK_ROWS - len(rows))) for rows in queries]
-    for number in numbers:
-        if number % shard.count != shard.index:
+    blocks_of_queries = queries.split(_BLOCK_ROWS)
+    padded_queries = [pad(rows, (0, 0, 0, _BLOCK_ROWS - len(rows))) for rows in blocks_of_queries]
+    for images, positions in gallery.blocks():
+        if chosen is not None and positions.start // _BLOCK_COLUMNS not in chosen:
             continue
-        begin = number * _BLOCK_COLUMNS
-        gallery = ranked.gallery[begin : begin + _BLOCK_COLUMNS].to(device)
-        size = len(gallery)
-        if size < _BLOCK_COLUMNS:
-            gallery = pad(gallery, (0, 0, 0, _BLOCK_COLUMNS - size))
+        size = len(images)
+        block = pad(images.to(queries.device), (0, 0, 0, _BLOCK_COLUMNS - size))
         for index, rows in enumerate(padded_queries):
             with ieee_products():
-                scores = (rows @ gallery.T)[: len(queries[index])]
+                scores = (rows @ block.T)[: len(blocks_of_queries[index])]
             scores[:, size:] = -torch.inf
-            yield slice(index * _BLOCK_ROWS, (index + 1) * _BLOCK_ROWS), begin, scores
+            yield slice(index * _BLOCK_ROWS, (index + 1) * _BLOCK_ROWS), positions.start, scores
 
 
 def _count_chosen(

@@ -2,9 +2,10 @@
 
 The last digits of a matrix product depend on its shape. Three rules make scores independent of how the work is
 partitioned. A block has a fixed number of rows (64 or more) and the last one is padded, so a query has the same scores
-on any number of processes. Tiles begin at multiples of their size, which depends on the device and the sizes of the
-problem only. The columns of a tile are padded to a multiple of all kernels' widths, so equal embeddings have equal
-scores wherever they are in the gallery, and ties are recognised as ties.
+on any number of processes. The gallery is multiplied in groups of columns that begin at multiples of their size, which
+depends on the device only; a tile, whose scores are counted together, is one or more such groups. The columns of the
+last group are padded to a multiple of all kernels' widths, so equal embeddings have equal scores wherever they are in
+the gallery, and ties are recognised as ties.
 """
 
 import math
@@ -19,7 +20,7 @@ from lightning_retrieval.host import size_for
 from lightning_retrieval.ranking.precision import ieee_products
 
 _COLUMN_MULTIPLE = 384
-# Columns of a tile: on a CPU its scores stay in the cache, on other devices few kernels are launched.
+# Columns of a product: on a CPU its scores stay in the cache, on other devices few kernels are launched.
 _CPU_COLUMNS = 4 * _COLUMN_MULTIPLE
 _DEVICE_COLUMNS = 64 * _COLUMN_MULTIPLE
 # A tile is so many times wider than the list of a query's positives, so that few tiles are searched for each of them.
@@ -28,26 +29,38 @@ _KEPT_TILES = 4  # that hold positives; they are not computed twice
 
 
 class ScoreTiles:
-    """The scores of one block of queries after another with a gallery, tile by tile.
+    """The scores of one block of queries after another with a piece of the gallery, tile by tile.
 
     Args:
-        gallery: unit rows, on any device; tiles are copied to `device` if it is another one.
         rows: number of queries in a block.
-        positives: number of positives of the query that has most.
-        device: where scores are computed.
+        dim: of the embeddings.
+        columns: of a tile, a multiple of `columns_of_a_product`.
+        dtype: of the embeddings.
+        device: where scores are computed. Queries and gallery are copied there if they are on another one.
     """
 
-    def __init__(
-        self, gallery: Float[Tensor, "gallery dim"], *, rows: int, positives: int, device: torch.device
-    ) -> None:
-        self._gallery = gallery
-        self._columns = _columns_of_a_tile(device, positives)
-        last = len(gallery) // self._columns * self._columns
-        self._last_tile = pad(gallery[last:], (0, 0, 0, -len(gallery) % _COLUMN_MULTIPLE))
-        self._queries = torch.zeros(rows, gallery.shape[1], dtype=gallery.dtype, device=device)
+    def __init__(self, *, rows: int, dim: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.device = device
+        self.begin = self.end = 0  # of the piece
+        self._columns = columns
+        self._columns_of_a_product = columns_of_a_product(device)
+        self._queries = torch.zeros(rows, dim, dtype=dtype, device=device)
         self._number = 0  # of queries in this block
+        self._piece = self._last_part = self._queries[:0]
         self._kept: dict[int, Tensor] = {}
         self._buffers: list[Tensor] = []
+
+    def start_piece(self, piece: Float[Tensor, "piece dim"], begin: int) -> None:
+        """Begin a piece of the gallery.
+
+        Args:
+            piece: unit rows.
+            begin: position of the piece in the gallery, a multiple of `columns_of_a_product`.
+        """
+        self._piece = piece
+        self.begin, self.end = begin, begin + len(piece)
+        last = len(piece) // self._columns_of_a_product * self._columns_of_a_product
+        self._last_part = pad(piece[last:], (0, 0, 0, -len(piece) % _COLUMN_MULTIPLE))
 
     def start_block(self, queries: Float[Tensor, "query dim"]) -> None:
         """Begin the block of these queries, unit rows, at most `rows` of them."""
@@ -56,45 +69,64 @@ class ScoreTiles:
         self._kept.clear()
 
     def gather(self, column: Int[Tensor, "query pos"], begin: int, end: int) -> Float[Tensor, "query pos"]:
-        """The scores of each query with the images in its columns, all of them from `begin` to `end` or not used."""
-        starts = range(begin // self._columns * self._columns, end, self._columns)
+        """The scores of each query with the images in its columns, 0 for columns outside of the piece.
+
+        Args:
+            column: positions in the gallery.
+            begin: no column is before it, unless it is not used.
+            end: no column is at or after it, unless it is not used.
+        """
+        starts = self._starts(begin, end)
         found = self._queries.new_zeros(column.shape)
-        keep = len(starts) <= _KEPT_TILES
+        keep = self.begin <= begin and end <= self.end and len(starts) <= _KEPT_TILES
         for number, start in enumerate(starts):
             scores = self._scores(start, number if keep else 0)
             if keep:
                 self._kept[start] = scores
-            inside = (column >= start) & (column < start + self._columns)
+            inside = (column >= start) & (column < min(start + self._columns, self.end))
             column_of_tile = (column - start).clamp(0, scores.shape[1] - 1)
             found = torch.where(inside, scores.gather(1, column_of_tile), found)
         return found
 
-    def __iter__(self) -> Iterator[Float[Tensor, "query column"]]:
-        """The scores of all tiles in any order, -inf at padding. A tile may be changed, and is valid until the next."""
-        kept = set(self._kept)
-        while self._kept:
-            yield self._kept.popitem()[1]
-        for start in range(0, len(self._gallery), self._columns):
-            if start not in kept:
+    def kept(self) -> dict[int, Float[Tensor, "query column"]]:
+        """The tiles that `gather` has computed, if they hold all of its columns and are few, by their positions."""
+        return self._kept
+
+    def others(self, done: frozenset[int]) -> Iterator[Float[Tensor, "query column"]]:
+        """The scores of the tiles of the piece that are not done, -inf at padding, each valid until the next one."""
+        for start in self._starts(self.begin, self.end):
+            if start not in done:
                 yield self._scores(start, 0)
+
+    def _starts(self, begin: int, end: int) -> range:
+        """The positions of the tiles of the piece that have images from `begin` to `end`."""
+        first = self.begin + max(begin - self.begin, 0) // self._columns * self._columns
+        return range(first, min(end, self.end), self._columns)
 
     def _scores(self, start: int, buffer: int) -> Float[Tensor, "query column"]:
         """The scores of the tile that begins at this image, in one of the buffers."""
-        tile = self._gallery[start : start + self._columns]
-        images = len(tile)
-        if images < self._columns:
-            tile = self._last_tile
+        first, last = start - self.begin, min(start + self._columns, self.end) - self.begin
+        width = math.ceil((last - first) / _COLUMN_MULTIPLE) * _COLUMN_MULTIPLE
         if buffer == len(self._buffers):
             self._buffers.append(self._queries.new_empty(len(self._queries) * self._columns))
-        products = self._buffers[buffer][: len(self._queries) * len(tile)].view(len(self._queries), len(tile))
-        with ieee_products():
-            torch.mm(self._queries, tile.to(products.device).T, out=products)
-        products[:, images:] = -torch.inf
+        products = self._buffers[buffer][: len(self._queries) * width].view(len(self._queries), width)
+        for begin in range(first, last, self._columns_of_a_product):
+            part = self._piece[begin : begin + self._columns_of_a_product]
+            if len(part) < self._columns_of_a_product:
+                part = self._last_part
+            out = products[:, begin - first : begin - first + len(part)]
+            with ieee_products():
+                torch.mm(self._queries, part.to(products.device).T, out=out)
+        products[:, last - first :] = -torch.inf
         return products[: self._number]
 
 
-def _columns_of_a_tile(device: torch.device, positives: int) -> int:
-    least = size_for(device, cpu=_CPU_COLUMNS, accelerator=_DEVICE_COLUMNS)
-    wanted = _COLUMNS_OF_A_POSITIVE * positives
-    multiple = math.ceil(wanted / least)
-    return least * max(1, multiple)
+def columns_of_a_product(device: torch.device) -> int:
+    """How many images of the gallery are multiplied at a time."""
+    return size_for(device, cpu=_CPU_COLUMNS, accelerator=_DEVICE_COLUMNS)
+
+
+def columns_of_a_tile(device: torch.device, positives: int) -> int:
+    """How many images have their scores counted together, if a query has this number of positives."""
+    multiple = math.ceil(_COLUMNS_OF_A_POSITIVE * positives / columns_of_a_product(device))
+    return columns_of_a_product(device) * max(1, multiple)

@@ -8,7 +8,7 @@ from torch.nn.functional import normalize
 from tqdm import tqdm
 
 from lightning_retrieval.metrics import RetrievalMetrics
-from lightning_retrieval.ranking import ranks, score_tiles
+from lightning_retrieval.ranking import labelled_lists, score_tiles
 from tests.lightning_retrieval.metrics.helpers import LargestTensor, compute
 
 KS = (1, 2, 4, 8)
@@ -40,7 +40,7 @@ def test_no_query_with_a_positive(kwargs, queries):
 
 
 def test_no_tensor_is_as_large_as_the_score_matrix(monkeypatch):
-    monkeypatch.setattr(ranks, "_MAX_BLOCK_POSITIVES", 1)
+    monkeypatch.setattr(labelled_lists, "_MAX_BLOCK_POSITIVES", 1)
     x, labels = torch.randn(1500, 4), torch.arange(1500) % 300
     metrics = RetrievalMetrics()
     metrics.update(x, labels)

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from lightning_retrieval.metrics.table import extra_metric, metrics_table
-from lightning_retrieval.ranking.ranks import positive_ranks
+from lightning_retrieval.ranking.labelled_lists import LabelledLists
+from lightning_retrieval.ranking.ranked_lists import positive_ranks
+from lightning_retrieval.ranking.sharded_rows import unsharded
 
 
 def table(levels):
@@ -32,7 +34,8 @@ def test_values_of_queries_with_and_without_a_positive():
     gallery = torch.eye(3)
     gallery_labels = torch.tensor([[0, 0], [1, 0], [9, 4]])
     query_labels = torch.tensor([[0, 0], [2, 0], [5, 7]])
-    (ranks,) = positive_ranks(torch.eye(3), query_labels, gallery, gallery_labels, torch.full((3,), -1))
+    lists = LabelledLists(query_labels, gallery_labels, torch.full((3,), -1))
+    (ranks,) = positive_ranks(unsharded(torch.eye(3), 256), unsharded(gallery, 256), lists)
     for metric in table(2):
         values = metric.values(ranks).tolist()
         assert not math.isnan(values[0]), metric

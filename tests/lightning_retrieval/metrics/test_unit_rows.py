@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_retrieval.distributed import Shard
 from lightning_retrieval.metrics import unit_rows as module
-from lightning_retrieval.metrics.unit_rows import unit_rows
+from lightning_retrieval.metrics.unit_rows import UnitRows, unit_rows
 from lightning_retrieval.ranking.similarity import normalize
 
 # Peak of `update` and `compute` in a process of its own, as a multiple of the embeddings' bytes. A first evaluation
@@ -64,3 +65,31 @@ def test_no_rows():
     rows = unit_rows([torch.zeros(0, 3)])
     assert rows.tensor().shape == (0, 3)
     assert unit_rows([torch.randn(4, 3)]).select(torch.zeros(4, dtype=torch.bool)).tensor().shape == (0, 3)
+
+
+def distributed_in_each_process(this, world):
+    """Processes have unequal numbers of rows, the last one none; some rows are chosen twice, some are not."""
+    generator = torch.Generator().manual_seed(5)
+    every = torch.randn(60, 8, generator=generator)
+    chosen = torch.randint(0, 60, (50,), generator=generator)
+    counts = [37, 23] + [0] * (world - 2)
+    own = every[sum(counts[:this]) : sum(counts[: this + 1])]
+    module._PART_NUMBERS = 64  # parts of eight rows
+    shard = Shard(this, world, device=torch.device("cpu"))
+    rows = UnitRows(list(own.split(5)) or [own], torch.arange(60), counts, shard).select(chosen)
+    sizes = [0, 45, 5][:world] if world == 3 else [20, 30]
+    return {
+        "mine": rows.distribute(sizes),
+        "expected": normalize(every)[chosen].split(sizes)[this],
+        "all": rows.tensor(),
+        "all expected": normalize(every)[chosen],
+        "sharded": rows.sharded(4).all(),
+    }
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_rows_are_sent_to_the_processes_that_need_them(world, run_processes):
+    for found in run_processes(distributed_in_each_process, world):
+        assert torch.equal(found["mine"], found["expected"])
+        assert torch.equal(found["all"], found["all expected"])
+        assert torch.equal(found["sharded"], found["all expected"])

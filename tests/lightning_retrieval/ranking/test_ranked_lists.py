@@ -1,15 +1,26 @@
 """Ranks of positives against loops, by both roads on which candidates are counted."""
 
-import math
-
 import pytest
 import torch
 
-from lightning_retrieval.ranking import ranks
-from lightning_retrieval.ranking.ranks import positive_ranks
+from lightning_retrieval.distributed import Shard
+from lightning_retrieval.ranking import counting, labelled_lists
+from lightning_retrieval.ranking.labelled_lists import LabelledLists
+from lightning_retrieval.ranking.ranked_lists import positive_ranks
+from lightning_retrieval.ranking.sharded_rows import Layout, ShardedRows, unsharded
 
 # Largest fraction of scores that are counted one by one; above it, all are sorted.
-PATHS = {"counted": 1.0, "sorted": -1.0, "default": ranks._MAX_COUNTED_FRACTION}
+PATHS = {"counted": 1.0, "sorted": -1.0, "default": counting._MAX_COUNTED_FRACTION}
+
+
+def ranked(queries, query_labels, gallery, gallery_labels, own, *, shard=0, num_shards=1, **cameras):
+    """The ranks of one shard of the queries, each against the whole gallery."""
+    lists = LabelledLists(query_labels, gallery_labels, own, **cameras)
+    layout = Layout(len(queries), lists.block_rows, num_shards)
+    first = sum(layout.sizes()[:shard])
+    local = queries[layout.by_process()[first : first + layout.sizes()[shard]]]
+    rows = ShardedRows(local, layout, Shard(shard, num_shards))
+    return positive_ranks(rows, unsharded(gallery, lists.block_rows), lists)
 
 
 def unit_rows(rows, dtype=torch.float32):
@@ -59,59 +70,15 @@ def problem(queries=70, gallery=90, classes=4, dtype=torch.float32):
 @pytest.mark.parametrize("classes", [2, 30])
 @pytest.mark.parametrize("path", PATHS)
 def test_against_loops(path, classes, dtype, monkeypatch):
-    monkeypatch.setattr(ranks, "_MAX_COUNTED_FRACTION", PATHS[path])
-    monkeypatch.setattr(ranks, "_MAX_BLOCK_POSITIVES", 1)  # blocks of 64 queries: one whole block and a part of one
+    monkeypatch.setattr(counting, "_MAX_COUNTED_FRACTION", PATHS[path])
+    monkeypatch.setattr(
+        labelled_lists, "_MAX_BLOCK_POSITIVES", 1
+    )  # blocks of 64 queries: one whole block and a part of one
     given = problem(classes=classes, dtype=dtype)
-    found = as_dict(positive_ranks(*given))
+    found = as_dict(ranked(*given))
     q, query_labels, g, gallery_labels, own = given
     assert found == by_loops(q, query_labels[:, 0].tolist(), g, gallery_labels[:, 0].tolist(), own.tolist())
     assert any(not pairs for pairs in found.values())  # queries without a positive were among them
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("width", [1, 3, 40])
-@pytest.mark.parametrize("spread", [2, 1000])
-def test_count_at_least(spread, width, path, dtype, monkeypatch):
-    monkeypatch.setattr(ranks, "_MAX_COUNTED_FRACTION", PATHS[path])
-    scores = torch.randint(-spread, spread + 1, (7, 300)).to(dtype) / spread
-    scores[2] *= 1e-40 if dtype == torch.float32 else 1e-310  # denormal numbers are in order too
-    scores[3][scores[3] == 0] = -0.0
-    scores[:, 250:] = -math.inf  # not in the list
-    positives = scores[:, torch.randperm(250)[:width]].sort(1).values
-    positives[3][positives[3] == 0] = 0.0  # ties with -0.0
-    real = torch.tensor([0, 1, width, width, max(1, width // 2), width, width])
-    positives = positives.masked_fill(torch.arange(width) >= real[:, None], math.inf).sort(1).values
-    counts = ranks.count_at_least(scores.clone(), positives)
-    for row in range(7):
-        expected = [sum(s >= p for s in scores[row].tolist()) for p in positives[row, : real[row]].tolist()]
-        assert counts[row, : real[row]].tolist() == expected
-
-
-@pytest.mark.parametrize(
-    ("width", "worst", "dtype", "keys"),
-    [
-        (1, 0.99, torch.float32, torch.int64),  # a good model: few candidates reach the worst positive
-        (40, 0.99, torch.float32, torch.int64),
-        (16, 0.0, torch.float32, torch.float32),  # a bad one: all are sorted
-        (1, 0.99, torch.float64, torch.float64),  # float64 is never squeezed into integers
-    ],
-)
-def test_which_road_is_taken(width, worst, dtype, keys, monkeypatch):
-    scores = torch.rand(5, 2000, dtype=dtype)
-    positives = torch.full((5, width), 0.999, dtype=dtype)
-    positives[:, 0] = worst
-    taken = []
-
-    def searchsorted(bounds, values, **kwargs):
-        taken.append(values.dtype)
-        return true_search(bounds, values, **kwargs)
-
-    true_search = torch.searchsorted
-    monkeypatch.setattr(torch, "searchsorted", searchsorted)
-    counts = ranks.count_at_least(scores.clone(), positives)
-    assert taken == [keys]
-    assert torch.equal(counts, (scores[:, None] >= positives[..., None]).sum(2))
 
 
 def test_levels():
@@ -121,40 +88,31 @@ def test_levels():
     gallery = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]])
     queries = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]])
     own = torch.tensor([-1, -1, -1])
-    (block,) = positive_ranks(queries, query_labels, gallery, gallery_labels, own)
+    (block,) = ranked(queries, query_labels, gallery, gallery_labels, own)
     assert block.level.tolist() == [[2, 2, 1], [2, 1, 0], [0, 0, 0]]
     assert block.rank[0].tolist() == [5, 3, 3]
     assert block.rank_among_positives[0].tolist() == [3, 2, 2]
     assert block.rank[1, :2].tolist() == [5, 2]
 
 
-def test_ordered_integers_keep_the_order():
-    special = [0.0, -0.0, 1e-45, -1e-45, 1.1754944e-38, 3.4e38, -3.4e38, math.inf, -math.inf, 1.0, -1.0]
-    values = torch.cat([torch.tensor(special), torch.randn(100)])
-    integers = ranks._sortable_integers(values)
-    assert torch.equal(integers[:, None] < integers, values[:, None] < values)
-    assert torch.equal(integers[:, None] == integers, values[:, None] == values)
-    assert integers.abs().max() <= 2**31
-
-
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 7])
 def test_shards_together_are_the_whole(num_shards, monkeypatch):
-    monkeypatch.setattr(ranks, "_MAX_BLOCK_POSITIVES", 1)
+    monkeypatch.setattr(labelled_lists, "_MAX_BLOCK_POSITIVES", 1)
     given = problem(queries=300)
-    shards = [as_dict(positive_ranks(*given, shard=shard, num_shards=num_shards)) for shard in range(num_shards)]
+    shards = [as_dict(ranked(*given, shard=shard, num_shards=num_shards)) for shard in range(num_shards)]
     assert sum(map(len, shards)) == 300
     together = {query: pairs for ranks_of_shard in shards for query, pairs in ranks_of_shard.items()}
-    assert together == as_dict(positive_ranks(*given))
+    assert together == as_dict(ranked(*given))
 
 
 @pytest.mark.parametrize(("block_positives", "rows"), [(1 << 22, 256), (128 * 90, 128), (1, 64)])
 def test_size_of_the_blocks(block_positives, rows, monkeypatch):
-    monkeypatch.setattr(ranks, "_MAX_BLOCK_POSITIVES", block_positives)
+    monkeypatch.setattr(labelled_lists, "_MAX_BLOCK_POSITIVES", block_positives)
     given = problem(queries=300, classes=1)  # up to 90 positives
-    blocks = list(positive_ranks(*given))
+    blocks = list(ranked(*given))
     assert [len(block.queries) for block in blocks[:-1]] == [rows] * (300 // rows)
     monkeypatch.undo()
-    assert as_dict(blocks) == as_dict(positive_ranks(*given))
+    assert as_dict(blocks) == as_dict(ranked(*given))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -167,7 +125,7 @@ def test_equal_embeddings_have_equal_scores(gallery, dim, dtype):
     labels = torch.arange(gallery) * 2 // gallery
     own = torch.arange(gallery)
     positives = (labels == 0).sum().item(), (labels == 1).sum().item()
-    for query, pairs in as_dict(positive_ranks(g, labels[:, None], g, labels[:, None], own)).items():
+    for query, pairs in as_dict(ranked(g, labels[:, None], g, labels[:, None], own)).items():
         among = positives[labels[query]] - 1
         assert pairs == [(gallery - 1, among)] * among
 
@@ -196,8 +154,8 @@ def ranks_without_same_camera(given, query_cameras, gallery_cameras):
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("path", PATHS)
 def test_the_same_label_under_the_same_camera_is_not_in_the_list(path, levels, monkeypatch):
-    monkeypatch.setattr(ranks, "_MAX_COUNTED_FRACTION", PATHS[path])
-    monkeypatch.setattr(ranks, "_MAX_BLOCK_POSITIVES", 1)
+    monkeypatch.setattr(counting, "_MAX_COUNTED_FRACTION", PATHS[path])
+    monkeypatch.setattr(labelled_lists, "_MAX_BLOCK_POSITIVES", 1)
     queries, query_labels, gallery, gallery_labels, own = problem(classes=12)
     if levels == 2:
         query_labels = torch.cat([query_labels, query_labels // 3], 1)
@@ -206,7 +164,7 @@ def test_the_same_label_under_the_same_camera_is_not_in_the_list(path, levels, m
     gallery_cameras = torch.randint(0, 3, (len(gallery),)) - 1
     query_cameras = torch.where(own >= 0, gallery_cameras[own], torch.randint(0, 3, (len(queries),)) - 1)
     found = {}
-    for block in positive_ranks(*given, query_cameras=query_cameras, gallery_cameras=gallery_cameras):
+    for block in ranked(*given, query_cameras=query_cameras, gallery_cameras=gallery_cameras):
         for query, rank, level in zip(block.queries.tolist(), block.rank, block.level):
             found[query] = list(zip(rank[level > 0].tolist(), level[level > 0].tolist()))
     assert found == ranks_without_same_camera(given, query_cameras, gallery_cameras)

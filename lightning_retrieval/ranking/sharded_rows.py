@@ -1,0 +1,137 @@
+"""Rows of an evaluation set that are distributed over processes: each process holds about the same number of them.
+
+The rows are in one order, that of their labels. Blocks of consecutive rows go to the processes in turn, so that a large
+class is divided evenly. All rows together are needed piece by piece only, and a piece is gathered from all processes.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from lightning_retrieval.distributed import UNSHARDED, Shard, gather_parts
+
+_CHUNK = 1 << 14  # rows that are gathered at a time if all are
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which process holds which rows: blocks of `unit` rows go to the processes in turn.
+
+    Args:
+        rows: number of rows of all processes together.
+        unit: number of rows of a block; the last one may be smaller.
+        processes: number of processes.
+    """
+
+    rows: int
+    unit: int
+    processes: int
+
+    def sizes(self, begin: int = 0, end: int | None = None) -> list[int]:
+        """How many of the rows from `begin` to `end` each process holds; of all rows if they are not given."""
+        if end is None:
+            end = self.rows
+        return [self.rows_before(end, process) - self.rows_before(begin, process) for process in range(self.processes)]
+
+    def rows_before(self, position: int, process: int) -> int:
+        """How many of the rows before a position a process holds."""
+        whole, rest = divmod(position, self.unit * self.processes)
+        return whole * self.unit + min(max(rest - process * self.unit, 0), self.unit)
+
+    def by_process(self, begin: int = 0, end: int | None = None) -> Int[Tensor, " row"]:
+        """The positions of the rows from `begin` to `end`: those of the first process, then those of the second, ..."""
+        if end is None:
+            end = self.rows
+        positions = torch.arange(begin, end)
+        process = positions // self.unit % self.processes
+        return positions[process.argsort(stable=True)]
+
+
+@dataclass(frozen=True)
+class ShardedRows:
+    """Rows of which this process holds a part.
+
+    Args:
+        local: the rows of this process, in their order.
+        layout: which process holds which rows.
+        shard: this process.
+    """
+
+    local: Float[Tensor, "local dim"]
+    layout: Layout
+    shard: Shard
+
+    def __len__(self) -> int:
+        return self.layout.rows
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether there are several processes."""
+        return self.shard.count > 1
+
+    def blocks(self) -> Iterator[tuple[Float[Tensor, "block dim"], slice]]:
+        """The blocks of rows of this process, each with its positions among all rows."""
+        unit = self.layout.unit
+        for number in range(math.ceil(len(self.local) / unit)):
+            rows = self.local[number * unit : (number + 1) * unit]
+            begin = (number * self.shard.count + self.shard.index) * unit
+            yield rows, slice(begin, begin + len(rows))
+
+    def range(self, begin: int, end: int) -> Float[Tensor, "range dim"]:
+        """The rows from `begin` to `end`. If they are sharded, this is a collective operation.
+
+        Sharded rows are on the device of the collective operation, other rows stay where they are.
+        """
+        if not self.is_sharded:
+            return self.local[begin:end]
+        first = self.layout.rows_before(begin, self.shard.index)
+        last = self.layout.rows_before(end, self.shard.index)
+        own = self.local[first:last].to(self.shard.device)
+        sizes = self.layout.sizes(begin, end)
+        parts = gather_parts(own, sizes, self.shard.group)
+        rows = own.new_empty(end - begin, own.shape[1])
+        positions = self.layout.by_process(begin, end).to(rows.device) - begin
+        for part, positions_of_part in zip(parts, positions.split(sizes)):
+            rows[positions_of_part] = part
+        return rows
+
+    def select(self, positions: Int[Tensor, " chosen"]) -> Float[Tensor, "chosen dim"]:
+        """The rows at these positions, on every process. If they are sharded, this is a collective operation."""
+        if not self.is_sharded:
+            return self.local[positions.to(self.local.device)]
+        positions = positions.cpu()
+        unit, processes = self.layout.unit, self.shard.count
+        process = positions // unit % processes
+        local = positions // (unit * processes) * unit + positions % unit
+        own = self.local[local[process == self.shard.index].to(self.local.device)].to(self.shard.device)
+        sizes = torch.bincount(process, minlength=processes).tolist()
+        rows = own.new_empty(len(positions), own.shape[1])
+        rows[process.argsort(stable=True).to(rows.device)] = torch.cat(gather_parts(own, sizes, self.shard.group))
+        return rows
+
+    def all(self) -> Float[Tensor, "row dim"]:
+        """All rows, on every process, on the device of the local rows. A collective operation if they are sharded."""
+        if not self.is_sharded:
+            return self.local
+        rows = self.local.new_empty(len(self), self.local.shape[1])
+        for begin in range(0, len(self), _CHUNK):
+            end = min(begin + _CHUNK, len(self))
+            rows[begin:end] = self.range(begin, end)
+        return rows
+
+    def with_rows(self, rows: Float[Tensor, "row dim"]) -> "ShardedRows":
+        """Other rows, all of which are given on every process, in the same layout."""
+        if not self.is_sharded:
+            return ShardedRows(rows, self.layout, self.shard)
+        first = sum(self.layout.sizes()[: self.shard.index])
+        positions = self.layout.by_process()[first : first + len(self.local)]
+        return ShardedRows(rows[positions.to(rows.device)], self.layout, self.shard)
+
+
+def unsharded(rows: Float[Tensor, "row dim"], unit: int) -> ShardedRows:
+    """Rows that this process holds alone."""
+    return ShardedRows(rows, Layout(len(rows), unit, 1), UNSHARDED)

@@ -1,0 +1,80 @@
+"""Rows that are distributed over processes: who holds which, against a loop, and what real processes get of them."""
+
+import pytest
+import torch
+
+from lightning_retrieval.distributed import Shard
+from lightning_retrieval.ranking.sharded_rows import Layout, ShardedRows, unsharded
+
+ROWS = torch.arange(46.0).view(23, 2)
+
+
+def holder(position, unit, processes):
+    """The process of a row: blocks are dealt out one by one, like cards."""
+    process = 0
+    for row in range(position + 1):
+        if row > 0 and row % unit == 0:
+            process = (process + 1) % processes
+    return process
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 5])
+@pytest.mark.parametrize("unit", [1, 4, 30])
+def test_layout_against_a_loop(unit, processes):
+    layout = Layout(23, unit, processes)
+    for begin, end in ((0, 23), (3, 17), (5, 5), (22, 23)):
+        held = [[row for row in range(begin, end) if holder(row, unit, processes) == p] for p in range(processes)]
+        assert layout.sizes(begin, end) == [len(rows) for rows in held]
+        assert layout.by_process(begin, end).tolist() == [row for rows in held for row in rows]
+    assert layout.sizes() == layout.sizes(0, 23)
+
+
+def shard_of(rows, unit, index, count):
+    layout = Layout(len(rows), unit, count)
+    mine = [row for row in range(len(rows)) if holder(row, unit, count) == index]
+    return ShardedRows(rows[mine], layout, Shard(index, count, device=torch.device("cpu")))
+
+
+def test_blocks_have_their_positions():
+    shards = [shard_of(ROWS, 4, index, 3) for index in range(3)]
+    found = [block for shard in shards for block in shard.blocks()]
+    assert sorted(positions.start for _, positions in found) == [0, 4, 8, 12, 16, 20]
+    for rows, positions in found:
+        assert torch.equal(rows, ROWS[positions])
+    assert list(unsharded(ROWS[:0], 4).blocks()) == []
+
+
+def test_rows_of_one_process_are_not_copied():
+    rows = unsharded(ROWS, 4)
+    assert rows.all() is ROWS
+    assert rows.range(3, 9).data_ptr() == ROWS[3].data_ptr()
+    assert not rows.is_sharded
+    assert torch.equal(rows.select(torch.tensor([5, 2])), ROWS[[5, 2]])
+    assert torch.equal(rows.with_rows(ROWS + 1).all(), ROWS + 1)
+
+
+def in_each_process(this, world):
+    """The last process holds nothing if there are four, since there are three blocks."""
+    rows = shard_of(ROWS, 9, this, world)
+    chosen = torch.tensor([22, 0, 9, 9, 3])
+    return {
+        "length": len(rows),
+        "all": rows.all(),
+        "some": rows.range(7, 20),
+        "none": rows.range(4, 4),
+        "chosen": rows.select(chosen),
+        "nothing chosen": rows.select(chosen[:0]),
+        "replaced": rows.with_rows(-ROWS).all(),
+    }
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_process_gets_the_rows_of_all(world, run_processes):
+    for found in run_processes(in_each_process, world):
+        assert found["length"] == 23
+        assert torch.equal(found["all"], ROWS)
+        assert torch.equal(found["some"], ROWS[7:20])
+        assert found["none"].shape == (0, 2)
+        assert torch.equal(found["chosen"], ROWS[[22, 0, 9, 9, 3]])
+        assert found["nothing chosen"].shape == (0, 2)
+        assert torch.equal(found["replaced"], -ROWS)
