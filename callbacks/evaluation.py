@@ -71,6 +71,10 @@ class RetrievalEvaluation(pl.Callback):
         >>> from lightning_retrieval.callbacks import RetrievalEvaluation
         >>> trainer = pl.Trainer(callbacks=[RetrievalEvaluation(ks=(1, 10))], logger=False, enable_checkpointing=False)
 
+    Cost:
+        Each process keeps the embeddings of its own images, and one more copy of 1 / W of all while metrics are
+        computed, see `RetrievalMetrics`. With `query_expansion` or `database_augmentation` each gathers all embeddings.
+
     Relations:
         `RetrievalGallery` draws what this callback collects. The highest value of each metric of a training run is
         logged as `best/val/mAP` and so on: to `hparams.yaml` by `CSVLogger`, as a scalar by `TensorBoardLogger`, and to

@@ -117,7 +117,7 @@ class RetrievalGallery(EvaluationFigure):
 
     Cost:
         The images that are drawn are read again from the data set; images are not kept in memory. The processes gather
-        the embeddings once more.
+        the gallery once more, piece by piece.
 
     Relations:
         The lists are those from which the metrics are computed, after post-processing. An instance is represented by

@@ -23,6 +23,7 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.distributed import UNSHARDED, Shard, world_size
 from lightning_retrieval.metrics.gathering import (
     CollectedRows,
+    Report,
     Rows,
     gather_over_processes,
     given_only_sometimes,
@@ -43,6 +44,8 @@ Indices = Int[Tensor, " chosen"] | slice
 class EmbeddingMetric(Metric):
     """Base class of metrics of embeddings. A subclass implements `compute` from the rows that `gather` returns.
 
+    If there are several processes, each keeps about an equal part of the rows, and gathers the rest piece by piece.
+
     Subclasses and callbacks may use `gather`, `query_gallery`, `is_relevant`, `is_candidate` and `defer_error`. A
     subclass may override `is_relevant` and `is_candidate`.
 
@@ -50,7 +53,8 @@ class EmbeddingMetric(Metric):
         query_expansion: from (queries, gallery, self_index) to new queries, such as
             `lightning_retrieval.QueryExpansion()`; none if None.
         database_augmentation: from a gallery to a new one, such as `lightning_retrieval.DatabaseAugmentation()`,
-            applied before `query_expansion`; none if None.
+            applied before `query_expansion`; none if None. If there are several processes, each of them gathers all
+            embeddings for these two.
         embeddings_on_cpu: keep embeddings in main memory, and copy them to the device in chunks.
         kwargs: arguments of `torchmetrics.Metric`, such as `sync_on_compute` and `process_group`.
 
@@ -171,7 +175,10 @@ class EmbeddingMetric(Metric):
         return plot_results(type(self).__name__, val, ax)
 
     def gather(self) -> tuple[Rows, Shard]:
-        """The images of all processes, each once, and the fraction of the queries that this process should rank.
+        """The images of all processes, each once, and which of the processes this one is.
+
+        Labels, ids, roles and cameras are those of all images. Embeddings stay on their processes until `query_gallery`
+        distributes them.
 
         This is a collective operation if there are several processes, like `compute`. It may be called in `compute`,
         and elsewhere if `sync_on_compute` is True or there is one process.
@@ -189,9 +196,9 @@ class EmbeddingMetric(Metric):
         if self._over_processes:
             group = self.process_group
             shard = Shard(dist.get_rank(group), dist.get_world_size(group), group, self.device)
-            collected = gather_over_processes(
-                owner, collected, self._error, shard=shard, embeddings_device=self._embeddings_device()
-            )
+            kept_on = torch.device("cpu") if self.embeddings_on_cpu else self.device
+            report = Report(self._error, self._settings())
+            collected = gather_over_processes(owner, collected, report, shard=shard, embeddings_device=kept_on)
         if collected is None:
             raise ValueError(nothing_to_compute(owner))
         return collected, shard
@@ -309,10 +316,10 @@ class EmbeddingMetric(Metric):
             cameras=_concatenated(self.cameras),
         )
 
-    def _embeddings_device(self) -> torch.device:
-        if self.embeddings_on_cpu:
-            return torch.device("cpu")
-        return self.device
+    def _settings(self) -> str:
+        """What must be the same on all processes: they would wait for each other if one does more than the others."""
+        augmentation, expansion = type(self.database_augmentation).__name__, type(self.query_expansion).__name__
+        return f"{self.extra_repr()}, query_expansion: {expansion}, database_augmentation: {augmentation}"
 
 
 def _concatenated(batches: list[Tensor]) -> Tensor | None:

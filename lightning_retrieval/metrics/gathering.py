@@ -77,10 +77,22 @@ class RowFormat(NamedTuple):
     has_cameras: bool
 
 
+class Report(NamedTuple):
+    """What a process reports before rows are gathered.
+
+    Attributes:
+        error: message of an error that occurred on it, which is then raised on all processes.
+        settings: of the metric, which must be the same on all processes.
+    """
+
+    error: str | None
+    settings: str
+
+
 def gather_over_processes(
     owner: str,
     rows: CollectedRows | None,
-    error: str | None,
+    report: Report,
     *,
     shard: Shard,
     embeddings_device: torch.device,
@@ -92,22 +104,26 @@ def gather_over_processes(
     Args:
         owner: prefix of error messages.
         rows: the rows of this process, or None if it has none.
-        error: message of an error that occurred on this process, which is then raised on all processes.
+        report: of this process.
         shard: this process, with the group and the device of the collective operations.
         embeddings_device: device on which embeddings are kept.
 
     Raises:
-        ValueError: on all processes, if one has an error, none has rows, their formats differ, or there are no ids.
+        ValueError: on all processes, if one has an error, none has rows, formats or settings differ, or there are no
+            ids.
     """
-    count, row_format = 0, None
+    count, row_format, error = 0, None, report.error
     if rows is not None:
         count, row_format = len(rows.roles), _format_of(rows)
         if error is None:
             error = _incomplete_column(owner, rows)
     reports: list[Any] = [None] * shard.count
-    dist.all_gather_object(reports, (count, row_format, error), group=shard.group)
-    counts, formats, errors = zip(*reports)
-    _raise_first(errors)
+    dist.all_gather_object(reports, (count, row_format, Report(error, report.settings)), group=shard.group)
+    counts, formats, of_processes = zip(*reports)
+    _raise_first([found.error for found in of_processes])
+    settings = {found.settings for found in of_processes}
+    if len(settings) > 1:
+        raise ValueError(f"{owner}: the settings must be the same on all processes, got {sorted(settings)}.")
     row_format = _common_format(owner, formats)
     if rows is None:
         rows = _no_rows(row_format, shard.device, embeddings_device)

@@ -120,7 +120,9 @@ class RetrievalMetrics(EmbeddingMetric):
 
     Cost:
         The embeddings are kept until `reset`. `compute` holds one block of scores at a time, never all of them, and
-        takes little longer than the product of queries and gallery. The queries are distributed over the processes.
+        takes little longer than the product of queries and gallery. Queries and gallery are distributed over the
+        processes: each keeps 1 / W of both, gathers the gallery twice, piece by piece, and ranks its own queries. If
+        queries have very many positives, it gathers the gallery more often.
     """
 
     def __init__(

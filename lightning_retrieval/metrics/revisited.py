@@ -108,9 +108,9 @@ class RevisitedMetrics(EmbeddingMetric):
          'skipped_queries/hard': 0.0}
 
     Cost:
-        The embeddings are kept until `reset`. `compute` goes once through the gallery in blocks, which are distributed
-        over the processes, and a second time through the blocks with listed images. It holds one block of scores at a
-        time, however many there are.
+        The embeddings are kept until `reset`. `compute` goes once through the gallery in blocks, each of which is kept
+        by one process, while all processes have all queries, and a second time through the blocks with listed images.
+        It holds one block of scores at a time, however many there are.
 
     Relations:
         The evaluation sets of `RevisitedOxford` and `RevisitedParis` use this metric.

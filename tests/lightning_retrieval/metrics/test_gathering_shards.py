@@ -1,0 +1,195 @@
+"""Evaluation in shards: all results of several processes are bit-equal to those of one, and none has all embeddings."""
+
+import pytest
+import torch
+
+from lightning_retrieval import DatabaseAugmentation, QueryExpansion
+from lightning_retrieval.callbacks.gallery import nearest_images
+from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics, curves, unit_rows
+from lightning_retrieval.metrics import revisited as revisited_module
+from lightning_retrieval.metrics.decomposability import decomposability_gap
+from lightning_retrieval.ranking import labelled_lists, ranked_lists, score_tiles
+from tests.lightning_retrieval.metrics.helpers import LargestTensor
+
+ROWS, DIM = 900, 12
+QUERIES = 30  # of the revisited set
+SIZES = [  # small ones, so that there are several pieces of the gallery, rounds of queries, and parts of the batches
+    (ranked_lists, "_CPU_PRODUCTS", 1),
+    (ranked_lists, "_MAX_ROUND_POSITIVES", 1 << 13),
+    (labelled_lists, "_MAX_BLOCK_POSITIVES", 1 << 12),
+    (score_tiles, "_CPU_COLUMNS", 384),
+    (revisited_module, "_BLOCK_COLUMNS", 384),
+    (curves, "_BLOCK_GALLERY", 200),
+    (unit_rows, "_PART_NUMBERS", 1 << 9),
+]
+
+
+def points(half_in_one_class=False, dtype=torch.float32):
+    """Embeddings, of which many are equal, and labels of one to many images."""
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, 100, (ROWS,), generator=generator) * 3 - 50
+    if half_in_one_class:
+        labels[torch.rand(ROWS, generator=generator) < 0.5] = 7
+    centres = torch.randn(400, DIM, generator=generator, dtype=dtype)
+    x = centres[labels + 60] + 1.5 * torch.randn(ROWS, DIM, generator=generator, dtype=dtype)
+    x[::37] = x[3]
+    return x, labels
+
+
+def roles():
+    generator = torch.Generator().manual_seed(2)
+    return {
+        "is_query": torch.rand(ROWS, generator=generator) < 0.3,
+        "is_gallery": torch.rand(ROWS, generator=generator) < 0.8,
+    }
+
+
+def revisited():
+    """Easy, hard and junk images of each query, some of which the gallery does not have."""
+    lists = []
+    for offset in (0, 300, 600):
+        lists.append({query: [(query * 37 + offset + 11 * i) % 999 + QUERIES for i in range(5)] for query in range(30)})
+    return RevisitedMetrics(*lists)
+
+
+def mean_of_both(queries, gallery, self_index):
+    """A user's own post-processing."""
+    return queries * 2 + gallery.mean(0)
+
+
+def cases():
+    """Metric, embeddings, labels and what else `update` takes, by the name of the case."""
+    x, labels = points()
+    levels = torch.stack([labels, labels // 7, labels // 42], 1)
+    instances = torch.randint(0, ROWS // 3, (ROWS,), generator=torch.Generator().manual_seed(3))
+    expansion, augmentation = QueryExpansion(k=4), DatabaseAugmentation(k=3, alpha=0.5)
+    is_query = torch.arange(ROWS) < QUERIES
+    more = {"map_ks": (3,), "extra_metrics": ("mINP", "NDCG@10"), "dims": (4, DIM)}
+    both = {"query_expansion": expansion, "database_augmentation": augmentation}
+    return {
+        "plain": (RetrievalMetrics(**more), x, labels, {}),
+        "roles and junk": (RetrievalMetrics(embeddings_on_cpu=True), x, labels, roles()),
+        "levels": (RetrievalMetrics(), x, levels, {}),
+        "instances": (RetrievalMetrics(), x, labels[instances], {"instances": instances}),
+        "cameras": (RetrievalMetrics(), x, labels, {"cameras": torch.arange(ROWS) % 4}),
+        "float64": (RetrievalMetrics(), *points(dtype=torch.float64), {}),
+        "float16": (RetrievalMetrics(), x.half(), labels, roles()),
+        "half in one class": (RetrievalMetrics(), *points(half_in_one_class=True), {}),
+        "expanded": (RetrievalMetrics(**both), x, labels, {}),
+        "expanded, with roles": (RetrievalMetrics(**both), x, labels, roles()),
+        "a user's function": (RetrievalMetrics(query_expansion=mean_of_both), x, labels, roles()),
+        "random galleries": (RandomGalleryMetrics(draws=2), x, labels, {}),
+        "revisited": (revisited(), x, labels, {"is_query": is_query, "is_gallery": ~is_query}),
+        "no positive": (RetrievalMetrics(), x[:5], torch.arange(5), {}),
+    }
+
+
+def rows_of_process(this, world, rows):
+    """Unequal numbers; the first rows are on several processes, and the last of three or more has nothing else."""
+    if world == 1:
+        return torch.arange(rows)
+    with_rows = min(world, 2)
+    ends = [0, rows // 3, rows]
+    repeated = torch.arange(min(rows, 4 * this))
+    if this >= with_rows:
+        return repeated
+    return torch.cat([torch.arange(ends[this], ends[this + 1]), repeated])
+
+
+def pictures(metrics):
+    """What callbacks show of an evaluation set."""
+    lists = metrics.query_gallery(metrics.gather()[0])
+    nearest = nearest_images(metrics, lists, lists.query_ids.sort().values[:5], 6)
+    return {
+        "precision": curves.mean_precision(metrics),
+        "pairs": curves.pair_counts(metrics, 40),
+        "gap": decomposability_gap(metrics, 8, 4),
+        "nearest": torch.tensor([[hit.id for hit in hits] for _, hits in nearest]),
+    }
+
+
+def tables(this, world):
+    """All results of all cases."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, size in SIZES:
+            patch.setattr(module, name, size)
+        results = {}
+        for name, (metrics, x, labels, given) in cases().items():
+            for part in rows_of_process(this, world, len(x)).split(100):
+                metrics.update(x[part], labels[part], part, **{key: rows[part] for key, rows in given.items()})
+            results[name] = dict(metrics.compute())
+            if isinstance(metrics, RetrievalMetrics):
+                results[name] |= metrics.per_query()
+            if name in ("plain", "roles and junk", "half in one class"):
+                results[name] |= pictures(metrics)
+        return results
+
+
+@pytest.fixture(scope="module")
+def alone():
+    with pytest.warns(UserWarning, match="none of the 5 queries has a relevant candidate"):
+        return tables(0, 1)
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def processes(request, run_processes):
+    return run_processes(tables, request.param, timeout=300)
+
+
+@pytest.mark.parametrize("case", cases())
+def test_tables_are_bit_equal_to_those_of_one_process(case, processes, alone):
+    expected = alone[case]
+    for found in processes:
+        assert found[case].keys() == expected.keys()
+        for name, values in expected.items():
+            assert torch.equal(found[case][name].nan_to_num(-1.0), values.nan_to_num(-1.0)), name
+
+
+def test_the_cases_are_no_trivial_ones(alone):
+    maps = {case: float(results["mAP"]) for case, results in alone.items() if case not in ("no positive", "levels")}
+    assert all(0.01 < value < 0.99 for value in maps.values())
+    assert len(set(maps.values())) == len(maps)
+    assert alone["half in one class"]["pairs"].sum(1)[0] > 400 * 399
+
+
+def largest_tensors(this, world):
+    """Elements of the largest tensor in an evaluation, and of the embeddings that this process is given."""
+    ids = torch.arange(this, 3000, world)
+    metrics = RetrievalMetrics((1,))
+    metrics.update(torch.randn(len(ids), 256), ids // 5, ids, is_query=ids % 50 == 0)
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, size in SIZES:
+            patch.setattr(module, name, size)
+        with LargestTensor() as largest:
+            metrics.compute()
+    return largest.elements, len(ids) * 256
+
+
+def test_no_process_has_the_embeddings_of_all(run_processes):
+    for largest, given in run_processes(largest_tensors, 3):
+        assert largest <= 1.2 * given
+
+
+def messages(this, world):
+    """Processes that disagree: on the label of an image, and on the settings of the metric."""
+    found = []
+    x, labels = points()
+    own = torch.arange(this, 100, world)
+    disagreeing = labels.clone()
+    disagreeing[4] += this
+    shared = torch.cat([own, torch.tensor([4])])
+    for settings, of_labels in (({}, disagreeing), ({"dims": (4,) if this else (5,)}, labels)):
+        metrics = RetrievalMetrics((1,), **settings)
+        metrics.update(x[shared], of_labels[shared], shared)
+        with pytest.raises(ValueError, match="RetrievalMetrics: ") as error:
+            metrics.compute()
+        found.append(str(error.value))
+    return found
+
+
+@pytest.mark.refusal
+def test_processes_that_disagree_raise_the_same_error(run_processes):
+    first, *others = run_processes(messages, 3)
+    assert first[0] == "RetrievalMetrics: `ids` must have one label each, got id 4 with two different labels."
+    assert first[1].startswith("RetrievalMetrics: the settings must be the same on all processes, got ")
+    assert all(found == first for found in others)
