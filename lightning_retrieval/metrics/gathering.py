@@ -127,7 +127,7 @@ def gather_over_processes(
     row_format = _common_format(owner, formats)
     if rows is None:
         rows = _no_rows(row_format, shard.device, embeddings_device)
-    columns: dict[str, Tensor] = {}
+    columns: dict[str, Any] = {}
     for name in ("labels", "ids", "roles", "instances", "cameras"):
         column = getattr(rows, name)
         if column is not None:
@@ -213,7 +213,7 @@ def _common_format(owner: str, formats: Sequence[RowFormat | None]) -> RowFormat
     return row_format
 
 
-def _no_rows(row_format: RowFormat, device: torch.device, embeddings_device: torch.device) -> CollectedRows:
+def _no_rows(row_format: RowFormat, device: torch.device | None, embeddings_device: torch.device) -> CollectedRows:
     """Rows of this format for a process that has none."""
     dtype = getattr(torch, row_format.dtype.removeprefix("torch."))
     integers = torch.empty(0, dtype=torch.int64, device=device)

@@ -106,7 +106,7 @@ class UnitRows:
         if self.shard.count == 1:
             return rows
         result = torch.empty(sum(received), rows.shape[1], dtype=rows.dtype, device=self.shard.device)
-        dist.all_to_all_single(result, rows.to(self.shard.device), received, sent, group=self.shard.group)
+        dist.all_to_all_single(result, rows.to(self.shard.device), list(received), list(sent), group=self.shard.group)
         return result.to(rows.device)
 
 
