@@ -1,6 +1,7 @@
 """Valid calls of the training module, chunked backward and the memory."""
 
 import functools
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytorch_lightning as pl
@@ -79,9 +80,15 @@ CALLS = {
                 "chunk_size": 2,
                 "backward": torch.Tensor.backward,
                 "keep_graphs": 1,
+                "last_backward": nullcontext,
             },
             use=torch.Tensor.dim,
-            raises={"embed": ("a class",), "inputs": NOT_FOR_LINEAR, "loss": ("a class",)},
+            raises={
+                "embed": ("a class",),
+                "inputs": NOT_FOR_LINEAR,
+                "loss": ("a class",),
+                "last_backward": ("a lambda", "a class"),
+            },
         )
     ],
     "largest_chunk_size": [
