@@ -85,14 +85,17 @@ class Clock(pl.Callback):
             dist.barrier()
         self.begin = time.perf_counter()
 
-    def measured(self, name: str, *args: Any, **keywords: Any) -> None:
+    def measured(self, name: str, *args: Any, **keywords: Any) -> Any:
         start = time.perf_counter()
         dist.barrier()
         together = time.perf_counter()
-        self.real[name](*args, **keywords)
+        work = self.real[name](*args, **keywords)
+        if work is not None:  # of an operation that runs beside the backward pass
+            work.wait()
         self.seen["transfer"] += time.perf_counter() - together
         self.seen["waiting"] += together - start
         self.seen["sent"] += SENT[name](*args)
+        return work
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, index: int

@@ -154,7 +154,7 @@ class FreshMemory(pl.Callback):
         dataset = trainer.train_dataloader.dataset  # type: ignore[union-attr]
         images = torch.stack([dataset[int(index)]["images"] for index in ids]).to(module.device)
         module.eval()
-        embeddings = module(images)
+        embeddings = module.embed(images)  # which takes images of uint8 too
         module.train()
         module.memory.set_extra_state({**state, "rows": (embeddings, labels, ids)})
 

@@ -145,12 +145,17 @@ def shrink_images(monkeypatch):
     """Keep the transforms of the papers, but scale their result down if it is larger."""
 
     smaller = v2.Resize((PIXELS, PIXELS))
+    to_uint8 = CurrentTransform.to_uint8.fget
 
-    def shrunk(self, image):
-        result = self.current(image)
+    def shrunk(result):
         return smaller(result) if min(result.shape[1:]) > PIXELS else result
 
-    monkeypatch.setattr(CurrentTransform, "__call__", shrunk)
+    def shrunk_to_uint8(self):
+        transform = to_uint8(self)
+        return None if transform is None else lambda image: shrunk(transform(image))
+
+    monkeypatch.setattr(CurrentTransform, "__call__", lambda self, image: shrunk(self.current(image)))
+    monkeypatch.setattr(CurrentTransform, "to_uint8", property(shrunk_to_uint8))
 
 
 def flat(config: Any, path: str = "") -> dict[str, Any]:

@@ -202,6 +202,10 @@ def test_each_example_is_run():
     assert {path.name for path in EXAMPLES.glob("*.*")} - UNTESTED_HERE <= run_here
 
 
+def test_the_script_for_slurm_can_be_parsed():
+    subprocess.run(["bash", "-n", EXAMPLES / "slurm.sh"], check=True)
+
+
 def test_the_detector_of_the_glyph_scenes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     few = ["--trainer.max_steps=2", "--data.train_size=16", "--data.eval_size=20", "--trainer.accelerator=cpu"]
