@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice, tee
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import pytorch_lightning as pl
 import torch
@@ -17,6 +17,7 @@ from lightning_retrieval.search.shard_collector import ShardCollector
 DISTRACTOR = -1  # the label of images without a class
 
 
+@runtime_checkable
 class PredictionSet(Protocol):
     """What `EmbeddingWriter` needs to know of the images that are embedded."""
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import EpsImagePlugin, Image, ImageFile
 
 from lightning_retrieval.models.colours import WHITE, to_rgb
-from lightning_retrieval.models.pixels import Pixels, to_pixels
+from lightning_retrieval.models.pixels import Pixels, PixelsOfNewSize, to_pixels
 
 try:
     from torchvision.io import ImageReadMode, decode_image
@@ -193,7 +193,7 @@ def _crop(image: Image.Image, box: NDArray[np.int32]) -> Image.Image:
     return image.crop(_inside(box, image.width, image.height))
 
 
-def _cropped(pixels: Pixels, box: NDArray[np.int32]) -> Pixels:
+def _cropped(pixels: Pixels, box: NDArray[np.int32]) -> PixelsOfNewSize:
     left, top, right, bottom = _inside(box, pixels.shape[2], pixels.shape[1])
     return pixels[:, top:bottom, left:right]
 

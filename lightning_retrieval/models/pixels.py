@@ -26,6 +26,7 @@ INTERPOLATIONS = {
 }
 
 Pixels = UInt8[Tensor, "channel height width"]
+PixelsOfNewSize = UInt8[Tensor, "channel new_height new_width"]
 
 
 def to_pixels(image: Image.Image) -> Pixels:
@@ -49,7 +50,7 @@ def to_image(pixels: Pixels) -> Image.Image:
     return Image.fromarray(pixels.permute(1, 2, 0).numpy())
 
 
-def resize_bilinear(pixels: Pixels, height: int, width: int) -> Pixels:
+def resize_bilinear(pixels: Pixels, height: int, width: int) -> PixelsOfNewSize:
     """Resize an image with antialiasing; each value differs by at most 1 from that of Pillow's bilinear filter.
 
     Args:
@@ -93,7 +94,7 @@ def size_with_short_side(height: int, width: int, length: int) -> tuple[int, int
     return length, long_length
 
 
-def centre_crop(pixels: Pixels, height: int, width: int) -> Pixels:
+def centre_crop(pixels: Pixels, height: int, width: int) -> PixelsOfNewSize:
     """The centre of an image, which must be at least as large.
 
     Args:
