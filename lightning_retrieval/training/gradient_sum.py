@@ -138,6 +138,7 @@ class _Bucket:
         self.gradients: list[Tensor] = []  # views of the tensor that is summed
         self.sums_of_values = torch.zeros(0)
         self._work: Any = None
+        self._flat: Tensor | None = None  # else the thread of the collective would delete it, perhaps as Python ends
 
     def add(self, parameter: nn.Parameter) -> None:
         """Add a parameter."""
@@ -165,6 +166,7 @@ class _Bucket:
         for parameter, gradient in zip(self.parameters, self.gradients):
             if parameter.grad is not None:
                 parameter.grad = gradient.view_as(parameter)  # its memory until now is free
+        self._flat = flat
         self._work = dist.all_reduce(flat, async_op=True)
 
     def wait(self) -> None:
