@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_retrieval.distributed import UNSHARDED, Shard
-from lightning_retrieval.ranking.sharded_rows import Layout, ShardedRows
+from lightning_retrieval.ranking.sharded_rows import Layout, ShardedRows, unsharded
 from lightning_retrieval.ranking.similarity import normalize
 
 _PART_NUMBERS = 1 << 18  # that are normalised, and sent to other processes, at a time
@@ -59,9 +59,9 @@ class UnitRows:
 
         This is a collective operation if there are several processes.
         """
-        layout = Layout(len(self.index), unit, self.shard.count)
         if self.shard.count == 1:
-            return ShardedRows(self.distribute([len(self.index)]), layout, self.shard)
+            return unsharded(self.distribute([len(self.index)]), unit)
+        layout = Layout(len(self.index), unit, self.shard.count)
         return ShardedRows(self.select(layout.by_process()).distribute(layout.sizes()), layout, self.shard)
 
     def distribute(self, sizes: Sequence[int]) -> Float[Tensor, "local dim"]:

@@ -179,13 +179,3 @@ class _Bucket:
             parameter.grad = None
             if exists:
                 parameter.grad = gradient.view_as(parameter)
-
-
-def sum_gradients(parameters: Iterable[nn.Parameter], values: Float[Tensor, " value"]) -> Float[Tensor, " value"]:
-    """Replace each `.grad` by its sum over the processes and return the sum of `values`, after all backward passes.
-
-    Args:
-        parameters: those that do not require a gradient are ignored.
-        values: summed with them.
-    """
-    return GradientSum(parameters).finish(values)

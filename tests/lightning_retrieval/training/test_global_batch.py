@@ -8,7 +8,7 @@ from lightning_retrieval.distributed import sum_over_ranks
 from lightning_retrieval.losses import SmoothAPLoss
 from lightning_retrieval.losses.ranked_batch import QueryRange
 from lightning_retrieval.training.global_batch import gather_batch
-from lightning_retrieval.training.gradient_sum import sum_gradients
+from lightning_retrieval.training.gradient_sum import GradientSum
 
 ROWS = 40
 SHARDS = {2: [3, 37], 3: [3, 36, 1]}  # rows of each process
@@ -45,7 +45,7 @@ def gradients_of_a_step(this, world, own_queries):
         part = loss(batch.embeddings, batch.labels[:, 0]) / world
     part.backward()
     before_the_sum = [parameter.grad.clone() for parameter in net.parameters()]
-    value = sum_gradients(net.parameters(), part.detach()[None])
+    value = GradientSum(net.parameters()).finish(part.detach()[None])
     return {
         "batch": (batch.labels, batch.ids, batch.counts),
         "before the sum": before_the_sum,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_retrieval.training.chunked import chunked_backward
-from lightning_retrieval.training.gradient_sum import GradientSum, sum_gradients
+from lightning_retrieval.training.gradient_sum import GradientSum
 
 LAYERS, WIDTH = 5, 8
 ROWS = [7, 4, 9]  # of each process
@@ -95,7 +95,8 @@ def kinds_of_parameters(this):
     if this == 0:
         on_first.grad = torch.tensor([3.0, -1.0])
     half.grad = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
-    values = sum_gradients([on_first, nowhere, half, frozen], torch.tensor([1.0, this], dtype=torch.float64))
+    gradients = GradientSum([on_first, nowhere, half, frozen])
+    values = gradients.finish(torch.tensor([1.0, this], dtype=torch.float64))
     return {
         "on first": on_first.grad,
         "nowhere": nowhere.grad,
@@ -116,6 +117,8 @@ def message_of_a_shared_layer(this):
             y.sum().backward()
     except ValueError as error:
         return str(error)
+    finally:
+        gradients.finish(torch.zeros(1))  # else the process would end while a thread still sums
     return "no error"
 
 
@@ -222,5 +225,5 @@ def test_one_process_sums_nothing():
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     values = torch.ones(2)
-    assert sum_gradients([parameter], values) is values
+    assert GradientSum([parameter]).finish(values) is values
     assert parameter.grad.tolist() == [1.0, 1.0]
