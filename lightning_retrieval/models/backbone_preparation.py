@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_retrieval.checks import short_repr
-from lightning_retrieval.models.preparation import Preparation, check_size
+from lightning_retrieval.models.pixels import check_size
+from lightning_retrieval.models.preparation import Preparation
 
 
 def wanted_settings(owner: str, preparation: Any, image_size: Any) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from lightning_retrieval.checks import check_tensor
+from lightning_retrieval.checks import check_integer, check_tensor, short_repr
 
+MOST_PIXELS = 16384  # of a side
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 INTERPOLATIONS = {
     "nearest": Image.Resampling.NEAREST,
@@ -120,3 +121,23 @@ def check_pixels(owner: str, name: str, pixels: Any) -> None:
         raise TypeError(f"{owner}: `{name}` must be a PIL image or a tensor of uint8, got {pixels.dtype}.")
     if pixels.ndim != 3 or len(pixels) != 3:
         raise ValueError(f"{owner}: `{name}` must have shape (3, height, width), got {tuple(pixels.shape)}.")
+
+
+def check_size(owner: str, name: str, value: Any) -> int | tuple[int, int] | None:
+    """One number of pixels or a pair of them, as plain data; None stays None.
+
+    Args:
+        owner: prefix of error messages.
+        name: of the argument.
+        value: the size.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)):
+        return check_integer(owner, name, value, 1, MOST_PIXELS)
+    if len(value) != 2:
+        raise ValueError(
+            f"{owner}: `{name}` must be one number of pixels or a pair (height, width), got {short_repr(value)}."
+        )
+    height, width = (check_integer(owner, name, length, 1, MOST_PIXELS) for length in value)
+    return height, width

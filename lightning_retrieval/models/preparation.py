@@ -30,7 +30,6 @@ from lightning_retrieval.checks import (
     check_choice,
     check_finite_number,
     check_float,
-    check_integer,
     check_positive,
     check_tensor,
     short_repr,
@@ -41,6 +40,7 @@ from lightning_retrieval.models.pixels import (
     Interpolation,
     centre_crop,
     check_pixels,
+    check_size,
     resize_bilinear,
     resize_image,
     size_with_short_side,
@@ -50,7 +50,6 @@ from lightning_retrieval.models.pixels import (
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 DEFAULT_IMAGE_SIZE = 224
-MOST_PIXELS = 16384  # of a side
 
 
 @dataclass(frozen=True)
@@ -311,26 +310,6 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         "channels": 1,
     },
 }
-
-
-def check_size(owner: str, name: str, value: Any) -> int | tuple[int, int] | None:
-    """One number of pixels or a pair of them, as plain data; None stays None.
-
-    Args:
-        owner: prefix of error messages.
-        name: of the argument.
-        value: the size.
-    """
-    if value is None:
-        return None
-    if not isinstance(value, (list, tuple)):
-        return check_integer(owner, name, value, 1, MOST_PIXELS)
-    if len(value) != 2:
-        raise ValueError(
-            f"{owner}: `{name}` must be one number of pixels or a pair (height, width), got {short_repr(value)}."
-        )
-    height, width = (check_integer(owner, name, length, 1, MOST_PIXELS) for length in value)
-    return height, width
 
 
 def _check_channels(name: str, values: Any, channels: int) -> tuple[float, ...]:
