@@ -4,14 +4,15 @@
 
 JPEGs of smooth noise are written to a temporary folder, so they are in the system's cache. An item is an image as a
 tensor of uint8, as a run of a Trainer reads it: in evaluation with short side 256 and centre crop 224, in training with
-a random crop and flip. Pillow's decoding is `Image.open(file).convert("RGB")`. The loaders make batches of 64 of the
-same images in evaluation, ours with labels and ids and torchvision's with labels, and read in the training process. All
-functions run in turn with one thread, and the times are CPU times; the ratios are medians of those of each turn. Takes
-about two minutes.
+a random crop and flip; "reduced scale" is the option of `Preparation`, where it has an effect. Pillow's decoding is
+`Image.open(file).convert("RGB")`. The loaders make batches of 64 of the same images in evaluation, ours with labels and
+ids and torchvision's with labels, and read in the training process. All functions run in turn with one thread, and the
+times are CPU times; the ratios are medians of those of each turn. Takes about half a minute.
 """
 
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -62,16 +63,19 @@ def compare_reading(folder: Path, size: tuple[int, int], count: int, runs: int) 
     """The rows of images of one size."""
     write_images(folder, *size, count)
     index = ImageFolder(folder, val_fraction=0.5).splits["train"]
-    evaluation = ImageSet(index, folder, Preparation()).in_uint8()
-    training = ImageSet(index, folder, training_transform("plain")).in_uint8()
-    functions: dict[str, Callable[[], Any]] = {
-        "Pillow": lambda: decode([folder / path for path in index.paths]),
-        "evaluation": lambda: read(evaluation, seeded=False),
-        "training": lambda: read(training, seeded=True),
-    }
+    functions: dict[str, Callable[[], Any]] = {"Pillow": lambda: decode([folder / path for path in index.paths])}
+    preparations = {"": Preparation()}
+    reduced = Preparation(reduced_scale=True)
+    if reduced.least_size is not None and min(size) >= 2 * min(reduced.least_size):
+        preparations[", reduced scale"] = reduced
+    for suffix, preparation in preparations.items():
+        evaluation = ImageSet(index, folder, preparation).in_uint8()
+        training = ImageSet(index, folder, training_transform("plain", preparation)).in_uint8()
+        functions[f"evaluation{suffix}"] = partial(read, evaluation, seeded=False)
+        functions[f"training{suffix}"] = partial(read, training, seeded=True)
     turns = timed_in_turn(functions, runs, "cpu", clock=cpu_clock("cpu"))
     rows = []
-    for what in ("evaluation", "training"):
+    for what in list(functions)[1:]:
         row = {"what": what, "images": len(index), "size": f"{size[0]} x {size[1]}", "time": timing_of(turns, what)}
         rows.append({**row, **range_of("speed over decoding", [turn["Pillow"] / turn[what] for turn in turns])})
     return rows

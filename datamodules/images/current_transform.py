@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_retrieval.models import Preparation
+from lightning_retrieval.models.reduced_scale import Size
 
 Transform = Callable[[Any], Any]
 
@@ -23,6 +24,11 @@ class CurrentTransform:
     def takes_pixels(self) -> bool:
         """Whether the current transform takes tensors of uint8 instead of PIL images."""
         return getattr(self.current, "takes_pixels", False)
+
+    @property
+    def least_size(self) -> Size | None:
+        """Height and width at which the current transform lets JPEGs be decoded, None for the full scale."""
+        return getattr(self.current, "least_size", None)
 
     @property
     def to_uint8(self) -> Transform | None:

@@ -6,7 +6,8 @@ same pixels.
 
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,9 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import EpsImagePlugin, Image, ImageFile
+from PIL.JpegImagePlugin import JpegImageFile
 
 from lightning_retrieval.models.colours import WHITE, to_rgb
 from lightning_retrieval.models.pixels import Pixels, PixelsOfNewSize, to_pixels
+from lightning_retrieval.models.reduced_scale import Size, reduce_scale
 
 try:
     from torchvision.io import ImageReadMode, decode_image
@@ -73,6 +76,7 @@ def read_image(
     load_truncated: bool = False,
     boxes_before_rotation: bool = False,
     background: tuple[int, int, int] = WHITE,
+    least_size: Size | None = None,
 ) -> Image.Image:
     """Decode an image to RGB, rotate it as its EXIF orientation requires, and crop it to its box.
 
@@ -84,14 +88,18 @@ def read_image(
         boxes_before_rotation: whether the box is in pixels of the file, before the rotation, and not of the upright
             image. Pillow rotates TIFF files itself, so for these there is no difference.
         background: red, green and blue of the colour that shows through transparent pixels.
+        least_size: height and width of the upright image, or of its box, at which a JPEG may be decoded, see
+            `reduce_scale`; the box is then rounded outwards to whole pixels. None for the full scale.
 
     Raises:
         ValueError: if the box is outside of the image, or the range of the pixel values is unknown (see `to_rgb`).
         Exception: any error of Pillow, if the file cannot be decoded.
     """
     with truncated_images(load_truncated), Image.open(path) as file:
+        divisor = _reduce(file, box, least_size, boxes_before_rotation=boxes_before_rotation)
         image = to_rgb(file, background)
         rotation = _ROTATIONS.get(file.getexif().get(_ORIENTATION, 1))
+    box = _divided(box, divisor)
     if box is not None and boxes_before_rotation:
         image = _crop(image, box)
     if rotation is not None:
@@ -108,10 +116,11 @@ def read_pixels(
     load_truncated: bool = False,
     boxes_before_rotation: bool = False,
     background: tuple[int, int, int] = WHITE,
+    least_size: Size | None = None,
 ) -> Pixels:
     """The pixels of the image that `read_image` gives.
 
-    JPEGs in RGB or grey are decoded by torchvision, which is faster.
+    JPEGs in RGB or grey are decoded by torchvision, which is faster, but not at a reduced scale.
 
     Args:
         path: as for `read_image`, also all others.
@@ -119,11 +128,13 @@ def read_pixels(
         load_truncated: whether to decode truncated images.
         boxes_before_rotation: whether the box is in pixels of the file.
         background: of transparent pixels.
+        least_size: at which a JPEG may be decoded.
 
     Raises:
         Exception: as `read_image`.
     """
-    decoded = _decoded_jpeg(path)
+    reduce = partial(_reduce, box=box, least_size=least_size, boxes_before_rotation=boxes_before_rotation)
+    decoded = _decoded_jpeg(path, reduce)
     if decoded is None:
         image = read_image(
             path,
@@ -131,9 +142,11 @@ def read_pixels(
             load_truncated=load_truncated,
             boxes_before_rotation=boxes_before_rotation,
             background=background,
+            least_size=least_size,
         )
         return to_pixels(image)
-    pixels, orientation = decoded
+    pixels, orientation, divisor = decoded
+    box = _divided(box, divisor)
     if box is not None and boxes_before_rotation:
         pixels = _cropped(pixels, box)
     if orientation in _FLIPPED:
@@ -146,8 +159,15 @@ def read_pixels(
     return pixels
 
 
-def _decoded_jpeg(path: Path | BinaryIO) -> tuple[Pixels, int] | None:
-    """The pixels and the orientation in the file; None if it is no JPEG, or one that Pillow has to decode or report."""
+def _decoded_jpeg(path: Path | BinaryIO, reduce: Callable[[Image.Image], int]) -> tuple[Pixels, int, int] | None:
+    """The pixels of a JPEG, its orientation, and what its size was divided by.
+
+    None if it is no JPEG, or one that `read_image` has to decode or report.
+
+    Args:
+        path: the file, or its content.
+        reduce: lets Pillow decode an image at a reduced scale if it may be, and returns what its size is divided by.
+    """
     if decode_image is None:
         return None
     data = _content_of_jpeg(path)
@@ -158,8 +178,11 @@ def _decoded_jpeg(path: Path | BinaryIO) -> tuple[Pixels, int] | None:
             if file.mode not in ("RGB", "L"):
                 return None
             orientation = file.getexif().get(_ORIENTATION, 1)
+            divisor = reduce(file)
+            if divisor > 1:
+                return to_pixels(file.convert("RGB")), orientation, divisor
         encoded = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return decode_image(encoded, ImageReadMode.RGB), orientation
+        return decode_image(encoded, ImageReadMode.RGB), orientation, 1
     except Exception:  # of a damaged file, or of a torchvision without libjpeg
         return None
 
@@ -187,6 +210,41 @@ def truncated_images(load: bool) -> Iterator[None]:
         yield
     finally:
         ImageFile.LOAD_TRUNCATED_IMAGES = before
+
+
+def _reduce(
+    file: Image.Image, box: NDArray[np.int32] | None, least_size: Size | None, *, boxes_before_rotation: bool
+) -> int:
+    """Let Pillow decode a JPEG at a reduced scale if it may be; what its size is divided by."""
+    if least_size is None or not isinstance(file, JpegImageFile):
+        return 1
+    is_transposed, _ = _FLIPPED.get(file.getexif().get(_ORIENTATION, 1), (False, ()))
+    if is_transposed:
+        least_size = _transposed(least_size)  # in the file, before the rotation
+    if box is None:
+        return reduce_scale(file, least_size)
+    size = (file.height, file.width)
+    is_box_transposed = is_transposed and not boxes_before_rotation
+    if is_box_transposed:
+        size = _transposed(size)
+    height, width = size
+    left, top, right, bottom = _inside(box, width, height)
+    part = (bottom - top, right - left)
+    if is_box_transposed:
+        part = _transposed(part)
+    return reduce_scale(file, least_size, part)
+
+
+def _transposed(size: Size) -> Size:
+    return size[1], size[0]
+
+
+def _divided(box: NDArray[np.int32] | None, divisor: int) -> NDArray[np.int32] | None:
+    """The box in pixels of an image whose size was divided, rounded outwards."""
+    if box is None or divisor == 1:
+        return box
+    begin, end = box[:2] // divisor, -(-box[2:] // divisor)
+    return np.concatenate([begin, end])
 
 
 def _crop(image: Image.Image, box: NDArray[np.int32]) -> Image.Image:

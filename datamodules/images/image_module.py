@@ -57,6 +57,7 @@ class ImageDataModule(RetrievalDataModule):
         std: standard deviation of the channels, as in `Preparation`.
         interpolation: of resizing, as in `Preparation`.
         background: the colour that shows through transparent pixels, as in `Preparation`.
+        reduced_scale: whether JPEGs are decoded at a reduced scale, as in `Preparation`.
         on_error: what happens if an image cannot be decoded: `"raise"` raises an error; `"skip"` skips the image with a
             warning and counts it.
         load_truncated: whether images whose files end too early are decoded up to there, and the rest is grey, as in
@@ -92,6 +93,7 @@ class ImageDataModule(RetrievalDataModule):
         std: Sequence[float] | None = None,
         interpolation: Interpolation | None = None,
         background: str | tuple[int, int, int] | None = None,
+        reduced_scale: bool | None = None,
         on_error: OnError = "raise",
         load_truncated: bool = False,
         val_fraction: float = 0.0,
@@ -107,6 +109,7 @@ class ImageDataModule(RetrievalDataModule):
         self.image_size, self.resize = image_size, resize
         self.mean, self.std = mean, std
         self.interpolation, self.background = interpolation, background
+        self.reduced_scale = reduced_scale
         self._transforms = self._make_transforms(train_transform, eval_transform)
         self.on_error: OnError = check_choice(owner, "on_error", on_error, ("raise", "skip"))
         self.load_truncated = check_bool(owner, "load_truncated", load_truncated)
@@ -284,7 +287,7 @@ class ImageDataModule(RetrievalDataModule):
             if value is not None:
                 check_callable(owner, name, value)
         settings = {}
-        for name in ("image_size", "resize", "mean", "std", "interpolation", "background"):
+        for name in ("image_size", "resize", "mean", "std", "interpolation", "background", "reduced_scale"):
             value = getattr(self, name)
             if value is not None:
                 settings[name] = value

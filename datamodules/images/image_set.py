@@ -25,6 +25,7 @@ from lightning_retrieval.datamodules.images.uint8_batches import UNNORMALIZED
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, seeded_item
 from lightning_retrieval.models.colours import check_colour
 from lightning_retrieval.models.pixels import Pixels
+from lightning_retrieval.models.reduced_scale import Size
 
 OnError = Literal["raise", "skip"]
 Decoded = TypeVar("Decoded")
@@ -44,9 +45,10 @@ class ImageSet(Dataset[dict[str, Any]]):
         root: the folder that the paths are relative to.
         transform: a function from a PIL image to a tensor, such as a `Preparation`, whose `background` shows through
             transparent pixels (white for a function that has none). One whose attribute `takes_pixels` is True gets a
-            tensor (3, height, width) of uint8 instead, to which JPEGs are decoded faster. The random numbers that it
-            draws from torch, Python's `random` and NumPy are determined by the seed that `RetrievalDataLoader` gives
-            each index.
+            tensor (3, height, width) of uint8 instead, to which JPEGs are decoded faster. If it has an attribute
+            `least_size`, height and width, JPEGs may be decoded at a reduced scale at which they, or their boxes, are
+            not smaller than that, see `Preparation(reduced_scale=True)`. The random numbers that it draws from torch,
+            Python's `random` and NumPy are determined by the seed that `RetrievalDataLoader` gives each index.
         on_error: `"raise"` or `"skip"`. A skipped image is missing in its batch. An evaluation batch without any
             readable image is replaced by a black image with the role 0, which is neither query nor gallery.
         load_truncated: whether images whose files end too early are decoded up to there, and the rest is grey;
@@ -159,20 +161,23 @@ class ImageSet(Dataset[dict[str, Any]]):
         return other
 
     def read(self, position: int) -> Image.Image:
-        """The image before the transform: in RGB, upright, and cropped to its box."""
+        """The image in full, before the transform: in RGB, upright, and cropped to its box."""
         return self._decode(read_image, position)
 
     def input_of_transform(self, position: int) -> Image.Image | Pixels:
         """The image before the transform: that of `read`, or its pixels (3, height, width) if the transform takes them.
 
-        In a subclass with a method `read` of its own, it is what that returns.
+        JPEGs are decoded at a reduced scale if the transform has a `least_size`. In a subclass with a method `read` of
+        its own, it is what that returns.
         """
-        takes_pixels = getattr(self.transform, "takes_pixels", False)
-        if takes_pixels and type(self).read is ImageSet.read:
-            return self._decode(read_pixels, position)
-        return self.read(position)
+        if type(self).read is not ImageSet.read:
+            return self.read(position)
+        least_size = getattr(self.transform, "least_size", None)
+        if getattr(self.transform, "takes_pixels", False):
+            return self._decode(read_pixels, position, least_size)
+        return self._decode(read_image, position, least_size)
 
-    def _decode(self, read: Callable[..., Decoded], position: int) -> Decoded:
+    def _decode(self, read: Callable[..., Decoded], position: int, least_size: Size | None = None) -> Decoded:
         box = None
         if self.index.boxes is not None:
             box = self.index.boxes[position]
@@ -183,6 +188,7 @@ class ImageSet(Dataset[dict[str, Any]]):
             load_truncated=self.load_truncated,
             boxes_before_rotation=self.boxes_before_rotation,
             background=check_colour("ImageSet", "transform.background", background),
+            least_size=least_size,
         )
 
     def transformed(self, image: Image.Image | Pixels) -> Any:

@@ -13,8 +13,10 @@ paper nor its code states the strengths, so these are our choice. What evaluatio
 name.
 
 All but `"ap_gem"`, whose colours torchvision changes differently in tensors, take tensors of uint8 if evaluation does.
+With `Preparation(reduced_scale=True)` they let JPEGs be decoded at a scale at which no random crop has to be enlarged.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -26,6 +28,7 @@ from torchvision.transforms import InterpolationMode, v2
 from lightning_retrieval.checks import check_choice, check_instance
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.pixels import Pixels, to_image, to_pixels
+from lightning_retrieval.models.reduced_scale import Size
 
 PaperName = Literal["plain", "smooth_ap", "roadmap", "ap_gem"]
 PAPER_NAMES = ("plain", "smooth_ap", "roadmap", "ap_gem")
@@ -67,6 +70,13 @@ class TrainingTransform:
             return changed
         return to_pixels(changed)
 
+    @property
+    def least_size(self) -> Size | None:
+        """Height and width at which JPEGs may be decoded instead of in full, if evaluation lets them be; else None."""
+        if self.preparation.reduced_scale:
+            return least_size(self.transforms)
+        return None
+
     def normalize(self, images: UInt8[Tensor, "*batch channel height width"]) -> Float[Tensor, "..."]:
         """Normalise images of uint8 as evaluation does.
 
@@ -79,13 +89,38 @@ class TrainingTransform:
         return f"TrainingTransform({self.transforms}, {self.preparation})"
 
 
+def least_size(transforms: Sequence[nn.Module]) -> Size | None:
+    """Height and width that images must have so that the first transform that resizes never enlarges them.
+
+    Args:
+        transforms: of torchvision; None is returned if none of them resizes.
+    """
+    for transform in transforms:
+        if isinstance(transform, v2.Resize):
+            height, width = (*transform.size, *transform.size)[:2]
+            return height, width
+        if isinstance(transform, v2.RandomResizedCrop):
+            return _least_size_of_crop(transform)
+    return None
+
+
+def _least_size_of_crop(crop: v2.RandomResizedCrop) -> Size:
+    """Height and width of a square image whose smallest random crop is as large as the result."""
+    smallest_area, narrowest, widest = crop.scale[0], crop.ratio[0], crop.ratio[1]
+    height, width = crop.size
+    of_height = height * math.sqrt(widest / smallest_area)
+    of_width = width / math.sqrt(narrowest * smallest_area)
+    side = math.ceil(max(of_height, of_width))
+    return side, side
+
+
 def training_transform(name: PaperName, preparation: Preparation | None = None) -> TrainingTransform:
     """The random transform of training of a paper: a function from an image in RGB to a normalised tensor.
 
     Args:
         name: `"plain"`, `"smooth_ap"`, `"roadmap"` or `"ap_gem"`.
-        preparation: what evaluation does; training has its size, interpolation, channels, mean and standard deviation.
-            If None, `Preparation.named(name)`.
+        preparation: what evaluation does; training has its size, interpolation, channels, mean, standard deviation and
+            scale of decoding. If None, `Preparation.named(name)`.
 
     Raises:
         ValueError: if the name is unknown.

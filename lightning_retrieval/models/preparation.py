@@ -27,6 +27,7 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_retrieval.checks import (
+    check_bool,
     check_choice,
     check_finite_number,
     check_float,
@@ -47,6 +48,7 @@ from lightning_retrieval.models.pixels import (
     to_image,
     to_pixels,
 )
+from lightning_retrieval.models.reduced_scale import Size, reduce_scale
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 DEFAULT_IMAGE_SIZE = 224
@@ -68,6 +70,9 @@ class Preparation:
         channels: 3 for colour, 1 for grey.
         background: the colour that shows through transparent pixels: a name such as `"white"`, a hexadecimal number
             such as `"#ff8000"`, or red, green and blue from 0 to 255.
+        reduced_scale: whether JPEGs are decoded at a half, a quarter or an eighth of their size if they are then not
+            smaller than what they are resized to: faster for large photographs, but with other pixels. A PIL image that
+            is decoded already is left as it is.
 
     Raises:
         ValueError: if a value is out of its range, the crop is larger than the resized image, or `mean` or `std` has
@@ -96,6 +101,7 @@ class Preparation:
     std: Sequence[float] = IMAGENET_STD
     channels: int = 3
     background: str | Sequence[int] = "white"
+    reduced_scale: bool = False
 
     NAMES: ClassVar[tuple[str, ...]] = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")
 
@@ -111,6 +117,7 @@ class Preparation:
         check_colour("Preparation", "background", self.background)
         if not isinstance(self.background, str):
             self._set("background", tuple(self.background))
+        check_bool("Preparation", "reduced_scale", self.reduced_scale)
         self._check_crop()
 
     @staticmethod
@@ -214,6 +221,16 @@ class Preparation:
         return target  # type: ignore[return-value]
 
     @property
+    def least_size(self) -> Size | None:
+        """Height and width at which JPEGs may be decoded instead of in full, before they are resized; None if not."""
+        target = self.resized_to
+        if not self.reduced_scale or target is None:
+            return None
+        if isinstance(target, int):
+            return target, target
+        return target
+
+    @property
     def gives_one_size(self) -> bool:
         """Whether all images have the same size afterwards, so that they can be put into one batch."""
         return self.image_size is not None or isinstance(self.resize, tuple)
@@ -243,6 +260,7 @@ class Preparation:
                 f"Preparation: `image` must be a PIL image or a tensor of uint8, got {type(given).__name__}; "
                 "PIL.Image.fromarray makes one of an array (height, width, 3) of uint8."
             )
+        reduce_scale(image, self.least_size)
         if image.mode != "RGB" or "transparency" in image.info:
             image = to_rgb(image, check_colour("Preparation", "background", self.background))
         if self.channels == 1:

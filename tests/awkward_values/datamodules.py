@@ -149,6 +149,7 @@ def folder_settings():
         "std": (0.5, 0.5, 0.5),
         "interpolation": "bicubic",
         "background": "black",
+        "reduced_scale": True,
         "on_error": "raise",
         "load_truncated": False,
         "val_fraction": 0.0,

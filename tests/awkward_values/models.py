@@ -82,6 +82,7 @@ def preparation_settings():
         "std": (0.5,),
         "channels": 1,
         "background": "black",
+        "reduced_scale": True,
     }
 
 

@@ -272,3 +272,70 @@ def test_damaged_pixels_are_those_of_pillow(tmp_path):
         damaged[int(random.integers(first, len(data)))] ^= int(random.integers(1, 256))
         path.write_bytes(damaged)
         assert_same_pixels(path)
+
+
+REDUCED = {name: settings for name, settings in ENCODINGS.items() if name.endswith(".jpg")}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_pixels_at_a_reduced_scale_are_those_of_pillow(tmp_path, name):
+    mode, settings = REDUCED[name]
+    path = noise(tmp_path / name, mode, (160, 130), **settings)
+    assert_same_pixels(path, least_size=(40, 32))
+    assert_same_pixels(path, np.array([3, 5, 120, 199]), least_size=(20, 30))
+    with Image.open(path) as image:
+        image.draft(None, (40, 32))
+        wanted = np.asarray(image.convert("RGB"))
+    assert wanted.shape[:2] == (33, 40)
+    least_size = (32, 40)
+    if "exif" in settings:  # 6: to be rotated by 90 degrees, clockwise
+        wanted, least_size = np.rot90(wanted, -1), (40, 32)
+    for read in (read_image, read_pixels):
+        assert result(read, path, least_size=least_size) == wanted.tolist()
+    assert np.asarray(read_image(path)).shape == read_pixels(path).permute(1, 2, 0).shape
+    assert read_image(path).width * read_image(path).height == 160 * 130
+
+
+@pytest.mark.parametrize("name", sorted(ENCODINGS.keys() - REDUCED.keys()))
+def test_files_other_than_jpegs_are_read_in_full(tmp_path, name):
+    mode, settings = ENCODINGS[name]
+    path = noise(tmp_path / name, mode, **settings)
+    assert result(read_pixels, path, least_size=(1, 1)) == result(read_image, path)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("least_size", [(20, 30), (30, 20), (15, 9)])
+def test_boxes_are_the_same_part_at_a_reduced_scale(tmp_path, orientation, before, least_size):
+    """Smooth pictures, so that the part of the full image, resized, must be close to the part of the reduced one."""
+    path = noise(tmp_path / "a.jpg", "RGB", size=(240, 200), exif=orientation, quality=95)
+    box = np.array([-9, 16, 120, 176])
+    full = read_image(path, box, boxes_before_rotation=before)
+    settings = {"boxes_before_rotation": before, "least_size": least_size}
+    assert_same_pixels(path, box, **settings)
+    reduced = read_image(path, box, **settings)
+    divisors = [d for d in (2, 4, 8) if full.height >= d * least_size[0] and full.width >= d * least_size[1]]
+    assert reduced.size == (-(-full.width // divisors[-1]), -(-full.height // divisors[-1]))
+    assert reduced.height >= least_size[0]
+    assert reduced.width >= least_size[1]
+    difference = np.asarray(full.resize(reduced.size, Image.Resampling.BOX), int) - np.asarray(reduced)
+    assert np.abs(difference).mean() < 3
+
+
+@pytest.mark.parametrize("read", [read_image, read_pixels])
+def test_boxes_outside_of_an_image_are_named_in_its_own_pixels(tmp_path, read):
+    path = noise(tmp_path / "a.jpg", "RGB", size=(160, 130))
+    with pytest.raises(ValueError, match=r"^its box \[160, 0, 170, 9\] is outside of its 160 x 130 pixels"):
+        read(path, np.array([160, 0, 170, 9]), least_size=(2, 2))
+
+
+def test_truncated_files_at_a_reduced_scale(tmp_path):
+    path = noise(tmp_path / "a.jpg", "RGB", size=(320, 256))
+    whole = np.asarray(read_image(path, least_size=(32, 32)))
+    truncate(path, 0.7)
+    assert_same_pixels(path, least_size=(32, 32))
+    assert issubclass(result(read_pixels, path, least_size=(32, 32)), OSError)
+    assert_same_pixels(path, least_size=(32, 32), load_truncated=True)
+    found = np.asarray(read_image(path, least_size=(32, 32), load_truncated=True))
+    assert found.shape == whole.shape == (32, 40, 3)
+    assert np.array_equal(found[:4], whole[:4])

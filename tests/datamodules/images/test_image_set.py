@@ -1,5 +1,6 @@
 """ImageSet: its items, its random numbers, and images that cannot be read."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -168,3 +169,43 @@ def test_a_batch_of_images_of_several_sizes_raises(tmp_path):
         ValueError, match=r"must have the same size, got \[\(4, 6, 3\), \(5, 5, 3\)\]; .* eval_batch_size"
     ):
         ImageSet.collate([images[0], images[1]])
+
+
+def test_jpegs_are_decoded_at_a_reduced_scale_if_the_transform_lets_them_be(tmp_path):
+    picture(tmp_path / "a.jpg", size=(160, 120))
+    picture(tmp_path / "b.png", size=(160, 120))
+    index = ImageIndex(["a.jpg", "b.png", "a.jpg"], [0, 0, 0], boxes=[[0, 0, 160, 120]] * 2 + [[0, 0, 40, 40]])
+    sizes = []
+
+    def sizes_of(image):
+        sizes.append(tuple(image.shape) if isinstance(image, torch.Tensor) else image.size)
+        return torch.zeros(1)
+
+    sizes_of.least_size = (30, 40)
+    images = ImageSet(index, tmp_path, sizes_of)
+    for position in range(3):
+        images[position]
+    sizes_of.takes_pixels = True
+    for position in range(3):
+        images[position]
+    assert sizes == [(40, 30), (160, 120), (40, 40), (3, 30, 40), (3, 120, 160), (3, 40, 40)]
+    assert images.read(0).size == (160, 120)  # in full, for `check` and for subclasses
+
+    class Halved(ImageSet):
+        def read(self, position):
+            return super().read(position).reduce(2)
+
+    assert Halved(index, tmp_path, sizes_of).input_of_transform(0).size == (80, 60)
+
+
+@pytest.mark.parametrize("settings", [{}, {"interpolation": "bicubic"}])
+def test_a_reduced_scale_gives_what_pillow_decodes_at_it(tmp_path, settings):
+    picture(tmp_path / "a.jpg", size=(160, 120))
+    index, preparation = ImageIndex(["a.jpg"], [0]), Preparation(24, resize=30, **settings)
+    with Image.open(tmp_path / "a.jpg") as image:
+        image.draft("RGB", (40, 30))
+        wanted = preparation(image.convert("RGB"))
+    reduced = dataclasses.replace(preparation, reduced_scale=True)
+    assert torch.equal(ImageSet(index, tmp_path, reduced)[0]["images"], wanted)
+    assert torch.equal(ImageSet(index, tmp_path, reduced).in_uint8()[0]["images"], preparation.undo(wanted))
+    assert not torch.equal(ImageSet(index, tmp_path, preparation)[0]["images"], wanted)

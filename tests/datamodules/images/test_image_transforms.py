@@ -8,6 +8,7 @@ import pytorch_lightning as pl
 import torch
 import yaml
 from jsonargparse import ArgumentParser
+from PIL import Image
 from torch import nn
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
@@ -16,6 +17,7 @@ from lightning_retrieval.datamodules.images.image_transforms import ImageTransfo
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.training.described_transforms import describe_transform
 from tests.datamodules.images.pictures import TINY
+from tests.datamodules.trees import write_image
 from tests.datamodules.trees_more import write_folders
 
 GREY = Preparation(32, channels=1, mean=(0.5,), std=(0.5,))
@@ -216,3 +218,32 @@ def test_a_transform_that_gives_arrays(tmp_path):
         TypeError, match=r"^ImageSet: `transform` must return a tensor .* got ndarray; end it with v2\.ToImage\(\) and"
     ):
         data.test_set[0]
+
+
+def test_all_runs_of_a_model_decode_at_the_scale_at_which_it_was_evaluated(tmp_path):
+    root, seen = tmp_path / "images", []
+    for number in range(16):
+        write_image(root / str(number % 4) / f"{number}.jpg", size=(170, 130), seed=number)
+
+    class Seen(Small):
+        def forward(self, images):
+            seen.append((self.training, images.detach().clone()))
+            return super().forward(images)
+
+    trainer = run("fit", RetrievalModule(Seen(), SmoothAPLoss()), images_in(root, image_size=16, reduced_scale=True))
+    trainer.save_checkpoint(tmp_path / "model.ckpt")
+    preparation = Preparation(16, reduced_scale=True)
+    assert torch.load(tmp_path / "model.ckpt", weights_only=True)["preparation"] == describe_transform(preparation)
+
+    loaded = RetrievalModule.load_from_checkpoint(tmp_path / "model.ckpt", embedder=Seen())
+    seen.clear()
+    data = images_in(root)
+    run("predict", loaded, data)
+    wanted = []
+    for path in data.test_set.index.paths:
+        with Image.open(root / path) as image:
+            image.draft("RGB", (42, 32))  # a quarter; the short side is resized to 18
+            wanted.append(Preparation(16)(image.convert("RGB")))
+    assert torch.equal(torch.cat([images for _, images in seen]), torch.stack(wanted))
+    with pytest.raises(ValueError, match=r"^ImageFolder: .* Preparation\(image_size=16, reduced_scale=True\), got"):
+        run("predict", loaded, images_in(root, reduced_scale=False))

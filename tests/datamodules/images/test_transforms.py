@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision.transforms import InterpolationMode, v2
+from torchvision.transforms import InterpolationMode, RandomResizedCrop, v2
 
 from lightning_retrieval.datamodules import training_transform
 from lightning_retrieval.models import Preparation
@@ -103,3 +103,32 @@ def test_invalid_arguments_raise():
         TypeError, match=r"^training_transform: `preparation` must be an instance of Preparation, got 3"
     ):
         training_transform("plain", 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "least_size"),
+    [
+        ("plain", {"image_size": 28}, (32, 32)),
+        ("plain", {"image_size": (20, 30)}, (20, 30)),
+        ("plain", {"image_size": None}, (256, 256)),
+        ("roadmap", {"image_size": 28, "resize": (32, 40)}, (32, 32)),
+        ("smooth_ap", {"image_size": 28}, (115, 115)),  # 28 / sqrt(0.08 * 3 / 4), rounded up
+        ("ap_gem", {"image_size": 28}, (46, 46)),  # 28 / sqrt(0.5 * 3 / 4)
+    ],
+)
+def test_what_training_needs_of_a_reduced_scale(name, settings, least_size):
+    assert training_transform(name, Preparation(**settings, reduced_scale=True)).least_size == least_size
+    assert training_transform(name, Preparation(**settings)).least_size is None
+
+
+@pytest.mark.parametrize("size", [(20, 36), (36, 20), (28, 28)])
+@pytest.mark.parametrize("name", ["smooth_ap", "ap_gem"])
+def test_no_random_crop_of_the_least_size_is_enlarged(name, size):
+    transform = training_transform(name, Preparation(size, reduced_scale=True))
+    (crop,) = (step for step in transform.transforms if isinstance(step, v2.RandomResizedCrop))
+    height, width = transform.least_size
+    torch.manual_seed(0)
+    image = torch.zeros(3, height, width)
+    crops = torch.tensor([RandomResizedCrop.get_params(image, crop.scale, crop.ratio) for _ in range(2000)])
+    beyond = crops[:, 2:].amin(0) - torch.tensor(size)
+    assert 0 <= beyond.min() < 4  # no image could be smaller

@@ -1,5 +1,6 @@
 """The embeddings in an index are those of the model, with images prepared as the checkpoint records."""
 
+import dataclasses
 import importlib
 import json
 import sys
@@ -17,6 +18,9 @@ from lightning_retrieval.cli.embedding import ImageEmbedder
 from lightning_retrieval.cli.index_images import index_images
 from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.models import Preparation
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder
+from lightning_retrieval.training.described_transforms import describe_transform
+from tests.datamodules.trees import write_image
 from tests.datamodules.trees_more import write_folders
 from tests.lightning_retrieval.cli.glyph_commands import (
     command,
@@ -49,6 +53,37 @@ def test_embeddings_include_whitening_and_scales_of_the_module(glyphs, tmp_path,
     scores = dict(zip(paths, (unit @ unit[7]).tolist()))
     found = {hit["path"]: hit["similarity"] for hit in json.loads(out)["queries"][0]["results"]}
     assert found == pytest.approx(scores, abs=1e-5)
+
+
+def test_all_commands_decode_at_the_reduced_scale_of_the_checkpoint(tmp_path, capsys):
+    torch.manual_seed(0)
+    module = RetrievalModule(Embedder("glyph_net", embedding_dim=24), SmoothAPLoss()).eval()
+    preparation = dataclasses.replace(Preparation.named("glyphs"), reduced_scale=True)
+    module.preparation = describe_transform(preparation)
+    model = save_checkpoint(tmp_path / "model.ckpt", module)
+    paths = [f"{number}.jpg" for number in range(6)]
+    images = []
+    for number, path in enumerate(paths):
+        write_image(tmp_path / "images" / path, size=(170, 130), seed=number)
+        with Image.open(tmp_path / "images" / path) as image:
+            image.draft("RGB", (42, 32))
+            images.append(Preparation.named("glyphs")(image.convert("RGB")))
+    expected = torch.nn.functional.normalize(module.embed(torch.stack(images)), dim=1).detach()
+    args = ["--images", tmp_path / "images", "--output", tmp_path / "index", "--checkpoint", model]
+    code, out, _ = command(capsys, "index", *args)
+    assert (code, "reduced_scale=True" in out) == (0, True)
+    index = RetrievalIndex.load(tmp_path / "index")
+    assert index.about["preparation"] == {"preparation": preparation.as_dict()}
+    assert torch.allclose(index.embeddings(torch.arange(6)), expected, atol=1e-5)
+    query = tmp_path / "images" / paths[3]
+    code, out, _ = command(capsys, "search", query, "--index", tmp_path / "index", "-k6", "--json")
+    found = {hit["path"]: hit["similarity"] for hit in json.loads(out)["queries"][0]["results"]}
+    assert found == pytest.approx(dict(zip(paths, (expected @ expected[3]).tolist())), abs=1e-5)
+    args = ["--images", tmp_path / "images", "--output", tmp_path / "rows", "--checkpoint", model, "--format=npy"]
+    code, _, _ = command(capsys, "embed", *args)
+    assert code == 0
+    rows = EmbeddingFolder.load("test", tmp_path / "rows").read(0).embeddings
+    assert torch.allclose(torch.nn.functional.normalize(torch.from_numpy(rows), dim=1), expected, atol=1e-5)
 
 
 def trained(folder, **settings):
