@@ -12,7 +12,14 @@ import torch
 from numpy.typing import NDArray
 from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
 
-from lightning_retrieval.checks import check_bool, check_callable, check_choice, check_finite_number, check_path
+from lightning_retrieval.checks import (
+    check_bool,
+    check_callable,
+    check_choice,
+    check_finite_number,
+    check_flag,
+    check_path,
+)
 from lightning_retrieval.datamodules.base import RetrievalDataModule
 from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.files.record_warnings import record_warnings
@@ -109,7 +116,7 @@ class ImageDataModule(RetrievalDataModule):
         self.image_size, self.resize = image_size, resize
         self.mean, self.std = mean, std
         self.interpolation, self.background = interpolation, background
-        self.reduced_scale = reduced_scale
+        self.reduced_scale = check_flag(owner, "reduced_scale", reduced_scale)
         self._transforms = self._make_transforms(train_transform, eval_transform)
         self.on_error: OnError = check_choice(owner, "on_error", on_error, ("raise", "skip"))
         self.load_truncated = check_bool(owner, "load_truncated", load_truncated)
@@ -177,9 +184,8 @@ class ImageDataModule(RetrievalDataModule):
             if name not in self._base_attributes and isinstance(value, (str, int, float, tuple, list, Path)):
                 settings[name] = value
         owner = type(self).__name__
-        settings_of_reader = [owner, self.root, settings]
         return read_cached(
-            self._read_and_check, sources, settings_of_reader, self.cache_dir, root=self.root, owner=owner
+            self._read_and_check, sources, [owner, self.root, settings], self.cache_dir, root=self.root, owner=owner
         )
 
     def _read_and_check(self) -> dict[str, ImageIndex]:
@@ -276,8 +282,7 @@ class ImageDataModule(RetrievalDataModule):
         """Prepare images for the model of the run, which may have been loaded since the data sets were made."""
         if self.trainer is None:
             return
-        predicts = self.trainer.state.fn == "predict"
-        self._transforms.follow(self.trainer.lightning_module, predicts=predicts)
+        self._transforms.follow(self.trainer.lightning_module, predicts=self.trainer.state.fn == "predict")
 
     def _make_transforms(self, train_transform: Any, eval_transform: Any) -> ImageTransforms:
         """The transforms that the arguments of the constructor describe."""
