@@ -24,9 +24,9 @@ from lightning_retrieval.training.module import RetrievalModule as RetrievalModu
 from lightning_retrieval.training.run_folder import run_folder
 
 MORE_HELP = """\
---data.help lightning_retrieval.datamodules.CUB200 shows the settings of a class, as do --model.help,
---trainer.logger.help, --trainer.callbacks.help and others. `lightning-retrieval check --help` lists the data modules.
-A wider terminal shows more of each line."""
+--data.help lightning_retrieval.datamodules.CUB200 shows the settings of a
+class, as do --model.help, --trainer.logger.help, --trainer.callbacks.help and
+others. `lightning-retrieval check --help` lists the data modules."""
 
 
 def fit(args: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""Compact help for the command line: one line for each option."""
+"""Compact help for the command line: of each option its name, the first sentence of its description, its default."""
 
 import argparse
 import re
@@ -8,17 +8,17 @@ from typing import Any
 
 from jsonargparse import DefaultHelpFormatter
 
-NAME_WIDTH = 47  # columns before the description
-SHORTEST = 10  # columns; no description is shown if fewer are left for it
+NAME_WIDTH = 47  # columns before a description on the line of the name
+INDENT = 4  # columns before a description on lines of its own, besides those of the name
 FIRST_SENTENCE = re.compile(r"(?<=[a-z0-9`\"')])\. | Default: | \((?:required|type|default)[:,)]")
 DEFAULT = re.compile(r"default: ([^,]*?)(?:\)$|, known subclasses)")
 
 
 class CompactHelpFormatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """One line for each option: its name, the first sentence of its description, and its default.
+    """For each option its name, the first sentence of its description, and its default.
 
-    A wider terminal shows more of the description. Options `--NAME.help`, which show the settings of a class, are
-    omitted if their names are nested.
+    They are on one line if the terminal is wide enough; otherwise, the sentence and the default are on lines of their
+    own. Options `--NAME.help`, which show the settings of a class, are omitted if their names are nested.
     """
 
     def _format_usage(self, usage: Any, actions: Iterable[argparse.Action], *args: Any, **kwargs: Any) -> str:
@@ -32,8 +32,15 @@ class CompactHelpFormatter(DefaultHelpFormatter, argparse.RawDescriptionHelpForm
     def start_section(self, heading: str | None) -> None:
         """Start a section; its heading is the first sentence of a docstring."""
         if heading:
-            heading = heading.partition(". ")[0]
+            heading = textwrap.fill(heading.partition(". ")[0], self._width - 1)  # a colon follows
         super().start_section(heading)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """A description, whose lines are kept unless they are too long."""
+        lines = []
+        for line in text.splitlines():
+            lines += textwrap.wrap(line, width, initial_indent=indent, subsequent_indent=indent) or [""]
+        return "\n".join(lines)
 
     def _format_action(self, action: argparse.Action) -> str:
         if not action.option_strings or action.help == argparse.SUPPRESS:
@@ -42,14 +49,14 @@ class CompactHelpFormatter(DefaultHelpFormatter, argparse.RawDescriptionHelpForm
         if name.endswith(".help") and name.count(".") > 1:
             return ""
         description = " ".join((self._expand_help(action) or "").split())
-        ending = _ending(action, description)
-        indent = " " * self._current_indent
-        start = f"{indent}{name}  ".ljust(NAME_WIDTH)
-        width = self._width - len(start) - len(ending)
-        shown = ""
-        if width >= SHORTEST:
-            shown = textwrap.shorten(FIRST_SENTENCE.split(description)[0].rstrip("."), width, placeholder=" ...")
-        return f"{start}{shown}{ending}".rstrip() + "\n"
+        text = FIRST_SENTENCE.split(description)[0].rstrip(".") + _ending(action, description)
+        name = " " * self._current_indent + name
+        line = f"{name}  ".ljust(NAME_WIDTH) + text.strip()
+        if len(line) <= self._width:
+            return line.rstrip() + "\n"
+        indent = " " * (self._current_indent + INDENT)
+        below = textwrap.fill(text, self._width, initial_indent=indent, subsequent_indent=indent)
+        return f"{name}\n{below}\n"
 
 
 def _names(action: argparse.Action) -> str:
