@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from jaxtyping import UInt8
-from PIL import Image
+from PIL import Image, ImageFile, ImageOps
 from torch import Tensor
 from torch.nn.functional import interpolate
 
@@ -26,8 +26,35 @@ INTERPOLATIONS = {
     "hamming": Image.Resampling.HAMMING,
 }
 
+_ORIENTATION = 0x0112  # number of the EXIF tag, whose values above 4 exchange height and width
+
 Pixels = UInt8[Tensor, "channel height width"]
 PixelsOfNewSize = UInt8[Tensor, "channel new_height new_width"]
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """The image rotated as the EXIF orientation of its file says, if it comes straight from `PIL.Image.open`.
+
+    Pillow leaves the orientation in images that were converted or cropped since, which may have been rotated already.
+
+    Args:
+        image: of any mode.
+    """
+    if isinstance(image, ImageFile.ImageFile):
+        return ImageOps.exif_transpose(image)
+    return image
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Height and width of what `upright` returns.
+
+    Args:
+        image: of any mode, which is not decoded.
+    """
+    is_transposed = isinstance(image, ImageFile.ImageFile) and image.getexif().get(_ORIENTATION, 1) > 4
+    if is_transposed:
+        return image.width, image.height
+    return image.height, image.width
 
 
 def to_pixels(image: Image.Image) -> Pixels:

@@ -47,6 +47,8 @@ from lightning_retrieval.models.pixels import (
     size_with_short_side,
     to_image,
     to_pixels,
+    upright,
+    upright_size,
 )
 from lightning_retrieval.models.reduced_scale import Size, reduce_scale
 
@@ -260,7 +262,8 @@ class Preparation:
                 f"Preparation: `image` must be a PIL image or a tensor of uint8, got {type(given).__name__}; "
                 "PIL.Image.fromarray makes one of an array (height, width, 3) of uint8."
             )
-        reduce_scale(image, self.least_size)
+        reduce_scale(image, self.least_size, upright_size(image))
+        image = upright(image)
         if image.mode != "RGB" or "transparency" in image.info:
             image = to_rgb(image, check_colour("Preparation", "background", self.background))
         if self.channels == 1:

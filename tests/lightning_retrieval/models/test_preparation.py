@@ -11,6 +11,7 @@ import yaml
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
+from lightning_retrieval.datamodules.images.image_file import read_image
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.pixels import INTERPOLATIONS
 
@@ -58,6 +59,31 @@ def assert_as_torchvision(preparation, steps, image):
 @pytest.mark.parametrize("name", STEPS)
 def test_named_preparations_are_torchvisions_bit_for_bit(name, size):
     assert_as_torchvision(Preparation.named(name), STEPS[name], noise(*size))
+
+
+def test_an_image_straight_from_a_file_is_upright(tmp_path):
+    """A service passes on what `Image.open` returns; the images of an index were rotated when they were read."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # as phones write it for a picture in portrait format
+    noise(50, 30).save(tmp_path / "phone.png", exif=exif)
+    preparation = Preparation(image_size=(24, 20))
+    wanted = preparation(noise(50, 30).transpose(Image.Transpose.ROTATE_270))
+    with Image.open(tmp_path / "phone.png") as file:
+        assert torch.equal(preparation(file), wanted)
+    assert torch.equal(preparation(read_image(tmp_path / "phone.png")), wanted)  # and not rotated twice
+
+
+def test_the_reduced_scale_is_that_of_the_upright_image(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    noise(160, 90).save(tmp_path / "phone.jpg", exif=exif)  # upright 160 high and 90 wide
+    preparation = Preparation(image_size=None, resize=(80, 45), reduced_scale=True)
+    with Image.open(tmp_path / "phone.jpg") as file:
+        found = preparation(file)
+    with Image.open(tmp_path / "phone.jpg") as file:
+        file.draft(None, (80, 45))
+        wanted = preparation(file.transpose(Image.Transpose.ROTATE_270))
+    assert torch.equal(found, wanted)
 
 
 def test_glyphs_are_grey_and_not_normalised():
