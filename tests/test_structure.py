@@ -56,6 +56,7 @@ MAY_IMPORT_LIGHTNING = {
 MAY_PRINT = {
     "callbacks/evaluation.py",  # the table at the end
     "lightning_retrieval/cli/check.py",  # the report on the files of a data set
+    "lightning_retrieval/cli/demo.py",  # the address of the page
     "lightning_retrieval/cli/embed.py",
     "lightning_retrieval/cli/embedding_options.py",  # errors, and images that cannot be read
     "lightning_retrieval/cli/export.py",

@@ -49,7 +49,9 @@ def _serve(options: argparse.Namespace) -> None:
         num_workers=options.num_workers,
         device=options.device,
     )
-    serve_demo(searcher, images, k=min(options.k, len(index)), host=options.host, port=options.port)
+    page = serve_demo(searcher, images, k=min(options.k, len(index)), host=options.host, port=options.port)
+    print(f"The page is at {page.local_url}; Ctrl-C ends it.", flush=True)
+    page.block_thread()
 
 
 def _parser() -> argparse.ArgumentParser:

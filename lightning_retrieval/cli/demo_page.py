@@ -23,8 +23,8 @@ CSS = """
 """
 
 
-def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port: int) -> None:
-    """Serve the page until the process is interrupted.
+def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port: int) -> Any:
+    """Serve the page by another thread.
 
     Args:
         searcher: an index and its model.
@@ -33,20 +33,27 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
         host: address to serve on.
         port: port to serve on.
 
+    Returns:
+        Gradio's `Blocks`; `local_url` is the address, and `block_thread()` waits for Ctrl-C.
+
     Raises:
         ModuleNotFoundError: if Gradio is not installed.
         OSError: if the port is in use.
     """
     gradio = _import_gradio()
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["monospace"]}  # none that a browser has to download
-    make_page(searcher, images, k).launch(
+    page = make_page(searcher, images, k)
+    page.launch(
         server_name=host,
         server_port=port,
         theme=gradio.themes.Default(**fonts),
         css=CSS,
         show_error=True,
         footer_links=[],
+        quiet=True,  # Gradio would recommend an argument of its own, which the command does not have
+        prevent_thread_lock=True,
     )
+    return page
 
 
 def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
@@ -84,7 +91,9 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
         query = gradio.Image(
             show_label=False, interactive=False, height=200, buttons=[], elem_id="query", visible=True, type="pil"
         )
-        text = gradio.Markdown(elem_id="about")
+        text = gradio.Markdown(
+            f"Choose an image file to see the nearest of {len(searcher.index):,} images.", elem_id="about"
+        )
         gallery = _empty_gallery(gradio)
         paths = gradio.State([])
         shown = [query, text, gallery, paths]

@@ -1,6 +1,7 @@
 """`demo`: its arguments, and its errors before a page is served."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,14 +15,20 @@ from tests.lightning_retrieval.cli.glyph_commands import error_of, save_checkpoi
 def served(monkeypatch):
     """What would be served."""
     calls = []
-    monkeypatch.setattr(demo_page, "serve_demo", lambda searcher, images, **settings: calls.append((images, settings)))
+
+    def serve(searcher, images, **settings):
+        calls.append((images, settings))
+        return SimpleNamespace(local_url="http://127.0.0.1:7861/", block_thread=lambda: None)
+
+    monkeypatch.setattr(demo_page, "serve_demo", serve)
     return calls
 
 
-def test_the_folder_of_the_images_is_that_of_the_index(indexed, served):
+def test_the_folder_of_the_images_is_that_of_the_index(indexed, served, capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["demo", "--index", str(indexed / "index"), "--port", "7861", "-k", "3", "--device", "cpu"])
     assert served == [(indexed / "images", {"k": 3, "host": "127.0.0.1", "port": 7861})]
+    assert capsys.readouterr().out == "The page is at http://127.0.0.1:7861/; Ctrl-C ends it.\n"
 
 
 def test_there_are_at_most_as_many_results_as_images(indexed, served):

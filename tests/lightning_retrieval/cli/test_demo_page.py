@@ -60,7 +60,7 @@ def address(indexed, tmp_path):
     program = [sys.executable, "-m", "lightning_retrieval.cli", "demo", f"--index={indexed / 'index'}", "-k12"]
     started = StartedCommand([*program, f"--port={port}", "--device=cpu"], tmp_path)
     end = time.monotonic() + 120
-    while "Running on local URL" not in started.output():
+    while f"The page is at http://127.0.0.1:{port}/; Ctrl-C ends it." not in started.output():
         assert started.process.poll() is None, started.output()
         assert time.monotonic() < end, started.output()
         time.sleep(0.2)
@@ -77,6 +77,7 @@ def test_the_page_in_a_browser(address, indexed, tmp_path):
         for name, width, dark in (("light", 1100, False), ("dark", 1100, True), ("phone", 390, False)):
             browser.open(address, width, dark=dark)
             browser.wait_for("document.querySelector('input[type=file]') !== null", 60)
+            assert browser.evaluate(ABOUT) == "Choose an image file to see the nearest of 40 images."
             browser.choose_file("input[type=file]", indexed / "images" / paths[5])
             browser.wait_for(f"{RESULTS}.length === 12 && {DRAWN}")
             about = "12 nearest of 40 images. Click one to search for it."
