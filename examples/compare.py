@@ -32,7 +32,7 @@ from typing import Any
 from urllib.error import URLError
 
 import pytorch_lightning as pl
-from own_images import LOSSES, SAMPLES_PER_CLASS, make_data, make_module, set_batch_size
+from own_images import LOSSES, SAMPLES_PER_CLASS, image_settings, make_data, make_module, set_batch_size
 from results_file import read_results, write_file, write_results
 
 from lightning_retrieval.callbacks import RetrievalEvaluation
@@ -93,7 +93,11 @@ def train(setting: Setting, seed: int, options: argparse.Namespace) -> dict[str,
     data = make_data(options.folder, categories=options.categories, workers=options.workers)
     set_batch_size(data, setting.batch)
     module = make_module(
-        loss=setting.loss, lr=setting.lr, backbone=setting.backbone, weights=setting.weights, size=setting.size
+        loss=setting.loss,
+        lr=setting.lr,
+        backbone=setting.backbone,
+        weights=setting.weights,
+        preparation=image_settings(setting.size),
     )
     evaluation = RetrievalEvaluation(ks=(1,))
     trainer = pl.Trainer(

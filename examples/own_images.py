@@ -11,10 +11,12 @@ command with --resume continues from the newest one.
 """
 
 import argparse
+import importlib
 import shlex
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from urllib.error import URLError
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -34,6 +36,7 @@ from lightning_retrieval.losses import BlackboxMAPLoss, FastAPLoss, RecallAtKLos
 
 RUNS = Path("logs", "own_images")
 SAMPLES_PER_CLASS = 4
+CHANNELS = ("RED", "GREEN", "BLUE")
 LOSSES = {
     "smooth_ap": partial(SmoothAPLoss, tau=0.01),
     "roadmap": ROADMAPLoss,
@@ -50,17 +53,36 @@ def classes_with_positives(images: ImageSet) -> int:
     return int((sizes > 1).sum())
 
 
-def make_embedder(backbone: str, weights: str, size: int | None) -> Embedder:
+def image_settings(size: int | None, resize: int | None = None, **others: Any) -> dict[str, Any]:
+    """Return the settings of the images that were given; the weights decide on those that are None.
+
+    Images are resized to `size` if `resize` is not given, so that nothing is cropped from square images.
+    """
+    if resize is None:
+        resize = size
+    settings = {"image_size": size, "resize": resize, **others}
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def make_embedder(backbone: str, weights: str, preparation: dict[str, Any]) -> Embedder:
     """Create the network, and freeze the batch norm of pretrained weights."""
-    preparation = None  # what the weights want
-    if size is not None:
-        preparation = {"image_size": size, "resize": size}
     if weights == "none":
         return Embedder(backbone, embedding_dim=128, preparation=preparation)
     return Embedder(backbone, embedding_dim=128, preparation=preparation, weights=weights, freeze_batch_norm=True)
 
 
-def make_data(folder: Path, *, categories: bool, workers: int) -> ImageFolder:
+def named_function(name: str | None) -> Callable[[Any], Any] | None:
+    """Return the function from a PIL image to a tensor that a dotted name stands for; its module is imported."""
+    if name is None:
+        return None
+    module, _, function = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (AttributeError, ImportError, ValueError) as error:
+        raise ValueError(f"{name} cannot be imported ({error}); PYTHONPATH=. finds modules of this folder.") from None
+
+
+def make_data(folder: Path, *, categories: bool, workers: int, **transforms: str | None) -> ImageFolder:
     """Read the folder, without images that cannot be decoded."""
     return ImageFolder(
         folder,
@@ -68,6 +90,7 @@ def make_data(folder: Path, *, categories: bool, workers: int) -> ImageFolder:
         samples_per_class=SAMPLES_PER_CLASS,
         num_workers=workers,
         on_error="skip",
+        **{argument: named_function(name) for argument, name in transforms.items()},
     )
 
 
@@ -87,12 +110,19 @@ def set_batch_size(data: ImageFolder, batch: int) -> None:
     data.classes_per_batch = min(batch // SAMPLES_PER_CLASS, train_classes)
 
 
-def make_module(*, loss: str, lr: float, backbone: str, weights: str, size: int | None) -> RetrievalModule:
+def make_module(*, loss: str, lr: float, backbone: str, weights: str, preparation: dict[str, Any]) -> RetrievalModule:
     """Create the model; its head learns ten times as fast as the backbone."""
     optimizer = partial(torch.optim.AdamW, lr=lr)
-    embedder = make_embedder(backbone, weights, size)
+    embedder = make_embedder(backbone, weights, preparation)
     # The gradient is that of the whole batch; the memory needed is that of 32 images.
     return RetrievalModule(embedder, LOSSES[loss](), chunk_size=32, optimizer=optimizer, head_lr_factor=10)
+
+
+def with_options(message: str) -> str:
+    """Return an error message with the options of this script in place of arguments of the library."""
+    if "`weights`" in message:
+        message += " --weights none trains without pretrained weights."
+    return message.replace("categories=True", "--categories").replace("pass root=", "pass ")
 
 
 def newest_checkpoint() -> Path | None:
@@ -106,6 +136,12 @@ def parse_options() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser.add_argument("folder", type=Path, help="folder with a subfolder of images for each class")
     parser.add_argument("--categories", action="store_true", help="class folders are in category folders")
     parser.add_argument("--size", type=int, help="height and width of the images, default that of the weights")
+    parser.add_argument("--resize", type=int, help="shorter side before the crop to --size, default --size itself")
+    parser.add_argument("--mean", type=float, nargs=3, metavar=CHANNELS, help="default that of the weights")
+    parser.add_argument("--std", type=float, nargs=3, metavar=CHANNELS, help="default that of the weights")
+    parser.add_argument("--interpolation", help="of resizing, such as bicubic, default that of the weights")
+    parser.add_argument("--train_transform", metavar="NAME", help="package.function, from a PIL image to a tensor")
+    parser.add_argument("--eval_transform", metavar="NAME", help="the same for evaluation; index needs its name too")
     parser.add_argument("--backbone", default="resnet18", help="a model of torchvision, timm/NAME or hf/NAME")
     parser.add_argument("--weights", default="DEFAULT", help="pretrained weights, downloaded; or none")
     parser.add_argument("--loss", choices=LOSSES, default="smooth_ap")
@@ -132,7 +168,13 @@ def main() -> None:
 
     pl.seed_everything(0)
     try:
-        data = make_data(options.folder, categories=options.categories, workers=options.workers)
+        data = make_data(
+            options.folder,
+            categories=options.categories,
+            workers=options.workers,
+            train_transform=options.train_transform,
+            eval_transform=options.eval_transform,
+        )
         print(data.check())
         set_batch_size(data, options.batch)
         module = make_module(
@@ -140,12 +182,12 @@ def main() -> None:
             lr=options.lr,
             backbone=options.backbone,
             weights=options.weights,
-            size=options.size,
+            preparation=image_settings(
+                options.size, options.resize, mean=options.mean, std=options.std, interpolation=options.interpolation
+            ),
         )
-    except URLError as error:
-        parser.error(f"the weights cannot be downloaded ({error}); --weights none trains without pretrained weights.")
     except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
-        parser.error(str(error))
+        parser.error(with_options(str(error)))
     trainer = pl.Trainer(
         max_epochs=options.epochs,
         logger=CSVLogger(RUNS.parent, RUNS.name),
@@ -163,7 +205,9 @@ def main() -> None:
     trainer.test(module, data, ckpt_path="best", verbose=False, weights_only=True)
     best = trainer.checkpoint_callback.best_model_path
     print("\nTo search with the trained network:")
-    command = ("lightning-retrieval", "index", "--checkpoint", best, "--images", str(options.folder))
+    command = ["lightning-retrieval", "index", "--checkpoint", best, "--images", str(options.folder)]
+    if options.eval_transform is not None:
+        command += ["--transform", options.eval_transform]
     print(shlex.join([*command, "--output", "photos.index"]))
     print("lightning-retrieval search --index photos.index IMAGE --html results.html")
 

@@ -13,6 +13,7 @@ import sys
 import tarfile
 from base64 import b64encode
 from pathlib import Path
+from urllib.error import URLError
 
 import numpy as np
 import pytest
@@ -23,6 +24,8 @@ from PIL import Image
 
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import ImageFolder
+from lightning_retrieval.models import Preparation
+from lightning_retrieval.training.described_transforms import describe_transform
 from tests.wandb_files import OfflineRun
 
 pytestmark = pytest.mark.slow
@@ -149,6 +152,54 @@ def test_own_images_that_are_too_few(classes, images, message, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 2
     assert re.search(message, done.stderr)
+
+
+def script_of_own_images():
+    """The functions of the script."""
+    return runpy.run_path(str(EXAMPLES / "own_images.py"), run_name="own_images")
+
+
+def test_own_images_with_other_settings_of_the_images(tmp_path, monkeypatch):
+    script = script_of_own_images()
+    others = {"mean": [0.5, 0.4, 0.3], "std": None, "interpolation": "bicubic"}
+    settings = {"loss": "smooth_ap", "lr": 1e-4, "backbone": "squeezenet1_1", "weights": "none"}
+    module = script["make_module"](**settings, preparation=script["image_settings"](48, 60, **others))
+    found = module.embedder.preparation
+    assert (found.image_size, found.resize, found.interpolation) == (48, 60, "bicubic")
+    assert (found.mean, found.std) == ((0.5, 0.4, 0.3), Preparation().std)
+    module = script["make_module"](**settings, preparation=script["image_settings"](48))
+    assert (module.embedder.preparation.image_size, module.embedder.preparation.resize) == (48, 48)
+    module = script["make_module"](**settings, preparation=script["image_settings"](None))
+    assert module.embedder.preparation == Preparation()
+
+    (tmp_path / "own_transforms_of_a_user.py").write_text("def evaluate(image):\n    return image\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = {"train_transform": None, "eval_transform": "own_transforms_of_a_user.evaluate"}
+    data = script["make_data"](tmp_path, categories=False, workers=0, **names)
+    assert describe_transform(data.eval_transform.current) == {"function": "own_transforms_of_a_user.evaluate"}
+    with pytest.raises(ValueError, match=r"^no_such.function cannot be imported .*PYTHONPATH=\. finds modules"):
+        script["make_data"](tmp_path, categories=False, workers=0, train_transform="no_such.function")
+
+
+def test_errors_of_own_images_name_its_options(tmp_path, monkeypatch, capsys):
+    def offline(*args, **settings):
+        raise URLError("no network")
+
+    for label in range(4):
+        for number in range(2):
+            path = tmp_path / f"tools/{label}/{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.effect_noise((30, 30), 9).save(path)
+    monkeypatch.setattr("torchvision.models.get_model", offline)
+    wanted = {
+        tmp_path: r"set --categories if the folders above them are categories, or pass \S+/tools\.\n$",
+        tmp_path / "tools": r"could not be loaded \(URLError: .*--weights none trains without pretrained weights\.\n$",
+    }
+    for folder, message in wanted.items():
+        monkeypatch.setattr(sys, "argv", ["own_images.py", str(folder), "--workers", "0"])
+        with pytest.raises(SystemExit, match=r"^2$"):
+            runpy.run_path(str(EXAMPLES / "own_images.py"), run_name="__main__")
+        assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("launcher", ["trainer", "torchrun"])
