@@ -14,19 +14,66 @@ from lightning_retrieval.search.rows import OWNER
 LARGEST_ID = int(np.iinfo(np.int64).max)
 
 
-def integer_ids(ids: Any) -> NDArray[np.int64]:
+def integer_ids(owner: str, ids: Any) -> NDArray[np.int64]:
     """The ids of rows as an array.
 
     Raises:
         ValueError: if they are not one-dimensional.
         TypeError: if they are not a tensor of integers.
     """
-    check_tensor(OWNER, "ids", ids)
+    check_tensor(owner, "ids", ids)
     if ids.ndim != 1:
-        raise ValueError(f"{OWNER}: `ids` must have shape (rows,), got {tuple(ids.shape)}.")
-    check_integers(OWNER, "ids", ids, len(ids), "ids")
+        raise ValueError(f"{owner}: `ids` must have shape (rows,), got {tuple(ids.shape)}.")
+    check_integers(owner, "ids", ids, len(ids), "ids")
     array: NDArray[np.int64] = ids.cpu().numpy().astype(np.int64)
     return array
+
+
+def check_new_ids(owner: str, ids: Tensor, rows: int) -> NDArray[np.int64]:
+    """The ids of rows that are to be added, as an array.
+
+    Raises:
+        ValueError: if there is not one id for each row, or an id is negative or given twice.
+        TypeError: if they are not integers.
+    """
+    check_integers(owner, "ids", ids, rows, "embeddings")
+    new: NDArray[np.int64] = ids.cpu().numpy().astype(np.int64)
+    if rows > 0 and new.min() < 0:
+        raise ValueError(f"{owner}: `ids` must be >= 0, got {new.min()}.")
+    distinct, counts = np.unique(new, return_counts=True)
+    repeated = distinct[counts > 1]
+    if len(repeated) > 0:
+        raise ValueError(f"{owner}: `ids` must differ, got {repeated[0]} for several rows.")
+    return new
+
+
+def ids_after(owner: str, largest: int, rows: int) -> NDArray[np.int64]:
+    """The integers after the largest id of an index, -1 for one without rows.
+
+    Raises:
+        ValueError: if there are too few of 64 bits.
+    """
+    if rows > LARGEST_ID - largest:
+        raise ValueError(
+            f"{owner}: `ids` must be given, because there are no {rows} integers of 64 bits after the largest id, "
+            f"{largest}."
+        )
+    return largest + np.arange(1, rows + 1)
+
+
+def refuse_known(owner: str, known: NDArray[np.int64]) -> None:
+    """Raise if some of the ids that are to be added are in the index already; these are given."""
+    if len(known) > 0:
+        raise ValueError(
+            f"{owner}: `ids` must be new, got {len(known)} that are in the index, such as {known.min()}; remove those "
+            "first."
+        )
+
+
+def refuse_unknown(owner: str, unknown: NDArray[np.int64]) -> None:
+    """Raise if some ids are not in the index; these are given."""
+    if len(unknown) > 0:
+        raise ValueError(f"{owner}: `ids` must be in the index, got {unknown[0]}, which is not.")
 
 
 class IdTable:
@@ -57,21 +104,12 @@ class IdTable:
             TypeError: if they are not integers.
         """
         if ids is None:
-            return self._next_ids(rows)
-        check_integers(OWNER, "ids", ids, rows, "embeddings")
-        new = ids.cpu().numpy().astype(np.int64)
-        if rows > 0 and new.min() < 0:
-            raise ValueError(f"{OWNER}: `ids` must be >= 0, got {new.min()}.")
-        distinct, counts = np.unique(new, return_counts=True)
-        repeated = distinct[counts > 1]
-        if len(repeated) > 0:
-            raise ValueError(f"{OWNER}: `ids` must differ, got {repeated[0]} for several rows.")
-        known = distinct[np.isin(distinct, self.ids)]
-        if len(known) > 0:
-            raise ValueError(
-                f"{OWNER}: `ids` must be new, got {len(known)} that are in the index, such as {known[0]}; remove "
-                "those first."
-            )
+            largest = -1
+            if len(self) > 0:
+                largest = int(self.ids[-1])
+            return ids_after(OWNER, largest, rows)
+        new = check_new_ids(OWNER, ids, rows)
+        refuse_known(OWNER, new[np.isin(new, self.ids)])
         return new
 
     def add(self, ids: NDArray[np.int64], paths: Sequence[str] | None) -> None:
@@ -100,17 +138,5 @@ class IdTable:
         positions = np.searchsorted(self.ids, ids)
         known = positions < len(self)
         known[known] = self.ids[positions[known]] == ids[known]
-        if not known.all():
-            raise ValueError(f"{OWNER}: `ids` must be in the index, got {ids[~known][0]}, which is not.")
+        refuse_unknown(OWNER, ids[~known])
         return positions
-
-    def _next_ids(self, rows: int) -> NDArray[np.int64]:
-        largest = -1
-        if len(self) > 0:
-            largest = int(self.ids[-1])
-        if rows > LARGEST_ID - largest:
-            raise ValueError(
-                f"{OWNER}: `ids` must be given, because there are no {rows} integers of 64 bits after the largest id, "
-                f"{largest}."
-            )
-        return largest + np.arange(1, rows + 1)

@@ -90,7 +90,7 @@ class RetrievalIndex:
         self.factory = factory
         self.parameters = parameters
         self.shards = check_integer(OWNER, "shards", shards, least=1, most=MOST_SHARDS)
-        self.about = plain_values(about)
+        self.about = plain_values(OWNER, about)
         self.recall: float | None = None
         """Recall@10 against exact search, see `add`; None for an exact index."""
         self.mapped = False
@@ -131,12 +131,12 @@ class RetrievalIndex:
             TypeError: if embeddings are not floating point, ids are not integers, or `paths` is no sequence of strings.
         """
         self._check_not_mapped("add to")
-        check_rows("embeddings", embeddings, self.dim)
+        check_rows(OWNER, "embeddings", embeddings, self.dim)
         rows = len(embeddings)
         new_ids = self._table.new_ids(ids, rows)
         if paths is not None:
-            check_paths(paths, rows)
-        check_finite_rows("embeddings", embeddings, new_ids, paths)
+            check_paths(OWNER, paths, rows)
+        check_finite_rows(OWNER, "embeddings", embeddings, new_ids, paths)
 
         is_first = len(self) == 0 and rows > 0
         if not self.faiss_indexes[0].is_trained:
@@ -171,8 +171,8 @@ class RetrievalIndex:
             ValueError: if shapes do not fit, a query is not finite, or `k` is out of range.
             TypeError: if queries are not floating point, or `k` is not an integer.
         """
-        check_rows("queries", queries, self.dim)
-        check_finite_rows("queries", queries, np.arange(len(queries)))
+        check_rows(OWNER, "queries", queries, self.dim)
+        check_finite_rows(OWNER, "queries", queries, np.arange(len(queries)))
         k = check_integer(OWNER, "k", k, least=1)
         if k > len(self):
             raise ValueError(
@@ -212,7 +212,7 @@ class RetrievalIndex:
             TypeError: if ids are not integers.
         """
         self._check_not_mapped("remove from")
-        removed = np.unique(integer_ids(ids))
+        removed = np.unique(integer_ids(OWNER, ids))
         positions = self._table.positions(removed)
         remove_from_shards(self.faiss_indexes, self.factory, removed)
         self._table.remove(positions)
@@ -226,7 +226,7 @@ class RetrievalIndex:
         Raises:
             ValueError: if an id is not in the index.
         """
-        positions = self._table.positions(integer_ids(ids))
+        positions = self._table.positions(integer_ids(OWNER, ids))
         return [self._table.paths[position] for position in positions.tolist()]
 
     def embeddings(self, ids: Int[Tensor, " rows"] | None = None) -> Float[Tensor, "rows dim"]:
@@ -247,7 +247,7 @@ class RetrievalIndex:
         """
         if ids is None:
             ids = self.ids
-        wanted = integer_ids(ids)
+        wanted = integer_ids(OWNER, ids)
         self._table.positions(wanted)  # raises for an unknown id
         return rebuild_rows(self.faiss_indexes, self.dim, wanted)
 

@@ -19,7 +19,7 @@ from lightning_retrieval.ranking.similarity import normalize
 from lightning_retrieval.search.folder_rows import FolderRows
 
 BLOCK = 1 << 16  # rows that are normalised and passed to faiss at a time
-OWNER = "RetrievalIndex"  # prefix of error messages
+OWNER = "RetrievalIndex"  # prefix of its error messages
 SHOWN = 5  # invalid rows that an error message names
 
 Rows = Float[Tensor, "rows dim"] | FolderRows
@@ -45,19 +45,21 @@ def sample_rows(rows: int, most: int) -> Int[Tensor, " sampled"]:
     return torch.from_numpy(np.sort(sampled))
 
 
-def check_rows(name: str, embeddings: Any, dim: int) -> None:
+def check_rows(owner: str, name: str, embeddings: Any, dim: int) -> None:
     """Raise unless `embeddings` is a floating-point tensor of shape (rows, dim), or `FolderRows` of this shape."""
     if not isinstance(embeddings, FolderRows):
-        check_tensor(OWNER, name, embeddings)
+        check_tensor(owner, name, embeddings)
     if len(embeddings.shape) != 2 or embeddings.shape[1] != dim:
         raise ValueError(
-            f"{OWNER}: `{name}` must have shape (rows, {dim}), as the index has, got {tuple(embeddings.shape)}."
+            f"{owner}: `{name}` must have shape (rows, {dim}), as the index has, got {tuple(embeddings.shape)}."
         )
     if not isinstance(embeddings, FolderRows):
-        check_float(OWNER, name, embeddings)
+        check_float(owner, name, embeddings)
 
 
-def check_finite_rows(name: str, embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str] | None = None) -> None:
+def check_finite_rows(
+    owner: str, name: str, embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str] | None = None
+) -> None:
     """Raise if a row holds NaN or infinity; the message names the first such rows by their ids and paths."""
     invalid: list[int] = []
     for begin in range(0, len(embeddings), BLOCK):
@@ -75,25 +77,25 @@ def check_finite_rows(name: str, embeddings: Rows, ids: NDArray[np.int64], paths
     if len(invalid) > SHOWN:
         shown.append("...")
     raise ValueError(
-        f"{OWNER}: `{name}` must be finite, got NaN or inf in {len(invalid)} of {len(embeddings)} rows: "
+        f"{owner}: `{name}` must be finite, got NaN or inf in {len(invalid)} of {len(embeddings)} rows: "
         f"{', '.join(shown)}."
     )
 
 
-def plain_values(about: Mapping[str, Any] | None) -> dict[str, Any]:
+def plain_values(owner: str, about: Mapping[str, Any] | None) -> dict[str, Any]:
     """The values that are saved with an index; raise unless JSON can hold them."""
     if about is None:
         return {}
-    check_mapping(OWNER, "about", about)
+    check_mapping(owner, "about", about)
     try:
         json.dumps(dict(about))
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{OWNER}: `about` must hold plain values only, since it is saved as JSON ({error}).") from None
+        raise TypeError(f"{owner}: `about` must hold plain values only, since it is saved as JSON ({error}).") from None
     return dict(about)
 
 
-def check_paths(paths: Sequence[str], rows: int) -> None:
+def check_paths(owner: str, paths: Sequence[str], rows: int) -> None:
     """Raise unless there is one string for each row."""
-    check_strings(OWNER, "paths", paths)
+    check_strings(owner, "paths", paths)
     if len(paths) != rows:
-        raise ValueError(f"{OWNER}: `paths` must have one entry for each of {rows} rows, got {len(paths)}.")
+        raise ValueError(f"{owner}: `paths` must have one entry for each of {rows} rows, got {len(paths)}.")
