@@ -20,6 +20,7 @@ MODULES = {
     "Embedder": "models",
     "FastAPLoss": "losses",
     "HAPLoss": "losses",
+    "MilvusStore": "search.milvus_store",
     "NestedLoss": "losses",
     "PCAWhitening": "models",
     "PKSampler": "datamodules",
@@ -67,6 +68,7 @@ if TYPE_CHECKING:  # type checkers export what is imported `as` itself; a comput
     from lightning_retrieval.ranking.expansion import DatabaseAugmentation as DatabaseAugmentation
     from lightning_retrieval.ranking.expansion import QueryExpansion as QueryExpansion
     from lightning_retrieval.search.index import RetrievalIndex as RetrievalIndex
+    from lightning_retrieval.search.milvus_store import MilvusStore as MilvusStore
     from lightning_retrieval.training.chunk_size import largest_chunk_size as largest_chunk_size
     from lightning_retrieval.training.chunked import chunked_backward as chunked_backward
     from lightning_retrieval.training.memory import CrossBatchMemory as CrossBatchMemory

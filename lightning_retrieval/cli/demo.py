@@ -32,26 +32,26 @@ def demo(args: Sequence[str]) -> int:
 def _serve(options: argparse.Namespace) -> None:
     from lightning_retrieval.cli.demo_page import serve_demo
     from lightning_retrieval.cli.search_images import ImageSearcher, image_folder
-    from lightning_retrieval.search.index import RetrievalIndex
+    from lightning_retrieval.cli.stores import opened_index
 
     import_modules("demo", options.import_module)
-    index = RetrievalIndex.load(options.index, mapped=True)
-    images = image_folder(options.images, index)
-    if not images.is_dir():
-        raise ValueError(
-            f"demo: `--images` must be the folder of the index's images, got {images}, which is no folder."
+    with opened_index("demo", options.index, options.store) as index:
+        images = image_folder(options.images, index)
+        if not images.is_dir():
+            raise ValueError(
+                f"demo: `--images` must be the folder of the index's images, got {images}, which is no folder."
+            )
+        searcher = ImageSearcher(
+            index,
+            checkpoint=options.checkpoint,
+            transform=options.transform,
+            batch_size=options.batch_size,
+            num_workers=options.num_workers,
+            device=options.device,
         )
-    searcher = ImageSearcher(
-        index,
-        checkpoint=options.checkpoint,
-        transform=options.transform,
-        batch_size=options.batch_size,
-        num_workers=options.num_workers,
-        device=options.device,
-    )
-    page = serve_demo(searcher, images, k=min(options.k, len(index)), host=options.host, port=options.port)
-    print(f"The page is at {page.local_url}; Ctrl-C ends it.", flush=True)
-    page.block_thread()
+        page = serve_demo(searcher, images, k=min(options.k, len(index)), host=options.host, port=options.port)
+        print(f"The page is at {page.local_url}; Ctrl-C ends it.", flush=True)
+        page.block_thread()
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -46,9 +46,20 @@ def add_transform_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_store_option(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add `--store`, with which the option `name` is the name of an index in Milvus, to a parser."""
+    parser.add_argument(
+        "--store",
+        metavar="milvus:URI",
+        help=f"keep the index in Milvus, where {name} is its name: a file of Milvus Lite, such as milvus:photos.db, or "
+        "a server or cluster, such as milvus:http://localhost:19530",
+    )
+
+
 def add_index_options(parser: argparse.ArgumentParser, *, images_help: str) -> None:
-    """Add `--index`, `--checkpoint`, `--images` and `--transform`, of commands that search an index, to a parser."""
+    """Add the options that name an index, its model and its images, of commands that search it, to a parser."""
     parser.add_argument("--index", type=Path, required=True, metavar="INDEX", help="folder that `index` wrote")
+    add_store_option(parser, "--index")
     parser.add_argument(
         "--checkpoint", type=Path, metavar="C", help="checkpoint that the index was made with, if it was moved"
     )

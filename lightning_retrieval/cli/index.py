@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_retrieval.cli.embedding_options import (
     EXPECTED_ERRORS,
     add_embedding_options,
+    add_store_option,
     add_transform_option,
     import_modules,
     report_error,
@@ -16,9 +17,16 @@ from lightning_retrieval.cli.embedding_options import (
 
 if TYPE_CHECKING:
     from lightning_retrieval.cli.embedding import UnreadableImage
-    from lightning_retrieval.search.index import RetrievalIndex
+    from lightning_retrieval.search.embedding_store import EmbeddingStore
 
-EMBEDDINGS_SETTINGS = ("embeddings", "output", "factory", "parameters", "shards")  # those of `index_embeddings`
+EMBEDDINGS_SETTINGS = (
+    "embeddings",
+    "output",
+    "store",
+    "factory",
+    "parameters",
+    "shards",
+)  # those of `index_embeddings`
 
 
 def index(args: Sequence[str]) -> int:
@@ -35,11 +43,14 @@ def index(args: Sequence[str]) -> int:
         made, unreadable = _index(settings)
     except EXPECTED_ERRORS as error:
         return report_error("index", error, settings)
+    from lightning_retrieval.cli.stores import close_index
+
     if "images" in settings:
         from lightning_retrieval.cli.transforms import shown_choice
 
         print(f"images prepared with {shown_choice(made.about)}")
     print(f"{settings['output']}: {_summary(made)}")
+    close_index(made)
     return report_unreadable("index", unreadable)
 
 
@@ -62,7 +73,7 @@ def _parse(args: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def _index(settings: dict[str, Any]) -> tuple["RetrievalIndex", list["UnreadableImage"]]:
+def _index(settings: dict[str, Any]) -> tuple["EmbeddingStore", list["UnreadableImage"]]:
     if "embeddings" in settings:
         from lightning_retrieval.cli.index_embeddings import index_embeddings
 
@@ -74,7 +85,7 @@ def _index(settings: dict[str, Any]) -> tuple["RetrievalIndex", list["Unreadable
     return index_images(**settings)
 
 
-def _summary(made: "RetrievalIndex") -> str:
+def _summary(made: "EmbeddingStore") -> str:
     from lightning_retrieval.search.recall import RECALL_AT
 
     images = f"{len(made)} images"
@@ -99,9 +110,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", type=Path, required=True, metavar="INDEX", help="new folder for the index, or an index to replace"
     )
+    add_store_option(parser, "--output")
     add_transform_option(parser)
-    parser.add_argument("--factory", default="Flat", help="factory string of faiss, default Flat, which is exact")
-    parser.add_argument("--parameters", default="", help="search parameters of faiss, such as nprobe=16")
+    parser.add_argument(
+        "--factory",
+        default="Flat",
+        help="factory string of faiss, or type of index of Milvus; default Flat, which is exact",
+    )
+    parser.add_argument("--parameters", default="", help="search parameters of the index, such as nprobe=16")
     parser.add_argument("--shards", type=int, default=1, help="number of parts of the index, one file each")
     add_embedding_options(parser)
     return parser

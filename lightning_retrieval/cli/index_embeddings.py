@@ -3,25 +3,32 @@
 from pathlib import Path
 
 from lightning_retrieval.cli.embedding import UnreadableImage
+from lightning_retrieval.cli.stores import new_index
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
+from lightning_retrieval.search.embedding_store import EmbeddingStore
 from lightning_retrieval.search.folder_rows import FolderRows
-from lightning_retrieval.search.index import RetrievalIndex
-from lightning_retrieval.search.storage import check_folder
 
 OWNER = "index_embeddings"
 
 
 def index_embeddings(
-    embeddings: Path, output: Path, *, factory: str = "Flat", parameters: str = "", shards: int = 1
-) -> tuple[RetrievalIndex, list[UnreadableImage]]:
+    embeddings: Path,
+    output: Path,
+    *,
+    store: str | None = None,
+    factory: str = "Flat",
+    parameters: str = "",
+    shards: int = 1,
+) -> tuple[EmbeddingStore, list[UnreadableImage]]:
     """Index the rows of a folder of embeddings, with their ids and paths, and save the index.
 
     Args:
         embeddings: folder that `embed_images` or `EmbeddingWriter` wrote.
-        output: folder of the index.
-        factory: faiss' factory string.
-        parameters: of the search, as in `RetrievalIndex`.
-        shards: number of parts of the index.
+        output: folder of the index, or its name in the store.
+        store: `"milvus:URI"`, see `MilvusStore`; if None, a folder of faiss' files.
+        factory: faiss' factory string, or type of Milvus' index.
+        parameters: of the search, as in `RetrievalIndex` or `MilvusStore`.
+        shards: number of parts of the index, for faiss.
 
     Returns:
         The index, and the images that could not be read when they were embedded.
@@ -29,22 +36,22 @@ def index_embeddings(
     Raises:
         FileNotFoundError: if the folder holds no embeddings.
         ValueError: if some of its files are missing or damaged, or an argument is invalid.
+        OSError: if the store cannot be reached, which is tried first.
 
     Cost:
         Memory for the index, the rows that train it, a block of 65,536 rows and one file of embeddings. Each file is
         read up to six times, also to check all of them first, and to train the index on rows from all files.
     """
-    check_folder(OWNER, output)
+    new = new_index(OWNER, output, store, factory=factory, parameters=parameters, shards=shards)
     folder = EmbeddingFolder.load(OWNER, embeddings)
     manifest = folder.manifest
-    index = RetrievalIndex(manifest.dim, factory, parameters=parameters, shards=shards, about=manifest.about)
     rows = FolderRows(folder)
     if len(rows) == 0:
         raise ValueError(
             f"{OWNER}: `embeddings` must hold at least one row, got {embeddings}, none of whose {manifest.images} "
             "images could be read."
         )
-    index.add(rows, rows.ids, rows.paths)
-    index.save(output)
+    new.check(manifest.dim, rows.paths)
+    index = new.write(manifest.dim, manifest.about, rows, rows.ids, rows.paths)
     unreadable = [UnreadableImage(path, reason) for path, reason in folder.unreadable()]
     return index, unreadable

@@ -10,8 +10,8 @@ import torch
 
 from lightning_retrieval.cli.embedding import EmbeddedImages, ImageEmbedder, UnreadableImage
 from lightning_retrieval.cli.image_list import images_in_folder
-from lightning_retrieval.search.index import RetrievalIndex
-from lightning_retrieval.search.storage import check_folder
+from lightning_retrieval.cli.stores import new_index
+from lightning_retrieval.search.embedding_store import EmbeddingStore
 
 OWNER = "index_images"
 
@@ -22,27 +22,29 @@ def index_images(
     output: Path,
     *,
     transform: str | None = None,
+    store: str | None = None,
     factory: str = "Flat",
     parameters: str = "",
     shards: int = 1,
     batch_size: int = 32,
     num_workers: int = 0,
     device: str | None = None,
-) -> tuple[RetrievalIndex, list[UnreadableImage]]:
+) -> tuple[EmbeddingStore, list[UnreadableImage]]:
     """Embed all images below a folder, and save an index of them.
 
     Args:
         checkpoint: of a `RetrievalModule`.
         images: the folder; all files with a suffix that Pillow opens are indexed, at any depth, except hidden ones.
-        output: folder of the index.
+        output: folder of the index, or its name in the store.
         transform: one of `Preparation.NAMES`, or the dotted name of a function, which is imported; only needed if the
             checkpoint does not hold what the evaluation in training did to an image, and otherwise it must be that. If
             None, what the checkpoint says, else what the model's `Embedder` wants, else `"plain"` for a model of colour
             images and `"glyphs"` for one of grey images. `about["preparation"]` of the index is what was used, and
             `about["preparation_from"]` is `"argument"`, `"checkpoint"`, `"model"` or `"default"`.
-        factory: faiss' factory string.
-        parameters: of the search, as in `RetrievalIndex`.
-        shards: number of parts of the index.
+        store: `"milvus:URI"`, see `MilvusStore`; if None, a folder of faiss' files.
+        factory: faiss' factory string, or type of Milvus' index.
+        parameters: of the search, as in `RetrievalIndex` or `MilvusStore`.
+        shards: number of parts of the index, for faiss.
         batch_size: number of images embedded at a time; 1 if images keep their sizes.
         num_workers: number of processes that read images.
         device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
@@ -53,12 +55,12 @@ def index_images(
     Raises:
         FileNotFoundError: if the checkpoint or the folder does not exist.
         ValueError: if no image can be read, or an argument is invalid.
+        OSError: if the store cannot be reached, which is tried before any image is embedded.
 
     Cost:
         For a `"Flat"` index, 8 bytes for each number of an embedding: 4 for the embeddings and 4 for the index.
     """
-    check_folder(OWNER, output)
-    RetrievalIndex(1, shards=shards)  # raises before any image is embedded
+    new = new_index(OWNER, output, store, factory=factory, parameters=parameters, shards=shards)
     listed = images_in_folder(OWNER, images)
     paths = listed.index.paths
     embedder = ImageEmbedder.load(
@@ -66,22 +68,18 @@ def index_images(
     )
     about = {**embedder.about, "images": str(images.absolute())}
 
-    index = None
+    dim = None
     embedded = EmbeddedImages(len(paths))
     for batch in embedder.embed(images, listed.index):
-        if index is None and batch.embeddings is not None:
+        if dim is None and batch.embeddings is not None:
             # Settings that do not fit the embeddings raise after the first batch, not after the last.
             dim = batch.embeddings.shape[1]
-            index = RetrievalIndex(dim, factory, parameters=parameters, shards=shards, about=about)
+            new.check(dim, paths)
         embedded.add(batch)
-    if index is None:
+    if dim is None:
         raise ValueError(
             f"{OWNER}: none of the {len(paths)} images in {images} can be read, the first: {embedded.unreadable[0]}."
         )
-    index.add(
-        embedded.embeddings,
-        torch.tensor(embedded.positions),
-        [paths[position] for position in embedded.positions],
-    )
-    index.save(output)
+    indexed = [paths[position] for position in embedded.positions]
+    index = new.write(dim, about, embedded.embeddings, torch.tensor(embedded.positions), indexed)
     return index, embedded.unreadable

@@ -21,6 +21,7 @@ from lightning_retrieval.cli.messages import printable
 if TYPE_CHECKING:
     from lightning_retrieval.cli.embedding import UnreadableImage
     from lightning_retrieval.cli.search_images import QueryResult
+    from lightning_retrieval.search.embedding_store import EmbeddingStore
 
 
 def search(args: Sequence[str]) -> int:
@@ -46,8 +47,7 @@ def search(args: Sequence[str]) -> int:
 
 def _search(options: argparse.Namespace) -> tuple[list["QueryResult"], list["UnreadableImage"]]:
     """Search, and write the page if one was asked for."""
-    from lightning_retrieval.cli.search_images import image_folder, search_images
-    from lightning_retrieval.search.index import RetrievalIndex
+    from lightning_retrieval.cli.stores import opened_index
 
     page, images = options.html, options.images
     if page is not None:
@@ -57,7 +57,16 @@ def _search(options: argparse.Namespace) -> tuple[list["QueryResult"], list["Unr
             f"search: `--images` must be the folder of the index's images, got {images}, which is not a folder."
         )
     import_modules("search", options.import_module)
-    index = RetrievalIndex.load(options.index, mapped=True)
+    with opened_index("search", options.index, options.store) as index:
+        return _search_in(index, options)
+
+
+def _search_in(
+    index: "EmbeddingStore", options: argparse.Namespace
+) -> tuple[list["QueryResult"], list["UnreadableImage"]]:
+    from lightning_retrieval.cli.search_images import image_folder, search_images
+
+    page, images = options.html, options.images
     if options.parameters is not None:
         index.set_parameters(options.parameters)
     if page is not None:
@@ -149,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("queries", nargs="+", metavar="IMAGE", help="image file to search for")
     add_index_options(parser, images_help="folder of the index's images, if it was moved; for --html")
     parser.add_argument("-k", type=int, help="number of results of each query, default 10, or all if there are fewer")
-    parser.add_argument("--parameters", help="search parameters of faiss, such as nprobe=64, instead of the index's")
+    parser.add_argument("--parameters", help="search parameters, such as nprobe=64, instead of the index's")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the results to this file as an HTML page")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_embedding_options(parser)

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.cli.embedding import EmbeddedImages, ImageEmbedder, UnreadableImage
 from lightning_retrieval.datamodules import ImageIndex
-from lightning_retrieval.search.index import RetrievalIndex
+from lightning_retrieval.search.embedding_store import EmbeddingStore
 
 OWNER = "search_images"
 DEFAULT_K = 10
@@ -39,7 +39,7 @@ class QueryResult:
 
 
 def search_images(
-    index: RetrievalIndex,
+    index: EmbeddingStore,
     queries: Sequence[str],
     k: int | None = None,
     *,
@@ -91,7 +91,7 @@ class ImageSearcher:
 
     def __init__(
         self,
-        index: RetrievalIndex,
+        index: EmbeddingStore,
         *,
         checkpoint: Path | None = None,
         transform: str | None = None,
@@ -123,7 +123,7 @@ class ImageSearcher:
         return results, embedded.unreadable
 
 
-def image_folder(given: Path | None, index: RetrievalIndex) -> Path:
+def image_folder(given: Path | None, index: EmbeddingStore) -> Path:
     """The folder of an index's images: the given one, else the one that the index records.
 
     Raises:
@@ -138,13 +138,13 @@ def image_folder(given: Path | None, index: RetrievalIndex) -> Path:
     return Path(index.about["images"])
 
 
-def _check_index(index: RetrievalIndex) -> None:
+def _check_index(index: EmbeddingStore) -> None:
     if not {"checkpoint", "checkpoint_sha256", "preparation"} <= index.about.keys():
         raise ValueError(f"{OWNER}: `index` must be an index of images that `index_images` made.")
 
 
 def _load_embedder(
-    index: RetrievalIndex,
+    index: EmbeddingStore,
     checkpoint: Path | None,
     transform: str | None,
     batch_size: int,

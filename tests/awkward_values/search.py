@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_retrieval import RetrievalIndex
+from lightning_retrieval import MilvusStore, RetrievalIndex
 from tests.awkward_values.calls import Call
 
 
@@ -44,7 +44,55 @@ def saved_index():
     return "saved"
 
 
+def store():
+    """An index in Milvus Lite, which the first call makes."""
+    if not Path("saved.db").exists():
+        made = MilvusStore.create("saved.db", "birds", 3)
+        made.add(torch.eye(3))
+        made.publish()
+        made.close()
+    return "saved.db"
+
+
+def closed(function):
+    """A function that returns an opened store, made to close it and to return its number of rows."""
+
+    def call(**arguments):
+        opened = function(**arguments)
+        try:
+            return len(opened)
+        finally:
+            opened.close()
+
+    return call
+
+
+def searched(**arguments):
+    opened = MilvusStore(store(), "birds")
+    try:
+        return opened.search(**arguments)
+    finally:
+        opened.close()
+
+
 CALLS = {
+    "MilvusStore": [
+        Call("MilvusStore", closed(MilvusStore), lambda: {"uri": store(), "name": "birds"}, signature=MilvusStore),
+        Call(
+            "MilvusStore",
+            closed(MilvusStore.create),
+            lambda: {
+                "uri": store(),
+                "name": "birds",
+                "dim": 3,
+                "factory": "Flat",
+                "parameters": "",
+                "about": {"checkpoint": "last.ckpt"},
+            },
+            signature=MilvusStore.create,
+        ),
+        Call("MilvusStore", searched, lambda: {"queries": torch.ones(2, 3), "k": 1}, signature=MilvusStore.search),
+    ],
     "RetrievalIndex": [
         Call(
             "RetrievalIndex",

@@ -1,0 +1,161 @@
+"""Where the commands write and read an index: a folder of faiss' files, or, with `--store`, a collection of Milvus."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor
+
+from lightning_retrieval.search.embedding_store import EmbeddingStore
+from lightning_retrieval.search.index import RetrievalIndex
+from lightning_retrieval.search.milvus_collection import check_dim, check_store
+from lightning_retrieval.search.milvus_rows import check_path_bytes
+from lightning_retrieval.search.milvus_store import MilvusStore
+from lightning_retrieval.search.rows import Rows
+from lightning_retrieval.search.storage import check_folder
+
+KIND = "milvus:"
+
+
+class FaissFolder:
+    """A new index of faiss in a folder.
+
+    Args:
+        owner: prefix of error messages.
+        folder: of the index.
+        factory: faiss' factory string.
+        parameters: of the search.
+        shards: number of parts of the index.
+
+    Raises:
+        ValueError: if something else is in the folder, or the number of shards is invalid.
+    """
+
+    def __init__(self, owner: str, folder: Path, *, factory: str, parameters: str, shards: int) -> None:
+        check_folder(owner, folder)
+        RetrievalIndex(1, shards=shards)
+        self._folder = folder
+        self._settings: dict[str, Any] = {"factory": factory, "parameters": parameters, "shards": shards}
+
+    def check(self, dim: int, paths: Sequence[str]) -> None:
+        """Raise if the settings do not fit embeddings of this length."""
+        RetrievalIndex(dim, **self._settings)
+
+    def write(
+        self, dim: int, about: Mapping[str, Any], embeddings: Rows, ids: Int[Tensor, " rows"], paths: Sequence[str]
+    ) -> EmbeddingStore:
+        """Make the index and save it, in place of an earlier one."""
+        index = RetrievalIndex(dim, about=about, **self._settings)
+        index.add(embeddings, ids, paths)
+        index.save(self._folder)
+        return index
+
+
+class MilvusCollection:
+    """A new index in Milvus.
+
+    Args:
+        owner: prefix of error messages.
+        name: of the index.
+        uri: of the store.
+        factory: type of Milvus' index.
+        parameters: of the search.
+        shards: must be 1, because Milvus distributes rows by itself.
+
+    Raises:
+        ValueError: if an argument is invalid, or the name is that of something else.
+        OSError: if the store cannot be reached.
+    """
+
+    def __init__(self, owner: str, name: str, uri: str, *, factory: str, parameters: str, shards: int) -> None:
+        if shards != 1:
+            raise ValueError(
+                f"{owner}: `shards` must be 1 with a store in Milvus, which distributes rows by itself, got {shards}."
+            )
+        check_store(uri, name, factory, parameters)
+        self._place = (uri, name)
+        self._settings = {"factory": factory, "parameters": parameters}
+
+    def check(self, dim: int, paths: Sequence[str]) -> None:
+        """Raise if Milvus cannot hold embeddings of this length, or these paths."""
+        check_dim(dim)
+        check_path_bytes(paths)
+
+    def write(
+        self, dim: int, about: Mapping[str, Any], embeddings: Rows, ids: Int[Tensor, " rows"], paths: Sequence[str]
+    ) -> EmbeddingStore:
+        """Make the index, in place of an earlier one, which stays as it is if this fails."""
+        store = MilvusStore.create(*self._place, dim, about=about, **self._settings)
+        try:
+            store.add(embeddings, ids, paths)
+            store.publish()
+        except BaseException:
+            with suppress(OSError):
+                store.drop()
+            store.close()
+            raise
+        return store
+
+
+def new_index(
+    owner: str, output: Path, store: str | None, *, factory: str, parameters: str, shards: int
+) -> FaissFolder | MilvusCollection:
+    """Where a command writes an index; checked before any image is embedded.
+
+    Args:
+        owner: prefix of error messages.
+        output: folder of the index, or its name in the store.
+        store: `"milvus:URI"`; if None, faiss' files in a folder.
+        factory: factory string of faiss, or type of Milvus' index.
+        parameters: of the search.
+        shards: number of parts of the index, for faiss.
+
+    Raises:
+        ValueError: if an argument is invalid, or something else is there.
+        OSError: if the store cannot be reached.
+    """
+    if store is None:
+        return FaissFolder(owner, output, factory=factory, parameters=parameters, shards=shards)
+    uri = _uri(owner, store)
+    return MilvusCollection(owner, str(output), uri, factory=factory, parameters=parameters, shards=shards)
+
+
+@contextmanager
+def opened_index(owner: str, index: Path, store: str | None) -> Iterator[EmbeddingStore]:
+    """An index that a command wrote, closed at the end of the block; one in a folder is mapped into memory.
+
+    Args:
+        owner: prefix of error messages.
+        index: folder of the index, or its name in the store.
+        store: as for `new_index`.
+
+    Raises:
+        FileNotFoundError: if there is no such index.
+        ValueError: if it is damaged or something else.
+        OSError: if the store cannot be reached.
+    """
+    if store is None:
+        yield RetrievalIndex.load(index, mapped=True)
+        return
+    opened = MilvusStore(_uri(owner, store), str(index))
+    try:
+        yield opened
+    finally:
+        opened.close()
+
+
+def close_index(index: EmbeddingStore) -> None:
+    """Close an index that needs it."""
+    if isinstance(index, MilvusStore):
+        index.close()
+
+
+def _uri(owner: str, store: str) -> str:
+    if not store.startswith(KIND) or store == KIND:
+        raise ValueError(
+            f"{owner}: `store` must be milvus: and a file or an address, such as milvus:photos.db or "
+            f"milvus:http://localhost:19530, got {store!r}."
+        )
+    return store.removeprefix(KIND)

@@ -1,0 +1,350 @@
+"""An index in Milvus: embedded in a file (Milvus Lite), or on a server or a cluster."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lightning_retrieval.checks import check_integer
+from lightning_retrieval.search.id_table import (
+    LARGEST_ID,
+    check_new_ids,
+    ids_after,
+    integer_ids,
+    refuse_known,
+    refuse_unknown,
+)
+from lightning_retrieval.search.milvus_collection import (
+    EMBEDDING,
+    ID,
+    METRIC,
+    PATH,
+    RECALL,
+    Metadata,
+    check_dim,
+    check_replaceable,
+    create_collection,
+    drop_collection,
+    publish_collection,
+    read_collection,
+)
+from lightning_retrieval.search.milvus_connection import OWNER, MilvusConnection, is_file, shown_uri
+from lightning_retrieval.search.milvus_factory import EXACT, index_kind, search_parameters
+from lightning_retrieval.search.milvus_rows import check_directions, check_path_bytes, id_batches, insertions
+from lightning_retrieval.search.recall import measure_recall
+from lightning_retrieval.search.rows import (
+    Rows,
+    check_finite_rows,
+    check_paths,
+    check_rows,
+    normalized_rows,
+    plain_values,
+)
+
+MOST_RESULTS = 16_384  # of a query, of Milvus
+BATCH_QUERIES = 256  # of one request
+
+
+class MilvusStore:
+    """An index in Milvus: add, search, remove, in a file of Milvus Lite or on a server or a cluster.
+
+    The constructor opens an index that was published; `create` makes a new one. A program may use either this or
+    `RetrievalIndex`, which has the same methods.
+
+    Args:
+        uri: a path that ends in `.db`, for Milvus Lite, which runs in this process, one process at a time; or an
+            address such as `"http://localhost:19530"`. The environment variable `MILVUS_TOKEN` is the token, if one is
+            needed.
+        name: of the index.
+
+    Raises:
+        ModuleNotFoundError: if pymilvus or milvus-lite is not installed.
+        FileNotFoundError: if there is no such file, or no such index in the store.
+        ConnectionError: if nothing answers at the address, or another process has opened the file.
+        ValueError: if `name` is that of a collection that is not an index, or whose dimension or metric was changed.
+        TypeError: if `uri` or `name` is not a string.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval import MilvusStore
+        >>> store = MilvusStore.create("photos.db", "birds", dim=4)
+        >>> store.add(torch.eye(4), paths=["a.jpg", "b.jpg", "c.jpg", "d.jpg"])
+        >>> store.publish()
+        >>> similarities, ids = store.search(torch.tensor([[0.0, 3.0, 0.0, 4.0]]), k=2)
+        >>> ids, store.paths(ids[0])
+        (tensor([[3, 1]]), ['d.jpg', 'b.jpg'])
+        >>> store.close()
+
+    Cost:
+        `docs/scaling.md` compares the times with those of faiss.
+
+    Relations:
+        `RetrievalIndex` keeps an index in memory and in a folder, without a database. `lightning-retrieval index`,
+        `search` and `demo` take a store in Milvus with `--store milvus:URI`.
+    """
+
+    def __init__(self, uri: str, name: str) -> None:
+        self.uri = uri
+        self._connection = MilvusConnection(uri, may_create=False)
+        try:
+            self.collection, metadata, self.recall = read_collection(self._connection, name)
+            self._connection.call("load_collection", self.collection)
+        except BaseException:
+            self._connection.close()
+            raise
+        self.name = metadata.name
+        self.dim = metadata.dim
+        self.factory = metadata.factory
+        self.parameters = metadata.parameters
+        self.about = metadata.about
+
+    @classmethod
+    def create(
+        cls,
+        uri: str,
+        name: str,
+        dim: int,
+        factory: str = "Flat",
+        *,
+        parameters: str = "",
+        about: Mapping[str, Any] | None = None,
+    ) -> "MilvusStore":
+        """Create an empty index. It has no name until `publish`, so an index of this name stays as it is until then.
+
+        Args:
+            uri: as for the constructor; a file that does not exist is created.
+            name: letters, digits and `_`.
+            dim: D, the length of an embedding, from 2 to 32,768.
+            factory: type of Milvus' index with the parameters that it is built with: `"Flat"` is exact;
+                `"HNSW,M=32,efConstruction=200"`, `"IVF_FLAT,nlist=1024"` and others are approximate.
+            parameters: of the search: `"ef=64"` for HNSW, `"nprobe=16"` for IVF_FLAT.
+            about: plain values by name that are kept with the index, such as the checkpoint that made the embeddings.
+
+        Raises:
+            OSError: if Milvus has no such type of index, or cannot create it.
+            ValueError: if an argument is out of its range, or `name` is that of something else.
+            TypeError: if an argument has the wrong type.
+        """
+        dim = check_dim(dim)
+        kind, build_parameters = index_kind(factory, of_lite=is_file(uri))
+        search_parameters(parameters)
+        metadata = Metadata(name, dim, factory, parameters, plain_values(OWNER, about))
+        with closing(MilvusConnection(uri, may_create=True)) as connection:
+            check_replaceable(connection, name)
+            collection = create_collection(connection, metadata, kind, build_parameters)
+            return cls(uri, collection)
+
+    def __len__(self) -> int:
+        """Number of rows in the index."""
+        (row,) = self._call("query", output_fields=["count(*)"])
+        return int(row["count(*)"])
+
+    def add(
+        self,
+        embeddings: Rows,
+        ids: Int[Tensor, " rows"] | None = None,
+        paths: Sequence[str] | None = None,
+    ) -> None:
+        """Add rows, up to 10,000 in one request.
+
+        The first call measures `recall` of an approximate index, as that of `RetrievalIndex` does.
+
+        Args:
+            embeddings: floating point, on any device, of any norm > 0.
+            ids: one integer >= 0 for each row that is not in the index yet; if None, those after the largest id.
+            paths: one string for each row, at most 65,535 bytes long, or None.
+
+        Raises:
+            ValueError: if shapes do not fit, an embedding is not finite or zero, an id is negative or in the index
+                already, or a path is too long or not valid Unicode.
+            TypeError: if embeddings are not floating point, ids are not integers, or `paths` is no sequence of strings.
+            OSError: if Milvus reports an error; the message says how many rows were added before.
+        """
+        check_rows(OWNER, "embeddings", embeddings, self.dim)
+        rows = len(embeddings)
+        stored = len(self)
+        new_ids = self._new_ids(ids, rows, stored)
+        if paths is None:
+            paths = [""] * rows
+        check_paths(OWNER, paths, rows)
+        check_path_bytes(paths)
+        check_finite_rows(OWNER, "embeddings", embeddings, new_ids, paths)
+        check_directions("embeddings", embeddings)
+
+        added = 0
+        try:
+            for rows_of_a_request in insertions(embeddings, new_ids, paths):
+                self._call("insert", data=rows_of_a_request)
+                added += len(rows_of_a_request)
+        except OSError as error:
+            raise OSError(f"{error} {added} of {rows} rows were added before.") from None
+        if stored == 0 and rows > 0 and not self._is_exact:
+            self._measure_recall(embeddings, new_ids)
+
+    def search(
+        self, queries: Float[Tensor, "query dim"], k: int
+    ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
+        """The k nearest rows of each query, nearest first.
+
+        Args:
+            queries: embeddings, floating point, on any device, of any norm > 0.
+            k: from 1 to the number of rows, at most 16,384.
+
+        Returns:
+            The cosine similarities and the ids. If an approximate index finds fewer than k rows, -inf and -1 fill the
+            rest.
+
+        Raises:
+            ValueError: if shapes do not fit, a query is not finite or zero, or `k` is out of range.
+            TypeError: if queries are not floating point, or `k` is not an integer.
+            OSError: if Milvus reports an error.
+        """
+        check_rows(OWNER, "queries", queries, self.dim)
+        check_finite_rows(OWNER, "queries", queries, np.arange(len(queries)))
+        check_directions("queries", queries)
+        k = check_integer(OWNER, "k", k, least=1, most=MOST_RESULTS)
+        similarities = np.full((len(queries), k), -np.inf, np.float32)
+        ids = np.full((len(queries), k), -1, np.int64)
+        for begin in range(0, len(queries), BATCH_QUERIES):
+            batch = normalized_rows(queries[begin : begin + BATCH_QUERIES])
+            for row, hits in enumerate(self._nearest(batch, k), start=begin):
+                similarities[row, : len(hits)] = [hit["distance"] for hit in hits]
+                ids[row, : len(hits)] = [hit[ID] for hit in hits]
+        if (ids < 0).any() and k > len(self):
+            raise ValueError(
+                f"{OWNER}: `k` must be at most the number of rows in the index, {len(self)}, got {k}; ask for fewer."
+            )
+        return torch.from_numpy(similarities), torch.from_numpy(ids)
+
+    def set_parameters(self, parameters: str) -> None:
+        """Change the search parameters of this object; those of the store stay as they are.
+
+        Args:
+            parameters: as for `create`; parameters that are not named keep their values.
+
+        Raises:
+            ValueError: if they are no assignments of positive numbers.
+            TypeError: if they are not a string.
+        """
+        search_parameters(parameters)
+        if self.parameters and parameters:
+            self.parameters += f",{parameters}"
+        elif parameters:
+            self.parameters = parameters
+
+    def remove(self, ids: Int[Tensor, " rows"]) -> None:
+        """Remove rows, with their ids and paths.
+
+        Args:
+            ids: of the rows; repeated ids are allowed.
+
+        Raises:
+            ValueError: if an id is not in the index; no row is removed then.
+            TypeError: if ids are not integers.
+            OSError: if Milvus reports an error.
+        """
+        removed = np.unique(integer_ids(OWNER, ids))
+        refuse_unknown(OWNER, np.setdiff1d(removed, list(self._fields(removed, ID))))
+        for part in id_batches(removed):
+            self._call("delete", ids=part)
+
+    def paths(self, ids: Int[Tensor, " rows"]) -> list[str]:
+        """The paths of rows, "" for rows without one.
+
+        Args:
+            ids: of the rows, in any order.
+
+        Raises:
+            ValueError: if an id is not in the index.
+            OSError: if Milvus reports an error.
+        """
+        wanted = integer_ids(OWNER, ids)
+        paths = self._fields(np.unique(wanted), PATH)
+        refuse_unknown(OWNER, np.setdiff1d(wanted, list(paths)))
+        return [paths[row_id] for row_id in wanted.tolist()]
+
+    def publish(self) -> None:
+        """Make this the index of its name, in one atomic step, and delete an earlier one.
+
+        Collections of this index that killed processes left are deleted, too: let one process at a time make it.
+
+        Raises:
+            ValueError: if the name belongs to something else by now.
+            OSError: if Milvus reports an error.
+        """
+        self._call("flush")
+        publish_collection(self._connection, self.collection, self.name)
+
+    def drop(self) -> None:
+        """Delete the index with all its rows, published or not, and close the connection."""
+        drop_collection(self._connection, self.collection)
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection, so that another process can open the file."""
+        self._connection.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"MilvusStore(uri={shown_uri(self.uri)!r}, name={self.name!r}, dim={self.dim}, factory={self.factory!r}, "
+            f"parameters={self.parameters!r})"
+        )
+
+    @property
+    def _is_exact(self) -> bool:
+        return index_kind(self.factory)[0] == EXACT
+
+    def _call(self, method: str, **settings: Any) -> Any:
+        """Call a method of the client for this collection."""
+        return self._connection.call(method, self.collection, **settings)
+
+    def _nearest(self, queries: NDArray[np.float32], k: int) -> Any:
+        """The hits of each query. The metric is named, because Milvus Lite would take any that a client asks for."""
+        parameters = {"metric_type": METRIC, "params": search_parameters(self.parameters)}
+        return self._call(
+            "search", data=list(queries), limit=k, anns_field=EMBEDDING, search_params=parameters, output_fields=[ID]
+        )
+
+    def _new_ids(self, ids: Tensor | None, rows: int, stored: int) -> NDArray[np.int64]:
+        """The ids of rows that are to be added; Milvus itself would replace a row of the same id without a word."""
+        if ids is None:
+            return ids_after(OWNER, self._largest_id(stored), rows)
+        new = check_new_ids(OWNER, ids, rows)
+        if stored > 0:
+            refuse_known(OWNER, np.fromiter(self._fields(new, ID), np.int64))
+        return new
+
+    def _largest_id(self, stored: int) -> int:
+        """The largest id, by bisection with the question whether there is one from a number on; -1 if there is none."""
+        least, most = -1, LARGEST_ID
+        if stored == 0:
+            return least
+        while least < most:
+            middle = least + (most - least + 1) // 2
+            found = self._call("query", filter=f"{ID} >= {middle}", limit=1, output_fields=[ID])
+            if found:
+                least = found[0][ID]
+            else:
+                most = middle - 1
+        return least
+
+    def _fields(self, ids: NDArray[np.int64], field: str) -> dict[int, Any]:
+        """A field of the rows with these ids, by id; without ids that are not in the index."""
+        values = {}
+        for part in id_batches(ids):
+            for row in self._call("get", ids=part, output_fields=[ID, field]):
+                values[row[ID]] = row[field]
+        return values
+
+    def _measure_recall(self, embeddings: Rows, ids: NDArray[np.int64]) -> None:
+        """Measure recall once Milvus has written and indexed the rows; rows that it has not are compared one by one."""
+        self._call("flush")
+        self._call("release_collection")
+        self._call("load_collection")
+        self.recall = measure_recall(self.search, embeddings, ids)
+        self._call("alter_collection_properties", properties={RECALL: str(self.recall)})

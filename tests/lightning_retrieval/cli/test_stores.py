@@ -1,0 +1,173 @@
+"""`index`, `search` and `demo` with an index in Milvus give the results of an index in a folder."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_retrieval import Embedder, MilvusStore, RetrievalIndex, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.cli import demo_page, embedding
+from lightning_retrieval.cli.embed_images import embed_images
+from lightning_retrieval.cli.index import index
+from lightning_retrieval.cli.index_embeddings import index_embeddings
+from lightning_retrieval.cli.index_images import index_images
+from lightning_retrieval.cli.main import main
+from tests.lightning_retrieval.cli.glyph_commands import command, error_of, indexing, paths_of, save_checkpoint
+
+pytest.importorskip("pymilvus")
+pytest.importorskip("milvus_lite")
+
+
+@pytest.fixture(scope="module")
+def embeddings(glyphs, tmp_path_factory):
+    """The images of the index, embedded to three files."""
+    path = tmp_path_factory.mktemp("embeddings") / "e"
+    embed_images(glyphs[0] / "model.ckpt", glyphs[0] / "images", path, file_format="npy", shard_size=15, device="cpu")
+    return path
+
+
+@pytest.fixture(scope="module")
+def store(embeddings, tmp_path_factory):
+    """`--store`, with an index `glyphs` of the same images as the folder `indexed`."""
+    file = tmp_path_factory.mktemp("store") / "glyphs.db"
+    made, unreadable = index_embeddings(embeddings, Path("glyphs"), store=f"milvus:{file}")
+    made.close()
+    assert unreadable == []
+    return f"--store=milvus:{file}"
+
+
+def found(printed):
+    """{path: (id, similarity)} of each query, as `search --json` prints them, nearest first."""
+    results = []
+    for query in json.loads(printed)["queries"]:
+        results.append({hit["path"]: (hit["id"], hit["similarity"]) for hit in query["results"]})
+    return results
+
+
+def test_search_prints_the_same_results(indexed, store, capsys):
+    queries = [indexed / "images" / path for path in paths_of(indexed / "images")[1:8:3]]
+    args = ["search", *queries, "-k=40", "--json"]
+    code, out, err = command(capsys, *args, "--index=glyphs", store)
+    assert (code, err) == (0, "")
+    expected = found(command(capsys, *args, "--index", indexed / "index")[1])
+    for result, true in zip(found(out), expected, strict=True):
+        assert next(iter(result)) == next(iter(true))  # the query itself
+        assert result.keys() == true.keys()
+        for path, (image_id, similarity) in result.items():
+            assert (image_id, similarity) == (true[path][0], pytest.approx(true[path][1], abs=1e-6))
+        similarities = [similarity for _, similarity in result.values()]
+        assert similarities == sorted(similarities, reverse=True)
+
+
+def test_index_embeds_images_and_replaces_an_index(indexed, tmp_path, capsys):
+    uri = str(tmp_path / "photos.db")
+    old = MilvusStore.create(uri, "glyphs", 8)
+    old.publish()
+    old.close()
+    code, out, err = command(capsys, *indexing(indexed, "glyphs", f"--store=milvus:{uri}", "--num_workers=1"))
+    assert (code, err) == (0, "")
+    assert out.endswith("\nglyphs: 40 images, 24 dimensions, Flat (exact)\n")
+    made, expected = MilvusStore(uri, "glyphs"), RetrievalIndex.load(indexed / "index")
+    assert made.about == expected.about
+    assert made.paths(expected.ids) == expected.paths(expected.ids)
+    queries = expected.embeddings()
+    torch.testing.assert_close(made.search(queries, 5)[0], expected.search(queries, 5)[0], rtol=0, atol=1e-6)
+    made.close()
+
+
+def test_an_approximate_index_prints_its_recall(embeddings, tmp_path, capsys):
+    args = ["--factory=HNSW,M=8", "--parameters=ef=40", f"--store=milvus:{tmp_path / 'photos.db'}"]
+    assert index(["--embeddings", str(embeddings), "--output=glyphs", *args]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("glyphs: 40 images, 24 dimensions, HNSW,M=8 (recall@10 ")
+    assert float(printed.split()[-4]) > 0.9
+
+
+def test_demo_serves_it(indexed, store, monkeypatch):
+    calls = []
+
+    def serve(searcher, images, **settings):
+        hits = searcher.search([str(indexed / "images" / "1" / "deeper" / "12.bmp")], 3)[0][0].hits
+        calls.append((images, settings["k"], hits[0].path))
+        return SimpleNamespace(local_url="http://127.0.0.1:7860/", block_thread=lambda: None)
+
+    monkeypatch.setattr(demo_page, "serve_demo", serve)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["demo", "--index=glyphs", store, "--device=cpu"])
+    assert calls == [(indexed / "images", 20, "1/deeper/12.bmp")]
+
+
+@pytest.mark.refusal
+def test_another_model_is_refused(indexed, store, tmp_path, capsys):
+    torch.manual_seed(1)
+    other = RetrievalModule(Embedder("glyph_net", embedding_dim=24), SmoothAPLoss())
+    checkpoint = save_checkpoint(tmp_path / "other.ckpt", other)
+    capsys.readouterr()
+    query = indexed / "images" / paths_of(indexed / "images")[3]
+    printed = error_of(capsys, "search", query, "--index=glyphs", store, "--checkpoint", checkpoint)
+    assert printed.startswith("search: `--checkpoint` must be the one that the index was made with, because embeddings")
+    printed = error_of(capsys, "search", query, "--index=glyphs", store, "--transform=plain")
+    assert printed.startswith("search: `--transform` must")
+
+
+@pytest.mark.refusal
+def test_a_wrong_store_is_refused_before_any_image_is_embedded(indexed, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(embedding.ImageEmbedder, "load", None)  # calling it fails in another way
+    wrong = [
+        (["--store=photos.db"], "index: `--store` must be milvus: and a file or an address, such as milvus:photos.db"),
+        (["--store=milvus:"], "index: `--store` must be milvus: and a file or an address"),
+        (["--store=milvus:http://127.0.0.1:9"], "`uri` must be the address of Milvus, got http://127.0.0.1:9, where"),
+        ([f"--store=milvus:{tmp_path / 'a.db'}", "--shards=2"], "index: `--shards` must be 1 with a store in Milvus"),
+        (
+            [f"--store=milvus:{tmp_path / 'a.db'}", "--factory=IVF4,Flat"],
+            "`--factory` must be a type of index that Mil",
+        ),
+        ([f"--store=milvus:{tmp_path / 'a.db'}", "--parameters=ef"], "`--parameters` must be assignments of positive"),
+        ([f"--store=milvus:{tmp_path / 'a.db'}", f"--output={tmp_path}"], "`name` must consist of letters, digits"),
+    ]
+    for args, message in wrong:
+        assert message in error_of(capsys, *indexing(indexed, "glyphs", *args))
+    monkeypatch.setitem(sys.modules, "pymilvus", None)
+    printed = error_of(capsys, *indexing(indexed, "glyphs", f"--store=milvus:{tmp_path / 'a.db'}"))
+    assert "needs pymilvus and milvus-lite; install them with pip install 'lightning-retrieval[milvus]'." in printed
+
+
+@pytest.mark.refusal
+def test_a_store_or_an_index_that_does_not_exist_is_not_created(indexed, store, tmp_path, capsys):
+    query = indexed / "images" / paths_of(indexed / "images")[3]
+    printed = error_of(capsys, "search", query, "--index=glyphs", f"--store=milvus:{tmp_path / 'gone.db'}")
+    assert "`uri` must be a file of Milvus Lite, got" in printed
+    assert not list(tmp_path.iterdir())
+    printed = error_of(capsys, "search", query, "--index=cats", store)
+    assert "`name` must be that of an index in" in printed
+
+
+def test_a_failure_leaves_the_earlier_index_as_it_is(embeddings, tmp_path, monkeypatch):
+    uri = str(tmp_path / "photos.db")
+    index_embeddings(embeddings, Path("glyphs"), store=f"milvus:{uri}")[0].close()
+    add = MilvusStore.add
+
+    def add_and_fail(self, *args):
+        add(self, *args)
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(MilvusStore, "add", add_and_fail)
+    with pytest.raises(OSError, match=r"^the disk is full$"):
+        index_embeddings(embeddings, Path("glyphs"), store=f"milvus:{uri}")
+    left = MilvusStore(uri, "glyphs")
+    assert len(left) == 40
+    assert left._connection.call("list_collections") == [left.collection]
+    left.close()
+
+
+@pytest.mark.refusal
+def test_paths_that_milvus_cannot_hold_are_refused_after_the_first_batch(indexed, tmp_path):
+    (tmp_path / "images").mkdir()
+    source = indexed / "images" / paths_of(indexed / "images")[3]
+    for name in ("a.png", "b.png", "\udcff.png"):
+        (tmp_path / "images" / name).write_bytes(source.read_bytes())
+    with pytest.raises(ValueError, match=r"^MilvusStore: `paths` must be valid Unicode, got '.udcff\.png'; rename "):
+        index_images(indexed / "model.ckpt", tmp_path / "images", Path("glyphs"), store=f"milvus:{tmp_path / 'a.db'}")

@@ -1,0 +1,88 @@
+"""A store that cannot be reached is refused in one sentence, and nothing is created."""
+
+import fcntl
+import subprocess
+import sys
+
+import pytest
+
+from lightning_retrieval.search.milvus_connection import MilvusConnection, is_file, shown_uri
+
+pytest.importorskip("pymilvus")
+pytest.importorskip("milvus_lite")
+
+
+def test_files_and_addresses():
+    assert is_file("photos.db")
+    assert not is_file("http://localhost:19530")
+    assert shown_uri("photos@home.db") == "photos@home.db"
+    assert shown_uri("https://root:secret@host:19530") == "https://...@host:19530"
+
+
+def test_connections_to_one_file_share_it(tmp_path):
+    uri = str(tmp_path / "photos.db")
+    first = MilvusConnection(uri, may_create=True)
+    second = MilvusConnection(uri, may_create=False)
+    first.close()
+    first.close()
+    assert second.call("list_collections") == []
+    second.close()
+    with (tmp_path / "photos.db" / "LOCK").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Milvus Lite has ended
+
+
+@pytest.mark.refusal
+def test_a_file_that_another_process_has_opened(tmp_path):
+    uri = str(tmp_path / "photos.db")
+    MilvusConnection(uri, may_create=True).close()
+    with (tmp_path / "photos.db" / "LOCK").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConnectionError, match=r"^MilvusStore: `uri` must not be in use, got .*photos.db, which "):
+            MilvusConnection(uri, may_create=False)
+    MilvusConnection(uri, may_create=False).close()
+
+
+@pytest.mark.refusal
+def test_paths_that_are_no_file_of_milvus_lite(tmp_path):
+    (tmp_path / "old.db").write_text("SQLite format 3")
+    wrong = [
+        ("photos.index", ValueError, r"must be a path that ends in \.db, .* got 'photos\.index'\.$"),
+        ("ftp://host", ValueError, r"or an address such as http://localhost:19530, got 'ftp://host'"),
+        (str(tmp_path / "old.db"), ValueError, r"which is a folder, got .*old\.db, which is a file; give another path"),
+        (str(tmp_path / "gone.db"), FileNotFoundError, r"got .*gone\.db, which does not exist"),
+        (3, TypeError, r"^MilvusStore: `uri` must be a string, got 3"),
+    ]
+    for uri, error, message in wrong:
+        with pytest.raises(error, match=message):
+            MilvusConnection(uri, may_create=False)
+    with pytest.raises(FileNotFoundError, match=r"must be in a folder that exists, got .*a\.db; create "):
+        MilvusConnection(str(tmp_path / "no" / "a.db"), may_create=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["old.db"]
+
+
+@pytest.mark.refusal
+def test_an_address_where_nothing_answers():
+    with pytest.raises(ConnectionError) as raised:
+        MilvusConnection("http://root:secret@127.0.0.1:9", may_create=True)
+    message = str(raised.value)
+    assert message.startswith("MilvusStore: `uri` must be the address of Milvus, got http://...@127.0.0.1:9, where ")
+    assert message.endswith("; nothing was written, so start Milvus there or give another address.")
+    assert "secret" not in message
+
+
+@pytest.mark.refusal
+def test_pymilvus_is_not_installed(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "pymilvus", None)
+    with pytest.raises(ModuleNotFoundError, match=r"install them with pip install 'lightning-retrieval\[milvus\]'\.$"):
+        MilvusConnection(str(tmp_path / "a.db"), may_create=True)
+
+
+def test_errors_are_raised_and_not_printed(tmp_path):
+    program = (
+        "from lightning_retrieval.search.milvus_connection import MilvusConnection\n"
+        f"connection = MilvusConnection({str(tmp_path / 'a.db')!r}, may_create=True)\n"
+        "try:\n    connection.call('describe_collection', 'gone')\nexcept OSError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "a.db reports an error in describe_collection (" in done.stdout
