@@ -58,8 +58,13 @@ class MilvusConnection:
         """The result of a method of the client.
 
         Raises:
+            ValueError: if the connection is closed.
             OSError: if Milvus reports an error.
         """
+        if self._client is None:
+            raise ValueError(
+                f"{OWNER}: the connection to {self.shown} must be open for {method}; open the index again."
+            )
         from pymilvus.exceptions import ErrorCode, MilvusException
 
         seconds = CALLING

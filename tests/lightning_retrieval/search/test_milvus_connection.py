@@ -25,6 +25,8 @@ def test_connections_to_one_file_share_it(tmp_path):
     second = MilvusConnection(uri, may_create=False)
     first.close()
     first.close()
+    with pytest.raises(ValueError, match=r"^MilvusStore: the connection to .* must be open for list_collections; open"):
+        first.call("list_collections")
     assert second.call("list_collections") == []
     second.close()
     with (tmp_path / "photos.db" / "LOCK").open() as lock:

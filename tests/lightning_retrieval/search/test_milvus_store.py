@@ -169,6 +169,13 @@ def test_wrong_searches_and_ids_are_refused(filled):
     assert len(filled) == ROWS
 
 
+def test_integers_of_numpy_are_integers(tmp_path, opened):
+    store = opened(MilvusStore.create(str(tmp_path / "photos.db"), "birds", np.int64(DIM)))
+    store.add(vectors(3))
+    assert store.search(vectors(1), np.int64(2))[1].shape == (1, 2)
+    assert type(store.dim) is int
+
+
 def test_no_queries_and_no_rows(filled):
     similarities, ids = filled.search(vectors(0), 2)
     assert similarities.shape == ids.shape == (0, 2)
