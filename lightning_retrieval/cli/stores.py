@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_retrieval.search.embedding_store import EmbeddingStore
 from lightning_retrieval.search.index import RetrievalIndex
 from lightning_retrieval.search.milvus_collection import check_dim, check_store
+from lightning_retrieval.search.milvus_connection import OWNER
 from lightning_retrieval.search.milvus_rows import check_path_bytes
 from lightning_retrieval.search.milvus_store import MilvusStore
 from lightning_retrieval.search.rows import Rows
@@ -74,7 +75,8 @@ class MilvusCollection:
             raise ValueError(
                 f"{owner}: `shards` must be 1 with a store in Milvus, which distributes rows by itself, got {shards}."
             )
-        check_store(uri, name, factory, parameters)
+        with _named_as("output"):
+            check_store(uri, name, factory, parameters)
         self._place = (uri, name)
         self._settings = {"factory": factory, "parameters": parameters}
 
@@ -87,7 +89,8 @@ class MilvusCollection:
         self, dim: int, about: Mapping[str, Any], embeddings: Rows, ids: Int[Tensor, " rows"], paths: Sequence[str]
     ) -> EmbeddingStore:
         """Make the index, in place of an earlier one, which stays as it is if this fails."""
-        store = MilvusStore.create(*self._place, dim, about=about, **self._settings)
+        with _named_as("output"):
+            store = MilvusStore.create(*self._place, dim, about=about, **self._settings)
         try:
             store.add(embeddings, ids, paths)
             store.publish()
@@ -139,7 +142,9 @@ def opened_index(owner: str, index: Path, store: str | None) -> Iterator[Embeddi
     if store is None:
         yield RetrievalIndex.load(index, mapped=True)
         return
-    opened = MilvusStore(_uri(owner, store), str(index))
+    uri = _uri(owner, store)
+    with _named_as("index"):
+        opened = MilvusStore(uri, str(index))
     try:
         yield opened
     finally:
@@ -150,6 +155,18 @@ def close_index(index: EmbeddingStore) -> None:
     """Close an index that needs it."""
     if isinstance(index, MilvusStore):
         index.close()
+
+
+@contextmanager
+def _named_as(index: str) -> Iterator[None]:
+    """Let messages of `MilvusStore` name the arguments of the functions here: `store`, and `index` or `output`."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        message = str(error).replace("`uri`", "`store`").replace("`name`", f"`{index}`")
+        if not message.startswith(OWNER):
+            raise
+        raise type(error)(message) from None
 
 
 def _uri(owner: str, store: str) -> str:

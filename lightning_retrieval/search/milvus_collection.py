@@ -130,7 +130,7 @@ def read_collection(connection: MilvusConnection, name: str) -> tuple[str, Metad
             f"{OWNER}: `name` must be that of an index, got {name!r}, a collection in {connection.shown} that "
             "something else made."
         )
-    values = json.loads(properties[PROPERTY])
+    values = _values(properties[PROPERTY])
     if values.get("version") != VERSION:
         raise ValueError(
             f"{OWNER}: {name!r} in {connection.shown} has format version {values.get('version')!r}, but this release "
@@ -164,6 +164,17 @@ def drop_collection(connection: MilvusConnection, collection: str) -> None:
     for alias in described.get("aliases", []):
         connection.call("drop_alias", alias)
     connection.call("drop_collection", collection)
+
+
+def _values(text: str) -> dict[str, Any]:
+    """The metadata in a property; without values if the text is damaged."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return {}
+    if not isinstance(values, dict):
+        return {}
+    return values
 
 
 def _collection_of(connection: MilvusConnection, name: str) -> str:

@@ -119,14 +119,17 @@ def test_a_wrong_store_is_refused_before_any_image_is_embedded(indexed, tmp_path
     wrong = [
         (["--store=photos.db"], "index: `--store` must be milvus: and a file or an address, such as milvus:photos.db"),
         (["--store=milvus:"], "index: `--store` must be milvus: and a file or an address"),
-        (["--store=milvus:http://127.0.0.1:9"], "`uri` must be the address of Milvus, got http://127.0.0.1:9, where"),
+        (
+            ["--store=milvus:http://127.0.0.1:9"],
+            "`--store` must be the address of Milvus, got http://127.0.0.1:9, where",
+        ),
         ([f"--store=milvus:{tmp_path / 'a.db'}", "--shards=2"], "index: `--shards` must be 1 with a store in Milvus"),
         (
             [f"--store=milvus:{tmp_path / 'a.db'}", "--factory=IVF4,Flat"],
             "`--factory` must be a type of index that Mil",
         ),
         ([f"--store=milvus:{tmp_path / 'a.db'}", "--parameters=ef"], "`--parameters` must be assignments of positive"),
-        ([f"--store=milvus:{tmp_path / 'a.db'}", f"--output={tmp_path}"], "`name` must consist of letters, digits"),
+        ([f"--store=milvus:{tmp_path / 'a.db'}", f"--output={tmp_path}"], "`--output` must consist of letters, digits"),
     ]
     for args, message in wrong:
         assert message in error_of(capsys, *indexing(indexed, "glyphs", *args))
@@ -139,10 +142,10 @@ def test_a_wrong_store_is_refused_before_any_image_is_embedded(indexed, tmp_path
 def test_a_store_or_an_index_that_does_not_exist_is_not_created(indexed, store, tmp_path, capsys):
     query = indexed / "images" / paths_of(indexed / "images")[3]
     printed = error_of(capsys, "search", query, "--index=glyphs", f"--store=milvus:{tmp_path / 'gone.db'}")
-    assert "`uri` must be a file of Milvus Lite, got" in printed
+    assert "`--store` must be a file of Milvus Lite, got" in printed
     assert not list(tmp_path.iterdir())
     printed = error_of(capsys, "search", query, "--index=cats", store)
-    assert "`name` must be that of an index in" in printed
+    assert "`--index` must be that of an index in" in printed
 
 
 def test_a_failure_leaves_the_earlier_index_as_it_is(embeddings, tmp_path, monkeypatch):

@@ -67,6 +67,10 @@ def test_another_version(store, client):
     made_elsewhere(client, "cats_1", {**METADATA, "version": 2}, dimension=4)
     with pytest.raises(ValueError, match=r"'cats_1' in .* has format version 2, but this release reads version 1; bui"):
         MilvusStore(store.uri, "cats_1")
+    for number, damaged in enumerate(("{", "[1]")):
+        client.create_collection(f"dogs_{number}", dimension=4, properties={PROPERTY: damaged})
+        with pytest.raises(ValueError, match=rf"'dogs_{number}' in .* has format version None, but this release"):
+            MilvusStore(store.uri, f"dogs_{number}")
 
 
 @pytest.mark.refusal
