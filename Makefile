@@ -37,6 +37,7 @@ bench:  ## speed and memory: each benchmark prints a table
 	$(PYTHON) benchmarks/ddp.py
 	$(PYTHON) benchmarks/gradient_sum.py
 	$(PYTHON) benchmarks/elastic.py
+	$(PYTHON) benchmarks/step.py
 	$(PYTHON) benchmarks/samplers.py
 	$(PYTHON) benchmarks/data.py
 	$(PYTHON) benchmarks/images.py

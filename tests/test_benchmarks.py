@@ -42,6 +42,10 @@ COLUMNS = {
         *("recall@10", "error", "MiB on disk"),
     },
     "startup": {"command", "CPU time", "imports alone", "ratio"},
+    "step": {
+        *("network", "processes", "batch", "step"),
+        *("reading %", "preparing %", "embedding %", "loss %", "communication %", "rest %"),
+    },
 }
 
 
@@ -105,6 +109,40 @@ def test_functions_are_timed_in_turn(monkeypatch):
     found = timing.interleaved(functions, 3, "cpu", warm_up=0, clock=lambda: now[0])
     assert (found["b"].lowest, found["b"].median, found["b"].highest, found["b"].runs) == (20, 40, 60, 3)
     assert timing.range_of("ratio", [3.0, 1.0, 2.5]) == {"ratio": 2.5, "lowest": 1.0, "highest": 3.0}
+
+
+def test_the_parts_of_a_step_are_timed_without_those_inside_them(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    step = importlib.import_module("step")
+    for name in ("step", "images", "timing"):
+        monkeypatch.delitem(sys.modules, name)
+    now = [0.0]
+    monkeypatch.setattr(step.time, "perf_counter", lambda: now[0])
+    clock = step.PartClock("cpu")
+
+    def takes(seconds):
+        now[0] += seconds
+
+    def embed():
+        takes(1)
+        clock.timed("loss", loss)()
+        takes(2)
+
+    def loss():
+        takes(10)
+        clock.timed("communication", takes)(200)
+        takes(20)
+
+    for _ in range(2):
+        clock.timed("reading", takes)(4000)
+        takes(1000)
+        clock.timed("embedding", embed)()
+        clock.on_train_batch_end(None, None, None, None, 0)
+    wanted = {"reading": 4000, "preparing": 0, "embedding": 3, "loss": 30, "communication": 200, "rest": 1000}
+    assert clock.steps == [wanted, wanted]
+    row = step.row_of("resnet50", 2, 16, clock.steps)
+    assert row["loss %"] == 100 * 30 / 5233
+    assert (row["step"].median, row["step"].runs) == (5233, 2)
 
 
 def test_the_ddp_benchmark_counts_the_bytes_that_the_model_predicts(tmp_path):
