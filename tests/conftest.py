@@ -1,8 +1,11 @@
 """Fixtures of all tests: each starts with the same random state, and fails if it leaves anything behind."""
 
 import gc
+import json
+import multiprocessing
 import os
 import random
+import subprocess
 import sys
 import threading
 import time
@@ -92,17 +95,57 @@ def run_processes(tmp_path_factory):
 
     def run(function, world_size, *args, timeout=120, backend="gloo"):
         folder = tmp_path_factory.mktemp("processes")
-        processes = start_processes(function, world_size, *args, folder=folder, backend=backend)
-        try:
-            codes = wait_for(processes, timeout)
-        finally:
-            for process in processes:
-                process.end()
-        outputs = "\n".join(process.output()[-3000:] for process in processes)
-        assert codes == [0] * world_size, f"exit codes {codes}\n{outputs}"
-        return [process.result() for process in processes]
+        return results_of_processes(function, world_size, *args, folder=folder, timeout=timeout, backend=backend)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def run_alone(tmp_path_factory):
+    """Call `function(0, 1, *args)` in a process of its own, as `run_processes` does in several; returns its result."""
+
+    def run(function, *args, timeout=120):
+        folder = tmp_path_factory.mktemp("process")
+        (result,) = results_of_processes(function, 1, *args, folder=folder, timeout=timeout, backend=None)
+        return result
+
+    return run
+
+
+def results_of_processes(function, world_size, *args, folder, timeout, backend):
+    """The results of a function in each of its processes, all of which must end without an error."""
+    processes = start_processes(function, world_size, *args, folder=folder, backend=backend)
+    try:
+        codes = wait_for(processes, timeout)
+    finally:
+        for process in processes:
+            process.end()
+    outputs = "\n".join(process.output()[-3000:] for process in processes)
+    assert codes == [0] * world_size, f"exit codes {codes}\n{outputs}"
+    return [process.result() for process in processes]
+
+
+# What torch and torchmetrics load by themselves is not in our control: torchmetrics loads matplotlib if it can.
+IMPORT_THE_CORE = """
+import json, sys, torch, torchvision, torchmetrics
+before = set(sys.modules)
+import lightning_retrieval as lr
+attributes = [lr.losses.SmoothAPLoss is lr.SmoothAPLoss, hasattr(lr, "lossses")]
+loaded = {}
+import lightning_retrieval.metrics
+loaded["metrics"] = sorted({name.split(".")[0] for name in set(sys.modules) - before})
+import lightning_retrieval.models, lightning_retrieval.training.chunked
+loaded["core"] = sorted({name.split(".")[0] for name in set(sys.modules) - before})
+print(json.dumps({"attributes": attributes, "loaded": loaded}))
+"""
+
+
+@pytest.fixture(scope="session")
+def fresh_import():
+    """What a new interpreter finds and loads when it imports the core, in one process for all tests that ask."""
+    done = subprocess.run([sys.executable, "-c", IMPORT_THE_CORE], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.fixture
@@ -183,8 +226,8 @@ def _still_alive(threads, processes):
 
 
 def _children():
-    """{process id: command line} of the living child processes; empty where the system has no /proc."""
-    found = {}
+    """{process id: command line} of the living child processes; of few where the system has no /proc."""
+    found = {process.pid: process.name for process in multiprocessing.active_children()}
     for file in Path("/proc/self/task").glob("*/children"):
         try:
             pids = file.read_text().split()

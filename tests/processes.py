@@ -1,25 +1,37 @@
 """Starts processes for tests, each of which calls a function of a test file; the fixture `run_processes` builds on it.
 
-Run as a script, this file is one such process: `python tests/processes.py FOLDER`.
+They are forked from a server, a process that has imported torch, Lightning and the library and has done nothing else,
+so each of them starts in a moment. The server starts with the first of them, and ends with the tests.
 """
 
 import importlib.util
 import inspect
+import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 REPOSITORY = Path(__file__).parents[1]
+LOCK = threading.Lock()  # threads start processes too, and only one may read the code of one that has ended
+GRACE = 10.0  # seconds that a killed process has to end
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # so that no thread is there to be forked
+IMPORTED_BY_SERVER = [
+    *("numpy", "pytest", "torch", "torchvision", "pytorch_lightning"),
+    *(f"lightning_retrieval.{name}" for name in ("callbacks", "datamodules", "detection", "metrics", "search")),
+]
 
 
 class StartedProcess:
@@ -35,13 +47,24 @@ class StartedProcess:
         folder.mkdir()
         self.folder = folder
         (folder / "job").write_bytes(pickle.dumps(job))
-        with (folder / "output").open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, __file__, str(folder)],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-            )
+        (folder / "output").touch()
+        environment = {**os.environ, **ONE_THREAD, **environment}
+        self._process = server().Process(target=run_job, args=(folder, environment))
+        with LOCK, environment_of_server():
+            self._process.start()
+
+    @property
+    def exit_code(self):
+        """None while it runs; the negative number of the signal that has killed it."""
+        with LOCK:
+            return self._process.exitcode
+
+    def wait(self, timeout):
+        """Wait until it has ended, or the seconds are over; returns the exit code."""
+        deadline = time.monotonic() + timeout
+        while self.exit_code is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.exit_code
 
     def output(self):
         """What it has printed so far."""
@@ -52,8 +75,9 @@ class StartedProcess:
         return pickle.loads((self.folder / "result").read_bytes())
 
     def end(self):
-        self.process.kill()
-        self.process.wait()
+        if self.exit_code is None:
+            self._process.kill()
+        self.wait(GRACE)
 
 
 class StartedCommand:
@@ -149,7 +173,7 @@ def wait_for(processes, timeout):
     """Wait until all have ended, one has failed, or the seconds are over; return their exit codes, None if running."""
     deadline = time.monotonic() + timeout
     while True:
-        codes = [started.process.poll() for started in processes]
+        codes = [started.exit_code for started in processes]
         if None not in codes or any(codes) or time.monotonic() > deadline:
             return codes
         time.sleep(0.05)
@@ -177,9 +201,40 @@ def process_group(backend, store, rank, world_size):
         dist.destroy_process_group()
 
 
-def main(folder):
-    # `python -m pytest` imports from the repository, too. This folder's lightning_retrieval/ holds tests.
-    sys.path[0] = str(REPOSITORY)
+def server():
+    """The context of `multiprocessing` whose processes are forked from the server; without fork they are spawned."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_BY_SERVER)
+    return context
+
+
+@contextmanager
+def environment_of_server():
+    """Set what libraries read when they are imported, in case that the server starts now."""
+    before = {name: os.environ.get(name) for name in ONE_THREAD}
+    os.environ.update(ONE_THREAD)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+def run_job(folder, environment):
+    """What a process does, as if it had been started alone: with its own output, environment and random numbers."""
+    with (folder / "output").open("wb") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)  # the default, not its own
+    random.seed()
+    np.random.seed()
+    sys.path.insert(0, str(REPOSITORY))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # the output is read by tests, and shown where one fails
     job = pickle.loads((folder / "job").read_bytes())
@@ -188,7 +243,3 @@ def main(folder):
     with process_group(job["backend"], job["store"], rank, world_size):
         result = function(rank, world_size, *job["args"])
     (folder / "result").write_bytes(pickle.dumps(result))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

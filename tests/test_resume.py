@@ -136,7 +136,7 @@ def start(folder, run, when, workers, kill_at=None, die_writing=None, delay=0.0)
     (started,) = start_processes(one_start, 1, folder, run, when, workers, die_writing, folder=files)
     deadline = time.monotonic() + 120
     try:
-        while started.process.poll() is None and time.monotonic() < deadline:
+        while started.exit_code is None and time.monotonic() < deadline:
             if kill_at is not None and f"step {kill_at}\n" in started.output():
                 time.sleep(delay)
                 break
@@ -144,7 +144,7 @@ def start(folder, run, when, workers, kill_at=None, die_writing=None, delay=0.0)
     finally:
         started.end()
     killed = kill_at is not None or die_writing is not None
-    assert started.process.returncode == (-signal.SIGKILL if killed else 0), started.output()[-3000:]
+    assert started.exit_code == (-signal.SIGKILL if killed else 0), started.output()[-3000:]
     return started.output()
 
 

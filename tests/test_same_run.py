@@ -380,9 +380,9 @@ def test_a_process_that_dies_stops_the_other(tmp_path):
     both = start_processes(train_until_one_dies, 2, folder=tmp_path)
     survivor, dying = both
     try:
-        assert dying.process.wait(timeout=240) == -signal.SIGKILL, dying.output()
+        assert dying.wait(240) == -signal.SIGKILL, dying.output()
         died = time.monotonic()
-        assert survivor.process.wait(timeout=TIMEOUT + 10) == 1, survivor.output()
+        assert survivor.wait(TIMEOUT + 10) == 1, survivor.output()
         seconds = time.monotonic() - died
     finally:
         for started in both:

@@ -23,8 +23,8 @@ OF_NO_SINGLE_FILE = {
     "tests/lightning_retrieval/losses/test_query_range.py": "all losses, computed for a range of the queries",
     "tests/datamodules/samplers/test_scale.py": "all samplers, on ten million images",
 }
-# Files that also run as scripts: as a process of the launcher, to print the figures, to write the public names.
-SCRIPTS = {"tests/processes.py", "tests/test_figures.py", "tests/test_surface.py"}
+# Files that also run as scripts: to print the figures, to write the public names.
+SCRIPTS = {"tests/test_figures.py", "tests/test_surface.py"}
 NAMES_OF_EXAMPLES = {"WholeClassesSampler"}
 COMPARISONS = {"allclose", "array_equal", "equal", "isclose"}
 

@@ -94,7 +94,7 @@ def test_a_kill_costs_the_shards_in_work(glyphs, tmp_path, world_size):
     arguments = (glyphs[0], tmp_path / "e", dying)
     started = start_processes(embed_until_killed, world_size, *arguments, folder=tmp_path / "processes")
     try:
-        codes = [one.process.wait(timeout=240) for one in started]
+        codes = [one.wait(240) for one in started]
     finally:
         for one in started:
             one.end()

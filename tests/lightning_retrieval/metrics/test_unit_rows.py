@@ -1,52 +1,53 @@
 """Rows that stay in their batches, and the memory of an evaluation."""
 
-import json
-import os
-import subprocess
-import sys
+import ctypes
 from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_retrieval import RetrievalMetrics
 from lightning_retrieval.distributed import Shard
 from lightning_retrieval.metrics import unit_rows as module
 from lightning_retrieval.metrics.unit_rows import UnitRows, unit_rows
 from lightning_retrieval.ranking.similarity import normalize
 
-# Peak of `update` and `compute` in a process of its own, as a multiple of the embeddings' bytes. A first evaluation
-# loads what the first use loads; large tensors are returned to the system as soon as they are freed.
-PEAK = """
-import json, torch
-from pathlib import Path
-from lightning_retrieval import RetrievalMetrics
+ROWS, DIM = 12_000, 512
+M_MMAP_THRESHOLD = -3  # of mallopt
+
 
 def status(field):
+    """A size that Linux reports of this process, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
-def evaluate(rows, dim):
+
+def evaluate(rows):
     metrics = RetrievalMetrics()
     for begin in range(0, rows, 500):
         ids = torch.arange(begin, begin + 500)
-        metrics.update(torch.randn(500, dim), ids % (rows // 5), ids)
+        metrics.update(torch.randn(500, DIM), ids % (rows // 5), ids)
     return metrics.compute()
 
-evaluate(1500, 512)
-Path("/proc/self/clear_refs").write_text("5")  # Linux: reset the peak to the memory in use
-before = status("VmRSS")
-evaluate(12_000, 512)
-print(json.dumps((status("VmHWM") - before) / (12_000 * 512 * 4)))
-"""
+
+def added_memory(rank, world_size):
+    """Peak of `update` and `compute`, as a multiple of the embeddings' bytes.
+
+    A first evaluation loads what the first use loads; large tensors are returned to the system as soon as they are
+    freed.
+    """
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
+    evaluate(1500)
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: reset the peak to the memory in use
+    before = status("VmRSS")
+    evaluate(ROWS)
+    return (status("VmHWM") - before) / (ROWS * DIM * 4)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak memory from the /proc of Linux")
-def test_an_evaluation_keeps_two_and_a_half_times_the_rows():
+def test_an_evaluation_keeps_two_and_a_half_times_the_rows(run_alone):
     """Once in the batches of `update`, once as they are ranked, and the rest for scores and results."""
-    settings = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", PEAK], env=settings, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert 2 < json.loads(done.stdout) < 2.5
+    assert 2 < run_alone(added_memory) < 2.5
 
 
 @pytest.mark.parametrize("numbers", [1, 16, 1 << 18])
