@@ -55,6 +55,12 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="NCCL needs real GPUs"))
 
 
+def pytest_collection_finish():
+    """Spare the garbage collector the million objects of loaded modules and collected tests, which stay to the end."""
+    gc.collect()
+    gc.freeze()
+
+
 def on_pretend_gpu():
     return torch.cuda.is_available() and torch.cuda.get_device_name().startswith("Pretend GPU")
 
