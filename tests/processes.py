@@ -202,8 +202,11 @@ def process_group(backend, store, rank, world_size):
 
 
 def server():
-    """The context of `multiprocessing` whose processes are forked from the server; without fork they are spawned."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
+    """The context of `multiprocessing` whose processes are forked from the server.
+
+    On other systems than Linux libraries do not allow for that, and each process is started anew.
+    """
+    if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_BY_SERVER)
