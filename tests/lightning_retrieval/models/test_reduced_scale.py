@@ -118,5 +118,9 @@ def test_it_is_part_of_the_plain_data_of_a_preparation():
     assert Preparation(**preparation.as_dict()) == preparation
     assert preparation.as_dict()["reduced_scale"] is True
     assert preparation.with_size(32).least_size == (37, 37)
+
+
+@pytest.mark.refusal
+def test_a_number_is_no_flag():
     with pytest.raises(TypeError, match=r"^Preparation: `reduced_scale` must be True or False, got 1"):
         Preparation(reduced_scale=1)
