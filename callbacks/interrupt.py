@@ -110,10 +110,12 @@ class CheckpointOnInterrupt(pl.Callback):
     def _on_signal(self, *_: Any) -> None:
         if os.getpid() != self._process:  # a worker of a data loader, which the training needs until it ends
             return
-        waits = self._in_step or self._store is not None
-        if self._requested or not waits:
-            raise KeyboardInterrupt
+        is_second = self._requested
+        # Python drops an exception that is raised while it deletes an object; then the next step is the last one.
         self._requested = True
+        waits = self._in_step or self._store is not None
+        if is_second or not waits:
+            raise KeyboardInterrupt
 
     def _restore(self) -> None:
         if self._process is not None:

@@ -1,5 +1,6 @@
 """Ctrl-C in a run of two processes: it ends soon, with a checkpoint from which it continues exactly."""
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -126,6 +127,24 @@ def test_processes_agree_on_the_last_step(run_processes, tmp_path):
     expected = [([("last-interrupted.ckpt", last)], last) for _, last in SIGNALS[:-1]]
     expected += [([], 10), ([], 3)]
     assert run_processes(train_each, 2, [*SIGNALS, (TWICE, None)], tmp_path) == [expected] * 2
+
+
+def test_a_signal_that_python_drops_ends_the_training_after_the_next_step(tmp_path):
+    """Python ignores an exception that is raised while it deletes an object, such as between two steps."""
+    callback, trainer = CheckpointOnInterrupt(), Group(tmp_path)
+    trainer.world_size, trainer.global_step = 1, 3
+    callback.on_train_start(trainer, None)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        callback.on_train_batch_start(trainer, None)
+        trainer.global_step = 4
+        with pytest.raises(KeyboardInterrupt) as ended:
+            callback.on_train_batch_end(trainer, None)
+        callback.on_exception(trainer, None, ended.value)
+    finally:
+        callback.on_train_end(trainer, None)
+    assert trainer.saved == [("last-interrupted.ckpt", 4)]
 
 
 def fit(folder, launcher, *options, interrupt=None):
