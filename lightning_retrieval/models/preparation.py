@@ -114,8 +114,9 @@ class Preparation:
         self._set("channels", check_choice("Preparation", "channels", self.channels, (1, 3)))
         self._set("mean", _check_channels("mean", self.mean, self.channels))
         self._set("std", _check_channels("std", self.std, self.channels))
-        for value in self.std:
-            check_positive("Preparation", "std", value)
+        for mean, std in zip(self.mean, self.std):
+            check_finite_number("Preparation", "mean", mean, least=0, most=1)
+            check_positive("Preparation", "std", std)
         check_colour("Preparation", "background", self.background)
         if not isinstance(self.background, str):
             self._set("background", tuple(self.background))

@@ -200,6 +200,7 @@ def test_another_size_is_resized_in_proportion(preparation, image_size, resized_
         ({"channels": 4}, r"`channels` must be one of 1, 3, got 4\."),
         ({"channels": 1}, r"`mean` must hold one number for each channel, 1, got \(0\.485, 0\.456, 0\.406\)\."),
         ({"std": (0.2, 0.2)}, r"`std` must hold one number for each channel, 3, got \(0\.2, 0\.2\)\."),
+        ({"mean": (123.7, 116.3, 103.5)}, r"`mean` must be from 0 to 1, got 123\.7\."),
         ({"std": (0.2, 0.2, 0)}, r"`std` must be a finite number > 0, got 0\.0\."),
         ({"background": "whitish"}, r"`background` must be the name of a colour, .* got 'whitish'\."),
     ],
