@@ -100,11 +100,12 @@ def test_chunked_equals_whole(weights, settings):
         torch.testing.assert_close(losses[1][1][name], value, rtol=0, atol=1e-5, msg=name)
 
 
-def test_the_size_of_the_checkpoint_of_vit_tiny(tmp_path):
-    """The model is 22 MB: at most 1/20 of it without the optimizer's state, and 1/10 with it."""
+@pytest.mark.parametrize(("dim", "resumed"), [(128, 1 / 10), (512, 1 / 8)])
+def test_the_size_of_the_checkpoint_of_vit_tiny(dim, resumed, tmp_path):
+    """The model is 22 MB: at most 1/20 of it without the optimizer's state, which grows with the head."""
     path = tmp_path / "vit.pth"
     torch.save(timm.create_model("vit_tiny_patch16_224").state_dict(), path)
-    embedder = Embedder("timm/vit_tiny_patch16_224", 128, weights=str(path), lora=8)
+    embedder = Embedder("timm/vit_tiny_patch16_224", dim, weights=str(path), lora=8)
     model = sum(value.numel() * value.element_size() for value in embedder.state_dict().values())
     module = RetrievalModule(embedder, SmoothAPLoss(), chunk_size=2)
     generator = torch.Generator().manual_seed(7)
@@ -113,7 +114,7 @@ def test_the_size_of_the_checkpoint_of_vit_tiny(tmp_path):
     run.save_checkpoint(tmp_path / "resume.ckpt")
     run.save_checkpoint(tmp_path / "model.ckpt", weights_only=True)
     assert (tmp_path / "model.ckpt").stat().st_size <= model / 20
-    assert (tmp_path / "resume.ckpt").stat().st_size <= model / 10
+    assert (tmp_path / "resume.ckpt").stat().st_size <= resumed * model
 
 
 @pytest.mark.refusal
