@@ -198,12 +198,13 @@ def main() -> None:
             RetrievalGallery(),
             TrainingCurve(),
             ModelCheckpoint(monitor="val/mAP", mode="max", save_last=True),
+            ModelCheckpoint(filename="newest"),  # for --resume; the one above saves no epoch that is worse
             CheckpointOnInterrupt("--resume"),
         ],
     )
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
-    trainer.test(module, data, ckpt_path="best", verbose=False, weights_only=True)
     best = trainer.checkpoint_callback.best_model_path
+    trainer.test(module, data, ckpt_path=best, verbose=False, weights_only=True)
     print("\nTo search with the trained network:")
     command = ["lightning-retrieval", "index", "--checkpoint", best, "--images", str(options.folder)]
     if options.eval_transform is not None:

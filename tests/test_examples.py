@@ -135,6 +135,9 @@ def test_own_images_from_a_folder_to_a_search(tmp_path):
     assert f"--resume: continuing from {Path('logs/own_images/version_0/checkpoints')}" in output
     last = torch.load(tmp_path / "logs/own_images/version_1/checkpoints/last.ckpt", weights_only=True)
     assert (last["epoch"], last["global_step"]) == (1, 4)  # two steps in each epoch
+    # Of each epoch, also of one that is no better than those before, which last.ckpt leaves out.
+    newest = torch.load(tmp_path / "logs/own_images/version_1/checkpoints/newest.ckpt", weights_only=True)
+    assert (newest["epoch"], newest["global_step"]) == (1, 4)
 
 
 @pytest.mark.parametrize(
