@@ -52,9 +52,10 @@ class InShop(ImageDataModule):
         high_res: whether the images are read from `img_highres` instead of `img`, which has them in 256 x 256 pixels.
             The boxes refer to the latter.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
-            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `on_error`, `load_truncated`,
-            `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`,
-            `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
+            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `on_error`,
+            `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
+            `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
+            `persistent_workers`).
 
     Raises:
         FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.

@@ -71,9 +71,10 @@ class VehicleID(ImageDataModule):
         select_by_vid: whether a split consists of all images that `attribute/img2vid.txt` has of the vehicles in its
             list, as in FastAP, instead of the images in the list.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
-            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `on_error`, `load_truncated`,
-            `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`,
-            `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
+            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `on_error`,
+            `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
+            `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
+            `persistent_workers`).
 
     Raises:
         FileNotFoundError: if a list or the folder of images is missing; the message suggests where it may be.

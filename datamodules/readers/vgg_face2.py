@@ -42,9 +42,10 @@ class VGGFace2(ImageDataModule):
         root: the folder that contains `train/` and `test/`.
         boxes: whether each image is cropped to its box in `bb_landmark/loose_bb_train.csv` or `loose_bb_test.csv`.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
-            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `on_error`, `load_truncated`,
-            `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`, `samples_per_class`,
-            `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`).
+            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `on_error`,
+            `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
+            `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
+            `persistent_workers`).
 
     Raises:
         FileNotFoundError: if neither lists nor folders exist, or the files of the boxes are missing.
