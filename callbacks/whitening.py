@@ -7,6 +7,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
+from pytorch_lightning.strategies import ModelParallelStrategy
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -59,6 +60,11 @@ class LearnWhitening(pl.Callback):
         self.images = check_integer("LearnWhitening", "images", images, least=2)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if isinstance(trainer.strategy, ModelParallelStrategy) and trainer.world_size > 1:
+            raise ValueError(
+                "LearnWhitening: the processes may embed unequal numbers of batches, for which ModelParallelStrategy "
+                "would wait forever; learn the whitening with Trainer(strategy='ddp') from a checkpoint."
+            )
         dim = _whitening(pl_module).dim
         if dim is not None and self.images <= dim:
             raise ValueError(

@@ -188,7 +188,7 @@ TRAINER = {
             r"DDPStrategy\(model_averaging_period=\.\.\.\)": {"strategy": DDPStrategy(model_averaging_period=4)},
             "FSDPStrategy does not keep": FSDPStrategy,
             "DeepSpeedStrategy does not keep": DeepSpeedStrategy,
-            "ModelParallelStrategy does not keep": ModelParallelStrategy,
+            r"ModelParallelStrategy\(tensor_parallel_size='auto', save": {"strategy": ModelParallelStrategy()},
             "SingleDeviceXLAStrategy trains on a TPU": SingleDeviceXLAStrategy,
             "XLAStrategy trains on a TPU": XLAStrategy,
         },

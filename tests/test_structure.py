@@ -47,6 +47,7 @@ MAY_IMPORT_LIGHTNING = {
     "lightning_retrieval/training/checkpointed_module.py",
     "lightning_retrieval/training/finetuning.py",
     "lightning_retrieval/training/manual_training.py",
+    "lightning_retrieval/training/model_parallel_checks.py",
     "lightning_retrieval/training/run_report.py",
     "lightning_retrieval/training/strategy.py",
     "lightning_retrieval/training/trainer_checks.py",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_retrieval.models.embedder import Embedder
+from lightning_retrieval.training.full_sharding import whole_tensor
 
 BASE_WEIGHTS = "base_weights"  # key of a checkpoint: the mean absolute value of each of these parameters
 STATES = ("state_dict", "current_model_state")  # the second one is that of Lightning's weight averaging
@@ -77,5 +78,5 @@ def _fingerprints(module: nn.Module, names: list[str]) -> dict[str, float]:
     """The mean absolute value of each of these parameters."""
     found: dict[str, Tensor] = dict(module.named_parameters())
     with torch.no_grad():
-        means = [found[name].abs().float().mean().cpu() for name in names]
+        means = [whole_tensor(found[name]).abs().float().mean().cpu() for name in names]
     return dict(zip(names, map(float, means)))

@@ -19,6 +19,7 @@ from lightning_retrieval.training.checkpoint_files import (
     verify_checkpoints,
 )
 from lightning_retrieval.training.finetuning import TRAINABLE, has_finetuning, unfreeze
+from lightning_retrieval.training.full_sharding import undivided_class
 from lightning_retrieval.training.hyperparameters import check_command_line_hyperparameters, describe
 
 PREPARATION = "preparation"  # in a checkpoint: what evaluation did to an image
@@ -122,7 +123,7 @@ class CheckpointedModule(pl.LightningModule):
         for name, value in hyperparameters.items():
             part = getattr(self, name, None)
             named = isinstance(value, dict) and str(value.get("class_path")).rpartition(".")[2]
-            if named == type(part).__name__ and hasattr(part, "init_args"):
+            if named == undivided_class(part).__name__ and hasattr(part, "init_args"):
                 described = describe(part)
                 if described["init_args"] is not None:
                     complete[name] = described

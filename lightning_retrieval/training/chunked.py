@@ -14,9 +14,9 @@ first, and the others in their order, so never more than `keep_graphs` graphs ex
 are added up in the same order whatever `keep_graphs` is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ def chunked_backward(
     chunk_size: int | None = None,
     *,
     keep_graphs: int = 1,
+    least_chunks: int = 1,
     backward: Callable[[Tensor], Any] = torch.Tensor.backward,
     last_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
@@ -50,6 +51,8 @@ def chunked_backward(
         chunk_size: rows embedded at a time, >= 1; None embeds all at once.
         keep_graphs: number of chunks whose graphs are kept, >= 1; each of them is embedded only once. It has no
             influence on the gradients.
+        least_chunks: number of chunks, >= 1, that the network embeds at least, for networks that wait for other
+            processes in each pass. Those that are missing are the first chunk again, with a gradient of 0.
         backward: back-propagates the scalar, for half precision that scales it first.
         last_backward: returns the context in which the last chunk is propagated, which completes the gradients of
             `embed`'s parameters.
@@ -58,9 +61,10 @@ def chunked_backward(
         The value of the loss, without a graph.
 
     Raises:
-        ValueError: if `inputs` is empty, `chunk_size` or `keep_graphs` < 1, or the embeddings do not have one row for
-            each input.
-        TypeError: if `inputs` is no tensor, `chunk_size` or `keep_graphs` no integer, or a function cannot be called.
+        ValueError: if `inputs` is empty, `chunk_size`, `keep_graphs` or `least_chunks` < 1, or the embeddings do not
+            have one row for each input.
+        TypeError: if `inputs` is no tensor, `chunk_size`, `keep_graphs` or `least_chunks` no integer, or a function
+            cannot be called.
 
     Example:
         >>> import torch
@@ -85,13 +89,16 @@ def chunked_backward(
     check_callable(_OWNER, "last_backward", last_backward)
     check_inputs(_OWNER, inputs)
     check_integer(_OWNER, "keep_graphs", keep_graphs, least=1)
-    chunks = inputs.split(_rows_of_a_chunk(inputs, chunk_size))
+    check_integer(_OWNER, "least_chunks", least_chunks, least=1)
+    rows = inputs.split(_rows_of_a_chunk(inputs, chunk_size))
+    repeated = least_chunks - len(rows)
+    chunks = [_Chunk(rows[0], 0)] * repeated + [_Chunk(part, len(part)) for part in rows]
     statistics = RunningStatistics(embed, len(inputs), watched=len(chunks) > 1)
 
     parts, states = _embed_without_graph(embed, chunks[:-keep_graphs], statistics)
     kept = _embed_with_graph(embed, chunks[-keep_graphs:], statistics)
     statistics.update()
-    embeddings = _joined([*parts, *kept], len(inputs))
+    embeddings = _joined([*parts, *kept][-len(rows) :], len(inputs))
 
     value = loss(embeddings)
     _check_scalar(value)
@@ -100,18 +107,26 @@ def chunked_backward(
     backward(value)
 
     if embeddings.grad is not None and kept[-1].requires_grad:
-        gradients = embeddings.grad.to(kept[-1].dtype).split(len(chunks[0]))
+        gradients = embeddings.grad.to(kept[-1].dtype).split(len(rows[0]))
+        gradients = (torch.zeros_like(gradients[0]),) * repeated + gradients
         with statistics.unchanged():  # also during the backward passes, which run checkpointed layers again
             contexts = iter([nullcontext] * (len(chunks) - 1) + [last_backward])
             with next(contexts)():
                 kept.pop().backward(gradients[-1])
             for chunk, state, gradient in zip(chunks, states, gradients):
                 with state.replayed(), next(contexts)():
-                    embed(chunk).backward(gradient)
+                    embed(chunk.inputs).backward(gradient)
             for gradient in gradients[len(states) : -1]:
                 with next(contexts)():
                     kept.pop(0).backward(gradient)
     return value.detach()
+
+
+class _Chunk(NamedTuple):
+    """Inputs that are embedded together, and how many of them count."""
+
+    inputs: Tensor
+    rows: int
 
 
 def check_inputs(owner: str, inputs: Tensor) -> None:
@@ -133,14 +148,14 @@ def _rows_of_a_chunk(inputs: Tensor, chunk_size: int | None) -> int:
 
 
 def _embed_without_graph(
-    embed: Callable[[Tensor], Tensor], chunks: tuple[Tensor, ...], statistics: RunningStatistics
+    embed: Callable[[Tensor], Tensor], chunks: Sequence[_Chunk], statistics: RunningStatistics
 ) -> tuple[list[Tensor], list[RandomState]]:
     """The embeddings of each chunk, and the random state that each started with."""
     parts, states = [], []
     for chunk in chunks:
         states.append(RandomState())
-        with torch.no_grad(), statistics.collected(len(chunk)):
-            parts.append(embed(chunk))
+        with torch.no_grad(), statistics.collected(chunk.rows):
+            parts.append(embed(chunk.inputs))
     if chunks:
         # Weights that were cast without a graph would be used again with one, and get no gradient.
         torch.clear_autocast_cache()
@@ -148,12 +163,12 @@ def _embed_without_graph(
 
 
 def _embed_with_graph(
-    embed: Callable[[Tensor], Tensor], chunks: tuple[Tensor, ...], statistics: RunningStatistics
+    embed: Callable[[Tensor], Tensor], chunks: Sequence[_Chunk], statistics: RunningStatistics
 ) -> list[Tensor]:
     kept = []
     for chunk in chunks:
-        with statistics.collected(len(chunk)):
-            kept.append(embed(chunk))
+        with statistics.collected(chunk.rows):
+            kept.append(embed(chunk.inputs))
     return kept
 
 

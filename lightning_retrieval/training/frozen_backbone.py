@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from lightning_retrieval.checks import check_integer
+from lightning_retrieval.training.full_sharding import sharded_modules
 
 
 def check_backbone(owner: str, name: str, embedder: nn.Module) -> nn.Module:
@@ -50,6 +51,7 @@ class FrozenBackbone:
         """
         if self.epochs == 0:
             return
+        sharded_modules(embedder)
         parameters = dict(embedder.backbone.named_parameters())
         if epoch < self.epochs:
             self.names += [name for name, parameter in parameters.items() if parameter.requires_grad]

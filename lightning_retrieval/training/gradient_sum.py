@@ -12,7 +12,7 @@ whose gradients are complete before the first chunk is propagated.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_retrieval.distributed import world_size
+from lightning_retrieval.training.full_sharding import ShardedParts, is_sharded
 
 BUCKET_BYTES = 25 * 2**20  # as DDP
 
@@ -32,8 +33,10 @@ class GradientSum:
     bit. The buckets are a function of the parameters alone, so that a resumed run sums in the same order.
 
     Args:
-        parameters: those that do not require a gradient are ignored.
+        parameters: those that do not require a gradient are ignored, and so are those that are divided over the
+            processes.
         of_loss: those among them whose gradients no backward pass of a chunk completes.
+        sharded: the modules whose parameters are divided; they sum their gradients themselves, in `overlapped`.
         bucket_bytes: size from which a bucket is full. The rest is summed by `finish`, with the values of the step.
     """
 
@@ -42,17 +45,19 @@ class GradientSum:
         parameters: Iterable[nn.Parameter],
         of_loss: Iterable[nn.Parameter] = (),
         *,
+        sharded: ShardedParts | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._full: list[_Bucket] = []
         self._rest: dict[torch.dtype, _Bucket] = {}
         self._started = 0  # number of full buckets whose sum has been started
+        self._sharded = sharded
         if world_size() > 1:
             self._divide(list(parameters), set(of_loss), bucket_bytes)
 
     def _divide(self, parameters: list[nn.Parameter], of_loss: set[nn.Parameter], bucket_bytes: int) -> None:
         """Put the parameters into buckets of one dtype each."""
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        trained = [parameter for parameter in parameters if parameter.requires_grad and not is_sharded(parameter)]
         late = [parameter for parameter in trained if parameter in of_loss]
         early = [parameter for parameter in trained if parameter not in of_loss]
         for parameter in reversed(early):
@@ -66,16 +71,26 @@ class GradientSum:
     @contextmanager
     def overlapped(self) -> Iterator[None]:
         """While the last backward pass runs in this context, start the sum of each full bucket that is complete."""
+        sharded: AbstractContextManager[None] = nullcontext()
+        if self._sharded is not None:
+            sharded = self._sharded.summed()
         handles = []
         for bucket in self._full:
             bucket.incomplete = set(bucket.parameters)
             for parameter in bucket.parameters:
                 handles.append(parameter.register_post_accumulate_grad_hook(self._marks_complete(bucket)))
         try:
-            yield
+            with sharded:
+                yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def least_chunks(self, chunks: int, device: torch.device) -> int:
+        """The number of chunks that each process must embed, if it needs `chunks` itself; see `ShardedParts`."""
+        if self._sharded is None:
+            return 1
+        return self._sharded.least_chunks(chunks, device)
 
     def _marks_complete(self, bucket: "_Bucket") -> Callable[[Tensor], None]:
         """The hook of a bucket's parameters. All processes start the buckets in the same order."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_retrieval.checks import short_repr
 from lightning_retrieval.training.class_paths import check_config_paths, class_path, load_class
+from lightning_retrieval.training.full_sharding import undivided_class
 
 T = TypeVar("T")
 INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
@@ -133,7 +134,7 @@ def _describe_object(value: Any) -> dict[str, Any]:
         if not value.args:
             arguments = _describe_arguments(value.keywords)
         return {"class_path": class_path(value.func), "init_args": arguments}
-    return {"class_path": class_path(type(value)), "init_args": _init_args(value)}
+    return {"class_path": class_path(undivided_class(value)), "init_args": _init_args(value)}
 
 
 def _init_args(value: Any) -> dict[str, Any] | None:

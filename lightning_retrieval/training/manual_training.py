@@ -5,10 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from pytorch_lightning.strategies import ModelParallelStrategy
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_retrieval.training.full_sharding import is_sharded
+from lightning_retrieval.training.gradient_clipping import clip_sharded_gradients
 from lightning_retrieval.training.optimized_module import OptimizedModule
 from lightning_retrieval.training.run_report import log_facts
 from lightning_retrieval.training.schedulers import (
@@ -16,9 +19,10 @@ from lightning_retrieval.training.schedulers import (
     step_plateau_schedulers,
     step_schedulers,
 )
-from lightning_retrieval.training.strategy import broadcast_buffers_at_next_forward, loss_scale
+from lightning_retrieval.training.strategy import broadcast_buffers_before_forward, loss_scale
 from lightning_retrieval.training.throughput import Throughput
 from lightning_retrieval.training.trainer_checks import check_trainer
+from lightning_retrieval.training.whole_checkpoints import WholeCheckpoints
 
 
 class ManualTraining(OptimizedModule):
@@ -77,9 +81,14 @@ class ManualTraining(OptimizedModule):
 
     def configure_callbacks(self) -> Any:
         """Check the flags of the Trainer, at the first moment it is known."""
-        check_trainer(type(self).__name__, self.trainer)
+        owner, strategy = type(self).__name__, self.trainer.strategy
+        check_trainer(owner, self.trainer)
+        if isinstance(strategy, ModelParallelStrategy):
+            WholeCheckpoints(owner, strategy).install()
         # A step ends with its state complete, so a run can be resumed from a checkpoint that is written after it.
         warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization and every_n_train_steps")
+        # `configure_model` is overridden, but does nothing under the strategies with which this callback works.
+        warnings.filterwarnings("ignore", "You're using the WeightAveraging callback with a model that overrides the")
         self._is_first_step = True
         return super().configure_callbacks()
 
@@ -92,18 +101,23 @@ class ManualTraining(OptimizedModule):
         self._throughput.restart()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Let DDP copy the buffers of rank 0 to all ranks."""
-        broadcast_buffers_at_next_forward(self.trainer)
+        """Give all ranks the buffers of rank 0."""
+        broadcast_buffers_before_forward(self.trainer)
         _count_begun_epoch(self.trainer)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clip gradients, here where half-precision gradients have been unscaled and not yet been used."""
-        if self.gradient_clip_val is not None:
+        if self.gradient_clip_val is None:
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(map(is_sharded, parameters)):
+            clip_sharded_gradients(parameters, self.gradient_clip_val, self.gradient_clip_algorithm)
+        else:
             self.clip_gradients(optimizer, self.gradient_clip_val, self.gradient_clip_algorithm)
 
     def on_validation_start(self) -> None:
-        """Let DDP copy the buffers of rank 0 to all ranks, and exclude the validation from the throughput."""
-        broadcast_buffers_at_next_forward(self.trainer)
+        """Give all ranks the buffers of rank 0, and exclude the validation from the throughput."""
+        broadcast_buffers_before_forward(self.trainer)
         self._throughput.restart()
         if self.trainer.state.fn == TrainerFn.VALIDATING:
             log_facts(self.trainer, {})

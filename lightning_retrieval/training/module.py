@@ -1,6 +1,7 @@
 """The LightningModule that trains any embedding network with any loss of the whole batch's ranked lists."""
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -25,6 +26,12 @@ from lightning_retrieval.training.chunk_size_search import ChunkSizeSearch
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.described_transforms import preparation_of
 from lightning_retrieval.training.frozen_backbone import FrozenBackbone
+from lightning_retrieval.training.full_sharding import (
+    ShardedParts,
+    broadcast_state,
+    has_sharded_parameters,
+    shard_blocks,
+)
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.hyperparameters import rebuild, rebuild_optional
 from lightning_retrieval.training.manual_training import ManualTraining
@@ -215,6 +222,28 @@ class RetrievalModule(ManualTraining):
         )
         return self._make_optimizer(groups)
 
+    def configure_model(self) -> None:
+        """Divide the network over the processes, with Lightning's `ModelParallelStrategy`.
+
+        The processes first take over the weights of the first one.
+        """
+        mesh = self.device_mesh
+        if mesh is None or has_sharded_parameters(self):
+            return
+        broadcast_state(self, self.trainer.strategy.root_device)
+        self.shard_network(mesh["data_parallel"])
+
+    def shard_network(self, mesh: Any) -> None:
+        """Divide the embedder over the processes of a mesh: each element of its lists of layers, and the rest together.
+
+        Override it to divide other parts, with `torch.distributed.fsdp.fully_shard(part, mesh=mesh)`; what it leaves
+        whole is the same on all processes, as under DDP.
+
+        Args:
+            mesh: all processes, as a `torch.distributed.DeviceMesh` of one dimension.
+        """
+        shard_blocks(self.embedder, mesh)
+
     def on_train_start(self) -> None:
         """Freeze the backbone in a run that begins or is resumed in one of the first epochs."""
         super().on_train_start()
@@ -228,6 +257,7 @@ class RetrievalModule(ManualTraining):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Compute the gradient of the loss in chunks, sum it over the processes, and step; all state changes here."""
         images, labels, ids = self.unpack_batch(batch)
+        sharded = ShardedParts(self)
         self.zero_grad()
         if self._is_first_step:
             check_processes(self)
@@ -243,18 +273,8 @@ class RetrievalModule(ManualTraining):
             memory_mode=self.memory_mode,
             memory_weight=self.memory_weight,
         )
-        gradients = GradientSum(self.parameters(), self.loss.parameters())
-        with step_random_state(self.seed, step.number, rank()), without_gradient_sync(self.trainer):
-            chunk_size = self._chunk_size_for(images)
-            part = chunked_backward(
-                self,
-                images,
-                step.loss,
-                chunk_size,
-                keep_graphs=self.keep_graphs,
-                backward=self.manual_backward,
-                last_backward=gradients.overlapped,
-            )
+        gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
+        part, chunk_size = self._propagate(images, step, gradients)
         if self._is_first_step:
             report_first_step(self, step, chunk_size)
             self.preparation = getattr(self.trainer.datamodule, "described_preparation", None)  # type: ignore[attr-defined]
@@ -264,6 +284,25 @@ class RetrievalModule(ManualTraining):
         step.remember()
         self._step_due_schedulers(batch_idx, stepped)
         self._log_step(terms, step.images)
+
+    def _propagate(self, images: Tensor, step: TrainingStep, gradients: GradientSum) -> tuple[Tensor, int]:
+        """Compute the gradients of this process in chunks; return its part of the loss, and the size of a chunk."""
+        with step_random_state(self.seed, step.number, rank()), without_gradient_sync(self.trainer):
+            chunk_size = self._chunk_size_for(images)
+            least_chunks = 1
+            if self.chunk_size is not None:
+                least_chunks = gradients.least_chunks(math.ceil(len(images) / chunk_size), images.device)
+            part = chunked_backward(
+                self,
+                images,
+                step.loss,
+                chunk_size,
+                keep_graphs=self.keep_graphs,
+                least_chunks=least_chunks,
+                backward=self.manual_backward,
+                last_backward=gradients.overlapped,
+            )
+        return part, chunk_size
 
     def _chunk_size_for(self, images: Tensor) -> int:
         """Number of images of a batch that are embedded at a time."""

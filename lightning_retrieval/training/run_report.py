@@ -1,6 +1,7 @@
 """The report of a run's first step: the length of lists, what a step communicates, and facts for the loggers."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.ranking.labels import finest
+from lightning_retrieval.training.full_sharding import has_sharded_parameters, is_sharded
 from lightning_retrieval.training.logged_settings import logged_settings
 from lightning_retrieval.training.optimizers import trainable_parameters
 from lightning_retrieval.training.step import TrainingStep
@@ -129,6 +131,7 @@ class _FirstStep:
             gather=self.step.gather,
             own_queries=self.step.batch_loss.splits_by_query,
             bytes_=self.step.batch.embeddings.element_size(),
+            weights=self._gathered_weights(),
         )
         parts = ", ".join(f"{name} {size / 1e6:.3g}" for name, size in traffic.items())
         lists_of = "over"
@@ -136,6 +139,17 @@ class _FirstStep:
             lists_of = "on each of"
         total = sum(traffic.values()) / 1e6
         return f", {lists_of} {world_size()} processes; each process sends {total:.3g} MB a step ({parts})"
+
+    def _gathered_weights(self) -> int:
+        """Number of elements that a step gathers, if the network is divided over the processes: all in each pass."""
+        if not has_sharded_parameters(self.module):
+            return 0
+        chunks = 1
+        if self.module.chunk_size is not None:
+            chunks = math.ceil(max(self.step.batch.counts) / self.chunk_size)
+        passes: int = 3 * chunks - min(self.module.keep_graphs, chunks)
+        divided: list[nn.Parameter] = list(filter(is_sharded, self.module.parameters()))
+        return passes * sum(parameter.numel() for parameter in divided)
 
     def facts(self) -> dict[str, Any]:
         """The batch and the sampler as plain data."""

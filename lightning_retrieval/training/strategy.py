@@ -1,10 +1,13 @@
-"""What a training step needs of Lightning's strategy and precision: DDP's synchronisation, and the loss scale."""
+"""What a training step needs of Lightning's strategy and precision: buffers, gradients, and the loss scale."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from pytorch_lightning.strategies import ParallelStrategy
+from pytorch_lightning.strategies import ModelParallelStrategy, ParallelStrategy
 from torch.nn.parallel import DistributedDataParallel
+
+from lightning_retrieval.distributed import world_size
+from lightning_retrieval.training.full_sharding import broadcast_buffers
 
 
 def without_gradient_sync(trainer: Any) -> AbstractContextManager[None]:
@@ -18,14 +21,16 @@ def without_gradient_sync(trainer: Any) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def broadcast_buffers_at_next_forward(trainer: Any) -> None:
-    """Let DDP copy the buffers of rank 0 to all ranks at the next forward pass.
+def broadcast_buffers_before_forward(trainer: Any) -> None:
+    """Give all ranks the buffers of rank 0: DDP does it at the next forward pass, `ModelParallelStrategy` never.
 
     Args:
         trainer: a `pytorch_lightning.Trainer`.
     """
     if isinstance(trainer.model, DistributedDataParallel):
         trainer.model.require_forward_param_sync = True
+    elif isinstance(trainer.strategy, ModelParallelStrategy) and world_size() > 1:
+        broadcast_buffers(trainer.lightning_module)
 
 
 def loss_scale(trainer: Any) -> float:

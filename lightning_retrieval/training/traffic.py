@@ -2,7 +2,15 @@
 
 
 def step_traffic(
-    batch: int, dim: int, parameters: int, world: int, *, gather: bool = True, own_queries: bool = True, bytes_: int = 4
+    batch: int,
+    dim: int,
+    parameters: int,
+    world: int,
+    *,
+    gather: bool = True,
+    own_queries: bool = True,
+    bytes_: int = 4,
+    weights: int = 0,
 ) -> dict[str, float]:
     """Bytes that each process sends in a training step, with collectives that send nothing twice.
 
@@ -15,11 +23,13 @@ def step_traffic(
         own_queries: whether each process computes the loss of its own queries, so that gradients of embeddings are
             exchanged.
         bytes_: bytes of one element.
+        weights: number of elements that are gathered in a step, if the network is divided over the processes.
 
     Returns:
         The sum of (W - 1) / W x B (D x bytes + 16) for gathering, where label and id have 8 bytes each,
         (W - 1) / W x B D x bytes for the exchange of gradients, and 2 (W - 1) / W x parameters x bytes for the
-        all-reduce.
+        all-reduce. In a divided network (W - 1) / W x weights x bytes for gathering them and (W - 1) / W x parameters x
+        bytes for the sum of gradients, of which each process gets its slice, take the place of the all-reduce.
 
     Example:
         >>> from lightning_retrieval.training.traffic import step_traffic
@@ -27,8 +37,10 @@ def step_traffic(
         {'gather': 101376.0, 'exchange': 98304.0, 'all-reduce': 2400000.0}
     """
     others = (world - 1) / world
-    return {
+    traffic = {
         "gather": others * batch * (dim * bytes_ + 16) * gather,
         "exchange": others * batch * dim * bytes_ * (gather and own_queries),
-        "all-reduce": 2 * others * parameters * bytes_,
     }
+    if weights > 0:
+        return {**traffic, "weights": others * weights * bytes_, "reduce-scatter": others * parameters * bytes_}
+    return {**traffic, "all-reduce": 2 * others * parameters * bytes_}

@@ -12,12 +12,14 @@ from pytorch_lightning.callbacks import (
     StochasticWeightAveraging,
 )
 from pytorch_lightning.plugins import BitsandbytesPrecision, TransformerEnginePrecision
-from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from pytorch_lightning.strategies.single_xla import SingleDeviceXLAStrategy
 from pytorch_lightning.strategies.xla import XLAStrategy
 from torch import nn
 
 from lightning_retrieval.distributed import world_size
+from lightning_retrieval.training.full_sharding import check_placements, has_sharded_parameters
+from lightning_retrieval.training.model_parallel_checks import check_model_parallel
 
 # Callbacks that need automatic optimization: what they would do, and the cure. Methods of the Tuner use two of them.
 WRONG_CALLBACKS = {
@@ -65,6 +67,8 @@ def check_trainer(owner: str, trainer: Any) -> None:
         _check_callback(owner, callback, trainer.lightning_module)
     _check_precision(owner, trainer.precision_plugin)
     _check_strategy(owner, trainer.strategy)
+    if isinstance(trainer.strategy, ModelParallelStrategy):
+        check_model_parallel(owner, trainer)
 
 
 def check_processes(module: Any) -> None:
@@ -84,6 +88,13 @@ def check_processes(module: Any) -> None:
             f"{owner}: a memory must be the same on all {world_size()} processes, which gather=False does not provide; "
             "keep gather=True."
         )
+    if has_sharded_parameters(module):
+        check_placements(owner, list(module.parameters()))
+        if module.chunk_size == "auto":
+            raise ValueError(
+                f"{owner}: chunk_size='auto' is found by each process for itself, but with ModelParallelStrategy they "
+                "embed each chunk together; give a number, such as chunk_size=32."
+            )
     has_sync_norm = any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules())
     if has_sync_norm and module.chunk_size is not None:
         raise ValueError(
@@ -146,9 +157,9 @@ def _check_strategy(owner: str, strategy: Any) -> None:
             f"{owner}: {type(strategy).__name__} trains on a TPU, which has not been tested with this library; use a "
             "GPU or the CPU."
         )
-    is_supported = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
+    is_supported = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy))
     if not is_supported or isinstance(strategy, DeepSpeedStrategy):
         raise ValueError(
             f"{owner}: gradients are summed over whole parameters, which {type(strategy).__name__} does not keep; "
-            "use Trainer(strategy='auto') or 'ddp'."
+            "use Trainer(strategy='auto') or 'ddp', or ModelParallelStrategy for a large network."
         )

@@ -80,6 +80,7 @@ CALLS = {
                 "chunk_size": 2,
                 "backward": torch.Tensor.backward,
                 "keep_graphs": 1,
+                "least_chunks": 1,
                 "last_backward": nullcontext,
             },
             use=torch.Tensor.dim,

@@ -91,6 +91,25 @@ def test_kept_chunks_are_embedded_once(keep_graphs):
     assert calls == expected + [(first, True) for first in firsts[:again]]
 
 
+@pytest.mark.parametrize("least", [1, 3, 4, 7])
+@pytest.mark.parametrize("keep_graphs", [1, 2, 6])
+def test_missing_chunks_are_the_first_chunk_again_without_a_gradient(least, keep_graphs):
+    embed, x, calls = net(), images(), []
+    value = chunked_backward(embed, x, smooth_ap, 4)
+    expected = gradients_of(embed)
+
+    def counted(chunk):
+        calls.append((len(chunk), torch.is_grad_enabled()))
+        return embed(chunk)
+
+    assert chunked_backward(counted, x, smooth_ap, 4, keep_graphs=keep_graphs, least_chunks=least) == value
+    torch.testing.assert_close(gradients_of(embed), expected, rtol=0, atol=1e-15)
+    chunks = [4] * max(0, least - 3) + [4, 4, 3]
+    twice = max(0, len(chunks) - keep_graphs)
+    first_pass = [(size, number >= twice) for number, size in enumerate(chunks)]
+    assert calls == first_pass + [(size, True) for size in chunks[:twice]]
+
+
 def test_gradients_are_added_to_those_there():
     embed, x = net(), images()
     chunked_backward(embed, x, smooth_ap, 4)

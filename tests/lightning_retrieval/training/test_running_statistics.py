@@ -37,6 +37,16 @@ EMBEDDERS = {
 }
 
 
+def test_chunks_that_are_repeated_do_not_count():
+    embed = net_with(batch_norm(0.1))
+    repeated, x = copy.deepcopy(embed), images()
+    chunked_backward(embed, x, smooth_ap, 4)
+    chunked_backward(repeated, x, smooth_ap, 4, least_chunks=5)
+    for found, expected in zip(repeated[2].buffers(), embed[2].buffers()):
+        assert torch.equal(found, expected)
+    torch.testing.assert_close(gradients_of(repeated), gradients_of(embed), rtol=0, atol=1e-15)
+
+
 @pytest.mark.parametrize("form", sorted(EMBEDDERS))
 @pytest.mark.parametrize("momentum", [0.1, 1.0, None])
 @pytest.mark.parametrize("make", [batch_norm, sync_batch_norm, instance_norm])

@@ -9,4 +9,8 @@ def test_traffic_by_hand():
     assert step_traffic(32, 5, 100, 4) == {"gather": gathered, "exchange": exchanged, "all-reduce": reduced}
     assert step_traffic(32, 5, 100, 4, own_queries=False)["exchange"] == 0
     assert list(step_traffic(32, 5, 100, 4, gather=False).values()) == [0, 0, reduced]
+    divided = step_traffic(32, 5, 100, 4, weights=700)  # seven passes of a network that gathers all its parameters
+    slices = {"weights": 3 * 700 / 4 * 4, "reduce-scatter": 3 * 100 / 4 * 4}
+    assert divided == {"gather": gathered, "exchange": exchanged, **slices}
+    assert sum(step_traffic(32, 5, 100, 1, weights=700).values()) == 0
     assert sum(step_traffic(32, 5, 100, 1).values()) == 0

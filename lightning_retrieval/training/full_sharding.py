@@ -1,0 +1,187 @@
+"""Networks that are divided over the processes: PyTorch's FSDP2 (`fully_shard`), with `ModelParallelStrategy`.
+
+Each process keeps one slice of each parameter, of its gradient and of the optimizer's state. A block of layers gathers
+its parameters before its forward pass and before its backward pass, and frees them afterwards. The gradients of all
+chunks of a step are added up on each process; the last backward pass of the step sums them over the processes, once,
+and leaves each process its slices.
+
+FSDP2 would divide this sum by the number of processes. Here the losses of the processes add up to the loss, so the
+gradient is the sum.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_retrieval.distributed import world_size
+
+LISTS = (nn.Sequential, nn.ModuleList)
+SMALLEST_BLOCK = 100_000  # parameters; the time to gather fewer is that of the latency
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether a tensor is divided over the processes (a `DTensor`)."""
+    return hasattr(tensor, "full_tensor")
+
+
+def local_slice(tensor: Any) -> Tensor:
+    """The slice of a tensor that this process keeps; of a tensor that is not divided, all of it."""
+    if is_sharded(tensor):
+        tensor = tensor.to_local()
+    own: Tensor = tensor
+    return own
+
+
+def whole_tensor(tensor: Any) -> Tensor:
+    """A tensor that all processes have whole; all of them must call this."""
+    if is_sharded(tensor):
+        tensor = tensor.full_tensor()
+    whole: Tensor = tensor
+    return whole
+
+
+def has_sharded_parameters(module: nn.Module) -> bool:
+    """Whether a parameter of a module is divided over the processes."""
+    return any(is_sharded(parameter) for parameter in module.parameters())
+
+
+def undivided_class(value: Any) -> type[Any]:
+    """The class of an object; `fully_shard` replaces that of a module by a subclass which nobody can import."""
+    cls = type(value)
+    if hasattr(cls, "set_requires_gradient_sync"):
+        cls = cls.__bases__[-1]
+    return cls
+
+
+def blocks_of(network: nn.Module) -> list[nn.Module]:
+    """The layers that gather their parameters together: the elements of the outermost lists of layers.
+
+    Args:
+        network: lists are its `nn.Sequential` and `nn.ModuleList`; a list within a list is searched, and an element of
+            fewer than `SMALLEST_BLOCK` parameters is no block.
+    """
+    blocks = []
+    for child in network.children():
+        if isinstance(child, LISTS) or not isinstance(network, LISTS):
+            blocks += blocks_of(child)
+        elif sum(parameter.numel() for parameter in child.parameters()) >= SMALLEST_BLOCK:
+            blocks.append(child)
+    return blocks
+
+
+def shard_blocks(network: nn.Module, mesh: Any) -> None:
+    """Divide a network over the processes of a mesh: each of its blocks, and the rest together.
+
+    Args:
+        network: is called as a whole; changed in place. A parameter that is a single number (shape ()) stays whole.
+        mesh: of one dimension, a `torch.distributed.DeviceMesh`.
+    """
+    from torch.distributed.fsdp import fully_shard
+
+    scalars = {parameter for parameter in network.parameters() if parameter.ndim == 0}
+    for block in dict.fromkeys(blocks_of(network)):  # a layer may be in several lists
+        fully_shard(block, mesh=mesh, ignored_params=scalars)
+    # By default the outermost module keeps its parameters gathered after an evaluation.
+    fully_shard(network, mesh=mesh, ignored_params=scalars, reshard_after_forward=True)
+
+
+def broadcast_state(module: nn.Module, device: torch.device) -> None:
+    """Give all processes the parameters and buffers of the first one, before they are divided.
+
+    Args:
+        module: changed in place.
+        device: of this process, which the process group can send from.
+    """
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            sent = tensor.to(device).contiguous()
+            dist.broadcast(sent, 0)
+            tensor.copy_(sent)
+
+
+def broadcast_buffers(module: nn.Module) -> None:
+    """Give all processes the buffers of the first one, in one collective for each dtype."""
+    of_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in module.buffers():
+        of_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for buffers in of_dtype.values():
+        flat = torch.cat([buffer.flatten() for buffer in buffers])
+        dist.broadcast(flat, 0)
+        for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
+            buffer.copy_(part.view_as(buffer))
+
+
+def sharded_modules(module: nn.Module) -> list[Any]:
+    """The modules within a module, and perhaps itself, whose parameters `fully_shard` has divided; all divided now.
+
+    An evaluation may have left parameters gathered, which are other objects than those of the optimizer.
+    """
+    sharded: list[Any] = []
+    for part in module.modules():
+        if undivided_class(part) is not type(part):
+            sharded.append(part)
+    for part in sharded:
+        part.reshard()
+    return sharded
+
+
+class ShardedParts:
+    """The modules of a network that FSDP2 divides; none in one process and under other strategies.
+
+    Args:
+        module: that is trained.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parts = sharded_modules(module)
+        for part in self.parts:
+            part.set_gradient_divide_factor(1.0)  # these settings are not passed on to the modules within
+            part.set_force_sum_reduction_for_comms(True)  # gloo can only sum
+            part.set_requires_gradient_sync(False, recurse=False)
+
+    @contextmanager
+    def summed(self) -> Iterator[None]:
+        """Let the backward pass in this context sum the gradients of the step over the processes."""
+        for part in self.parts:
+            part.set_requires_gradient_sync(True, recurse=False)
+        try:
+            yield
+        finally:
+            for part in self.parts:
+                part.set_requires_gradient_sync(False, recurse=False)
+
+    def least_chunks(self, chunks: int, device: torch.device) -> int:
+        """The number of chunks that each process must embed: the largest of all, as all gather parameters together.
+
+        Args:
+            chunks: that this process needs.
+            device: of this process.
+        """
+        if not self.parts or world_size() == 1:
+            return 1
+        most = torch.tensor(chunks, device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return int(most)
+
+
+def check_placements(owner: str, parameters: Sequence[Any]) -> None:
+    """Raise unless each parameter that is divided is divided over all processes.
+
+    Args:
+        owner: prefix of error messages.
+        parameters: of the network.
+
+    Raises:
+        ValueError: the message names the placement.
+    """
+    for parameter in filter(is_sharded, parameters):
+        placements = parameter.placements
+        if len(placements) > 1 or not placements[0].is_shard() or parameter.device_mesh.size() != world_size():
+            raise ValueError(
+                f"{owner}: a parameter must be divided over all {world_size()} processes, or not at all, got the "
+                f"placement {placements} on {parameter.device_mesh}; call fully_shard with the mesh of shard_network."
+            )

@@ -1,0 +1,268 @@
+"""A divided network has the gradients of a plain sum over real processes, whatever their numbers of chunks."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_retrieval.models import GlyphNet
+from lightning_retrieval.training import full_sharding
+from lightning_retrieval.training.chunked import chunked_backward
+from lightning_retrieval.training.full_sharding import (
+    ShardedParts,
+    blocks_of,
+    broadcast_buffers,
+    broadcast_state,
+    check_placements,
+    has_sharded_parameters,
+    local_slice,
+    shard_blocks,
+    whole_tensor,
+)
+from lightning_retrieval.training.gradient_clipping import clip_sharded_gradients
+from lightning_retrieval.training.gradient_sum import GradientSum
+
+fsdp = pytest.importorskip("torch.distributed.fsdp")
+needs_sums = pytest.mark.skipif(
+    not hasattr(fsdp.FSDPModule, "set_force_sum_reduction_for_comms"), reason="needs a newer torch"
+)
+ROWS, CHUNK = [7, 3], 2  # of each process: four and two chunks
+DTYPES = [torch.float64, torch.float32]
+
+
+class Loss(nn.Module):
+    """A loss with a parameter, which is not divided."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, y):
+        return (self.scale * y).square().sum()
+
+
+class Scaled(nn.Tanh):
+    """A layer with a single number as its parameter, which cannot be divided."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.factor * super().forward(x)
+
+
+def network():
+    """Two blocks, one of which is frozen in part, and a rest; sizes that cannot be divided by two."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(5, 7), Scaled(), nn.Linear(7, 5))
+    net = nn.ModuleDict({"net": nn.Sequential(block, nn.Tanh(), nn.Linear(5, 3)), "loss": Loss()})
+    net["net"][0][2].bias.requires_grad_(False)
+    return net
+
+
+def rows_of(this, dtype):
+    return torch.randn(ROWS[this], 5, generator=torch.Generator().manual_seed(this), dtype=dtype)
+
+
+def divided_step(this, dtype, keep_graphs=1):
+    """The gradients of a step of one process, its slices, and the gradients after each kind of clipping."""
+    module = network().to(dtype)
+    shard_blocks(module["net"], dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+    sharded = ShardedParts(module)
+    gradients = GradientSum(module.parameters(), module["loss"].parameters(), sharded=sharded)
+    x = rows_of(this, dtype)
+    least = gradients.least_chunks(-(-len(x) // CHUNK), x.device)
+    value = chunked_backward(
+        module["net"],
+        x,
+        module["loss"],
+        CHUNK,
+        keep_graphs=keep_graphs,
+        least_chunks=least,
+        last_backward=gradients.overlapped,
+    )
+    total = gradients.finish(value[None])
+    found = {"total": total.item(), "least": least, "blocks": len(sharded.parts)}
+    found["slices"] = {name: len(torch.atleast_1d(local_slice(p))) for name, p in module["net"].named_parameters()}
+    found["summed"] = whole_gradients(module)
+    for algorithm, limit in (("norm", 0.5), ("norm", 1e6), ("value", 0.01)):
+        clipped = copy_of_gradients(module)
+        clip_sharded_gradients(clipped, limit, algorithm)
+        found[algorithm, limit] = [whole_tensor(parameter.grad) for parameter in clipped if parameter.grad is not None]
+    return found
+
+
+def whole_gradients(module):
+    return {name: whole_tensor(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+
+
+def copy_of_gradients(module):
+    """Parameters as far as clipping sees them."""
+    return [SimpleNamespace(grad=None if p.grad is None else p.grad.clone()) for p in module.parameters()]
+
+
+def after_an_evaluation(this):
+    """Whether an evaluation has left the parameters gathered, and whether they are divided again for a step."""
+    net = nn.Linear(5, 3)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    fsdp.fully_shard(net, mesh=mesh)  # as a user's `shard_network` may: the default gathers and keeps
+    net(rows_of(this, torch.float32))
+    gathered = not has_sharded_parameters(net)
+    ShardedParts(net)
+    return gathered, has_sharded_parameters(net)
+
+
+def state_of_the_first(this):
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    module.register_buffer("flags", torch.tensor([True, False]))
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.copy_(tensor + this)
+    module[1].running_mean += this
+    broadcast_state(module, torch.device("cpu"))
+    first = copy.deepcopy(module.state_dict())
+    module[1].running_mean += this
+    module[1].num_batches_tracked += this
+    module.flags[1] = this == 0
+    broadcast_buffers(module)
+    return first, module.state_dict()
+
+
+def message_of_a_replica(this):
+    """The error for a network of which each process keeps a copy."""
+    layer = nn.Linear(2, 2)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("copies", "slices"))
+    fsdp.fully_shard(layer, mesh=mesh)
+    try:
+        check_placements("RetrievalModule", list(layer.parameters()))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def in_each_process(this, world):
+    full_sharding.SMALLEST_BLOCK = 40
+    return {
+        "steps": {dtype: divided_step(this, dtype) for dtype in DTYPES},
+        "kept graphs": divided_step(this, torch.float64, keep_graphs=3),
+        "evaluation": after_an_evaluation(this),
+        "state": state_of_the_first(this),
+        "replica": message_of_a_replica(this),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(run_processes):
+    """The results of each process, in rank order."""
+    return run_processes(in_each_process, 2)
+
+
+def plain_sum(dtype):
+    """The module after the sum of the processes' losses has been propagated, in one process and one graph, and it."""
+    module = network().to(dtype)
+    value = sum(module["loss"](module["net"](rows_of(this, dtype))) for this in range(2))
+    value.backward()
+    return module, value.item()
+
+
+@needs_sums
+@pytest.mark.parametrize(("step", "dtype"), [("steps", DTYPES[0]), ("steps", DTYPES[1]), ("kept graphs", DTYPES[0])])
+def test_gradients_are_those_of_a_plain_sum(ranks, step, dtype):
+    module, value = plain_sum(dtype)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    expected = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    for result in ranks:
+        found = result[step] if step == "kept graphs" else result[step][dtype]
+        assert found["least"] == 4
+        assert found["blocks"] == 3
+        assert found["total"] == pytest.approx(value, abs=tolerance)
+        assert set(found["summed"]) == set(expected)
+        for name, gradient in found["summed"].items():
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=tolerance)
+
+
+@needs_sums
+def test_each_process_keeps_a_slice(ranks):
+    first, second = (result["steps"][torch.float64]["slices"] for result in ranks)
+    for name, parameter in network()["net"].named_parameters():
+        if parameter.ndim == 0:
+            assert first[name] == second[name] == 1
+        else:
+            assert first[name] + second[name] == len(parameter)
+            assert second[name] == len(parameter) // 2
+
+
+@needs_sums
+@pytest.mark.parametrize("limit", [0.5, 1e6])
+def test_norms_are_clipped_as_in_one_process(ranks, limit):
+    module, _ = plain_sum(torch.float64)
+    norm = nn.utils.clip_grad_norm_(module.parameters(), limit)
+    assert 0.5 < norm < 1e6
+    assert_same_gradients(ranks, ("norm", limit), module)
+
+
+@needs_sums
+def test_values_are_clipped_as_in_one_process(ranks):
+    module, _ = plain_sum(torch.float64)
+    nn.utils.clip_grad_value_(module.parameters(), 0.01)
+    assert_same_gradients(ranks, ("value", 0.01), module)
+
+
+def assert_same_gradients(ranks, key, module):
+    expected = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    for result in ranks:
+        torch.testing.assert_close(result["steps"][torch.float64][key], expected, rtol=0, atol=1e-12)
+
+
+@needs_sums
+def test_parameters_that_an_evaluation_has_gathered_are_divided_again(ranks):
+    for result in ranks:
+        assert result["evaluation"] == (True, True)
+
+
+@needs_sums
+def test_all_processes_get_the_state_of_the_first(ranks):
+    (first, later), (other_first, other_later) = (result["state"] for result in ranks)
+    assert first["1.running_mean"].tolist() == [0, 0]
+    assert later["flags"].tolist() == [True, True]
+    for name, value in first.items():
+        assert torch.equal(other_first[name], value)
+        assert torch.equal(other_later[name], later[name])
+
+
+@needs_sums
+@pytest.mark.refusal
+def test_a_network_that_is_not_divided_over_all_processes_raises(ranks):
+    for result in ranks:
+        assert result["replica"].startswith(
+            "RetrievalModule: a parameter must be divided over all 2 processes, or not at all, got the placement "
+        )
+        assert "Replicate" in result["replica"]
+
+
+def test_blocks_are_the_elements_of_the_outermost_lists(monkeypatch):
+    monkeypatch.setattr(full_sharding, "SMALLEST_BLOCK", 100)
+    net = GlyphNet(width=4)
+    assert blocks_of(net) == [net.layers[number] for number in (0, 3, 6, 9, 12, 15)][1:]  # the first has 36 parameters
+    block = nn.Sequential(nn.Linear(50, 2), nn.ReLU())
+    residual = nn.ModuleDict({"inner": nn.Sequential(nn.Linear(50, 2))})
+    nested = nn.Sequential(block, residual, nn.Linear(2, 2))
+    assert blocks_of(nested) == [block[0], residual]
+    assert blocks_of(nn.Linear(50, 50)) == []
+    assert blocks_of(nn.ModuleDict({"a": nn.Sequential(residual), "b": nn.Sequential(residual)})) == [residual] * 2
+
+
+def test_nothing_is_divided_in_one_process():
+    module = network()
+    sharded = ShardedParts(module)
+    with sharded.summed():
+        pass
+    assert sharded.parts == []
+    assert sharded.least_chunks(5, torch.device("cpu")) == 1
+    assert not has_sharded_parameters(module)
+    assert whole_tensor(module["loss"].scale) is module["loss"].scale
+    assert local_slice(module["loss"].scale) is module["loss"].scale

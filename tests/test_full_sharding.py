@@ -1,0 +1,260 @@
+"""A network that `ModelParallelStrategy` divides over two processes is trained as in one process, also after a kill."""
+
+import functools
+import os
+import signal
+import time
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.distributed as dist
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.plugins import DoublePrecision
+from pytorch_lightning.strategies import ModelParallelStrategy
+from pytorch_metric_learning.losses import ProxyAnchorLoss
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks import RetrievalEvaluation
+from lightning_retrieval.training import full_sharding
+from lightning_retrieval.training.full_sharding import is_sharded, whole_tensor
+from tests.processes import start_processes
+from tests.test_resume import assert_same
+from tests.test_same_run import CLASSES, FewGlyphs, Watch, all_glyphs, flat, retrieval_module
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"), reason="needs a newer torch, which refuses this"
+    ),
+]
+
+STEPS, CUT = 20, 7
+MODULES = 7  # five of the six convolutions, the head, and the rest
+CHUNKS = 3  # of 23 images, and for the process with 22 images two and one of them again
+
+
+def ranked():
+    return {
+        "loss": SmoothAPLoss(tau=0.01),
+        "chunk_size": 11,
+        "keep_graphs": 2,
+        "memory": CrossBatchMemory(150, start_step=2),
+        "gradient_clip_val": 0.5,
+    }
+
+
+def proxies():
+    """A loss with parameters, which every process keeps whole."""
+    return {"loss": ProxyAnchorLoss(CLASSES, 16), "chunk_size": 11, "gradient_clip_val": 1.0}
+
+
+SCENARIOS = {"ranked": ranked, "proxies": proxies}
+OF_FSDP = (
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+)  # by version
+
+
+class Sums(Watch):
+    """What was seen of a run, also the whole weights at its end, and the norms of the gradients before clipping."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = []
+
+    def on_train_batch_start(self, *_):
+        super().on_train_batch_start()
+        for name in OF_FSDP:
+            if hasattr(dist, name):
+                self.real[name] = self.real.get(name, getattr(dist, name))
+                setattr(dist, name, functools.partial(self.counted, name, self.real[name]))
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        gradients = [whole_tensor(p.grad) for p in module.parameters() if p.grad is not None]
+        self.norms.append(float(flat(gradients).norm()))
+
+    def on_train_end(self, trainer, module):
+        self.weights = flat(whole_tensor(parameter) for parameter in module.parameters())
+        self.divided = {name for name, parameter in module.named_parameters() if is_sharded(parameter)}
+        self.modules = sum(isinstance(part, FSDPModule) for part in module.modules())
+
+
+class Pace(pl.Callback):
+    """Says which step begins, slowly enough that a kill meets a run that still goes on."""
+
+    def on_train_batch_start(self, trainer, *_):
+        print(f"step {trainer.global_step}", flush=True)
+        time.sleep(0.1)
+
+
+def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=()):
+    """A run in one process without, and in several with `ModelParallelStrategy`."""
+    full_sharding.SMALLEST_BLOCK = 100  # the layers of this small network are blocks, too
+    watch, evaluation = Sums(), RetrievalEvaluation(ks=(1, 5))
+    strategy = "auto"
+    if world > 1:
+        strategy = ModelParallelStrategy(
+            data_parallel_size=world, tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
+    keep = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=CUT, save_top_k=-1, save_last=True)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy,
+        plugins=[DoublePrecision()],  # Lightning refuses precision="64-true" with this strategy
+        max_epochs=-1,
+        max_steps=steps,
+        val_check_interval=10,
+        check_val_every_n_epoch=None,
+        callbacks=[watch, evaluation, keep, *callbacks],
+        log_every_n_steps=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = retrieval_module(**SCENARIOS[scenario]())
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:  # these weights are replaced by those of the first process
+        for parameter in module.parameters():
+            parameter.data.add_(1)
+    trainer.fit(module, datamodule=FewGlyphs(), ckpt_path=ckpt_path)
+    trainer.save_checkpoint(folder / "end.ckpt")
+    return {
+        "weights": watch.weights,
+        "losses": watch.losses,
+        "metrics": evaluation.results["val"],
+        "collectives": [[name for name, _ in step] for step in watch.collectives],
+        "divided": watch.divided,
+        "modules": watch.modules,
+        "norms": watch.norms,
+    }
+
+
+def runs(rank, world, folder):
+    return {name: fit(world, name, folder / name) for name in SCENARIOS}
+
+
+def one_start(rank, world, folder):
+    """Train from the last checkpoint, or from scratch if there is none, to the end."""
+    return fit(world, "ranked", folder, ckpt_path="last", callbacks=[Pace()])
+
+
+def continued(rank, world, folder, checkpoint):
+    """Train from a checkpoint to the next one."""
+    return fit(world, "ranked", folder, ckpt_path=checkpoint, steps=2 * CUT)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def seen(run_processes, folder):
+    """Results of all processes, by world size."""
+    all_glyphs()  # into the cache, before two processes look there
+    return {world: run_processes(runs, world, folder / str(world), backend=None, timeout=300) for world in (1, 2)}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_weights_losses_and_metrics_are_those_of_one_process(seen, name):
+    one = seen[1][0][name]
+    untrained = retrieval_module(**SCENARIOS[name]())
+    assert (one["weights"] - flat(untrained.parameters())).abs().max() > 0.01  # it has learned
+    assert len(one["losses"]) == len({step["train/loss"] for step in one["losses"]}) == STEPS
+    assert 0.01 < one["metrics"]["val/mAP"] < 0.99
+    assert max(one["norms"]) > SCENARIOS[name]()["gradient_clip_val"]
+    of_loss = {f"loss.{parameter}" for parameter, _ in untrained.loss.named_parameters()}
+    for process in seen[2]:
+        found = process[name]
+        torch.testing.assert_close(found["weights"], one["weights"], rtol=0, atol=1e-9)
+        assert found["losses"] == [pytest.approx(step, rel=0, abs=1e-9) for step in one["losses"]]
+        assert found["metrics"] == pytest.approx(one["metrics"], rel=0, abs=1e-9)
+        assert found["norms"] == pytest.approx(one["norms"], rel=0, abs=1e-9)
+        assert found["divided"] == {parameter for parameter, _ in untrained.named_parameters()} - of_loss
+        assert torch.equal(found["weights"], seen[2][0][name]["weights"])
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_gradients_are_summed_once_a_step_and_weights_gathered_in_each_pass(seen, name):
+    kept = SCENARIOS[name]().get("keep_graphs", 1)
+    for process in seen[2]:
+        found = process[name]
+        assert found["modules"] == MODULES
+        assert len(found["collectives"]) == STEPS
+        for step in found["collectives"]:
+            assert sum(collective.startswith("reduce_scatter") for collective in step) == MODULES
+            gathers = sum(collective in OF_FSDP[:2] for collective in step)
+            assert gathers == MODULES * (3 * CHUNKS - kept)
+
+
+def test_a_checkpoint_has_the_form_of_one_process(seen, folder):
+    one, two = (torch.load(folder / world / "ranked" / "end.ckpt", weights_only=True) for world in "12")
+    assert set(two) == set(one)
+    assert two["hyper_parameters"] == one["hyper_parameters"]
+    assert list(two["state_dict"]) == list(one["state_dict"])
+    for name, value in one["state_dict"].items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(two["state_dict"][name], value, rtol=0, atol=1e-9)
+    for key in ("param_groups", "state"):
+        assert list(two["optimizer_states"][0][key]) == list(one["optimizer_states"][0][key])
+    embedder = retrieval_module(**ranked()).embedder
+    module = RetrievalModule.load_from_checkpoint(folder / "2" / "ranked" / "end.ckpt", embedder=embedder)
+    assert len(module.memory) == 150
+    for name, value in module.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(value.double(), one["state_dict"][name].double(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("source", "world"), [("1", 2), ("2", 1)])
+def test_any_number_of_processes_continues_from_a_checkpoint(seen, folder, run_processes, tmp_path, source, world):
+    checkpoint = folder / source / "ranked" / f"step={CUT}.ckpt"
+    run_processes(continued, world, tmp_path / "continued", checkpoint, backend=None, timeout=300)
+    found = torch.load(tmp_path / "continued" / "end.ckpt", weights_only=True)
+    whole = torch.load(folder / "1" / "ranked" / f"step={2 * CUT}.ckpt", weights_only=True)
+    assert found["global_step"] == whole["global_step"] == 2 * CUT
+    assert_close(found["state_dict"], whole["state_dict"])
+    assert_close(found["optimizer_states"], whole["optimizer_states"])
+
+
+def assert_close(found, expected):
+    """Equal to rounding, however deep."""
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key in expected:
+            assert_close(found[key], expected[key])
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for pair in zip(found, expected):
+            assert_close(*pair)
+    else:
+        assert found == expected
+
+
+def test_a_killed_run_ends_as_the_run_that_was_not_killed(seen, folder, run_processes, tmp_path):
+    """Both processes are killed three steps after a checkpoint; bit by bit, with the memory and the optimizer."""
+    files = tmp_path / "files"
+    files.mkdir()
+    both = start_processes(one_start, 2, tmp_path / "run", folder=files)
+    deadline = time.monotonic() + 300
+    try:
+        while time.monotonic() < deadline and f"step {CUT + 3}\n" not in both[0].output():
+            time.sleep(0.02)
+    finally:
+        for started in both:
+            started.end()
+    assert [started.process.returncode for started in both] == [-signal.SIGKILL] * 2, both[0].output()[-3000:]
+    resumed = run_processes(one_start, 2, tmp_path / "run", backend=None, timeout=300)
+    for process in resumed:
+        assert process["losses"] == seen[2][0]["ranked"]["losses"][CUT:]
+        assert process["metrics"] == seen[2][0]["ranked"]["metrics"]
+    found = torch.load(tmp_path / "run" / "end.ckpt", weights_only=True)
+    whole = torch.load(folder / "2" / "ranked" / "end.ckpt", weights_only=True)
+    assert whole["global_step"] == found["global_step"] == STEPS
+    for key in ("state_dict", "optimizer_states", "lr_schedulers", "epoch"):
+        assert_same(found[key], whole[key], key)
