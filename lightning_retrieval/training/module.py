@@ -29,8 +29,8 @@ from lightning_retrieval.training.frozen_backbone import FrozenBackbone
 from lightning_retrieval.training.full_sharding import (
     ShardedParts,
     broadcast_state,
-    has_sharded_parameters,
     shard_blocks,
+    sharded_modules,
 )
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.hyperparameters import rebuild, rebuild_optional
@@ -228,7 +228,7 @@ class RetrievalModule(ManualTraining):
         The processes first take over the weights of the first one.
         """
         mesh = self.device_mesh
-        if mesh is None or has_sharded_parameters(self):
+        if mesh is None or sharded_modules(self):
             return
         broadcast_state(self, self.trainer.strategy.root_device)
         self.shard_network(mesh["data_parallel"])

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.models import GlyphNet
 from lightning_retrieval.training import full_sharding
 from lightning_retrieval.training.chunked import chunked_backward
@@ -42,6 +43,13 @@ class Loss(nn.Module):
 
     def forward(self, y):
         return (self.scale * y).square().sum()
+
+
+class KeepsGathered(RetrievalModule):
+    """What a user may write: without `reshard_after_forward` an evaluation leaves the parameters gathered."""
+
+    def shard_network(self, mesh):
+        fsdp.fully_shard(self.embedder, mesh=mesh)
 
 
 class Scaled(nn.Tanh):
@@ -107,11 +115,13 @@ def copy_of_gradients(module):
 
 def after_an_evaluation(this):
     """Whether an evaluation has left the parameters gathered, and whether they are divided again for a step."""
-    net = nn.Linear(5, 3)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    fsdp.fully_shard(net, mesh=mesh)  # as a user's `shard_network` may: the default gathers and keeps
+    net = KeepsGathered(nn.Linear(5, 3), SmoothAPLoss())
+    names = ("data_parallel", "tensor_parallel")
+    net._device_mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=names)
+    net.shard_network(net.device_mesh["data_parallel"])
     net(rows_of(this, torch.float32))
     gathered = not has_sharded_parameters(net)
+    net.configure_model()  # of the next run; it divides nothing twice
     ShardedParts(net)
     return gathered, has_sharded_parameters(net)
 
