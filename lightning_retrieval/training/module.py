@@ -274,7 +274,18 @@ class RetrievalModule(ManualTraining):
             memory_weight=self.memory_weight,
         )
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
-        part, chunk_size = self._propagate(images, step, gradients)
+        with step_random_state(self.seed, step.number, rank()), without_gradient_sync(self.trainer):
+            chunk_size = self._chunk_size_for(images)
+            part = chunked_backward(
+                self,
+                images,
+                step.loss,
+                chunk_size,
+                keep_graphs=self.keep_graphs,
+                least_chunks=self._least_chunks(images, chunk_size, gradients),
+                backward=self.manual_backward,
+                last_backward=gradients.overlapped,
+            )
         if self._is_first_step:
             report_first_step(self, step, chunk_size)
             self.preparation = getattr(self.trainer.datamodule, "described_preparation", None)  # type: ignore[attr-defined]
@@ -285,25 +296,6 @@ class RetrievalModule(ManualTraining):
         self._step_due_schedulers(batch_idx, stepped)
         self._log_step(terms, step.images)
 
-    def _propagate(self, images: Tensor, step: TrainingStep, gradients: GradientSum) -> tuple[Tensor, int]:
-        """Compute the gradients of this process in chunks; return its part of the loss, and the size of a chunk."""
-        with step_random_state(self.seed, step.number, rank()), without_gradient_sync(self.trainer):
-            chunk_size = self._chunk_size_for(images)
-            least_chunks = 1
-            if self.chunk_size is not None:
-                least_chunks = gradients.least_chunks(math.ceil(len(images) / chunk_size), images.device)
-            part = chunked_backward(
-                self,
-                images,
-                step.loss,
-                chunk_size,
-                keep_graphs=self.keep_graphs,
-                least_chunks=least_chunks,
-                backward=self.manual_backward,
-                last_backward=gradients.overlapped,
-            )
-        return part, chunk_size
-
     def _chunk_size_for(self, images: Tensor) -> int:
         """Number of images of a batch that are embedded at a time."""
         if self.chunk_size is None:
@@ -311,6 +303,12 @@ class RetrievalModule(ManualTraining):
         if isinstance(self.chunk_size, str):
             return min(self._chunk_size_search.find(self, images, self.keep_graphs), len(images))
         return min(self.chunk_size, len(images))
+
+    def _least_chunks(self, images: Tensor, chunk_size: int, gradients: GradientSum) -> int:
+        """Number of chunks of the process that has the most of them, if the network waits for all processes."""
+        if self.chunk_size is None:
+            return 1
+        return gradients.least_chunks(math.ceil(len(images) / chunk_size), images.device)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """What `RetrievalEvaluation` needs: embeddings, labels and, if given, ids, roles, instances and cameras."""
