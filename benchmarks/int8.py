@@ -2,8 +2,8 @@
 
     python benchmarks/int8.py
 
-Trains the network of `examples/glyphs.yaml` with its settings, and a small vision transformer of timm for a quarter as
-many steps. `lightning-retrieval export --int8` writes each with 32 and with 8 bits: static quantisation of the
+Trains `Embedder("glyph_net", 128)` on 608 batches of 384 glyphs, and a small vision transformer of timm on a quarter
+as many. `lightning-retrieval export --int8` writes each with 32 and with 8 bits: static quantisation of the
 convolutional network, calibrated on 256 test images, and dynamic quantisation of the transformer. R@1 is that of the
 test set, whose characters are not those of training. The two files embed batches of 64 images in turn; the speed of
 eight bits depends on the processor's instructions. Takes about ten minutes on two cores.

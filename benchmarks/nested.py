@@ -2,7 +2,7 @@
 
     python benchmarks/nested.py [--device cuda]
 
-Trains the network of `examples/glyphs.yaml` twice with its settings, with Smooth-AP and with Smooth-AP in a
+Trains `Embedder("glyph_net", 128)` twice on batches of 384 glyphs, with Smooth-AP and with Smooth-AP in a
 `NestedLoss`, and evaluates the test set, whose characters are not those of training, at several lengths. The PCA is
 learned from the training images' embeddings of the model without `NestedLoss`. The steps of the two models are timed in
 turn, on the same batch. Takes about ten minutes on two cores.
@@ -22,7 +22,7 @@ from lightning_retrieval.models import PCAWhitening
 
 DIM = 128
 LENGTHS = (8, 16, 32, 64, 128)  # of the evaluation, and of `NestedLoss`
-STEPS = 608  # 16 epochs, as in the example
+STEPS = 608  # 16 epochs
 CLASSES = 96
 
 
