@@ -32,6 +32,7 @@ from typing import Any
 from urllib.error import URLError
 
 import pytorch_lightning as pl
+from intervals import interval
 from own_images import LOSSES, SAMPLES_PER_CLASS, image_settings, make_data, make_module, set_batch_size
 from results_file import read_results, write_file, write_results
 
@@ -39,11 +40,6 @@ from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import ImageFolder
 
 METRICS = ("mAP", "R@1")  # the differences are those of the first
-# Quantile 0.975 of Student's t distribution for 1, 2, ... degrees of freedom; the last one also stands for more.
-T_QUANTILES = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
-    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,14 +107,6 @@ def train(setting: Setting, seed: int, options: argparse.Namespace) -> dict[str,
     trainer.fit(module, data)
     trainer.test(module, data, verbose=False)
     return {name: round(evaluation.results["test"][f"test/{name}"], 6) for name in METRICS}
-
-
-def interval(differences: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of paired differences, and the ends of its 95 % t-interval."""
-    mean = statistics.fmean(differences)
-    quantile = T_QUANTILES[min(len(differences) - 1, len(T_QUANTILES)) - 1]
-    half = quantile * statistics.stdev(differences) / len(differences) ** 0.5
-    return mean, mean - half, mean + half
 
 
 def make_table(results: Sequence[Mapping[str, Any]], names: Mapping[str, Setting]) -> list[dict[str, Any]]:

@@ -2,11 +2,13 @@
 
     python examples/study.py [--experiments tau batch_size] [--seeds 0 1 2] [--jobs 2] [--output docs/study]
 
+The experiments whose names begin with `memory` also need the emoji: `python examples/emoji.py emoji`.
+
 The result of a run is one line of `results.jsonl` in the output folder. Its key is a hash of all settings of the run
 and of its seed. A run that is in the file is not repeated: a study that was killed continues where it stopped,
 experiments share the settings that they have in common, and a setting that was changed is run again. `study_report.py`
-writes `index.md` and the plots from these lines. To add an experiment, add an entry to `EXPERIMENTS` in
-`study_experiments.py`. Two of the losses need pytorch-metric-learning.
+writes `index.md`, `memory.md` and the plots from these lines. To add an experiment, add an entry to `EXPERIMENTS` in
+`study_experiments.py` or to `MEMORY_EXPERIMENTS` in `study_memory.py`. Two of the losses need pytorch-metric-learning.
 """
 
 import argparse
@@ -25,9 +27,19 @@ import study_runs
 import torch
 from results_file import read_results, write_results
 from study_experiments import EXPERIMENTS, Experiment, Setting
-from study_report import Report, runs_of
+from study_losses import LOSS_EXPERIMENTS
+from study_memory import MEMORY_EXPERIMENTS
+from study_report import INTRODUCTION, MEMORY_INTRODUCTION, TUNING_INTRODUCTION, Page, Report, runs_of
 from study_runs import Place
+from study_tuning import TUNING_EXPERIMENTS
 from tqdm import tqdm
+
+PAGES = {
+    "index.md": Page(INTRODUCTION, {**LOSS_EXPERIMENTS, **EXPERIMENTS}),
+    "memory.md": Page(MEMORY_INTRODUCTION, MEMORY_EXPERIMENTS),
+    "tuning.md": Page(TUNING_INTRODUCTION, TUNING_EXPERIMENTS),
+}
+NAMES = [name for page in PAGES.values() for name in page.experiments]
 
 Run = tuple[Setting, int]  # with its seed
 
@@ -80,11 +92,25 @@ def shorten(experiment: Experiment) -> Experiment:
     return replace(experiment, curves=curves)
 
 
+def make_pages(options: argparse.Namespace) -> dict[str, Page]:
+    """Return the pages by the names of their files, as the options change them."""
+    pages = {}
+    for file, page in PAGES.items():
+        experiments = dict(page.experiments)
+        for name, experiment in experiments.items():
+            if options.quick:
+                experiments[name] = shorten(experiment)
+            if options.seeds:
+                experiments[name] = replace(experiments[name], seeds=options.seeds)
+        pages[file] = replace(page, experiments=experiments)
+    return pages
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--experiments", nargs="+", choices=list(EXPERIMENTS), default=list(EXPERIMENTS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--experiments", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--seeds", type=int, nargs="+", help="of all experiments; default three or five for each")
     parser.add_argument("--output", type=Path, help="folder of results, page and plots; default docs/study")
     parser.add_argument("--jobs", type=int, help="number of parallel runs; default one for each core, one on a GPU")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -126,12 +152,13 @@ def run_all(missing: Sequence[Run], total: int, results: dict[str, Any], options
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the return value is 1 if a run failed."""
     options = parse(arguments)
-    experiments = dict(EXPERIMENTS)
-    if options.quick:
-        experiments = {name: shorten(experiment) for name, experiment in EXPERIMENTS.items()}
+    pages = make_pages(options)
     options.output.mkdir(parents=True, exist_ok=True)
     results = read_results(options.output / "results.jsonl")
-    wanted = runs_of([experiments[name] for name in options.experiments], options.seeds)
+    experiments: dict[str, Experiment] = {}
+    for page in pages.values():
+        experiments |= page.experiments
+    wanted = runs_of([experiments[name] for name in options.experiments])
     missing = []
     if not options.report:
         missing = [run for key, run in wanted.items() if key not in results]
@@ -139,7 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         failed = run_all(missing, len(wanted), results, options)
     finally:
-        Report(experiments, results, options.seeds).write(options.output)
+        for file, page in pages.items():
+            Report(page, results).write(options.output / file)
     if failed:
         print(
             f"study: {failed} of {len(missing)} runs failed; run the same command again to repeat them.",

@@ -1,16 +1,27 @@
-"""Writes the page of `study.py` with its tables and plots, from the results of the runs."""
+"""Writes the pages of `study.py` with their tables and plots, from the results of the runs."""
 
 import statistics
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from intervals import interval
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from results_file import write_file
 from study_experiments import BASE, NO_DIFFERENCE, NOT_SAME, SAME, Experiment, Finding, Setting
+
+VERDICTS = f"""
+- **A difference** is the mean of the differences between runs with the same seed, with its 95 % t-interval.
+- **{SAME}**: the interval is above 0. If the claim is that a setting is enough: the interval is not below 0.
+  If it is that a setting changes nothing: the seeds agree one by one.
+- **{NOT_SAME}**: the interval is below 0.
+- **{NO_DIFFERENCE}**: the interval contains 0. The interval of two equal settings does not
+  contain 0 one time in twenty, so a single line proves little.
+""".strip()
 
 INTRODUCTION = f"""
 # A study on Glyphs
@@ -30,67 +41,113 @@ does not contain yet; all runs together take half an hour to an hour on two CPU 
   {BASE.lr} to 0 along a cosine, and gradients are clipped to 1. Each table says what differs from this. These settings
   were chosen for a short training time, by trial runs of `{BASE.loss}` only. Nothing was tuned for another loss or for
   a finding.
-- **A result** is the median over the seeds {{seeds}}, with the lowest and the highest value in brackets. The losses are
+- **A result** is the median over the seeds 0, 1, 2, with the lowest and the highest value in brackets. The losses are
   compared by mAP, which they optimize, except the recall losses, which are compared by R@1.
-- **{SAME}**: the paper's finding is reproduced, and the ranges of the seeds do not overlap. If the claim is that
-  a setting is enough or changes nothing: the other setting is not clearly better, or the seeds agree one by one.
-- **{NOT_SAME}**: the opposite is found, and the ranges do not overlap.
-- **{NO_DIFFERENCE}**: the ranges overlap. The ranges of two equal settings are disjoint by
-  chance one time in ten (with three seeds each), so a single line proves little.
+{VERDICTS}
 - **A star** marks findings that are quoted from memory, without the paper at hand.
 
 {{runs}} runs took {{minutes:.0f}} minutes in total, with {{used}}. Of {{findings}} findings {{same}} show the
 same direction and {{not_same}} do not; in {{no_difference}} there is no difference beyond the spread of seeds.
 """
 
+MEMORY_INTRODUCTION = f"""
+# A study of the memory
+
+Does a memory of past batches help? `CrossBatchMemory` makes ranked lists longer with embeddings that the network gave
+some steps ago. The papers with such a memory start from a pretrained network. So do these runs: each continues the
+training of a network with batches of 32 images, which are small enough to need a memory. The network at the start was
+trained as on [the first page](index.md), on 40,000 glyphs or 160,000 emoji. The emoji are 15,000 images in colour of
+3,786 emoji, drawn by four makers; the classes of the test set are half of them. `python examples/emoji.py emoji`
+downloads them, and `python examples/study.py` writes this page.
+
+- **A run** has 1,200 steps of 32 images, 4 of each class, or 300 steps of 128 images, with `{BASE.loss}`. The learning
+  rate falls to 0 along a cosine. All else is as on [the first page](index.md).
+- **A memory** holds 512 images, unless a row says something else. *One list* ranks the batch and the memory together,
+  *one list, detached* without a gradient for the references of the batch, and *two terms* adds the loss of the batch's
+  queries against the memory, as XBM and ROADMAP do: the three values of `RetrievalModule(memory_mode=...)`. *Fresh*
+  means that the images of the memory are embedded again before each step, so that nothing in it is out of date.
+- **A result** is the median over the seeds (five, three in the first table, one in the second), with the lowest and the
+  highest value in brackets.
+- **The learning rate** of no memory, of one list and of two terms is the best of the same four for each of them, chosen
+  by classes that are neither in training nor in the test set. The other rows have that of the memory or of the batch
+  from which they differ, and a batch of 128 has twice that of a batch of 32.
+- **CPU time** includes the training of the network at the start for the first run that needs it.
+{VERDICTS}
+
+{{runs}} runs took {{minutes:.0f}} minutes in total, with {{used}}. Of {{findings}} claims {{same}} hold here
+and of {{not_same}} the opposite; in {{no_difference}} there is no difference beyond the spread of seeds.
+"""
+
+
+TUNING_INTRODUCTION = f"""
+# Tuning of the main example
+
+This page shows how the settings of `examples/glyphs.yaml` were chosen, and everything that was tried.
+`python examples/study.py` writes it. The settings were compared on the validation set alone, whose characters are
+neither in the training set nor in the test set, with half of the steps and one seed. The smaller network with a higher
+learning rate was chosen: it sees more images in the same CPU time. The last table compares it with the settings before
+on the test set. CPU time is that of training and evaluation, without the import of the libraries.
+
+{VERDICTS}
+
+{{runs}} runs took {{minutes:.0f}} minutes in total, with {{used}}. Of {{findings}} claims {{same}} hold here
+and of {{not_same}} the opposite; in {{no_difference}} there is no difference beyond the spread of seeds.
+"""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of the study."""
+
+    introduction: str
+    experiments: Mapping[str, Experiment]  # by the names of their plots
+
+
 Results = Mapping[str, Mapping[str, Any]]
 OverviewRow = tuple[str, str, str]  # experiment, the paper's finding, verdict
 
 
-def runs_of(experiments: Iterable[Experiment], seeds: Sequence[int]) -> dict[str, tuple[Setting, int]]:
+def runs_of(experiments: Iterable[Experiment]) -> dict[str, tuple[Setting, int]]:
     """Return the runs of all experiments by their keys, each once: a setting and a seed."""
     runs = {}
     for experiment in experiments:
         for setting in experiment.rows.values():
-            for seed in seeds:
+            for seed in experiment.seeds:
                 runs[setting.key(seed)] = (setting, seed)
     return runs
 
 
 class Report:
-    """The page and its plots. An experiment is shown if each of its settings has a result for each seed.
+    """A page and its plots. An experiment is shown if each of its settings has a result for each seed.
 
     Args:
-        experiments: by the names of their plots.
+        page: what it shows.
         results: of the runs, by their keys.
-        seeds: that are shown.
     """
 
-    def __init__(self, experiments: Mapping[str, Experiment], results: Results, seeds: Sequence[int]) -> None:
-        self.experiments = experiments
+    def __init__(self, page: Page, results: Results) -> None:
+        self.page = page
         self.results = results
-        self.seeds = seeds
 
-    def write(self, folder: Path) -> None:
-        """Write `index.md`, and a plot for each complete experiment."""
+    def write(self, file: Path) -> None:
+        """Write the page, and beside it a plot for each complete experiment."""
         sections, overview = [], []
-        for name, experiment in self.experiments.items():
-            text, rows = self.section(name, experiment, folder)
+        for name, experiment in self.page.experiments.items():
+            text, rows = self.section(name, experiment, file.parent)
             sections.append(text)
             overview += rows
-        table = ["| experiment | the paper | here |", "| --- | --- | --- |"]
+        table = ["| experiment | claim | here |", "| --- | --- | --- |"]
         table += [f"| {' | '.join(row)} |" for row in overview]
         parts = [self.introduction(overview), "\n".join(table), *sections]
-        write_file(folder / "index.md", "\n\n".join(parts) + "\n")
+        write_file(file, "\n\n".join(parts) + "\n")
 
     def introduction(self, overview: Sequence[OverviewRow]) -> str:
         """Return the first part of the page, with the totals."""
         verdicts = Counter(verdict for *_, verdict in overview)
-        keys = runs_of(self.experiments.values(), self.seeds)
+        keys = runs_of(self.page.experiments.values())
         shown = [self.results[key] for key in keys if key in self.results]
         used = sorted({f"torch {result['torch']} on {result['device']}" for result in shown})
-        page = INTRODUCTION.format(
-            seeds=", ".join(map(str, self.seeds)),
+        page = self.page.introduction.format(
             runs=len(shown),
             minutes=sum(result["seconds"] for result in shown) / 60,
             used=" and ".join(used) or "nothing",
@@ -108,14 +165,13 @@ class Report:
         head = f"## {experiment.title}\n\n{textwrap.fill(experiment.about, 120)}"
         missing = self.missing_runs(experiment)
         if missing:
-            total = len(experiment.rows) * len(self.seeds)
+            total = len(experiment.rows) * len(experiment.seeds)
             note = f"Not complete: {len(missing)} of {total} runs are missing (the first is {missing[0]})."
             return f"{head}\n\n{note}", [(link, "", "not complete")]
         write_file(folder / f"{name}.png", self.plot(experiment))
-        lines = [head, "", f"![{experiment.title}]({name}.png)", "", "| setting | mAP | R@1 |", "| --- | --- | --- |"]
-        for row, setting in experiment.rows.items():
-            lines.append(f"| {row} | {self.cell(setting, 'mAP')} | {self.cell(setting, 'R@1')} |")
-        lines.append("")
+        lines = [head, "", f"![{experiment.title}]({name}.png)", "", *self.table(experiment)]
+        if experiment.findings:
+            lines.append("")
         overview = []
         for finding in experiment.findings:
             text, verdict = self.compare(experiment, finding)
@@ -123,11 +179,27 @@ class Report:
             overview.append((link, finding.paper, verdict))
         return "\n".join(lines), overview
 
+    def table(self, experiment: Experiment) -> list[str]:
+        """Return the lines of the table of an experiment. The CPU time of older runs is not known."""
+        runs = [self.results[key] for key in runs_of([experiment])]
+        has_cpu_time = all("cpu_seconds" in run for run in runs)
+        names = ["setting", "mAP", "R@1"]
+        if has_cpu_time:
+            names.append("CPU time")
+        lines = [f"| {' | '.join(names)} |", "| --- " * len(names) + "|"]
+        for row, setting in experiment.rows.items():
+            cells = [row, self.cell(experiment, setting, "mAP"), self.cell(experiment, setting, "R@1")]
+            if has_cpu_time:
+                seconds = [self.results[setting.key(seed)]["cpu_seconds"] for seed in experiment.seeds]
+                cells.append(f"{statistics.median(seconds):.0f} s")
+            lines.append(f"| {' | '.join(cells)} |")
+        return lines
+
     def missing_runs(self, experiment: Experiment) -> list[str]:
         """Return the row and the seed of each run that has no result."""
         missing = []
         for row, setting in experiment.rows.items():
-            seeds = [seed for seed in self.seeds if setting.key(seed) not in self.results]
+            seeds = [seed for seed in experiment.seeds if setting.key(seed) not in self.results]
             missing += [f"{row}, seed {seed}" for seed in seeds]
         return missing
 
@@ -135,19 +207,24 @@ class Report:
         """Return the line that compares a finding with the results, and the verdict."""
         metric = finding.metric
         one, other = experiment.rows[finding.one], experiment.rows[finding.other]
-        verdict = finding.verdict(self.values(one, metric), self.values(other, metric))
-        here = f"{finding.one} {self.cell(one, metric)}, {finding.other} {self.cell(other, metric)}"
+        values = self.values(experiment, one, metric), self.values(experiment, other, metric)
+        verdict = finding.verdict(*values)
+        cells = self.cell(experiment, one, metric), self.cell(experiment, other, metric)
+        here = f"{finding.one} {cells[0]}, {finding.other} {cells[1]}, difference {difference(*values)}"
         line = f"- {finding.paper}. Here, {metric} of {here}: **{verdict}**."
         return textwrap.fill(line, 120, subsequent_indent="  "), verdict
 
-    def values(self, setting: Setting, metric: str) -> list[float]:
+    def values(self, experiment: Experiment, setting: Setting, metric: str) -> list[float]:
         """Return the value of a metric for each seed."""
-        return [self.results[setting.key(seed)]["metrics"][metric] for seed in self.seeds]
+        return [self.results[setting.key(seed)]["metrics"][metric] for seed in experiment.seeds]
 
-    def cell(self, setting: Setting, metric: str) -> str:
-        """Return median and range of a metric."""
-        values = self.values(setting, metric)
-        return f"{statistics.median(values):.4f} ({min(values):.4f} to {max(values):.4f})"
+    def cell(self, experiment: Experiment, setting: Setting, metric: str) -> str:
+        """Return median and range of a metric, or its only value."""
+        values = self.values(experiment, setting, metric)
+        median = f"{statistics.median(values):.4f}"
+        if len(values) == 1:
+            return median
+        return f"{median} ({min(values):.4f} to {max(values):.4f})"
 
     def plot(self, experiment: Experiment) -> Figure:
         """Plot median and range of each setting: along an axis of numbers, or one below the other."""
@@ -157,14 +234,14 @@ class Report:
         figure = Figure(figsize=(6.4, height), dpi=100)
         axes = figure.subplots()
         for curve, settings in experiment.curves.items():
-            medians, below, above = self.medians_and_spread(list(settings.values()), experiment.metric)
+            medians, below, above = self.medians_and_spread(experiment, list(settings.values()))
             if experiment.axis is None:
                 axes.errorbar(medians, list(settings), xerr=[below, above], fmt="o", capsize=3)
             else:
                 axes.errorbar(list(settings), medians, yerr=[below, above], marker="o", capsize=3, label=curve)
         if experiment.axis is None:
             axes.set_ylim(len(experiment.rows) - 0.5, -0.5)
-            axes.set_xlabel(f"test {experiment.metric}")
+            axes.set_xlabel(label_of_metric(experiment))
         else:
             label_axis_of_numbers(axes, experiment, experiment.axis)
         axes.grid(alpha=0.3)
@@ -172,17 +249,34 @@ class Report:
         return figure
 
     def medians_and_spread(
-        self, settings: Sequence[Setting], metric: str
+        self, experiment: Experiment, settings: Sequence[Setting]
     ) -> tuple[list[float], list[float], list[float]]:
         """Return the median of each setting, and how far its lowest and its highest value are from it."""
         medians, below, above = [], [], []
         for setting in settings:
-            values = self.values(setting, metric)
+            values = self.values(experiment, setting, experiment.metric)
             median = statistics.median(values)
             medians.append(median)
             below.append(median - min(values))
             above.append(max(values) - median)
         return medians, below, above
+
+
+def difference(one: Sequence[float], other: Sequence[float]) -> str:
+    """Return the mean of the paired differences with its interval, which one pair does not have."""
+    differences = [a - b for a, b in zip(one, other)]
+    if len(differences) == 1:
+        return f"{differences[0]:+.4f}"
+    mean, low, high = interval(differences)
+    return f"{mean:+.4f} ({low:+.4f} to {high:+.4f})"
+
+
+def label_of_metric(experiment: Experiment) -> str:
+    """Return the name of the metric of a plot, with that of the classes on which it is measured."""
+    held_out = all(setting.held_out for setting in experiment.rows.values())
+    if held_out:
+        return f"validation {experiment.metric}"
+    return f"test {experiment.metric}"
 
 
 def label_axis_of_numbers(axes: Axes, experiment: Experiment, label: str) -> None:
@@ -195,5 +289,5 @@ def label_axis_of_numbers(axes: Axes, experiment: Experiment, label: str) -> Non
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set_xlabel(label)
-    axes.set_ylabel(f"test {experiment.metric}")
+    axes.set_ylabel(label_of_metric(experiment))
     axes.legend()

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from PIL import Image
 from study_experiments import THIRD_PARTY, Setting
 from torch import nn
 
@@ -27,12 +26,14 @@ from lightning_retrieval.datamodules import (
     ImageIndex,
     ImageSet,
     RetrievalDataModule,
+    item_generator,
 )
+from lightning_retrieval.datamodules.glyphs.glyphs import random_affine
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.models import GlyphNet, Preparation
 
 IMAGE_SIZE = 32  # of the emoji, as that of the glyphs
-HELD_OUT = 0.2  # of the training classes, where a setting says so
+HELD_OUT = 0.2  # of the training classes of the emoji, where a setting says so; Glyphs always holds some out
 
 
 @dataclass(frozen=True)
@@ -62,26 +63,43 @@ class WholeClassesSampler(GlobalBatchSampler):
 
 
 class SmallImages(ImageSet):
-    """Images that are kept in memory at the size of the study, for all runs of a process."""
+    """Images that are prepared once for all runs of a process."""
 
-    _kept: ClassVar[dict[Any, Image.Image]] = {}
+    prepared: ClassVar[dict[Path, torch.Tensor]] = {}
+    augment = False
 
-    def read(self, position: int) -> Image.Image:
-        file = self.file(position)
-        if file not in self._kept:
-            self._kept[file] = super().read(position).resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BOX)
-        return self._kept[file]
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        """The items of a batch, whose images are changed together."""
+        images = torch.stack([self.prepare(index) for index in indices])
+        if self.augment:
+            random = torch.stack([torch.rand(6, generator=item_generator(index)) for index in indices])
+            images = 1 - random_affine(1 - images, random)  # the background is white
+        return [{"images": x, "labels": self.labels[i], "ids": torch.tensor(int(i))} for x, i in zip(images, indices)]
+
+    def prepare(self, index: int) -> torch.Tensor:
+        file = self.file(index)
+        if file not in self.prepared:
+            self.prepared[file] = self.transform(self.read(index))
+        return self.prepared[file]
 
 
 class Emoji(ImageFolder):
-    """The emoji, without augmentation, as the glyphs."""
+    """The emoji, with the augmentation of `Glyphs`."""
 
     def __init__(self, root: Path, **arguments: Any) -> None:
-        same = Preparation(image_size=IMAGE_SIZE, resize=IMAGE_SIZE)
-        super().__init__(root, categories=True, train_transform=same, eval_transform=same, **arguments)
+        preparation = Preparation(image_size=IMAGE_SIZE, resize=IMAGE_SIZE, mean=(0, 0, 0), std=(1, 1, 1))
+        super().__init__(root, categories=True, train_transform=preparation, eval_transform=preparation, **arguments)
 
     def image_set(self, index: ImageIndex, transform: Any) -> ImageSet:
-        return SmallImages(index, self.root, transform)
+        images = SmallImages(index, self.root, transform)
+        images.augment = True
+        return images
+
+    def evaluation_set(self, name: str, index: ImageIndex) -> ImageSet:
+        return SmallImages(index, self.root, self.eval_transform)
 
 
 def make_data(setting: Setting, seed: int, place: Place) -> RetrievalDataModule:
@@ -91,9 +109,9 @@ def make_data(setting: Setting, seed: int, place: Place) -> RetrievalDataModule:
         "samples_per_class": setting.per_class,
         "seed": seed,
     }
-    if setting.held_out:
-        arguments["val_fraction"] = HELD_OUT
     if setting.data == "emoji":
+        if setting.held_out:
+            arguments["val_fraction"] = HELD_OUT
         return Emoji(place.emoji, sampler=setting.sampler, **arguments)
     data = Glyphs(**arguments)
     labels = data.train_set.labels
@@ -122,7 +140,14 @@ def make_loss(name: str, arguments: Mapping[str, Any]) -> nn.Module:
 def make_module(setting: Setting, steps: int) -> RetrievalModule:
     """Create the module of a setting, whose learning rate falls to 0 over the steps."""
     channels = {"glyphs": 1, "emoji": 3}[setting.data]
-    embedder = Embedder(GlyphNet(setting.width, channels), setting.dim, freeze_batch_norm=setting.freeze_batch_norm)
+    backbone: nn.Module = GlyphNet(setting.width, channels)
+    arguments: dict[str, Any] = {"freeze_batch_norm": setting.freeze_batch_norm}
+    if setting.pooling == "flatten":
+        backbone = nn.Sequential(backbone, nn.Flatten())
+        arguments["feature_dim"] = 8 * setting.width * (IMAGE_SIZE // 8) ** 2
+    else:
+        arguments["pooling"] = setting.pooling
+    embedder = Embedder(backbone, setting.dim, **arguments)
     memory = None
     if setting.memory:
         memory = CrossBatchMemory(setting.memory, setting.memory_start)
@@ -130,7 +155,7 @@ def make_module(setting: Setting, steps: int) -> RetrievalModule:
         embedder.to(memory_format=torch.channels_last),  # faster
         make_loss(setting.loss, setting.loss_args),
         chunk_size=setting.chunk_size,
-        optimizer=partial(torch.optim.AdamW, lr=setting.lr),
+        optimizer=partial(torch.optim.AdamW, lr=setting.lr, weight_decay=setting.weight_decay),
         lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=max(1, steps)),
         lr_scheduler_interval="step",
         gradient_clip_val=1.0,
@@ -140,7 +165,13 @@ def make_module(setting: Setting, steps: int) -> RetrievalModule:
 
 
 class FreshMemory(pl.Callback):
-    """Embeds the images of the memory again before each step, so that no row of it is out of date."""
+    """Embeds the images of the memory again before each step, so that no row of it is out of date.
+
+    Each image keeps the augmentation with which it is first read.
+    """
+
+    def __init__(self) -> None:
+        self.images: dict[int, torch.Tensor] = {}
 
     @torch.no_grad()
     def on_train_batch_start(
@@ -152,7 +183,10 @@ class FreshMemory(pl.Callback):
             return
         _, labels, ids = state["rows"]
         dataset = trainer.train_dataloader.dataset  # type: ignore[union-attr]
-        images = torch.stack([dataset[int(index)]["images"] for index in ids]).to(module.device)
+        for index in ids.tolist():
+            if index not in self.images:
+                self.images[index] = dataset[index]["images"]
+        images = torch.stack([self.images[index] for index in ids.tolist()]).to(module.device)
         module.eval()
         embeddings = module.embed(images)  # which takes images of uint8 too
         module.train()
@@ -218,7 +252,7 @@ def evaluate(setting: Setting, module: RetrievalModule, trainer: pl.Trainer, dat
 
 def run(setting: Setting, seed: int, place: Place) -> dict[str, Any]:
     """Train and evaluate one setting with one seed, and return the line of `results.jsonl`."""
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)  # only the study shows its progress
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -230,6 +264,7 @@ def run(setting: Setting, seed: int, place: Place) -> dict[str, Any]:
         "setting": asdict(setting),
         "metrics": {name: round(float(values[name]), 6) for name in ("mAP", "R@1", "mAP@R")},
         "seconds": round(time.perf_counter() - start, 1),
+        "cpu_seconds": round(time.process_time() - cpu_start, 1),
         "device": trainer.strategy.root_device.type,
         "torch": torch.__version__,
     }

@@ -13,7 +13,7 @@ import torch
 pytestmark = pytest.mark.slow
 
 RAMBO = Path(__file__).parents[1] / "examples" / "rambo"
-MODULES = ("detection_study", "detection_report", "study_experiments", "results_file")
+MODULES = ("detection_study", "detection_report", "study_experiments", "results_file", "intervals")
 
 
 @pytest.fixture

@@ -243,11 +243,15 @@ UNTESTED_HERE = {
     "README.md",
     "compare.py",
     "hours.py",
+    "intervals.py",
     "results_file.py",
     "study.py",
     "study_experiments.py",
+    "study_losses.py",
+    "study_memory.py",
     "study_report.py",
     "study_runs.py",
+    "study_tuning.py",
 }
 
 

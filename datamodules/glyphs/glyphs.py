@@ -77,7 +77,7 @@ class GlyphDataset(Dataset[dict[str, Any]]):
         ids = torch.tensor(indices)
         images = self.images[ids, None].float() / 255
         if self.augment:
-            images = _augment(images, torch.stack([torch.rand(6, generator=item_generator(i)) for i in indices]))
+            images = random_affine(images, torch.stack([torch.rand(6, generator=item_generator(i)) for i in indices]))
         images = images.expand(-1, self.channels, -1, -1)
         return [{"images": x, "labels": y, "ids": i} for x, y, i in zip(images, self.labels[ids], ids)]
 
@@ -185,10 +185,10 @@ class Glyphs(RetrievalDataModule):
         return load_glyph_images(self.cache_dir)
 
 
-def _augment(
-    images: Float[Tensor, "batch 1 height width"], random: Float[Tensor, "batch 6"]
-) -> Float[Tensor, "batch 1 height width"]:
-    """Transform each image by an affine map, made from six random numbers in [0, 1)."""
+def random_affine(
+    images: Float[Tensor, "batch channel height width"], random: Float[Tensor, "batch 6"]
+) -> Float[Tensor, "batch channel height width"]:
+    """Transform each image by an affine map, made from six random numbers in [0, 1), with 0 outside of it."""
     rotation, shear, scaling_x, scaling_y, shift_x, shift_y = (2 * random - 1).unbind(1)
     cos, sin = (MAX_ROTATION * rotation).cos(), (MAX_ROTATION * rotation).sin()
     # The map is from coordinates of the new image, in [-1, 1], to those of the old one.

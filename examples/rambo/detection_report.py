@@ -36,9 +36,9 @@ thread, and one that was finished is not repeated.
 - Detections with a score below 0.01 are dropped. The AP loss determines the order of the scores and not their size, so
   an arm may lose most of its detections: without this threshold, seed 0 of L_APC alone and of no memory, from a trained
   detector, has 45.8 and 46.9.
-- **{SAME}** and **{NOT_SAME}** mean that the ranges of the seeds do not overlap,
-  **{NO_DIFFERENCE}** that they do, as in [the study on Glyphs](index.md), and
-  **not complete** that runs are missing.
+- **{SAME}** and **{NOT_SAME}** mean that the 95 % t-interval of the paired differences
+  is above or below 0, **{NO_DIFFERENCE}** that it contains 0, as in
+  [the study on Glyphs](index.md), and **not complete** that runs are missing.
 """.strip()
 
 STARTS = {
@@ -100,7 +100,7 @@ def compare(table: Table) -> list[dict[str, str]]:
             one, other = table.get((finding.one, *start), {}), table.get((finding.other, *start), {})
             verdict = "not complete"
             if one and sorted(one) == sorted(other):
-                verdict = finding.verdict(list(one.values()), list(other.values()))
+                verdict = finding.verdict(list(one.values()), [other[seed] for seed in one])
             found.append({"finding": finding.paper, "start": name, "verdict": verdict})
     return found
 

@@ -68,7 +68,7 @@ def test_checkpoint_rebuilds_the_module(fitted):
     assert all(torch.equal(saved["state_dict"][name], value) for name, value in module.state_dict().items())
     assert (module.embedder.embedding_dim, module.loss.tau, module.gradient_clip_val) == (128, 0.01, 1.0)
     optimizer = module.optimizer(module.parameters())
-    assert (type(optimizer), optimizer.defaults["lr"]) == (torch.optim.AdamW, 0.002)
+    assert (type(optimizer), optimizer.defaults["lr"]) == (torch.optim.AdamW, 0.003)
 
 
 @pytest.mark.parametrize("command", ["validate", "test", "predict"])

@@ -1,0 +1,127 @@
+"""The experiments of `study.py` with a memory of past batches: networks that are trained already, and small batches."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from study_experiments import BASE, FIVE_SEEDS, RECALL, Experiment, Finding, Setting
+
+EMOJI = replace(BASE, data="emoji", images=160_000)
+LEARNING_RATES = (3e-5, 1e-4, 3e-4, 1e-3)
+# The rows of the tables. A memory has 512 images, unless a row says something else.
+CHECKPOINT, NO_MEMORY, BATCH_128 = "checkpoint", "no memory", "no memory, batch of 128"
+ONE_LIST, DETACHED, TWO_TERMS, FRESH = "one list", "one list, detached", "two terms", "one list, fresh"
+HALF_WAY = "one list, from half-way"
+# The learning rates with the highest mAP in "Learning rate with a memory".
+GLYPHS_RATES = {NO_MEMORY: 1e-3, ONE_LIST: 3e-4, TWO_TERMS: 1e-3}
+EMOJI_RATES = {NO_MEMORY: 3e-5, ONE_LIST: 1e-4, TWO_TERMS: 1e-4}
+
+
+def train_on(start: Setting, lr: float, **different: Any) -> Setting:
+    """Return the setting that trains the network of another one for 1,200 steps of 32 images."""
+    arguments: dict[str, Any] = {"classes": 8, "images": 38_400, "lr": lr, **different}
+    return replace(start, start=start, **arguments)
+
+
+def sweep(start: Setting) -> dict[str, dict[float, Setting]]:
+    """Return the runs that choose a learning rate, which evaluate classes that are held out of training."""
+    no_memory, one_list, two_terms = {}, {}, {}
+    for lr in LEARNING_RATES:
+        no_memory[lr] = train_on(start, lr, held_out=True)
+        one_list[lr] = replace(no_memory[lr], memory=512)
+        two_terms[lr] = replace(no_memory[lr], memory=512, memory_mode="two_terms")
+    return {
+        f"{start.data}, {NO_MEMORY}": no_memory,
+        f"{start.data}, {ONE_LIST}": one_list,
+        f"{start.data}, {TWO_TERMS}": two_terms,
+    }
+
+
+def with_and_without(start: Setting, rates: Mapping[str, float]) -> dict[str, Setting]:
+    """Return the rows that both data sets have: the network at the start, and training with and without a memory."""
+    no_memory = train_on(start, rates[NO_MEMORY])
+    one_list = train_on(start, rates[ONE_LIST], memory=512)
+    return {
+        CHECKPOINT: replace(start, start=start, images=0),
+        NO_MEMORY: no_memory,
+        ONE_LIST: one_list,
+        TWO_TERMS: train_on(start, rates[TWO_TERMS], memory=512, memory_mode="two_terms"),
+        BATCH_128: replace(no_memory, classes=32, lr=2 * rates[NO_MEMORY]),
+        FRESH: replace(one_list, fresh_memory=True),
+    }
+
+
+def claims(rows: Iterable[str]) -> list[Finding]:
+    """Return what is asked about each row with a memory, and about the memory of one list."""
+    findings = []
+    for row in rows:
+        if row in (ONE_LIST, DETACHED, TWO_TERMS):
+            findings.append(Finding(f"A memory ({row}) is better than none", row, NO_MEMORY))
+            findings.append(Finding(f"A memory ({row}) is better than the checkpoint", row, CHECKPOINT))
+    findings += [
+        Finding("Training on without a memory is better than the checkpoint", NO_MEMORY, CHECKPOINT),
+        Finding("A batch of 128 is better than one of 32 with a memory", BATCH_128, ONE_LIST),
+        Finding("Embedding the memory again in each step is better than storing it", FRESH, ONE_LIST),
+    ]
+    return findings
+
+
+GLYPHS_ROWS = with_and_without(BASE, GLYPHS_RATES)
+GLYPHS_ROWS[DETACHED] = replace(GLYPHS_ROWS[ONE_LIST], memory_mode="one_list_detached")
+SIZE_ROWS = {}
+for row in (ONE_LIST, DETACHED, TWO_TERMS):
+    SIZE_ROWS[f"{row}, 512"] = GLYPHS_ROWS[row]
+    SIZE_ROWS[f"{row}, 4,096"] = replace(GLYPHS_ROWS[row], memory=4096)
+EMOJI_ROWS = with_and_without(EMOJI, EMOJI_RATES)
+
+MEMORY_EXPERIMENTS = {
+    "memory_from_scratch": Experiment(
+        "Memory from the first step",
+        "RaMBO's recall on Glyphs, as on the first page: from random weights, with batches of 128. The network changes "
+        "too fast for a memory, even if the memory begins after half of the steps.",
+        {
+            "": {
+                NO_MEMORY: RECALL,
+                ONE_LIST: replace(RECALL, memory=512),
+                HALF_WAY: replace(RECALL, memory=512, memory_start=156),
+            }
+        },
+        [
+            Finding("A memory is better than none", ONE_LIST, NO_MEMORY),
+            Finding("A memory that begins half-way is better than none", HALF_WAY, NO_MEMORY),
+        ],
+    ),
+    "memory_learning_rate": Experiment(
+        "Learning rate with a memory",
+        "The learning rates from which those of the other tables were chosen: the one with the highest mAP of the "
+        "training classes that were held out, with one seed.",
+        {**sweep(BASE), **sweep(replace(EMOJI, held_out=True))},
+        [],
+        axis="learning rate",
+        seeds=(0,),
+    ),
+    "memory_glyphs": Experiment(
+        "Memory on Glyphs",
+        "The checkpoint is the network with which each of the other runs starts.",
+        {"": GLYPHS_ROWS},
+        claims(GLYPHS_ROWS),
+        seeds=FIVE_SEEDS,
+    ),
+    "memory_emoji": Experiment(
+        "Memory on emoji",
+        "The same with images of colour.",
+        {"": EMOJI_ROWS},
+        claims(EMOJI_ROWS),
+        seeds=FIVE_SEEDS,
+    ),
+    "memory_size": Experiment(
+        "Size of the memory",
+        "The same memories on Glyphs with eight times as many images, which are up to 128 steps old.",
+        {"": SIZE_ROWS},
+        [
+            Finding(f"A larger memory is better ({row})", f"{row}, 4,096", f"{row}, 512")
+            for row in (ONE_LIST, DETACHED, TWO_TERMS)
+        ],
+        seeds=FIVE_SEEDS,
+    ),
+}
