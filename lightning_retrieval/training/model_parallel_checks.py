@@ -29,12 +29,12 @@ def check_model_parallel(owner: str, trainer: Any) -> None:
     """
     from torch.distributed.fsdp import FSDPModule
 
+    _check_arguments(owner, trainer.strategy)
     if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
         raise ValueError(
             f"{owner}: ModelParallelStrategy needs a newer torch, in which gradients can be summed instead of averaged "
             f"(FSDPModule.set_force_sum_reduction_for_comms), got torch {torch.__version__}; update torch, or use DDP."
         )
-    _check_arguments(owner, trainer.strategy)
     for callback in trainer.callbacks:
         _check_callback(owner, callback)
     if trainer.state.fn == TrainerFn.PREDICTING and trainer.world_size > 1:
