@@ -169,6 +169,7 @@ def test_wrong_searches_and_ids_are_refused(filled):
     assert len(filled) == ROWS
 
 
+@pytest.mark.refusal  # by the type checker: the annotation says int
 def test_integers_of_numpy_are_integers(tmp_path, opened):
     store = opened(MilvusStore.create(str(tmp_path / "photos.db"), "birds", np.int64(DIM)))
     store.add(vectors(3))
