@@ -19,7 +19,16 @@ from lightning_retrieval.search.faiss_index import faiss_reason, load_faiss, new
 from lightning_retrieval.search.id_table import IdTable, integer_ids
 from lightning_retrieval.search.packed_strings import PackedStrings
 from lightning_retrieval.search.recall import measure_recall
-from lightning_retrieval.search.rows import OWNER, Rows, check_finite_rows, check_paths, check_rows, plain_values
+from lightning_retrieval.search.rows import (
+    OWNER,
+    Rows,
+    check_finite_rows,
+    check_paths,
+    check_results,
+    check_rows,
+    join_parameters,
+    plain_values,
+)
 from lightning_retrieval.search.shards import (
     add_to_shards,
     read_shard,
@@ -174,10 +183,7 @@ class RetrievalIndex:
         check_rows(OWNER, "queries", queries, self.dim)
         check_finite_rows(OWNER, "queries", queries, np.arange(len(queries)))
         k = check_integer(OWNER, "k", k, least=1)
-        if k > len(self):
-            raise ValueError(
-                f"{OWNER}: `k` must be at most the number of rows in the index, {len(self)}, got {k}; ask for fewer."
-            )
+        check_results(OWNER, k, len(self))
         return search_shards(self.faiss_indexes, self.dim, queries, k)
 
     def set_parameters(self, parameters: str) -> None:
@@ -195,10 +201,7 @@ class RetrievalIndex:
         set_search_parameters(new_faiss_index(self.dim, self.factory, self.parameters), self.factory, parameters)
         for index in self.faiss_indexes:
             set_search_parameters(index, self.factory, parameters)
-        if self.parameters and parameters:
-            self.parameters += f",{parameters}"
-        elif parameters:
-            self.parameters = parameters
+        self.parameters = join_parameters(self.parameters, parameters)
 
     def remove(self, ids: Int[Tensor, " rows"]) -> None:
         """Remove rows, with their ids and paths.

@@ -41,7 +41,9 @@ from lightning_retrieval.search.rows import (
     Rows,
     check_finite_rows,
     check_paths,
+    check_results,
     check_rows,
+    join_parameters,
     normalized_rows,
     plain_values,
 )
@@ -215,10 +217,8 @@ class MilvusStore:
             for row, hits in enumerate(self._nearest(batch, k), start=begin):
                 similarities[row, : len(hits)] = [hit["distance"] for hit in hits]
                 ids[row, : len(hits)] = [hit[ID] for hit in hits]
-        if (ids < 0).any() and k > len(self):
-            raise ValueError(
-                f"{OWNER}: `k` must be at most the number of rows in the index, {len(self)}, got {k}; ask for fewer."
-            )
+        if (ids < 0).any():
+            check_results(OWNER, k, len(self))
         return torch.from_numpy(similarities), torch.from_numpy(ids)
 
     def set_parameters(self, parameters: str) -> None:
@@ -232,10 +232,7 @@ class MilvusStore:
             TypeError: if they are not a string.
         """
         search_parameters(parameters)
-        if self.parameters and parameters:
-            self.parameters += f",{parameters}"
-        elif parameters:
-            self.parameters = parameters
+        self.parameters = join_parameters(self.parameters, parameters)
 
     def remove(self, ids: Int[Tensor, " rows"]) -> None:
         """Remove rows, with their ids and paths.

@@ -99,3 +99,16 @@ def check_paths(owner: str, paths: Sequence[str], rows: int) -> None:
     check_strings(owner, "paths", paths)
     if len(paths) != rows:
         raise ValueError(f"{owner}: `paths` must have one entry for each of {rows} rows, got {len(paths)}.")
+
+
+def check_results(owner: str, k: int, rows: int) -> None:
+    """Raise if more results of a query are asked for than the index has rows."""
+    if k > rows:
+        raise ValueError(
+            f"{owner}: `k` must be at most the number of rows in the index, {rows}, got {k}; ask for fewer."
+        )
+
+
+def join_parameters(first: str, second: str) -> str:
+    """Search parameters followed by others, either of which may be empty."""
+    return ",".join(filter(None, (first, second)))
