@@ -59,6 +59,12 @@ OF_FSDP = (
 )  # by version
 
 
+def untrained_module(scenario):
+    """The same weights each time, those of the loss included."""
+    torch.manual_seed(1)
+    return retrieval_module(**SCENARIOS[scenario]())
+
+
 class Sums(Watch):
     """What was seen of a run, also the whole weights at its end, and the norms of the gradients before clipping."""
 
@@ -116,7 +122,7 @@ def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=()):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = retrieval_module(**SCENARIOS[scenario]())
+    module = untrained_module(scenario)
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:  # these weights are replaced by those of the first process
         for parameter in module.parameters():
             parameter.data.add_(1)
@@ -162,7 +168,7 @@ def seen(run_processes, folder):
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_weights_losses_and_metrics_are_those_of_one_process(seen, name):
     one = seen[1][0][name]
-    untrained = retrieval_module(**SCENARIOS[name]())
+    untrained = untrained_module(name)
     assert (one["weights"] - flat(untrained.parameters())).abs().max() > 0.01  # it has learned
     assert len(one["losses"]) == len({step["train/loss"] for step in one["losses"]}) == STEPS
     assert 0.01 < one["metrics"]["val/mAP"] < 0.99
