@@ -28,6 +28,7 @@ REPOSITORY = Path(__file__).parents[1]
 LOCK = threading.Lock()  # threads start processes too, and only one may read the code of one that has ended
 GRACE = 10.0  # seconds that a killed process has to end
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # so that no thread is there to be forked
+SEEDS = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")  # of an earlier test, and not of the function that is called
 IMPORTED_BY_SERVER = [
     *("numpy", "pytest", "torch", "torchvision", "pytorch_lightning"),
     *(f"lightning_retrieval.{name}" for name in ("callbacks", "datamodules", "detection", "metrics", "search")),
@@ -48,7 +49,8 @@ class StartedProcess:
         self.folder = folder
         (folder / "job").write_bytes(pickle.dumps(job))
         (folder / "output").touch()
-        environment = {**os.environ, **ONE_THREAD, **environment}
+        inherited = {name: value for name, value in os.environ.items() if name not in SEEDS}
+        environment = {**inherited, **ONE_THREAD, **environment}
         self._process = server().Process(target=run_job, args=(folder, environment))
         with LOCK, environment_of_server():
             self._process.start()

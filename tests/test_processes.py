@@ -22,6 +22,7 @@ def what_it_sees(rank, world_size, folder):
         "process": os.getpid(),
         "variable": os.environ.get("OF_THIS_TEST"),
         "launcher": os.environ.get("LOCAL_RANK"),
+        "seed": os.environ.get("PL_GLOBAL_SEED"),
         "threads": torch.get_num_threads(),
         "start method": multiprocessing.get_start_method(),
         "random": (random.random(), float(np.random.rand())),
@@ -32,6 +33,7 @@ def what_it_sees(rank, world_size, folder):
 @pytest.fixture
 def started(tmp_path, monkeypatch):
     monkeypatch.setenv("OF_THIS_TEST", "its value")
+    monkeypatch.setenv("PL_GLOBAL_SEED", "3")  # as `seed_everything` of an earlier test leaves it
     processes = start_processes(what_it_sees, 2, tmp_path, folder=tmp_path)
     yield processes
     for process in processes:
@@ -45,6 +47,7 @@ def test_each_process_has_its_own_output_environment_and_random_numbers(started,
     for rank, result in enumerate((one, two)):
         assert result["rank"] == (rank, 2, tmp_path)
         assert (result["variable"], result["launcher"], result["threads"]) == ("its value", str(rank), 1)
+        assert result["seed"] is None
         assert result["start method"] == multiprocessing.get_all_start_methods()[0]  # of the workers of a data loader
         assert sorted(started[rank].output().splitlines()) == [f"error of {rank}", f"printed by {rank}"]
     assert len({one["process"], two["process"], os.getpid()}) == 3
