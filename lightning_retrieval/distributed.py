@@ -1,4 +1,4 @@
-"""Collectives that all packages share: rows gathered in rank order, tensors summed."""
+"""Collectives that all packages share: rows gathered in rank order or sent between processes, tensors summed."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Shaped
+from jaxtyping import Int, Shaped
 from torch import Tensor
 
 
@@ -82,6 +82,46 @@ class Shard:
 
 
 UNSHARDED = Shard()
+
+
+def exchange_rows(
+    rows: Shaped[Tensor, "sent ..."], sent: Sequence[int], received: Sequence[int], shard: Shard
+) -> Shaped[Tensor, "received ..."]:
+    """Send rows to each process, and receive rows of each, on the device of the rows. A collective operation.
+
+    Args:
+        rows: those for the first process, then those for the second, and so on.
+        sent: number of rows for each process.
+        received: number of rows from each process.
+        shard: this process.
+    """
+    result = torch.empty(sum(received), *rows.shape[1:], dtype=rows.dtype, device=shard.device)
+    dist.all_to_all_single(result, rows.to(shard.device), list(received), list(sent), group=shard.group)
+    return result.to(rows.device)
+
+
+def fetch_rows(
+    rows: Shaped[Tensor, "local ..."], process: Int[Tensor, " wanted"], index: Int[Tensor, " wanted"], shard: Shard
+) -> Shaped[Tensor, "wanted ..."]:
+    """Rows that any process holds, on the device of the rows. A collective operation.
+
+    Each process may want other rows, and any number of them.
+
+    Args:
+        rows: rows of this process, which others may want.
+        process: which process holds each wanted row.
+        index: of each wanted row among the rows of that process.
+        shard: this process.
+    """
+    by_process = process.argsort(stable=True)
+    wanted = torch.bincount(process, minlength=shard.count)
+    received = wanted.tolist()
+    sent = exchange_rows(wanted, [1] * shard.count, [1] * shard.count, shard).tolist()
+    index_of_sent = exchange_rows(index[by_process], received, sent, shard)
+    found = exchange_rows(rows[index_of_sent.to(rows.device)], sent, received, shard)
+    result = torch.empty_like(found)
+    result[by_process.to(rows.device)] = found
+    return result
 
 
 def gather_objects(value: Any) -> list[Any]:

@@ -11,12 +11,11 @@ from functools import cached_property
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lightning_retrieval.distributed import UNSHARDED, Shard
+from lightning_retrieval.distributed import UNSHARDED, Shard, exchange_rows
 from lightning_retrieval.ranking.sharded_rows import Layout, ShardedRows, unsharded
 from lightning_retrieval.ranking.similarity import normalize
 
@@ -105,9 +104,7 @@ class UnitRows:
         """Send rows to each process, and receive rows of each."""
         if self.shard.count == 1:
             return rows
-        result = torch.empty(sum(received), rows.shape[1], dtype=rows.dtype, device=self.shard.device)
-        dist.all_to_all_single(result, rows.to(self.shard.device), list(received), list(sent), group=self.shard.group)
-        return result.to(rows.device)
+        return exchange_rows(rows, sent, received, self.shard)
 
 
 @dataclass(frozen=True)

@@ -5,87 +5,87 @@
 
 Symbols: s the cosine similarity, `alpha` the exponent, `k` the number of neighbours. As in the official code, s is not
 clamped, so that with an even `alpha` a negative s has the same weight as the positive one. If `alpha` is not an
-integer, the power of a negative s does not exist (NaN in the official code); its weight is 0 here.
+integer, the power of a negative s does not exist (NaN in the official code); its weight is 0 here. Of rows with equal
+similarity, those that come first in the gallery are the nearest.
 
 `QueryExpansion` and `DatabaseAugmentation` are the public way to use both; the functions hold their arithmetic.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_device, check_embeddings, check_integer, check_integers, check_not_negative
+from lightning_retrieval.ranking.nearest_rows import nearest_rows
 from lightning_retrieval.ranking.precision import ieee_products
+from lightning_retrieval.ranking.sharded_rows import ShardedRows, unsharded
 from lightning_retrieval.ranking.similarity import normalize
 
-_BLOCK_NUMBERS = 1 << 26  # scores, or numbers of the neighbours' rows, that are held at a time
+_BLOCK_ROWS = 256  # that are expanded at a time, or fewer if their neighbours are many numbers
+_BLOCK_NUMBERS = 1 << 26
 
 
-def query_expansion(
-    queries: Float[Tensor, "query dim"],
-    gallery: Float[Tensor, "gallery dim"],
-    *,
-    alpha: float,
-    k: int,
-    self_index: Int[Tensor, " query"],
-) -> Float[Tensor, "query dim"]:
+def expanded_queries(
+    queries: ShardedRows, gallery: ShardedRows, *, alpha: float, k: int, self_index: Int[Tensor, " all"]
+) -> ShardedRows:
     """Alpha query expansion of unit rows: each query plus its `k` nearest gallery rows, weighted by similarity^alpha.
+
+    This is a collective operation if the rows are sharded. It has the same result on any number of processes.
 
     Args:
         queries: unit rows.
-        gallery: unit rows.
+        gallery: unit rows, sharded over the same processes.
         alpha: exponent, >= 0.
         k: number of neighbours, >= 1; all rows if the gallery has fewer.
-        self_index: index of the query's own row in the gallery, which is not one of its neighbours, or -1.
+        self_index: of all queries: index of the query's own row in the gallery, which is not one of its neighbours, or
+            -1. The work is done on its device.
     """
     return _expand(queries, gallery, alpha=alpha, k=k, self_index=self_index, self_score=-torch.inf)
 
 
-def database_augmentation(
-    gallery: Float[Tensor, "gallery dim"], *, alpha: float, k: int
-) -> Float[Tensor, "gallery dim"]:
+def augmented_gallery(gallery: ShardedRows, *, alpha: float, k: int, device: torch.device) -> ShardedRows:
     """Database augmentation of unit rows: each row plus its `k` nearest other rows, weighted by similarity^alpha.
 
     As in the official code, the similarity of a row with itself counts as 0. So it can be one of its own neighbours if
     fewer than `k` other rows have a positive similarity; its weight is then 0, or 1 if `alpha` is 0.
 
+    This is a collective operation if the rows are sharded. It has the same result on any number of processes.
+
     Args:
         gallery: unit rows.
         alpha: exponent, >= 0.
         k: number of neighbours, >= 1; all rows if the gallery has fewer.
+        device: on which the work is done.
     """
-    self_index = torch.arange(len(gallery), device=gallery.device)
+    self_index = torch.arange(len(gallery), device=device)
     return _expand(gallery, gallery, alpha=alpha, k=k, self_index=self_index, self_score=0.0)
 
 
 def _expand(
-    queries: Float[Tensor, "query dim"],
-    gallery: Float[Tensor, "gallery dim"],
+    queries: ShardedRows,
+    gallery: ShardedRows,
     *,
     alpha: float,
     k: int,
-    self_index: Int[Tensor, " query"],
+    self_index: Int[Tensor, " all"],
     self_score: float,
-) -> Float[Tensor, "query dim"]:
+) -> ShardedRows:
     """Expand block by block; `self_score` replaces the similarity of a query with its own row."""
     k = min(k, len(gallery))
-    numbers_per_row = max(1, len(gallery), k * gallery.shape[1])
-    block_rows = max(1, _BLOCK_NUMBERS // numbers_per_row)
-    expanded = torch.empty_like(queries)
-    for start in range(0, len(queries), block_rows):
-        rows = slice(start, start + block_rows)
+    nearest = nearest_rows(queries, gallery, k, self_index=self_index, self_score=self_score)
+    weights = _weights(nearest.scores, alpha)[:, None]  # (query, 1, k)
+    block_rows = min(_BLOCK_ROWS, max(1, _BLOCK_NUMBERS // max(1, k * gallery.local.shape[1])))
+    blocks = [local for local, _ in queries.parts(block_rows)]
+    blocks += [slice(0, 0)] * (queries.most_parts(block_rows) - len(blocks))  # others fetch rows of this process
+    expanded = torch.empty_like(queries.local)
+    for block in blocks:
+        neighbours = gallery.fetch(nearest.positions[block]).to(weights.device)  # (query, k, dim)
         with ieee_products():
-            scores = queries[rows] @ gallery.T  # (query, gallery)
-        in_gallery = (self_index[rows] >= 0).nonzero()[:, 0]
-        scores[in_gallery, self_index[rows][in_gallery]] = self_score
-        nearest = scores.topk(k, dim=1)  # (query, k)
-        weights = _weights(nearest.values, alpha)[:, None]  # (query, 1, k)
-        with ieee_products():
-            neighbours = (weights @ gallery[nearest.indices])[:, 0]  # (query, dim)
-        expanded[rows] = normalize(queries[rows] + neighbours)
-    return expanded
+            summed = (weights[block] @ neighbours)[:, 0]  # (query, dim)
+        expanded[block] = normalize(queries.local[block].to(summed.device) + summed)
+    return replace(queries, local=expanded)
 
 
 def _weights(s: Float[Tensor, "query k"], alpha: float) -> Float[Tensor, "query k"]:
@@ -117,11 +117,12 @@ class QueryExpansion:
         tensor([[0.9731, 0.2305]])
 
     Cost:
-        Memory of one block of scores or of neighbours; time of the matrix product of queries and gallery.
+        Memory of one block of scores or of neighbours, and 12 k bytes for each query; time of the matrix product of
+        queries and gallery.
 
     Relations:
-        An argument of `lightning_retrieval.callbacks.RetrievalEvaluation`. `DatabaseAugmentation` does the same with
-        the gallery.
+        An argument of `lightning_retrieval.callbacks.RetrievalEvaluation`, in which each process expands the queries
+        that it holds. `DatabaseAugmentation` does the same with the gallery.
 
     Source:
         Radenovic et al., TPAMI 2019; code: naver/deep-image-retrieval, `expand_descriptors`.
@@ -151,9 +152,14 @@ class QueryExpansion:
         if self_index is None:
             self_index = torch.full((len(queries),), -1, device=queries.device)
         _check_self_index(self_index, queries, len(gallery))
-        return query_expansion(
-            normalize(queries), normalize(gallery), alpha=self.alpha, k=self.k, self_index=self_index.long()
+        expanded = expanded_queries(
+            unsharded(normalize(queries), _BLOCK_ROWS),
+            unsharded(normalize(gallery), _BLOCK_ROWS),
+            alpha=self.alpha,
+            k=self.k,
+            self_index=self_index.long(),
         )
+        return expanded.local
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,8 @@ class DatabaseAugmentation:
                 [-1.0000,  0.0000]])
 
     Cost:
-        Memory of one block of scores or of neighbours; time of the product of the gallery with itself, N^2 D.
+        Memory of one block of scores or of neighbours, and 12 k bytes for each row; time of the product of the gallery
+        with itself, N^2 D.
 
     Relations:
         An argument of `lightning_retrieval.callbacks.RetrievalEvaluation`. Queries are expanded with the augmented
@@ -202,7 +209,8 @@ class DatabaseAugmentation:
             gallery: one row per image, normalised here.
         """
         check_embeddings("DatabaseAugmentation", "gallery", gallery)
-        return database_augmentation(normalize(gallery), alpha=self.alpha, k=self.k)
+        rows = unsharded(normalize(gallery), _BLOCK_ROWS)
+        return augmented_gallery(rows, alpha=self.alpha, k=self.k, device=gallery.device).local
 
 
 def _check_settings(owner: str, alpha: float, k: int) -> None:

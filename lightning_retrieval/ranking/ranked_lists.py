@@ -16,16 +16,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.host import size_for
 from lightning_retrieval.ranking.counting import count_at_least
 from lightning_retrieval.ranking.float64 import float64_device
 from lightning_retrieval.ranking.labelled_lists import Extent, LabelledLists
 from lightning_retrieval.ranking.ranks import PositiveRanks
-from lightning_retrieval.ranking.score_tiles import ScoreTiles, columns_of_a_product, columns_of_a_tile
+from lightning_retrieval.ranking.score_tiles import ScoreTiles, columns_of_a_piece, columns_of_a_tile
 from lightning_retrieval.ranking.sharded_rows import ShardedRows
 
 _MAX_ROUND_POSITIVES = 1 << 24  # of the queries of a round on one process; each takes 9 bytes
-_CPU_PRODUCTS, _DEVICE_PRODUCTS = 8, 1  # that the columns of a piece are divided into, at least
 
 
 def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: LabelledLists) -> Iterator[PositiveRanks]:
@@ -66,30 +64,15 @@ def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: LabelledLi
         begin = min(extent.begin for extent in in_round)
         end = max(extent.end for extent in in_round)
         for start in range(begin // columns * columns, end, columns):
-            _start_piece(tiles, gallery, start, min(start + columns, len(gallery)))
+            tiles.take_piece(gallery, start, columns)
             for block in blocks:
                 block.find_positives(tiles)
         for start in range(0, len(gallery), columns):
-            _start_piece(tiles, gallery, start, min(start + columns, len(gallery)))
+            tiles.take_piece(gallery, start, columns)
             for block in blocks:
                 block.count(tiles)
         for block in blocks:
             yield block.ranks()
-
-
-def columns_of_a_piece(gallery: ShardedRows, positives: int, device: torch.device) -> int:
-    """Number of images of a piece of the gallery, a multiple of `columns_of_a_product`.
-
-    It is the whole gallery if that is not sharded; else some tiles, but not many more than each process holds.
-    """
-    unit = columns_of_a_product(device)
-    if not gallery.is_sharded:
-        return max(1, math.ceil(len(gallery) / unit)) * unit
-    least = unit * size_for(device, cpu=_CPU_PRODUCTS, accelerator=_DEVICE_PRODUCTS)
-    of_every_process = gallery.layout.unit * gallery.shard.count  # a piece has a block of each process
-    held = math.ceil(len(gallery) / gallery.shard.count)
-    wanted = max(least, of_every_process, min(held, columns_of_a_tile(device, positives)))
-    return math.ceil(wanted / unit) * unit
 
 
 class RankedBlock:
@@ -131,7 +114,7 @@ class RankedBlock:
         if not self._is_sorted:
             self._sort_positives()
         tiles.start_block(self._queries)
-        for tile in tiles.others(self._counted):
+        for _, tile in tiles.others(self._counted):
             self._add(tile)
 
     def ranks(self) -> PositiveRanks:
@@ -183,12 +166,6 @@ def _blocks_of_round(
         extent = extents[positions.start // queries.layout.unit]
         blocks.append(RankedBlock(local, index, extent=extent, lists=lists))
     return blocks
-
-
-def _start_piece(tiles: ScoreTiles, gallery: ShardedRows, begin: int, end: int) -> None:
-    """Make this piece of the gallery that of the tiles, unless it is already."""
-    if (tiles.begin, tiles.end) != (begin, end):
-        tiles.start_piece(gallery.range(begin, end), begin)
 
 
 def _worst_first(

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from lightning_retrieval.host import size_for
 from lightning_retrieval.ranking.precision import ieee_products
+from lightning_retrieval.ranking.sharded_rows import ShardedRows
 
 _COLUMN_MULTIPLE = 384
 # Columns of a product: on a CPU its scores stay in the cache, on other devices few kernels are launched.
@@ -26,6 +27,7 @@ _DEVICE_COLUMNS = 64 * _COLUMN_MULTIPLE
 # A tile is so many times wider than the list of a query's positives, so that few tiles are searched for each of them.
 _COLUMNS_OF_A_POSITIVE = 32
 _KEPT_TILES = 4  # that hold positives; they are not computed twice
+_CPU_PRODUCTS, _DEVICE_PRODUCTS = 8, 1  # that the columns of a piece are divided into, at least
 
 
 class ScoreTiles:
@@ -62,6 +64,15 @@ class ScoreTiles:
         last = len(piece) // self._columns_of_a_product * self._columns_of_a_product
         self._last_part = pad(piece[last:], (0, 0, 0, -len(piece) % _COLUMN_MULTIPLE))
 
+    def take_piece(self, gallery: ShardedRows, begin: int, columns: int) -> None:
+        """Begin the piece of this many rows of a gallery, unless it is the current one.
+
+        This is a collective operation if the gallery is sharded.
+        """
+        end = min(begin + columns, len(gallery))
+        if (self.begin, self.end) != (begin, end):
+            self.start_piece(gallery.range(begin, end), begin)
+
     def start_block(self, queries: Float[Tensor, "query dim"]) -> None:
         """Begin the block of these queries, unit rows, at most `rows` of them."""
         self._queries[: len(queries)] = queries
@@ -92,11 +103,14 @@ class ScoreTiles:
         """The tiles that `gather` has computed, if they hold all of its columns and are few, by their positions."""
         return self._kept
 
-    def others(self, done: frozenset[int]) -> Iterator[Float[Tensor, "query column"]]:
-        """The scores of the tiles of the piece that are not done, -inf at padding, each valid until the next one."""
+    def others(self, done: frozenset[int] = frozenset()) -> Iterator[tuple[int, Float[Tensor, "query column"]]]:
+        """The positions of the tiles of the piece that are not done, and their scores, -inf at padding.
+
+        The scores are valid until the next tile, and may be changed.
+        """
         for start in self._starts(self.begin, self.end):
             if start not in done:
-                yield self._scores(start, 0)
+                yield start, self._scores(start, 0)
 
     def _starts(self, begin: int, end: int) -> range:
         """The positions of the tiles of the piece that have images from `begin` to `end`."""
@@ -130,3 +144,18 @@ def columns_of_a_tile(device: torch.device, positives: int) -> int:
     """How many images have their scores counted together, if a query has this number of positives."""
     multiple = math.ceil(_COLUMNS_OF_A_POSITIVE * positives / columns_of_a_product(device))
     return columns_of_a_product(device) * max(1, multiple)
+
+
+def columns_of_a_piece(gallery: ShardedRows, positives: int, device: torch.device) -> int:
+    """Number of images of a piece of the gallery, a multiple of `columns_of_a_product`.
+
+    It is the whole gallery if that is not sharded; else some tiles, but not many more than each process holds.
+    """
+    unit = columns_of_a_product(device)
+    if not gallery.is_sharded:
+        return max(1, math.ceil(len(gallery) / unit)) * unit
+    least = unit * size_for(device, cpu=_CPU_PRODUCTS, accelerator=_DEVICE_PRODUCTS)
+    of_every_process = gallery.layout.unit * gallery.shard.count  # a piece has a block of each process
+    held = math.ceil(len(gallery) / gallery.shard.count)
+    wanted = max(least, of_every_process, min(held, columns_of_a_tile(device, positives)))
+    return math.ceil(wanted / unit) * unit

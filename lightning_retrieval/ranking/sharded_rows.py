@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.distributed import UNSHARDED, Shard, gather_parts
+from lightning_retrieval.distributed import UNSHARDED, Shard, fetch_rows, gather_parts
 
 _CHUNK = 1 << 14  # rows that are gathered at a time if all are
 
@@ -41,6 +41,12 @@ class Layout:
         """How many of the rows before a position a process holds."""
         whole, rest = divmod(position, self.unit * self.processes)
         return whole * self.unit + min(max(rest - process * self.unit, 0), self.unit)
+
+    def holder(self, positions: Int[Tensor, " row"]) -> tuple[Int[Tensor, " row"], Int[Tensor, " row"]]:
+        """The process that holds each of these rows, and the index of the row among those of the process."""
+        process = positions // self.unit % self.processes
+        local = positions // (self.unit * self.processes) * self.unit + positions % self.unit
+        return process, local
 
     def by_process(self, begin: int = 0, end: int | None = None) -> Int[Tensor, " row"]:
         """The positions of the rows from `begin` to `end`: those of the first process, then those of the second, ..."""
@@ -81,6 +87,26 @@ class ShardedRows:
             begin = (number * self.shard.count + self.shard.index) * unit
             yield rows, slice(begin, begin + len(rows))
 
+    def parts(self, rows: int) -> Iterator[tuple[slice, slice]]:
+        """The blocks of this process, cut into parts of at most so many rows.
+
+        Yields the range of each part among the local rows, and among all rows.
+        """
+        local = 0
+        for _, positions in self.blocks():
+            for begin in range(positions.start, positions.stop, rows):
+                end = min(begin + rows, positions.stop)
+                yield slice(local, local + end - begin), slice(begin, end)
+                local += end - begin
+
+    def most_parts(self, rows: int) -> int:
+        """The largest number of `parts` that a process has."""
+        numbers = []
+        for size in self.layout.sizes():
+            blocks, rest = divmod(size, self.layout.unit)
+            numbers.append(blocks * math.ceil(self.layout.unit / rows) + math.ceil(rest / rows))
+        return max(numbers)
+
     def range(self, begin: int, end: int) -> Float[Tensor, "range dim"]:
         """The rows from `begin` to `end`. If they are sharded, this is a collective operation.
 
@@ -104,14 +130,24 @@ class ShardedRows:
         if not self.is_sharded:
             return self.local[positions.to(self.local.device)]
         positions = positions.cpu()
-        unit, processes = self.layout.unit, self.shard.count
-        process = positions // unit % processes
-        local = positions // (unit * processes) * unit + positions % unit
+        process, local = self.layout.holder(positions)
         own = self.local[local[process == self.shard.index].to(self.local.device)].to(self.shard.device)
-        sizes = torch.bincount(process, minlength=processes).tolist()
+        sizes = torch.bincount(process, minlength=self.shard.count).tolist()
         rows = own.new_empty(len(positions), own.shape[1])
         rows[process.argsort(stable=True).to(rows.device)] = torch.cat(gather_parts(own, sizes, self.shard.group))
         return rows
+
+    def fetch(self, positions: Int[Tensor, "..."]) -> Float[Tensor, "... dim"]:
+        """The rows at these positions, which may be others on each process, on the device of the local rows.
+
+        This is a collective operation if the rows are sharded.
+        """
+        if not self.is_sharded:
+            return self.local[positions.to(self.local.device)]
+        wanted, inverse = positions.to(self.shard.device).unique(return_inverse=True)
+        process, local = self.layout.holder(wanted)
+        found = fetch_rows(self.local, process, local, self.shard)
+        return found[inverse.to(found.device)]
 
     def all(self) -> Float[Tensor, "row dim"]:
         """All rows, on every process, on the device of the local rows. A collective operation if they are sharded."""

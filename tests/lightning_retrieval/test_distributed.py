@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from lightning_retrieval.distributed import (
+    Shard,
+    exchange_rows,
+    fetch_rows,
     fork_may_deadlock,
     gather_objects,
     gather_rows,
@@ -27,8 +30,28 @@ def gather_kinds_of_rows(this, world):
     }
 
 
+def held_by(process, index):
+    """The row with this index of a process."""
+    return [100 * process + index, process]
+
+
+def rows_of_other_processes(this, world):
+    """Each process sends as many rows as the number of the receiver, and fetches other rows; the last fetches none."""
+    shard = Shard(this, world, device=torch.device("cpu"))
+    rows = torch.tensor([held_by(this, index) for index in range(5 + this)])
+    process = torch.arange(7 * (world - 1 - this)) % world
+    index = torch.arange(len(process)) * 3 % 5
+    sent = torch.cat([torch.full((to,), 10 * this + to) for to in range(world)])
+    return {
+        "fetched": fetch_rows(rows, process, index, shard),
+        "wanted": [held_by(*wanted) for wanted in zip(process.tolist(), index.tolist())],
+        "exchanged": exchange_rows(sent, range(world), [this] * world, shard).tolist(),
+    }
+
+
 def in_each_process(this, world):
     return {
+        "others": rows_of_other_processes(this, world),
         "rank": rank(),
         "world size": world_size(),
         "rows": gather_kinds_of_rows(this, world),
@@ -57,6 +80,14 @@ def test_rows_come_in_rank_order(ranks):
         assert rows["bool"].shape == (sum(2 - r % 2 for r in range(world)), 1, 3)
         assert rows["bool"].all()
         assert rows["none"].shape == (0, 5)
+
+
+def test_rows_are_sent_between_processes(ranks):
+    for this, result in enumerate(ranks):
+        found = result["others"]
+        assert found["fetched"].shape == (len(found["wanted"]), 2)
+        assert found["fetched"].tolist() == found["wanted"]
+        assert found["exchanged"] == [10 * sender + this for sender in range(len(ranks)) for _ in range(this)]
 
 
 def test_one_process_without_a_group():

@@ -14,7 +14,7 @@ from tests.lightning_retrieval.metrics.helpers import LargestTensor
 ROWS, DIM = 900, 12
 QUERIES = 30  # of the revisited set
 SIZES = [  # small ones, so that there are several pieces of the gallery, rounds of queries, and parts of the batches
-    (ranked_lists, "_CPU_PRODUCTS", 1),
+    (score_tiles, "_CPU_PRODUCTS", 1),
     (ranked_lists, "_MAX_ROUND_POSITIVES", 1 << 13),
     (labelled_lists, "_MAX_BLOCK_POSITIVES", 1 << 12),
     (score_tiles, "_CPU_COLUMNS", 384),

@@ -75,6 +75,26 @@ def test_database_augmentation_does_not_depend_on_blocks(monkeypatch, block):
     torch.testing.assert_close(DatabaseAugmentation()(gallery), whole)
 
 
+def test_a_query_does_not_depend_on_the_queries_beside_it():
+    queries, gallery = rows(300, 24, dtype=torch.float32), rows(2000, 24, seed=1, dtype=torch.float32)
+    expanded = QueryExpansion()(queries, gallery)
+    assert torch.equal(QueryExpansion()(queries[250:], gallery), expanded[250:])
+    assert torch.equal(QueryExpansion()(queries[7:8], gallery), expanded[7:8])
+
+
+def test_of_rows_with_equal_similarity_the_first_are_the_neighbours():
+    """All 200 rows have the similarity 1/2 with the query."""
+    others = torch.eye(201)[1:] * 0.75**0.5
+    gallery = torch.cat([torch.full((200, 1), 0.5), others[:, 1:]], 1)
+    query = torch.eye(201)[:1]
+    for k in (2, 20, 150):
+        expanded = QueryExpansion(alpha=1.0, k=k)(query, gallery)
+        assert expanded[0].nonzero()[:, 0].tolist() == list(range(k + 1))
+    augmented = DatabaseAugmentation(alpha=0, k=1)(torch.eye(150))  # similarities of 0, also with itself
+    assert augmented[5].nonzero()[:, 0].tolist() == [0, 5]
+    assert augmented[0].nonzero()[:, 0].tolist() == [0]
+
+
 def test_half_precision_is_converted_to_float32():
     queries, gallery = rows(3, 4, dtype=torch.bfloat16), rows(9, 4, seed=1, dtype=torch.bfloat16)
     expanded = QueryExpansion()(queries, gallery)

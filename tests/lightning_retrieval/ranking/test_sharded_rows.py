@@ -44,12 +44,35 @@ def test_blocks_have_their_positions():
     assert list(unsharded(ROWS[:0], 4).blocks()) == []
 
 
+@pytest.mark.parametrize("processes", [1, 2, 3, 5])
+@pytest.mark.parametrize(("unit", "rows"), [(4, 4), (4, 3), (4, 9), (30, 7), (1, 1)])
+def test_parts_of_the_blocks(processes, unit, rows):
+    shards = [shard_of(ROWS, unit, index, processes) for index in range(processes)]
+    found = [list(shard.parts(rows)) for shard in shards]
+    for shard, parts in zip(shards, found):
+        assert shard.most_parts(rows) == max(map(len, found))
+        assert torch.equal(torch.cat([ROWS[:0], *(shard.local[local] for local, _ in parts)]), shard.local)
+        for local, positions in parts:
+            assert torch.equal(shard.local[local], ROWS[positions])
+            assert 0 < positions.stop - positions.start <= rows
+            assert positions.start // unit == (positions.stop - 1) // unit  # no part is of two blocks
+
+
+def test_the_holder_of_a_row():
+    layout = Layout(23, 4, 3)
+    process, local = layout.holder(torch.arange(23))
+    assert process.tolist() == [holder(row, 4, 3) for row in range(23)]
+    for row in range(23):
+        assert shard_of(ROWS, 4, int(process[row]), 3).local[local[row]].tolist() == ROWS[row].tolist()
+
+
 def test_rows_of_one_process_are_not_copied():
     rows = unsharded(ROWS, 4)
     assert rows.all() is ROWS
     assert rows.range(3, 9).data_ptr() == ROWS[3].data_ptr()
     assert not rows.is_sharded
     assert torch.equal(rows.select(torch.tensor([5, 2])), ROWS[[5, 2]])
+    assert torch.equal(rows.fetch(torch.tensor([[5], [2]])), ROWS[torch.tensor([[5], [2]])])
     assert torch.equal(rows.with_rows(ROWS + 1).all(), ROWS + 1)
 
 
@@ -64,14 +87,18 @@ def in_each_process(this, world):
         "none": rows.range(4, 4),
         "chosen": rows.select(chosen),
         "nothing chosen": rows.select(chosen[:0]),
+        "fetched": rows.fetch(chosen[this:].expand(2, -1)),
+        "nothing fetched": rows.fetch(chosen[: 2 * (this == 0), None]),
         "replaced": rows.with_rows(-ROWS).all(),
     }
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_process_gets_the_rows_of_all(world, run_processes):
-    for found in run_processes(in_each_process, world):
+    for this, found in enumerate(run_processes(in_each_process, world)):
         assert found["length"] == 23
+        assert torch.equal(found["fetched"], ROWS[[22, 0, 9, 9, 3][this:]].expand(2, -1, -1))
+        assert torch.equal(found["nothing fetched"], ROWS[[22, 0], None][: 2 * (this == 0)])
         assert torch.equal(found["all"], ROWS)
         assert torch.equal(found["some"], ROWS[7:20])
         assert found["none"].shape == (0, 2)
