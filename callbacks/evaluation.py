@@ -73,7 +73,9 @@ class RetrievalEvaluation(pl.Callback):
 
     Cost:
         Each process keeps the embeddings of its own images, and one more copy of 1 / W of all while metrics are
-        computed, see `RetrievalMetrics`. With `query_expansion` or `database_augmentation` each gathers all embeddings.
+        computed, see `RetrievalMetrics`. `QueryExpansion` and `DatabaseAugmentation` take another copy of these, and k
+        neighbours of each row; for a class or a function of your own in their place, each process gathers all
+        embeddings.
 
     Relations:
         `RetrievalGallery` draws what this callback collects. The highest value of each metric of a training run is

@@ -31,7 +31,7 @@ from lightning_retrieval.metrics.gathering import (
     nothing_to_compute,
 )
 from lightning_retrieval.metrics.plot import Results, plot_results
-from lightning_retrieval.metrics.query_gallery import QueryGallery, query_gallery
+from lightning_retrieval.metrics.query_gallery import QueryGallery, post_processing, query_gallery
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.ranking.roles import Role
 
@@ -53,8 +53,9 @@ class EmbeddingMetric(Metric):
         query_expansion: from (queries, gallery, self_index) to new queries, such as
             `lightning_retrieval.QueryExpansion()`; none if None.
         database_augmentation: from a gallery to a new one, such as `lightning_retrieval.DatabaseAugmentation()`,
-            applied before `query_expansion`; none if None. If there are several processes, each of them gathers all
-            embeddings for these two.
+            applied before `query_expansion`; none if None. If there are several processes, each of them applies these
+            two classes to the rows that it holds. A function or a class of your own needs all rows, so every process
+            gathers all embeddings for it, and computes the same.
         embeddings_on_cpu: keep embeddings in main memory, and copy them to the device in chunks.
         kwargs: arguments of `torchmetrics.Metric`, such as `sync_on_compute` and `process_group`.
 
@@ -318,8 +319,7 @@ class EmbeddingMetric(Metric):
 
     def _settings(self) -> str:
         """What must be the same on all processes: they would wait for each other if one does more than the others."""
-        augmentation, expansion = type(self.database_augmentation).__name__, type(self.query_expansion).__name__
-        return f"{self.extra_repr()}, query_expansion: {expansion}, database_augmentation: {augmentation}"
+        return f"{self.extra_repr()}, {post_processing(self.query_expansion, self.database_augmentation)}"
 
 
 def _concatenated(batches: list[Tensor]) -> Tensor | None:

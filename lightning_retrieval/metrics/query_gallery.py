@@ -10,6 +10,12 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_matrix
 from lightning_retrieval.metrics.gathering import Rows
+from lightning_retrieval.ranking.expansion import (
+    DatabaseAugmentation,
+    QueryExpansion,
+    augmented_gallery,
+    expanded_queries,
+)
 from lightning_retrieval.ranking.labelled_lists import LabelledLists
 from lightning_retrieval.ranking.ranked_lists import positive_ranks
 from lightning_retrieval.ranking.ranks import PositiveRanks
@@ -123,13 +129,28 @@ def query_gallery(
     return _post_processed(owner, lists, query_expansion, database_augmentation)
 
 
+def post_processing(query_expansion: Any, database_augmentation: Any) -> str:
+    """What post-processing there is, as far as processes can compare it: the settings of the library's own classes."""
+    shown = []
+    for given in (query_expansion, database_augmentation):
+        if isinstance(given, QueryExpansion | DatabaseAugmentation):
+            shown.append(repr(given))
+        else:
+            shown.append(type(given).__name__)
+    return f"query_expansion: {shown[0]}, database_augmentation: {shown[1]}"
+
+
 def _post_processed(
     owner: str,
     lists: QueryGallery,
     query_expansion: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
     database_augmentation: Callable[[Tensor], Tensor] | None,
 ) -> QueryGallery:
-    """Apply post-processing, which needs all rows: every process gathers them and computes the same."""
+    """Apply post-processing; each process to its own rows if it is the library's, else each to all rows."""
+    # A class derived from them may compute something else.
+    is_own_augmentation = database_augmentation is None or type(database_augmentation) is DatabaseAugmentation
+    if is_own_augmentation and (query_expansion is None or type(query_expansion) is QueryExpansion):
+        return _expanded_in_shards(lists, query_expansion, database_augmentation)
     queries, gallery = lists.queries, lists.gallery
     if database_augmentation is not None:
         augmented = database_augmentation(gallery)
@@ -140,6 +161,17 @@ def _post_processed(
     return replace(
         lists, query_rows=lists.query_rows.with_rows(queries), gallery_rows=lists.gallery_rows.with_rows(gallery)
     )
+
+
+def _expanded_in_shards(lists: QueryGallery, expansion: Any, augmentation: Any) -> QueryGallery:
+    """Apply the library's own post-processing: each process expands the rows that it holds."""
+    queries, gallery = lists.query_rows, lists.gallery_rows
+    if isinstance(augmentation, DatabaseAugmentation):
+        device = lists.self_index.device
+        gallery = augmented_gallery(gallery, alpha=augmentation.alpha, k=augmentation.k, device=device)
+    if isinstance(expansion, QueryExpansion):
+        queries = expanded_queries(queries, gallery, alpha=expansion.alpha, k=expansion.k, self_index=lists.self_index)
+    return replace(lists, query_rows=queries, gallery_rows=gallery)
 
 
 def _checked(owner: str, name: str, result: Any, rows: Float[Tensor, "row dim"]) -> Float[Tensor, "row dim"]:

@@ -8,7 +8,7 @@ from lightning_retrieval.callbacks.gallery import nearest_images
 from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics, curves, unit_rows
 from lightning_retrieval.metrics import revisited as revisited_module
 from lightning_retrieval.metrics.decomposability import decomposability_gap
-from lightning_retrieval.ranking import labelled_lists, ranked_lists, score_tiles
+from lightning_retrieval.ranking import expansion, labelled_lists, nearest_rows, ranked_lists, score_tiles
 from tests.lightning_retrieval.metrics.helpers import LargestTensor
 
 ROWS, DIM = 900, 12
@@ -21,6 +21,8 @@ SIZES = [  # small ones, so that there are several pieces of the gallery, rounds
     (revisited_module, "_BLOCK_COLUMNS", 384),
     (curves, "_BLOCK_GALLERY", 200),
     (unit_rows, "_PART_NUMBERS", 1 << 9),
+    (nearest_rows, "_BLOCK_ROWS", 64),
+    (expansion, "_BLOCK_NUMBERS", 20 * 5 * DIM),  # 20 rows, which do not divide a block
 ]
 
 
@@ -44,12 +46,33 @@ def roles():
     }
 
 
-def revisited():
+def tied_points():
+    """Embeddings whose similarities are multiples of 1/4, so that most neighbours are chosen among equal ones."""
+    generator = torch.Generator().manual_seed(4)
+    labels = torch.randint(0, 100, (ROWS,), generator=generator)
+    places = torch.rand(ROWS, 6, generator=generator).argsort(1)[:, :4]
+    signs = torch.randint(0, 2, (ROWS, 4), generator=generator) * 2.0 - 1
+    return torch.zeros(ROWS, DIM).scatter(1, places, signs), labels
+
+
+def revisited(**settings):
     """Easy, hard and junk images of each query, some of which the gallery does not have."""
     lists = []
     for offset in (0, 300, 600):
         lists.append({query: [(query * 37 + offset + 11 * i) % 999 + QUERIES for i in range(5)] for query in range(30)})
-    return RevisitedMetrics(*lists)
+    return RevisitedMetrics(*lists, **settings)
+
+
+def centred(gallery):
+    """A user's own augmentation: rows that are not of unit length."""
+    return gallery - gallery.mean(0)
+
+
+class Doubled(QueryExpansion):
+    """A user's own class, derived from the library's."""
+
+    def __call__(self, queries, gallery, self_index=None):
+        return super().__call__(queries * 2 - gallery.mean(0), gallery, self_index)
 
 
 def mean_of_both(queries, gallery, self_index):
@@ -62,10 +85,11 @@ def cases():
     x, labels = points()
     levels = torch.stack([labels, labels // 7, labels // 42], 1)
     instances = torch.randint(0, ROWS // 3, (ROWS,), generator=torch.Generator().manual_seed(3))
-    expansion, augmentation = QueryExpansion(k=4), DatabaseAugmentation(k=3, alpha=0.5)
+    expanded, augmented = QueryExpansion(k=4), DatabaseAugmentation(k=3, alpha=0.5)
     is_query = torch.arange(ROWS) < QUERIES
     more = {"map_ks": (3,), "extra_metrics": ("mINP", "NDCG@10"), "dims": (4, DIM)}
-    both = {"query_expansion": expansion, "database_augmentation": augmentation}
+    both = {"query_expansion": expanded, "database_augmentation": augmented}
+    every_row = {"query_expansion": QueryExpansion(k=101)}  # more than there are
     return {
         "plain": (RetrievalMetrics(**more), x, labels, {}),
         "roles and junk": (RetrievalMetrics(embeddings_on_cpu=True), x, labels, roles()),
@@ -77,9 +101,25 @@ def cases():
         "half in one class": (RetrievalMetrics(), *points(half_in_one_class=True), {}),
         "expanded": (RetrievalMetrics(**both), x, labels, {}),
         "expanded, with roles": (RetrievalMetrics(**both), x, labels, roles()),
+        "expanded queries": (RetrievalMetrics(query_expansion=expanded), x, labels, roles()),
+        "augmented gallery": (RetrievalMetrics(database_augmentation=augmented), x, labels, roles()),
+        "expanded, in main memory": (RetrievalMetrics(**both, embeddings_on_cpu=True), x, labels // 6, roles()),
+        "expanded instances": (RetrievalMetrics(**both), x, labels[instances], {"instances": instances}),
+        "expanded, float64": (RetrievalMetrics(**both), *points(dtype=torch.float64), {}),
+        "expanded, half in one class": (RetrievalMetrics(**both), *points(half_in_one_class=True), {}),
+        "expanded by all rows": (RetrievalMetrics(**every_row), x[:100], labels[:100] // 30, {}),
+        "expanded by ties": (RetrievalMetrics(**both), *tied_points(), {}),
         "a user's function": (RetrievalMetrics(query_expansion=mean_of_both), x, labels, roles()),
+        "a user's class": (RetrievalMetrics(query_expansion=Doubled(k=4)), x, labels, roles()),
+        "a user's function and expansion": (
+            RetrievalMetrics(query_expansion=expanded, database_augmentation=centred),
+            x,
+            labels,
+            roles(),
+        ),
         "random galleries": (RandomGalleryMetrics(draws=2), x, labels, {}),
         "revisited": (revisited(), x, labels, {"is_query": is_query, "is_gallery": ~is_query}),
+        "revisited, expanded": (revisited(**both), x, labels, {"is_query": is_query, "is_gallery": ~is_query}),
         "no positive": (RetrievalMetrics(), x[:5], torch.arange(5), {}),
     }
 
@@ -120,7 +160,7 @@ def tables(this, world):
             results[name] = dict(metrics.compute())
             if isinstance(metrics, RetrievalMetrics):
                 results[name] |= metrics.per_query()
-            if name in ("plain", "roles and junk", "half in one class"):
+            if name in ("plain", "roles and junk", "half in one class", "expanded, with roles"):
                 results[name] |= pictures(metrics)
         return results
 
@@ -152,21 +192,27 @@ def test_the_cases_are_no_trivial_ones(alone):
     assert alone["half in one class"]["pairs"].sum(1)[0] > 400 * 399
 
 
-def largest_tensors(this, world):
+def largest_tensors(this, world, settings):
     """Elements of the largest tensor in an evaluation, and of the embeddings that this process is given."""
     ids = torch.arange(this, 3000, world)
-    metrics = RetrievalMetrics((1,))
+    metrics = RetrievalMetrics((1,), **settings)
     metrics.update(torch.randn(len(ids), 256), ids // 5, ids, is_query=ids % 50 == 0)
     with pytest.MonkeyPatch.context() as patch:
         for module, name, size in SIZES:
             patch.setattr(module, name, size)
+        patch.setattr(expansion, "_BLOCK_NUMBERS", 64 * 4 * 256)  # 64 rows
         with LargestTensor() as largest:
             metrics.compute()
     return largest.elements, len(ids) * 256
 
 
-def test_no_process_has_the_embeddings_of_all(run_processes):
-    for largest, given in run_processes(largest_tensors, 3):
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"query_expansion": QueryExpansion(k=4), "database_augmentation": DatabaseAugmentation(k=4)}],
+    ids=["plain", "expanded"],
+)
+def test_no_process_has_the_embeddings_of_all(settings, run_processes):
+    for largest, given in run_processes(largest_tensors, 3, settings):
         assert largest <= 1.2 * given
 
 
@@ -178,7 +224,12 @@ def messages(this, world):
     disagreeing = labels.clone()
     disagreeing[4] += this
     shared = torch.cat([own, torch.tensor([4])])
-    for settings, of_labels in (({}, disagreeing), ({"dims": (4,) if this else (5,)}, labels)):
+    expansions = {"query_expansion": QueryExpansion(k=4 + this)}
+    for settings, of_labels in (
+        ({}, disagreeing),
+        ({"dims": (4,) if this else (5,)}, labels),
+        (expansions, labels),
+    ):
         metrics = RetrievalMetrics((1,), **settings)
         metrics.update(x[shared], of_labels[shared], shared)
         with pytest.raises(ValueError, match="RetrievalMetrics: ") as error:
@@ -192,4 +243,6 @@ def test_processes_that_disagree_raise_the_same_error(run_processes):
     first, *others = run_processes(messages, 3)
     assert first[0] == "RetrievalMetrics: `ids` must have one label each, got id 4 with two different labels."
     assert first[1].startswith("RetrievalMetrics: the settings must be the same on all processes, got ")
+    assert "query_expansion: QueryExpansion(alpha=2.0, k=4), " in first[2]
+    assert "query_expansion: QueryExpansion(alpha=2.0, k=6), " in first[2]
     assert all(found == first for found in others)
