@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_retrieval.callbacks.evaluation_loop import batches_on_device
 from lightning_retrieval.callbacks.loaders import loader_list
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.distributed import gather_rows, rank, world_size
+from lightning_retrieval.distributed import rank, world_size
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.training.module import RetrievalModule
 
@@ -48,7 +48,9 @@ class LearnWhitening(pl.Callback):
         >>> callbacks = [LearnWhitening(images=5000), RetrievalEvaluation()]
 
     Cost:
-        Each time, the images are embedded once, and every process holds all their embeddings.
+        Each time, the images are embedded once. Each process keeps the embeddings of its own images, and sends sums of
+        their products; for a whitening class of your own, every process gathers all embeddings
+        (`Whitening.fit_over_processes`).
 
     Relations:
         `PCAWhitening.fit` and `SupervisedWhitening.fit` learn a whitening from given embeddings, also from those of
@@ -103,7 +105,7 @@ class LearnWhitening(pl.Callback):
         own_shard = chosen.tensor_split(world_size())[rank()]
         loader = _create_loader(dataset, own_shard.tolist(), loader_list(loaders)[0])
         rows, labels = _embed(trainer, pl_module, loader)
-        whitening.fit(gather_rows(rows), gather_rows(labels))
+        whitening.fit_over_processes(rows, labels)
 
 
 def _whitening(pl_module: pl.LightningModule) -> Whitening:

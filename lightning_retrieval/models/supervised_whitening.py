@@ -12,11 +12,16 @@ multiples of the identity until it is not; here that is an error, because the di
 outweigh all others.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_embeddings, check_integer, check_labels
+from lightning_retrieval.distributed import gather_rows, together
+from lightning_retrieval.models.fit_rows import FitRows, rows_of_all_processes, rows_of_one_process
 from lightning_retrieval.models.whitening import (
     PrincipalComponents,
     Whitening,
@@ -53,24 +58,36 @@ def matching_pairs(labels: Int[Tensor, " row"], pairs_per_image: int) -> Int[Ten
 
 
 def pair_statistics(
-    rows: Float[Tensor, "row from_dim"], pairs: Int[Tensor, "pair 2"]
+    rows: FitRows, pairs: Int[Tensor, "pair 2"]
 ) -> tuple[Float[Tensor, " from_dim"], Float[Tensor, "from_dim from_dim"]]:
-    """The mean of the pairs' first rows (m), and the mean of (q - p) (q - p)^T (S), in float64 and block by block."""
-    m = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+    """The mean of the pairs' first rows (m), and the mean of (q - p) (q - p)^T (S), in float64 and block by block.
+
+    Each process adds up the pairs whose first row it holds. This is a collective operation if there are several.
+
+    Args:
+        rows: of all processes.
+        pairs: all pairs, the same on all processes.
+    """
+    m = torch.zeros(rows.local.shape[1], dtype=torch.float64, device=rows.local.device)
     S = m.new_zeros(len(m), len(m))
-    for block in pairs.split(_FIT_PAIRS):
-        query, partner = rows[block[:, 0]].double(), rows[block[:, 1]].double()
+    holder = rows.holder(pairs[:, 0])
+    pairs_of_process = pairs[holder == rows.shard.index]
+    most = int(torch.bincount(holder).max())
+    for start in range(0, most, _FIT_PAIRS):
+        block = pairs_of_process[start : start + _FIT_PAIRS]
+        query, partner = rows.local[block[:, 0] - rows.begin].double(), rows.fetch(block[:, 1]).double()
         m += query.sum(0)
         S.addmm_((query - partner).T, query - partner)
-    return m / len(pairs), S / len(pairs)
+    return rows.sum(m) / len(pairs), rows.sum(S) / len(pairs)
 
 
 def whitening_of_pairs(
-    rows: Float[Tensor, "row from_dim"], m: Float[Tensor, " from_dim"], S: Float[Tensor, "from_dim from_dim"], dim: int
+    rows: FitRows, m: Float[Tensor, " from_dim"], S: Float[Tensor, "from_dim from_dim"], dim: int
 ) -> PrincipalComponents:
     """m, the first `dim` rows of P, and the variances along them.
 
-    Of a row of P and its opposite, both of which are valid, the one with a positive largest entry is returned.
+    Of a row of P and its opposite, both of which are valid, the one with a positive largest entry is returned. This is
+    a collective operation if there are several processes.
     """
     L = torch.linalg.cholesky(S)
     half = torch.linalg.solve_triangular(L, covariance_about(rows, m), upper=False)  # L^-1 C
@@ -109,7 +126,8 @@ class SupervisedWhitening(Whitening):
         torch.Size([100, 4])
 
     Cost:
-        `fit` needs D^2 numbers in float64 and time in proportion to (N + pairs) D^2 + D^3.
+        `fit` needs D^2 numbers in float64 and time in proportion to (N + pairs) D^2 + D^3. `fit_over_processes` shares
+        the work of (N + pairs) D^2 between the processes.
 
     Relations:
         `RetrievalModule(whitening=...)` applies it in evaluation and prediction, and
@@ -137,29 +155,64 @@ class SupervisedWhitening(Whitening):
             embeddings: one row per image, of the kind that will be whitened.
             labels: of the images, or of several levels, the finest first. Required.
         """
-        check_embeddings("SupervisedWhitening", "embeddings", embeddings)
-        if labels is None:
-            raise ValueError("SupervisedWhitening: `labels` must be given, because they define the pairs, got None.")
-        check_labels("SupervisedWhitening", "labels", labels, len(embeddings), "embeddings", device=embeddings.device)
-        from_dim = embeddings.shape[1]
-        dim = self.dim or from_dim
-        if dim > from_dim:
-            raise ValueError(
-                f"SupervisedWhitening: `dim` must be at most that of the embeddings, {from_dim}, got {dim}."
-            )
-        rows = embeddings.to(float64_device(embeddings.device))
-        pairs = matching_pairs(finest(labels).to(rows.device), self.pairs_per_image)
+        self._check_given(embeddings, labels)
+        return self._fit(embeddings, _required(labels), rows_of_one_process)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def fit_over_processes(
+        self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
+    ) -> Whitening:
+        """Learn from the rows of all processes, of which each gives its own; returns itself.
+
+        This is a collective operation. Each process sends sums, D^2 + D numbers, and the rows that are the second of a
+        pair whose first row is on another process. The order of a class is that of the ranks, and then of the rows.
+
+        Args:
+            embeddings: one row per image of this process, of the kind that will be whitened.
+            labels: of these images. Required.
+        """
+        if type(self).fit is not SupervisedWhitening.fit:  # the `fit` of a subclass, which needs all rows
+            return super().fit_over_processes(embeddings, labels)
+        together(partial(self._check_given, embeddings, labels))
+        return self._fit(embeddings, gather_rows(_required(labels)), rows_of_all_processes)
+
+    def _fit(
+        self,
+        embeddings: Float[Tensor, "batch from_dim"],
+        labels: Int[Tensor, "row ..."],
+        of_rows: Callable[[Tensor], FitRows],
+    ) -> "SupervisedWhitening":
+        """Learn from embeddings, and from the labels of the rows of all processes."""
+        rows = of_rows(embeddings.to(float64_device(embeddings.device)))
+        pairs = matching_pairs(finest(labels).to(rows.local.device), self.pairs_per_image)
         if len(pairs) == 0:
             raise ValueError("SupervisedWhitening: `labels` must hold a label with several rows, got no pair.")
         m, S = pair_statistics(rows, pairs)
         dtype = torch.promote_types(embeddings.dtype, torch.float32)
         _check_differences(S, len(pairs), dtype)
-        found = whitening_of_pairs(rows, m, S, dim)
+        found = whitening_of_pairs(rows, m, S, self.dim or embeddings.shape[1])
         self.learned = PrincipalComponents(*(part.to(dtype).to(embeddings.device) for part in found))
         return self
 
+    def _check_given(self, embeddings: Tensor, labels: Tensor | None) -> None:
+        check_embeddings("SupervisedWhitening", "embeddings", embeddings)
+        rows, device = len(embeddings), embeddings.device
+        check_labels("SupervisedWhitening", "labels", _required(labels), rows, "embeddings", device=device)
+        from_dim = embeddings.shape[1]
+        if self.dim is not None and self.dim > from_dim:
+            raise ValueError(
+                f"SupervisedWhitening: `dim` must be at most that of the embeddings, {from_dim}, got {self.dim}."
+            )
+
     def extra_repr(self) -> str:
         return f"dim={self.dim}, pairs_per_image={self.pairs_per_image}"
+
+
+def _required(labels: Tensor | None) -> Tensor:
+    if labels is None:
+        raise ValueError("SupervisedWhitening: `labels` must be given, because they define the pairs, got None.")
+    return labels
 
 
 def _check_differences(S: Float[Tensor, "from_dim from_dim"], pairs: int, dtype: torch.dtype) -> None:

@@ -6,6 +6,8 @@ m is the mean, and W and v are the principal directions and variances, of the em
 divides by the standard deviation, 0.25 by its square root, and 0 only rotates.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,8 @@ from lightning_retrieval.checks import (
     check_matrix,
     check_not_negative,
 )
+from lightning_retrieval.distributed import gather_rows, together
+from lightning_retrieval.models.fit_rows import FitRows, rows_of_all_processes, rows_of_one_process
 from lightning_retrieval.ranking.float64 import float64_device
 from lightning_retrieval.ranking.similarity import normalize
 
@@ -34,27 +38,27 @@ class PrincipalComponents(NamedTuple):
     variances: Float[Tensor, " dim"]  # with the divisor n - 1
 
 
-def principal_components(embeddings: Float[Tensor, "batch from_dim"], dim: int) -> PrincipalComponents:
+def principal_components(rows: FitRows, dim: int) -> PrincipalComponents:
     """The `dim` principal directions of the rows with the largest variance, computed and returned in float64.
 
     Of a direction and its opposite, both of which are valid, the one with a positive largest entry is returned, so that
-    all machines agree. If the device of the rows has no float64, they are copied to the CPU.
+    all machines agree. This is a collective operation if there are several processes.
     """
-    embeddings = embeddings.to(float64_device(embeddings.device))
-    mean = embeddings.mean(0, dtype=torch.float64)
-    variances, components = top_directions(covariance_about(embeddings, mean), dim)
+    mean = rows.sum(rows.local.sum(0, dtype=torch.float64)) / len(rows)
+    variances, components = top_directions(covariance_about(rows, mean), dim)
     return PrincipalComponents(mean, with_positive_largest_entry(components), variances)
 
 
-def covariance_about(
-    rows: Float[Tensor, "row from_dim"], mean: Float[Tensor, " from_dim"]
-) -> Float[Tensor, "from_dim from_dim"]:
-    """The mean square of the rows about `mean`, with the divisor n - 1, in float64 and block by block."""
+def covariance_about(rows: FitRows, mean: Float[Tensor, " from_dim"]) -> Float[Tensor, "from_dim from_dim"]:
+    """The mean square of the rows about `mean`, with the divisor n - 1, in float64 and block by block.
+
+    This is a collective operation if there are several processes.
+    """
     scatter = mean.new_zeros(len(mean), len(mean))
-    for block in rows.split(_FIT_ROWS):
+    for block in rows.local.split(_FIT_ROWS):
         centred = block.double() - mean
         scatter.addmm_(centred.T, centred)
-    return scatter / (len(rows) - 1)
+    return rows.sum(scatter) / (len(rows) - 1)
 
 
 def top_directions(
@@ -111,6 +115,21 @@ class Whitening(nn.Module):
             labels: of the images, for whitenings that need them.
         """
         raise NotImplementedError
+
+    def fit_over_processes(
+        self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
+    ) -> "Whitening":
+        """Learn from the rows of all processes, of which each gives its own; returns itself.
+
+        This is a collective operation. Every process gathers all rows for `fit`, unless a subclass overrides it.
+
+        Args:
+            embeddings: one row per image of this process, of the kind that will be whitened.
+            labels: of these images, for whitenings that need them.
+        """
+        if labels is not None:
+            labels = gather_rows(labels)
+        return self.fit(gather_rows(embeddings), labels)
 
     def forward(self, embeddings: Float[Tensor, "batch from_dim"]) -> Float[Tensor, "batch dim"]:
         """Whitened unit rows, in float32 or better, also under autocast.
@@ -193,7 +212,8 @@ class PCAWhitening(Whitening):
         torch.Size([100, 4])
 
     Cost:
-        `fit` needs D^2 numbers in float64 and time in proportion to N D^2 + D^3.
+        `fit` needs D^2 numbers in float64 and time in proportion to N D^2 + D^3. `fit_over_processes` shares the work
+        of N D^2 between the processes.
 
     Relations:
         `RetrievalModule(whitening=...)` applies it in evaluation and prediction, and
@@ -220,13 +240,33 @@ class PCAWhitening(Whitening):
             embeddings: one row per image, of the kind that will be whitened; more rows than directions that are kept.
             labels: not needed, so only checked; other whitenings need them.
         """
-        check_embeddings("PCAWhitening", "embeddings", embeddings)
-        if labels is not None:
-            check_labels("PCAWhitening", "labels", labels, len(embeddings), "embeddings", device=embeddings.device)
+        _check_given(embeddings, labels)
+        return self._fit(embeddings, rows_of_one_process)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def fit_over_processes(
+        self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
+    ) -> Whitening:
+        """Learn from the rows of all processes, of which each gives its own; returns itself.
+
+        This is a collective operation. Each process sends sums only, D^2 + D numbers.
+
+        Args:
+            embeddings: one row per image of this process, of the kind that will be whitened.
+            labels: not needed, so only checked.
+        """
+        if type(self).fit is not PCAWhitening.fit:  # the `fit` of a subclass, which needs all rows
+            return super().fit_over_processes(embeddings, labels)
+        together(partial(_check_given, embeddings, labels))
+        return self._fit(embeddings, rows_of_all_processes)
+
+    def _fit(self, embeddings: Float[Tensor, "batch dim"], of_rows: Callable[[Tensor], FitRows]) -> "PCAWhitening":
         from_dim = embeddings.shape[1]
         dim = self.dim or from_dim
-        self._check_size(len(embeddings), from_dim, dim)
-        found = principal_components(embeddings, dim)
+        rows = of_rows(embeddings.to(float64_device(embeddings.device)))
+        self._check_size(len(rows), from_dim, dim)
+        found = principal_components(rows, dim)
         dtype = torch.promote_types(embeddings.dtype, torch.float32)
         if self.power:
             _check_variances(found.variances, from_dim, dtype)
@@ -248,6 +288,12 @@ class PCAWhitening(Whitening):
                 f"PCAWhitening: `embeddings` must have at least {needed} rows to learn {dim} directions from, got "
                 f"{rows}; give more rows, or a smaller dim."
             )
+
+
+def _check_given(embeddings: Tensor, labels: Tensor | None) -> None:
+    check_embeddings("PCAWhitening", "embeddings", embeddings)
+    if labels is not None:
+        check_labels("PCAWhitening", "labels", labels, len(embeddings), "embeddings", device=embeddings.device)
 
 
 def count_varying(variances: Float[Tensor, " dim"], dtype: torch.dtype, from_dim: int | None = None) -> int:

@@ -19,6 +19,7 @@ from lightning_retrieval import PCAWhitening, RetrievalMetrics, RetrievalModule,
 from lightning_retrieval.callbacks import LearnWhitening, RetrievalEvaluation
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import Glyphs, ImageFolder
+from lightning_retrieval.models import whitening as whitening_module
 
 pytestmark = pytest.mark.filterwarnings("ignore:RetrievalEvaluation. val metrics cover 2 of:UserWarning")
 
@@ -226,6 +227,7 @@ def fit_on_rank(rank, world_size, root, folder, supervised=False):
     """One process of the fits below; returns the whitening that it has learned."""
     warnings.simplefilter("ignore")
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
+    whitening_module.gather_rows = None  # embeddings are not gathered
     whitening = SupervisedWhitening(dim=3) if supervised else PCAWhitening(dim=3)
     run, model = trainer(folder, LearnWhitening(images=26), devices=world_size), module(whitening=whitening)
     run.fit(model, datamodule=folder_data(root))

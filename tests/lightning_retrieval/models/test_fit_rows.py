@@ -1,0 +1,145 @@
+"""Whitenings that several processes learn together from unequal numbers of rows: as one process from all rows."""
+
+import pytest
+import torch
+
+from lightning_retrieval import PCAWhitening, SupervisedWhitening
+from lightning_retrieval.models import supervised_whitening
+from lightning_retrieval.models.fit_rows import rows_of_all_processes, rows_of_one_process
+from tests.lightning_retrieval.metrics.helpers import LargestTensor
+from tests.lightning_retrieval.official_cases import rows
+
+SIZES = {2: [13, 47], 3: [0, 49, 11]}  # of 60 rows; with three processes the first has none
+X = rows(60, 5) * torch.arange(1.0, 6.0) + 3
+LABELS = torch.arange(60) * 7 % 13  # the images of a class are on several processes
+
+
+class OwnWhitening(PCAWhitening):
+    """A user's whitening with a `fit` of its own."""
+
+    def fit(self, embeddings, labels=None):
+        return super().fit(embeddings[labels > 2])
+
+
+def whitenings():
+    return {
+        "pca": PCAWhitening(dim=3),
+        "pairs": SupervisedWhitening(dim=4, pairs_per_image=3),
+        "of a user": OwnWhitening(dim=3),
+    }
+
+
+def of_process(values, this, world):
+    return values.split(SIZES[world])[this]
+
+
+def learned(this, world):
+    """What each whitening has learned, in float64 and of rows in float32."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervised_whitening, "_FIT_PAIRS", 7)
+        for name, whitening in whitenings().items():
+            whitening.fit_over_processes(of_process(X, this, world), of_process(LABELS, this, world))
+            found[name] = whitening.learned
+        single = SupervisedWhitening().fit_over_processes(
+            of_process(X.float(), this, world), of_process(torch.stack([LABELS, LABELS // 5], 1), this, world)
+        )
+        found["float32"] = single.learned
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def processes(request, run_processes):
+    return run_processes(learned, request.param)
+
+
+@pytest.mark.parametrize("name", ["pca", "pairs", "of a user"])
+def test_processes_learn_what_one_process_learns_from_all_rows(name, processes):
+    expected = whitenings()[name].fit(X, LABELS).learned
+    for found in processes:
+        for part, expected_part, first in zip(found[name], expected, processes[0][name]):
+            torch.testing.assert_close(part, expected_part, rtol=1e-9, atol=1e-9)
+            assert torch.equal(part, first)
+
+
+def test_rows_in_float32_and_labels_of_several_levels(processes):
+    expected = SupervisedWhitening().fit(X.float(), LABELS).learned
+    for found in processes:
+        for part, expected_part in zip(found["float32"], expected):
+            assert part.dtype == torch.float32
+            torch.testing.assert_close(part, expected_part, rtol=1e-6, atol=1e-6)
+
+
+def test_one_process_learns_the_same_by_both_functions():
+    for name, whitening in whitenings().items():
+        together = whitening.fit_over_processes(X, LABELS).learned
+        assert all(torch.equal(*parts) for parts in zip(together, whitenings()[name].fit(X, LABELS).learned))
+
+
+def fetched(this, world):
+    found = rows_of_all_processes(of_process(X, this, world))
+    positions = torch.tensor([59, 0, 12, 13, 13, 48, 49])[this * 2 :]
+    return len(found), found.begin, found.fetch(positions), X[positions]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_rows_of_other_processes(world, run_processes):
+    results = run_processes(fetched, world)
+    assert [begin for _, begin, _, _ in results] == [sum(SIZES[world][:this]) for this in range(world)]
+    for length, _, found, expected in results:
+        assert length == 60
+        assert torch.equal(found, expected)
+    assert torch.equal(rows_of_one_process(X).fetch(torch.tensor([3, 3, 0])), X[[3, 3, 0]])
+
+
+def largest_tensor(this, world):
+    """Elements of the largest tensor, with 1,500 rows on each process."""
+    x, labels = torch.randn(1500, 40), torch.arange(1500) // 5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervised_whitening, "_FIT_PAIRS", 100)
+        with LargestTensor() as largest:
+            PCAWhitening().fit_over_processes(x, labels)
+            SupervisedWhitening().fit_over_processes(x, labels)
+    return largest.elements
+
+
+def test_no_process_has_the_rows_of_all(run_processes):
+    assert max(run_processes(largest_tensor, 3)) <= 1500 * 40  # its own rows, in float64
+
+
+def messages(this, world):
+    """What is wrong on one process only, and what the rows of all lack."""
+    x, labels = of_process(X, this, world).clone(), of_process(LABELS, this, world)
+    invalid = x.clone()
+    invalid[this:, 0] = torch.nan if this == 1 else 1.0
+    few = slice(0, 1)
+    found = []
+    for whitening, given in (
+        (PCAWhitening(), (invalid, labels)),
+        (SupervisedWhitening(), (x, labels if this == 0 else None)),
+        (SupervisedWhitening(), (x, torch.arange(60).split(SIZES[world])[this])),
+        (PCAWhitening(), (x[few], labels[few])),
+        (SupervisedWhitening(dim=9), (x, labels)),
+    ):
+        with pytest.raises(ValueError, match="Whitening: ") as error:
+            whitening.fit_over_processes(*given)
+        found.append(str(error.value))
+    return found
+
+
+@pytest.mark.refusal
+def test_all_processes_raise_the_same_error(run_processes):
+    first, second = run_processes(messages, 2)
+    assert first == second
+    for message, expected in zip(
+        first,
+        (
+            "PCAWhitening: `embeddings` must hold finite numbers only",
+            "SupervisedWhitening: `labels` must be given",
+            "SupervisedWhitening: `labels` must hold a label with several rows, got no pair",
+            "PCAWhitening: `embeddings` must have at least 6 rows to learn 5 directions from, got 2",
+            "SupervisedWhitening: `dim` must be at most that of the embeddings, 5, got 9",
+        ),
+        strict=True,
+    ):
+        assert message.startswith(expected)
