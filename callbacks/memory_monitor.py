@@ -6,20 +6,24 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from jaxtyping import Float, Int
+from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_retrieval.callbacks.evaluation_loop import evaluation_mode
 from lightning_retrieval.callbacks.log_values import log_without_sync
-from lightning_retrieval.checks import check_integer
-from lightning_retrieval.distributed import rank, sum_over_ranks
+from lightning_retrieval.checks import check_integer, check_positive
+from lightning_retrieval.distributed import gather_objects, gather_rows, sum_over_ranks
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.training.memory import CrossBatchMemory
 from lightning_retrieval.training.random_state import step_random_state
 
+DRIFT = "train/memory_drift"
+_STATE = ("images", "labels", "embeddings", "values", "interval")
+
 
 class MemoryMonitor(pl.Callback):
-    """Logs how out of date the rows of a `CrossBatchMemory` are, and how similar images of different classes are.
+    """Logs how out of date the rows of a `CrossBatchMemory` are, and begins one with `start_step="auto"`.
 
     A few images of the first training batch, the probe, are embedded again at regular intervals, in evaluation mode and
     without a gradient. The interval is the age of the oldest rows of a full memory, in steps.
@@ -29,93 +33,154 @@ class MemoryMonitor(pl.Callback):
     cosine of the pairs of probe images of different classes. Where a memory makes it rise, the list without a gradient
     draws all images together. Both are logged from the first interval on, also before the memory begins.
 
+    A memory with `start_step="auto"` begins as soon as the drift is below `start_drift`, at the earliest after one
+    interval.
+
     Args:
-        probe: number of images that each process takes from its first batch, >= 2.
+        probe: number of images of the first batch, of all processes together, >= 2.
+        start_drift: drift below which a memory with `start_step="auto"` begins, > 0 and at most 2.
 
     Raises:
-        ValueError: if `probe` is below 2; when training begins, if the module has no memory.
-        TypeError: if `probe` is not an integer.
+        ValueError: if a number is out of its range; when training begins, if the module has no memory.
+        TypeError: if `probe` is not an integer, or `start_drift` not a number.
 
     Example:
         >>> from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, SmoothAPLoss
         >>> from lightning_retrieval.callbacks import MemoryMonitor
-        >>> memory = CrossBatchMemory(size=512, start_step=100)
+        >>> memory = CrossBatchMemory(size=512, start_step="auto")
         >>> module = RetrievalModule(Embedder("glyph_net", 64), SmoothAPLoss(), memory=memory)
-        >>> callbacks = [MemoryMonitor(probe=64)]
+        >>> callbacks = [MemoryMonitor()]
 
     Cost:
-        One forward pass of the probe in each interval.
+        One forward pass of the probe in each interval, on each process. While a memory waits for its begin, checkpoints
+        hold the images of the probe, so that a resumed run begins at the same step.
 
     Relations:
-        The embeddings are those of `forward`, as the memory stores them. A resumed run takes a new probe. The drift of
-        XBM (Wang et al., CVPR 2020, section 3.1, "slow drift") is a squared distance of the same pairs; for embeddings
-        on the unit sphere it is twice this one.
+        The embeddings are those of `forward`, as the memory stores them. A run that is resumed after the memory has
+        begun takes a new probe. The drift of XBM (Wang et al., CVPR 2020, section 3.1, "slow drift") is a squared
+        distance of the same pairs; for embeddings on the unit sphere it is twice this one. A callback of your own with
+        an attribute `begins_memory = True` may call `CrossBatchMemory.begin` instead, on all processes.
     """
 
+    begins_memory = True  # RetrievalModule requires such a callback for a memory with start_step="auto"
     _images: Tensor | None
     _labels: Tensor | None
     _embeddings: Tensor | None  # of one interval before
     _values: dict[str, Tensor]
     _interval: int
-    _steps: int
+    _waits: bool  # whether a memory has yet to begin
 
-    def __init__(self, probe: int = 64) -> None:
+    def __init__(self, probe: int = 64, start_drift: float = 0.01) -> None:
         self.probe = check_integer("MemoryMonitor", "probe", probe, least=2)
+        self.start_drift = check_positive("MemoryMonitor", "start_drift", start_drift, most=2)
         self._restart()
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Forget an earlier run, before the state of a checkpoint is loaded."""
+        if stage == "fit":
+            self._restart()
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Raise if there is no memory."""
         if not isinstance(getattr(pl_module, "memory", None), CrossBatchMemory):
             raise ValueError(
                 "MemoryMonitor: the module must have a memory, got none; give RetrievalModule(memory=...), or leave "
                 "the callback out."
             )
-        self._restart()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        """Embed the probe if an interval is over: before the step, so that its state is that of a complete step."""
+        memory: Any = pl_module.memory
         if self._images is None:
             images, labels, _ = pl_module.unpack_batch(batch)  # type: ignore[operator]
-            self._images = images[: self.probe].clone()
-            self._labels = finest(labels[: self.probe])
+            self._take_probe(images, labels, memory)
+        self._waits = memory.start_step == "auto" and not memory.started
+        if memory.steps % self._interval == 0:
+            self._measure(trainer, pl_module, memory.steps)
+            if self._waits and DRIFT in self._values:
+                self._begin_if_stable(memory)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        memory: Any = pl_module.memory
-        if self._interval == 0:
-            _, labels, _ = pl_module.unpack_batch(batch)  # type: ignore[operator]
-            batch_size = sum_over_ranks(torch.tensor(len(labels), device=pl_module.device))
-            self._interval = math.ceil(memory.size / int(batch_size))
-        if self._steps % self._interval == 0:
-            self._measure(trainer, pl_module)
-        self._steps += 1
+        """Log what was measured last."""
         if self._values:
             log_without_sync(pl_module, self._values)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Warn if the memory has never begun."""
+        if not self._waits or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        found = f"the first drift is known after {self._interval} steps"
+        if DRIFT in self._values:
+            found = f"the drift was {self._values[DRIFT]:.3g} at last, not below start_drift={self.start_drift:g}"
+        rank_zero_warn(
+            f"MemoryMonitor: the memory has not begun in {pl_module.memory.steps} steps: {found}; "  # type: ignore[union-attr]
+            "train longer, or give a smaller memory, whose rows are younger, or a larger start_drift."
+        )
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Free the probe."""
         self._restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The probe, its embeddings and the last values while a memory waits for its begin, else nothing."""
+        if not self._waits:
+            return {}
+        return {name: getattr(self, f"_{name}") for name in _STATE}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with the probe of a checkpoint."""
+        for name in _STATE:
+            setattr(self, f"_{name}", state_dict[name])
 
     def _restart(self) -> None:
         self._images = self._labels = self._embeddings = None
         self._values = {}
         self._interval = 0
-        self._steps = 0
+        self._waits = False
 
-    def _measure(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        before, self._embeddings = self._embeddings, self._embed(trainer, module)
-        if before is not None and self._labels is not None:
-            sums = sum_over_ranks(sums_of_cosines(before, self._embeddings, self._labels))
-            same, images, negatives, pairs = sums.unbind()
-            self._values = {"train/memory_drift": 1 - same / images}
-            if pairs > 0:
-                self._values["train/negative_cosine"] = negatives / pairs
+    def _take_probe(self, images: Tensor, labels: Tensor, memory: CrossBatchMemory) -> None:
+        """Keep the first images of the batch of all processes, in rank order, on each of them."""
+        shapes = gather_objects(tuple(images.shape[1:]))
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                f"MemoryMonitor: the images of all processes must have the same shape, got {shapes} in rank order."
+            )
+        labels = gather_rows(finest(labels))
+        self._interval = math.ceil(memory.size / len(labels))
+        self._labels = labels[: self.probe].clone()
+        self._images = gather_rows(images[: self.probe])[: self.probe].clone()
+
+    def _measure(self, trainer: pl.Trainer, module: pl.LightningModule, step: int) -> None:
+        if self._images is None or self._labels is None:
+            return
+        before, self._embeddings = self._embeddings, self._embed(trainer, module, self._images, step)
+        if before is None:
+            return
+        sums = sum_over_ranks(sums_of_cosines(before.to(self._embeddings), self._embeddings, self._labels))
+        same, images, negatives, pairs = sums.unbind()
+        self._values = {DRIFT: 1 - same / images}
+        if pairs > 0:
+            self._values["train/negative_cosine"] = negatives / pairs
+
+    def _begin_if_stable(self, memory: CrossBatchMemory) -> None:
+        drift = float(self._values[DRIFT])
+        if drift < self.start_drift:
+            memory.begin()
+            self._waits = False
+            rank_zero_info(
+                f"MemoryMonitor: the memory begins at step {memory.steps}, since the drift, {drift:.3g}, is below "
+                f"start_drift={self.start_drift:g}."
+            )
 
     @torch.no_grad()
-    def _embed(self, trainer: pl.Trainer, module: pl.LightningModule) -> Tensor:
-        random_state = step_random_state(0, self._steps, rank())
+    def _embed(self, trainer: pl.Trainer, module: pl.LightningModule, images: Tensor, step: int) -> Tensor:
+        random_state = step_random_state(0, step, 0)
         with evaluation_mode(module), random_state, trainer.precision_plugin.forward_context():
-            embeddings: Tensor = module(self._images)
+            embeddings: Tensor = module(images.to(module.device))
         return F.normalize(embeddings.float(), dim=1)
 
 

@@ -16,7 +16,7 @@ from pytorch_metric_learning.losses import ProxyAnchorLoss
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.callbacks import RetrievalEvaluation
+from lightning_retrieval.callbacks import MemoryMonitor, RetrievalEvaluation
 from lightning_retrieval.training import full_sharding
 from lightning_retrieval.training.full_sharding import is_sharded, whole_tensor
 from tests.processes import start_processes
@@ -31,6 +31,7 @@ pytestmark = [
 ]
 
 STEPS, CUT = 20, 7
+START_DRIFT = 0.3  # which MemoryMonitor finds before step 12
 MODULES = 7  # five of the six convolutions, the head, and the rest
 CHUNKS = 3  # of 23 images, and for the process with 22 images two and one of them again
 
@@ -50,7 +51,12 @@ def proxies():
     return {"loss": ProxyAnchorLoss(CLASSES, 16), "chunk_size": 11, "gradient_clip_val": 1.0}
 
 
-SCENARIOS = {"ranked": ranked, "proxies": proxies}
+def begins():
+    """A memory that begins by itself."""
+    return {**ranked(), "memory": CrossBatchMemory(150, start_step="auto")}
+
+
+SCENARIOS = {"ranked": ranked, "proxies": proxies, "begins": begins}
 OF_FSDP = (
     "all_gather_into_tensor",
     "all_gather_single",
@@ -101,6 +107,9 @@ def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=()):
     """A run in one process without, and in several with `ModelParallelStrategy`."""
     full_sharding.SMALLEST_BLOCK = 100  # the layers of this small network are blocks, too
     watch, evaluation = Sums(), RetrievalEvaluation(ks=(1, 5))
+    monitors = []
+    if scenario == "begins":
+        monitors.append(MemoryMonitor(start_drift=START_DRIFT))
     strategy = "auto"
     if world > 1:
         strategy = ModelParallelStrategy(
@@ -116,7 +125,7 @@ def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=()):
         max_steps=steps,
         val_check_interval=10,
         check_val_every_n_epoch=None,
-        callbacks=[watch, evaluation, keep, *callbacks],
+        callbacks=[*monitors, watch, evaluation, keep, *callbacks],
         log_every_n_steps=1,
         logger=False,
         enable_progress_bar=False,
@@ -136,6 +145,7 @@ def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=()):
         "divided": watch.divided,
         "modules": watch.modules,
         "norms": watch.norms,
+        "rows": 0 if module.memory is None else len(module.memory),
     }
 
 
@@ -182,6 +192,13 @@ def test_weights_losses_and_metrics_are_those_of_one_process(seen, name):
         assert found["norms"] == pytest.approx(one["norms"], rel=0, abs=1e-9)
         assert found["divided"] == {parameter for parameter, _ in untrained.named_parameters()} - of_loss
         assert torch.equal(found["weights"], seen[2][0][name]["weights"])
+
+
+def test_a_memory_begins_by_itself_in_all_processes(seen):
+    for process in [*seen[1], *seen[2]]:
+        assert process["begins"]["rows"] == 150
+        differs = [a != b for a, b in zip(process["begins"]["losses"], process["ranked"]["losses"], strict=True)]
+        assert differs == [False] * 3 + [True] * (STEPS - 3)  # the other memory is first ranked in step 3
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

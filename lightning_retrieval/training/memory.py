@@ -58,12 +58,14 @@ class CrossBatchMemory(nn.Module):
 
     Args:
         size: number of rows, at least that of a batch.
-        start_step: number of warm-up batches that are not stored, while embeddings still change fast, >= 0.
+        start_step: number of warm-up batches that are not stored, while embeddings still change fast, >= 0; with
+            `"auto"`, the warm-up lasts until `begin` is called, which the callback `MemoryMonitor` does.
 
     Raises:
         ValueError: if a number is out of its range; at a call, if shapes do not match those of the stored rows, a batch
             is larger than `size`, or an embedding is not finite.
-        TypeError: if a number is not an integer; at a call, if `ids` are missing or `detach` is not a bool.
+        TypeError: if a number is not an integer, or `start_step` is a string other than `"auto"`; at a call, if `ids`
+            are missing or `detach` is not a bool.
 
     Example:
         >>> import torch
@@ -83,15 +85,16 @@ class CrossBatchMemory(nn.Module):
         RaMBO's memories of scores are `BlackboxMAPLoss(batch_memory=...)` and `BlackboxRecallLoss(batch_memory=...)`.
     """
 
-    def __init__(self, size: int, start_step: int = 0) -> None:
+    def __init__(self, size: int, start_step: int | Literal["auto"] = 0) -> None:
         super().__init__()
         self.size = check_integer("CrossBatchMemory", "size", size, least=1)
-        self.start_step = check_integer("CrossBatchMemory", "start_step", start_step, least=0)
+        self.start_step: int | Literal["auto"] = _check_start_step(start_step)
         self.reset()
 
     def reset(self) -> None:
         """Remove all rows and count the steps from 0 again."""
         self.steps = 0
+        self._begun = False  # before `start_step`, or with "auto"
         self._rows: _Rows | None = None
 
     def __len__(self) -> int:
@@ -102,8 +105,14 @@ class CrossBatchMemory(nn.Module):
 
     @property
     def started(self) -> bool:
-        """Whether the warm-up of `start_step` batches is over."""
+        """Whether the warm-up is over."""
+        if self._begun or isinstance(self.start_step, str):
+            return self._begun
         return self.steps >= self.start_step
+
+    def begin(self) -> None:
+        """End the warm-up: the next batch is stored, as with `start_step=steps`."""
+        self._begun = True
 
     def references(
         self,
@@ -161,11 +170,11 @@ class CrossBatchMemory(nn.Module):
         self.steps += 1
 
     def get_extra_state(self) -> Any:
-        """The rows and the number of steps, for checkpoints."""
+        """The rows, the number of steps and whether the warm-up is over, for checkpoints."""
         rows = None
         if self._rows is not None:
             rows = tuple(self._rows)
-        return {"rows": rows, "steps": self.steps}
+        return {"rows": rows, "steps": self.steps, "started": self.started}
 
     def set_extra_state(self, state: Any) -> None:
         """Restore the state of a checkpoint; from a larger memory, its newest rows."""
@@ -177,9 +186,10 @@ class CrossBatchMemory(nn.Module):
             rows = _Rows(*(part[: self.size].clone() for part in stored))
         self._rows = rows
         self.steps = state["steps"]
+        self._begun = state["started"]
 
     def extra_repr(self) -> str:
-        return f"size={self.size}, start_step={self.start_step}"
+        return f"size={self.size}, start_step={self.start_step!r}"
 
     def _validated(self, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> _Rows:
         """The batch in the dtypes of the memory."""
@@ -225,15 +235,27 @@ class CrossBatchMemory(nn.Module):
         return stored.select(~torch.isin(stored.ids, batch.ids))
 
 
+def _check_start_step(start_step: Any) -> Any:
+    """Return `start_step`; raise unless it is an integer >= 0 or `"auto"`."""
+    if isinstance(start_step, str):
+        if start_step != "auto":
+            raise TypeError(
+                f"CrossBatchMemory: `start_step` must be an integer >= 0 or 'auto', got {short_repr(start_step)}."
+            )
+        return start_step
+    return check_integer("CrossBatchMemory", "start_step", start_step, least=0)
+
+
 def _check_state(state: Any) -> None:
     """Raise unless `state` is what `get_extra_state` returns, with finite embeddings."""
-    is_state = isinstance(state, dict) and state.keys() == {"rows", "steps"}
+    is_state = isinstance(state, dict) and state.keys() == {"rows", "steps", "started"}
     if not is_state or not isinstance(state["rows"], (tuple, list, NoneType)):
         raise TypeError(
-            f"CrossBatchMemory: `state` must be a dict with `rows` and `steps` of another memory, got "
-            f"{short_repr(state)}."
+            f"CrossBatchMemory: `state` must be a dict with `rows`, `steps` and `started` of another memory, "
+            f"got {short_repr(state)}."
         )
     check_integer("CrossBatchMemory", "state['steps']", state["steps"], least=0)
+    check_bool("CrossBatchMemory", "state['started']", state["started"])
     if state["rows"] is None:
         return
     if len(state["rows"]) != len(_Rows._fields):

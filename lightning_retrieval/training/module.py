@@ -47,7 +47,7 @@ from lightning_retrieval.training.random_state import seed_of_run, step_random_s
 from lightning_retrieval.training.run_report import report_first_step
 from lightning_retrieval.training.step import TrainingStep
 from lightning_retrieval.training.strategy import without_gradient_sync
-from lightning_retrieval.training.trainer_checks import check_processes
+from lightning_retrieval.training.trainer_checks import check_memory_start, check_processes
 
 
 class RetrievalModule(ManualTraining):
@@ -245,8 +245,9 @@ class RetrievalModule(ManualTraining):
         shard_blocks(self.embedder, mesh)
 
     def on_train_start(self) -> None:
-        """Freeze the backbone in a run that begins or is resumed in one of the first epochs."""
+        """Check that the memory can begin, and freeze the backbone in a run that begins in one of the first epochs."""
         super().on_train_start()
+        check_memory_start(self)
         self._frozen_backbone.set_epoch(self.embedder, self.current_epoch)
 
     def on_train_epoch_start(self) -> None:

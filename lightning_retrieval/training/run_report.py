@@ -93,8 +93,8 @@ class _FirstStep:
         if isinstance(embedder, Embedder) and embedder.has_random_weights:
             rank_zero_warn(
                 f"{self.owner}: the memory begins at step 0 of a network with random weights, whose embeddings are out "
-                "of date after a few steps, which lowers R@1; give CrossBatchMemory(start_step=...), which "
-                "MemoryMonitor helps to choose, or start from trained weights."
+                "of date after a few steps, which lowers R@1; give CrossBatchMemory(start_step='auto') and the "
+                "callback MemoryMonitor, or start from trained weights."
             )
 
     def lists(self) -> str:
@@ -115,7 +115,9 @@ class _FirstStep:
             text += ", all without a gradient"
         elif self.step.memory_mode == "two_terms":
             text += " in a second term"
-        if memory.start_step:
+        if memory.start_step == "auto":
+            text += ", as soon as MemoryMonitor finds little drift"
+        elif memory.start_step:
             text += f", from step {memory.start_step} on"
         return text
 

@@ -71,6 +71,26 @@ def check_trainer(owner: str, trainer: Any) -> None:
         check_model_parallel(owner, trainer)
 
 
+def check_memory_start(module: Any) -> None:
+    """Raise if nothing decides when a memory with `start_step="auto"` begins.
+
+    Args:
+        module: a `RetrievalModule` in a run.
+
+    Raises:
+        ValueError: the message names the callback that decides.
+    """
+    memory = module.memory
+    if memory is None or memory.start_step != "auto" or memory.started:
+        return
+    if not any(getattr(callback, "begins_memory", False) for callback in module.trainer.callbacks):
+        raise ValueError(
+            f"{type(module).__name__}: CrossBatchMemory(start_step='auto') begins when MemoryMonitor finds that the "
+            "embeddings no longer change fast, but the Trainer has no such callback; give "
+            "Trainer(callbacks=[MemoryMonitor()]), or a number as start_step."
+        )
+
+
 def check_processes(module: Any) -> None:
     """Raise if several processes cannot train with a module's settings.
 

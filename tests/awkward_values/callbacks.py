@@ -30,7 +30,7 @@ CALLS = {
     ],
     "LearnWhitening": [Call("LearnWhitening", LearnWhitening, lambda: {"images": 50})],
     "CheckpointOnInterrupt": [Call("CheckpointOnInterrupt", CheckpointOnInterrupt, lambda: {"option": "--resume"})],
-    "MemoryMonitor": [Call("MemoryMonitor", MemoryMonitor, lambda: {"probe": 8})],
+    "MemoryMonitor": [Call("MemoryMonitor", MemoryMonitor, lambda: {"probe": 8, "start_drift": 0.1})],
     "PrecisionRecallCurve": [Call("PrecisionRecallCurve", PrecisionRecallCurve, lambda: {"every_n_epochs": 2})],
     "ResumableCSVLogger": [Call("ResumableCSVLogger", ResumableCSVLogger, lambda: {"folder": "runs/a", "prefix": ""})],
     "RetrievalEvaluation": [

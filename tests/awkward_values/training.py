@@ -102,6 +102,7 @@ CALLS = {
     ],
     "CrossBatchMemory": [
         Call("CrossBatchMemory", CrossBatchMemory, lambda: {"size": 4, "start_step": 0}),
+        Call("CrossBatchMemory", CrossBatchMemory, lambda: {"size": 4, "start_step": "auto"}),
         Call(
             "CrossBatchMemory",
             references,

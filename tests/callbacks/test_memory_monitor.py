@@ -2,19 +2,26 @@
 
 import functools
 import math
+import os
+import re
+import warnings
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.callbacks import MemoryMonitor
+from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks import MemoryMonitor, memory_monitor
 from lightning_retrieval.callbacks.memory_monitor import sums_of_cosines
+from lightning_retrieval.datamodules import RetrievalDataModule
 from lightning_retrieval.distributed import sum_over_ranks
+from lightning_retrieval.training import run_report
 from tests.csv_logs import logged
+from tests.point_set import Points
 
 PROBE = 6
 
@@ -32,12 +39,12 @@ class Net(nn.Module):
 
 
 class Record(pl.Callback):
-    """Records the embeddings of the first images of the first batch, in evaluation mode, after each step."""
+    """Records the embeddings of the first images of the first batch, in evaluation mode, before each step."""
 
     def __init__(self):
         self.images, self.embeddings = None, []
 
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if self.images is None:
             self.images, self.labels = batch[0][:PROBE], batch[1][:PROBE].tolist()
         modes = [(part, part.training) for part in module.modules()]
@@ -143,3 +150,221 @@ def test_probes_of_two_processes_count_by_their_images_and_pairs(run_processes):
                     expected[3] += 1
     for sums in run_processes(sums_of_all_ranks, 2):
         assert sums == pytest.approx(expected, abs=1e-5)
+
+
+# --- a memory with start_step="auto"
+
+SIZE, INTERVAL = 9, 2
+START_DRIFT = 0.06
+MODES = {"one list": {}, "two terms": {"memory_mode": "two_terms"}}
+
+
+def long_run(steps=10):
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        labels = torch.arange(8) % 3
+        yield torch.randn(8, 6, generator=generator) + labels[:, None], labels, torch.arange(8) + 8 * step
+
+
+def drifts_of(folder):
+    """The drift that is known at each step, of a run whose memory never begins."""
+    fit(folder, MemoryMonitor(PROBE), data=long_run(), memory=CrossBatchMemory(SIZE, 1000))
+    return {step: values["train/memory_drift"] for step, values in logged(folder).items() if step >= INTERVAL}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_begins_at_the_first_interval_with_less_drift(mode, tmp_path, monkeypatch):
+    """The run is that with this number as `start_step`, bit for bit."""
+    drifts = drifts_of(tmp_path / "drifts")
+    measured = {step: drifts[step] for step in range(INTERVAL, 10, INTERVAL)}
+    begin = min(measured, key=measured.get)
+    limit = measured[begin] * 1.0001
+    assert begin > INTERVAL
+    sentences = []
+    monkeypatch.setattr(memory_monitor, "rank_zero_info", sentences.append)
+    memory = CrossBatchMemory(SIZE, "auto")
+    found = fit(tmp_path / "a", MemoryMonitor(PROBE, limit), data=long_run(), memory=memory, **MODES[mode])
+    expected = fit(tmp_path / "b", data=long_run(), memory=CrossBatchMemory(SIZE, begin), **MODES[mode])
+    without = fit(tmp_path / "c", data=long_run())
+    assert_same_weights(found, expected)
+    assert not torch.equal(found.embedder.layers[0].weight, without.embedder.layers[0].weight)
+    (sentence,) = sentences
+    assert re.match(
+        rf"^MemoryMonitor: the memory begins at step {begin}, since the drift, [\d.e-]+, is below", sentence
+    )
+
+
+def assert_same_weights(found, expected):
+    for name, value in expected.embedder.state_dict().items():
+        assert torch.equal(found.embedder.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("steps", "start_drift", "sentence"),
+    [
+        (2, 2.0, r"in 2 steps: the first drift is known after 2 steps; train longer, or give a smaller memory"),
+        (10, 1e-9, r"in 10 steps: the drift was [\d.e-]+ at last, not below start_drift=1e-09; train longer"),
+    ],
+)
+def test_a_memory_that_never_begins_is_warned_of(steps, start_drift, sentence, tmp_path):
+    monitor = MemoryMonitor(PROBE, start_drift)
+    with pytest.warns(UserWarning, match=rf"^MemoryMonitor: the memory has not begun {sentence}"):
+        fit(tmp_path, monitor, data=long_run(steps), memory=CrossBatchMemory(SIZE, "auto"))
+
+
+@pytest.mark.refusal
+def test_a_run_without_the_callback_is_refused(tmp_path):
+    sentence = r"^RetrievalModule: CrossBatchMemory\(start_step='auto'\) begins when MemoryMonitor .* give Trainer\("
+    with pytest.raises(ValueError, match=sentence):
+        fit(tmp_path, memory=CrossBatchMemory(SIZE, "auto"))
+
+
+def test_the_report_names_it_and_random_weights_are_not_warned_of(tmp_path, monkeypatch, recwarn):
+    warnings.filterwarnings("always", "RetrievalModule: the memory begins")
+    sentences = []
+    monkeypatch.setattr(run_report, "rank_zero_info", sentences.append)
+    module = RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss(), memory=CrossBatchMemory(8, "auto"))
+    trainer = pl.Trainer(fast_dev_run=1, accelerator="cpu", logger=False, callbacks=[MemoryMonitor()])
+    trainer.fit(
+        module, DataLoader([(torch.rand(8, 1, 32, 32), torch.arange(8) // 2, torch.arange(8))], batch_size=None)
+    )
+    assert sentences == [
+        "RetrievalModule: batches of P = 4 classes with K = 2 images, lists of 7 images and up to 8 of the memory, as "
+        "soon as MemoryMonitor finds little drift."
+    ]
+    assert not any("memory" in str(warning.message) for warning in recwarn)
+
+
+class Begins(pl.Callback):
+    """A callback of one's own that decides."""
+
+    begins_memory = True
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 3:
+            module.memory.begin()
+
+
+def test_a_callback_of_ones_own_may_decide(tmp_path):
+    module = fit(tmp_path, Begins(), memory=CrossBatchMemory(100, "auto"))
+    assert len(module.memory) == 24  # of the last three of six batches
+    fit(tmp_path / "again", memory=module.memory)  # it has begun, so nothing has to decide
+
+
+class PointData(RetrievalDataModule):
+    train_set = val_set = test_set = Points(2, 26)
+
+
+def fit_points(folder, start_drift, checkpoint=None):
+    """Nine steps with intervals of two, and a checkpoint after each; or the rest of them, from a checkpoint."""
+    module = RetrievalModule(
+        Net(),
+        SmoothAPLoss(tau=0.1),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.5),
+        memory=CrossBatchMemory(15, "auto"),
+    )
+    trainer = pl.Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        devices=1,
+        callbacks=[
+            MemoryMonitor(PROBE, start_drift),
+            ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1),
+        ],
+        logger=CSVLogger(folder, version=0),
+        log_every_n_steps=1,
+        limit_val_batches=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    data = PointData(classes_per_batch=3, samples_per_class=3, seed=1)
+    trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+    return module
+
+
+def test_a_resumed_run_begins_at_the_same_step(tmp_path):
+    """From a checkpoint of any step; until it begins, it also logs the same."""
+    whole = fit_points(tmp_path, start_drift=START_DRIFT)
+    rows, begun = logged(tmp_path), []
+    for step in range(1, 9):
+        checkpoint = tmp_path / f"step={step}.ckpt"
+        state = torch.load(checkpoint, weights_only=True)
+        begun.append(state["state_dict"]["memory._extra_state"]["started"])
+        assert ("images" in str(state["callbacks"])) != begun[-1]
+        part = fit_points(tmp_path / str(step), START_DRIFT, checkpoint)
+        assert_same_weights(part, whole)
+        if not begun[-1]:
+            found = logged(tmp_path / str(step))
+            for values in [*found.values(), *rows.values()]:
+                values.pop("train/images_per_second", None)
+            assert found == {later: rows[later] for later in range(step, 9)}
+    assert begun == [False] * 4 + [True] * 4
+
+
+def plain_net():
+    """A net without BatchNorm, whose embeddings do not depend on the division of a batch."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def run_of_rank(rank, world, start_drift):
+    """What one of the processes sees: the first one has 5 of 8 images."""
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")  # as a launcher does; the group is there already
+    data = []
+    for batch in long_run():
+        images, *rest = (part.split([5, 3])[rank] if world == 2 else part for part in batch)
+        data.append((images.double(), *rest))
+    sentences = []
+    memory_monitor.rank_zero_info = sentences.append
+    module = RetrievalModule(
+        plain_net(),
+        SmoothAPLoss(tau=0.1),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.5),
+        memory=CrossBatchMemory(SIZE, "auto"),
+    )
+    trainer = pl.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=world,
+        strategy="ddp" if world > 1 else "auto",
+        precision="64-true",
+        use_distributed_sampler=False,
+        callbacks=[MemoryMonitor(PROBE, start_drift)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=None))
+    weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    return sentences, weights, module.memory.get_extra_state()
+
+
+@pytest.mark.distributed
+def test_two_processes_begin_when_one_does(run_processes):
+    """With unequal shares of each batch, and a probe that is larger than each share."""
+    start_drift = 0.02
+    (one,) = run_processes(run_of_rank, 1, start_drift)
+    both = run_processes(run_of_rank, 2, start_drift)
+    (sentence,) = one[0]
+    assert int(re.search(r"at step (\d+)", sentence)[1]) > INTERVAL
+    for sentences, weights, state in both:
+        assert sentences == [sentence]
+        torch.testing.assert_close(weights, one[1], rtol=0, atol=1e-9)
+        assert (state["steps"], state["started"]) == (10, True)
+        assert torch.equal(state["rows"][2], one[2]["rows"][2])
+
+
+def take_probe(rank, world):
+    monitor = MemoryMonitor(PROBE)
+    with pytest.raises(ValueError, match="MemoryMonitor") as error:
+        monitor._take_probe(torch.zeros(4, 3 + rank, 2), torch.arange(4), CrossBatchMemory(SIZE))
+    return str(error.value)
+
+
+@pytest.mark.distributed
+def test_images_of_unequal_size_are_refused_by_all_processes(run_processes):
+    sentence = (
+        "MemoryMonitor: the images of all processes must have the same shape, got [(3, 2), (4, 2)] in rank order."
+    )
+    assert run_processes(take_probe, 2) == [sentence] * 2

@@ -125,6 +125,20 @@ def test_printed_config_can_be_read_again(tmp_path, capsys):
     assert module["chunk_size"] is None
 
 
+def test_a_memory_begins_by_itself(tmp_path, caplog):
+    """With two batches of 16 images as its size, before the third step."""
+    memory = "    memory:\n      class_path: lightning_retrieval.CrossBatchMemory\n      init_args:\n"
+    memory += "        size: 32\n        start_step: auto\n"
+    monitor = "lightning_retrieval.callbacks.MemoryMonitor\n      init_args:\n        start_drift: 2"
+    changes = {"    gradient_clip_val: 1.0\n": memory, "lightning_retrieval.callbacks.APMonitor": monitor}
+    config = write_example(tmp_path, **changes)
+    assert not main(["fit", "--config", str(config), *SMALL, *SHORT, "--trainer.limit_train_batches=4"])
+    assert "MemoryMonitor: the memory begins at step 2, since the drift, " in caplog.text
+    saved = torch.load(next(tmp_path.rglob("last.ckpt")), weights_only=True)
+    assert saved["state_dict"]["memory._extra_state"]["started"] is True
+    assert saved["hyper_parameters"]["memory"]["init_args"] == {"size": 32, "start_step": "auto"}
+
+
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     ("changes", "named"),

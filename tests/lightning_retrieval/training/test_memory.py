@@ -150,6 +150,28 @@ def test_a_run_goes_on_from_its_state(run, after, change):
         step(again, model, batch)
 
 
+@settings(max_examples=25, deadline=None)
+@given(RUN, st.integers(0, 5))
+def test_a_memory_that_is_told_to_begin_is_that_with_this_start_step(run, after):
+    """Also from a state in between, which a memory with any `start_step` continues."""
+    memory, model = CrossBatchMemory(run["size"], "auto"), Model(run["size"], run["start_step"])
+    for number, (rows, dtype) in enumerate(run["batches"]):
+        batch = as_batch(rows, run["levels"], dtype)
+        if number == run["start_step"]:
+            memory.begin()
+        assert memory.started == (number >= run["start_step"])
+        memory.update(*batch)
+        model.update(as_rows(*batch))
+        nothing = memory.references(*(part[:0] for part in batch))
+        assert as_rows(nothing.ref_emb, nothing.ref_labels, nothing.ref_ids) == model.rows
+        if number == after:
+            again = CrossBatchMemory(run["size"], 100 if memory.started else "auto")
+            again.load_state_dict(memory.state_dict())
+            memory = again
+    memory.reset()
+    assert not memory.started
+
+
 def test_a_smaller_memory_takes_the_newest_rows():
     memory, smaller = CrossBatchMemory(9), CrossBatchMemory(4)
     for number in range(3):
@@ -253,6 +275,7 @@ def test_invalid_batches_raise_and_nothing_changes(call, error, sentence, batch)
         (TypeError, r"`size` must be an integer >= 1, got 2\.0", (2.0,)),
         (ValueError, r"`start_step` must be an integer >= 0, got -1\.", (4, -1)),
         (TypeError, r"`start_step` must be an integer >= 0, got True", (4, True)),
+        (TypeError, r"`start_step` must be an integer >= 0 or 'auto', got 'later'\.", (4, "later")),
     ],
 )
 def test_invalid_settings_raise(error, sentence, arguments):
