@@ -24,7 +24,7 @@ class Setting:
     per_class: int = 4  # images of each class in a batch
     sampler: Literal["pk", "category", "whole classes"] = "pk"
     memory: int = 0  # number of past images that are also ranked
-    memory_start: int = 0  # first step in which they are ranked
+    memory_start: int | float = 0  # first step in which they are ranked; as a float, the drift below which they are
     memory_mode: Literal["one_list", "one_list_detached", "two_terms"] = "one_list"
     fresh_memory: bool = False  # whether their embeddings are computed anew in each step
     chunk_size: int | None = None

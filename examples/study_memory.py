@@ -1,6 +1,6 @@
 """The experiments of `study.py` with a memory of past batches: networks that are trained already, and small batches."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,7 @@ LEARNING_RATES = (3e-5, 1e-4, 3e-4, 1e-3)
 CHECKPOINT, NO_MEMORY, BATCH_128 = "checkpoint", "no memory", "no memory, batch of 128"
 ONE_LIST, DETACHED, TWO_TERMS, FRESH = "one list", "one list, detached", "two terms", "one list, fresh"
 HALF_WAY = "one list, from half-way"
+FROM_0, DRIFT = "one list, from step 0", "drift below"
 # The learning rates with the highest mAP in "Learning rate with a memory".
 GLYPHS_RATES = {NO_MEMORY: 1e-3, ONE_LIST: 3e-4, TWO_TERMS: 1e-3}
 EMOJI_RATES = {NO_MEMORY: 3e-5, ONE_LIST: 1e-4, TWO_TERMS: 1e-4}
@@ -51,6 +52,11 @@ def with_and_without(start: Setting, rates: Mapping[str, float]) -> dict[str, Se
     }
 
 
+def begins(memory: Setting, drifts: Sequence[float]) -> dict[str, Setting]:
+    """Return the rows of a memory that begins as soon as the drift is below each of some numbers."""
+    return {f"{DRIFT} {drift}": replace(memory, memory_start=drift) for drift in drifts}
+
+
 def claims(rows: Iterable[str]) -> list[Finding]:
     """Return what is asked about each row with a memory, and about the memory of one list."""
     findings = []
@@ -66,6 +72,19 @@ def claims(rows: Iterable[str]) -> list[Finding]:
     return findings
 
 
+def begin_claims(rows: Iterable[str]) -> list[Finding]:
+    """Return what is asked about each row whose memory begins by itself."""
+    findings = []
+    for row in rows:
+        if DRIFT not in row:
+            continue
+        findings.append(Finding(f"A memory is better than none ({row})", row, NO_MEMORY))
+        findings.append(Finding(f"It is better than one from step 0 ({row})", row, FROM_0))
+        if HALF_WAY in rows:
+            findings.append(Finding(f"It is better than one from half-way ({row})", row, HALF_WAY))
+    return findings
+
+
 GLYPHS_ROWS = with_and_without(BASE, GLYPHS_RATES)
 GLYPHS_ROWS[DETACHED] = replace(GLYPHS_ROWS[ONE_LIST], memory_mode="one_list_detached")
 SIZE_ROWS = {}
@@ -73,6 +92,19 @@ for row in (ONE_LIST, DETACHED, TWO_TERMS):
     SIZE_ROWS[f"{row}, 512"] = GLYPHS_ROWS[row]
     SIZE_ROWS[f"{row}, 4,096"] = replace(GLYPHS_ROWS[row], memory=4096)
 EMOJI_ROWS = with_and_without(EMOJI, EMOJI_RATES)
+SMALL_BATCH = replace(BASE, classes=8, lr=1e-3)
+SMALL_BATCH_MEMORY = replace(SMALL_BATCH, memory=512)
+UNTRAINED_ROWS = {
+    NO_MEMORY: SMALL_BATCH,
+    FROM_0: SMALL_BATCH_MEMORY,
+    HALF_WAY: replace(SMALL_BATCH_MEMORY, memory_start=624),
+    **begins(SMALL_BATCH_MEMORY, (0.3, 0.1, 0.03, 0.01)),
+}
+TRAINED_ROWS = {
+    NO_MEMORY: GLYPHS_ROWS[NO_MEMORY],
+    FROM_0: GLYPHS_ROWS[ONE_LIST],
+    **begins(GLYPHS_ROWS[ONE_LIST], (0.1, 0.03, 0.01)),
+}
 
 MEMORY_EXPERIMENTS = {
     "memory_from_scratch": Experiment(
@@ -99,6 +131,22 @@ MEMORY_EXPERIMENTS = {
         [],
         axis="learning rate",
         seeds=(0,),
+    ),
+    "memory_begin_untrained": Experiment(
+        "Begin of a memory from random weights",
+        "When should a memory begin? From random weights, with 1,250 batches of 32 and a learning rate of 0.001, it "
+        'begins at a fixed step or, with `start_step="auto"`, as soon as the drift is below a number. '
+        "`MemoryMonitor(start_drift=...)` measures the drift every 16 steps, which is the age of the oldest rows of a "
+        "full memory. The last column has a step for each seed. All rows with a memory have one list.",
+        {"": UNTRAINED_ROWS},
+        begin_claims(UNTRAINED_ROWS),
+    ),
+    "memory_begin_trained": Experiment(
+        "Begin of a memory from a trained network",
+        "The same for the trained network of the next table, whose first two rows with three of its seeds stand here "
+        "again. Such a network changes so little that a memory may begin at step 0: waiting only shortens its use.",
+        {"": TRAINED_ROWS},
+        begin_claims(TRAINED_ROWS),
     ),
     "memory_glyphs": Experiment(
         "Memory on Glyphs",

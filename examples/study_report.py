@@ -66,8 +66,8 @@ downloads them, and `python examples/study.py` writes this page.
   *one list, detached* without a gradient for the references of the batch, and *two terms* adds the loss of the batch's
   queries against the memory, as XBM and ROADMAP do: the three values of `RetrievalModule(memory_mode=...)`. *Fresh*
   means that the images of the memory are embedded again before each step, so that nothing in it is out of date.
-- **A result** is the median over the seeds (five, three in the first table, one in the second), with the lowest and the
-  highest value in brackets.
+- **A result** is the median over the seeds (five; three from random weights and where a memory begins by itself; one
+  for the learning rate), with the lowest and the highest value in brackets.
 - **The learning rate** of no memory, of one list and of two terms is the best of the same four for each of them, chosen
   by classes that are neither in training nor in the test set. The other rows have that of the memory or of the batch
   from which they differ, and a batch of 128 has twice that of a batch of 32.
@@ -186,14 +186,36 @@ class Report:
         names = ["setting", "mAP", "R@1"]
         if has_cpu_time:
             names.append("CPU time")
+        has_begin = any("memory_begin" in run for run in runs)
+        if has_begin:
+            names.append("the memory begins at step (with drift)")
         lines = [f"| {' | '.join(names)} |", "| --- " * len(names) + "|"]
         for row, setting in experiment.rows.items():
             cells = [row, self.cell(experiment, setting, "mAP"), self.cell(experiment, setting, "R@1")]
             if has_cpu_time:
                 seconds = [self.results[setting.key(seed)]["cpu_seconds"] for seed in experiment.seeds]
                 cells.append(f"{statistics.median(seconds):.0f} s")
+            if has_begin:
+                cells.append(self.begin(experiment, setting))
             lines.append(f"| {' | '.join(cells)} |")
         return lines
+
+    def begin(self, experiment: Experiment, setting: Setting) -> str:
+        """Return for each seed the step at which the memory has begun, with the drift that was measured then."""
+        if not setting.memory:
+            return ""
+        steps = []
+        for seed in experiment.seeds:
+            run = self.results[setting.key(seed)]
+            step = run.get("memory_begin", setting.memory_start)
+            drift = run.get("drift", {}).get(str(step))
+            if step is None:
+                steps.append("never")
+            elif drift is None:
+                steps.append(str(step))
+            else:
+                steps.append(f"{step} ({drift:.3f})")
+        return ", ".join(steps)
 
     def missing_runs(self, experiment: Experiment) -> list[str]:
         """Return the row and the seed of each run that has no result."""

@@ -18,6 +18,7 @@ from study_experiments import THIRD_PARTY, Setting
 from torch import nn
 
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, losses
+from lightning_retrieval.callbacks import MemoryMonitor
 from lightning_retrieval.datamodules import (
     CategorySampler,
     GlobalBatchSampler,
@@ -150,7 +151,10 @@ def make_module(setting: Setting, steps: int) -> RetrievalModule:
     embedder = Embedder(backbone, setting.dim, **arguments)
     memory = None
     if setting.memory:
-        memory = CrossBatchMemory(setting.memory, setting.memory_start)
+        start: Any = setting.memory_start
+        if isinstance(start, float):
+            start = "auto"
+        memory = CrossBatchMemory(setting.memory, start)
     return RetrievalModule(
         embedder.to(memory_format=torch.channels_last),  # faster
         make_loss(setting.loss, setting.loss_args),
@@ -162,6 +166,34 @@ def make_module(setting: Setting, steps: int) -> RetrievalModule:
         memory=memory,
         memory_mode=setting.memory_mode,
     )
+
+
+class DriftRecord(MemoryMonitor):
+    """Keeps the drift, and the step at which the memory begins."""
+
+    def __init__(self, setting: Setting) -> None:
+        if isinstance(setting.memory_start, float):
+            super().__init__(start_drift=setting.memory_start)
+        else:
+            super().__init__()
+        self.begin: int | None = None
+        self.drift: dict[int, float] = {}  # by the step before which it was measured
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        memory: Any = pl_module.memory
+        step = memory.steps - 1
+        drift = trainer.callback_metrics.get("train/memory_drift")
+        if drift is not None and step % self._interval == 0:
+            self.drift[step] = round(float(drift), 4)
+        if self.begin is None and memory.started and len(memory) > 0:
+            self.begin = step
+
+    def result(self) -> dict[str, Any]:
+        """Return what a line of `results.jsonl` holds of it."""
+        return {"memory_begin": self.begin, "drift": {str(step): drift for step, drift in self.drift.items()}}
 
 
 class FreshMemory(pl.Callback):
@@ -217,9 +249,11 @@ def train(setting: Setting, seed: int, place: Place) -> tuple[RetrievalModule, t
     module = make_module(setting, steps)
     if start is not None:
         module.embedder.load_state_dict(start)
-    callbacks = []
+    callbacks: list[pl.Callback] = []
     if setting.fresh_memory:
         callbacks.append(FreshMemory())
+    if setting.memory_start:
+        callbacks.append(DriftRecord(setting))
     trainer = pl.Trainer(
         max_steps=steps,
         accelerator=place.accelerator,
@@ -258,7 +292,7 @@ def run(setting: Setting, seed: int, place: Place) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         module, (trainer, data) = train(setting, seed, place)
         values = evaluate(setting, module, trainer, data)
-    return {
+    result = {
         "key": setting.key(seed),
         "seed": seed,
         "setting": asdict(setting),
@@ -268,3 +302,7 @@ def run(setting: Setting, seed: int, place: Place) -> dict[str, Any]:
         "device": trainer.strategy.root_device.type,
         "torch": torch.__version__,
     }
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, DriftRecord):
+            result |= callback.result()
+    return result

@@ -130,6 +130,36 @@ def test_table_has_the_cpu_time_if_it_is_known_for_all_runs(study, trained, tmp_
     assert "| without | 0.2000 (0.1000 to 0.3000) | 0.2000 (0.1000 to 0.3000) | 21 s |" in page
 
 
+def test_table_has_the_begin_of_each_memory(study, trained, tmp_path):
+    arguments = [*QUICK, "--experiments", "memory_begin_trained", "--output", str(tmp_path)]
+    study.main(arguments)
+    assert "| setting | mAP | R@1 |" in (tmp_path / "memory.md").read_text()
+    file = tmp_path / "results.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        if line["setting"]["memory_start"] == 0.1:
+            line |= {"memory_begin": 16, "drift": {"16": 0.0893, "32": 0.01}}
+        elif line["setting"]["memory_start"]:
+            line |= {"memory_begin": None, "drift": {"16": 0.0893}}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    study.main([*arguments, "--report"])
+    rows = [line.split(" | ") for line in (tmp_path / "memory.md").read_text().splitlines() if line.startswith("| ")]
+    begins = {row[0][2:]: row[-1] for row in rows}
+    assert begins["one list, from step 0"] == "0, 0, 0 |"
+    assert begins["drift below 0.1"] == "16 (0.089), 16 (0.089), 16 (0.089) |"
+    assert begins["drift below 0.01"] == "never, never, never |"
+
+
+def test_a_run_records_the_begin_of_its_memory(study, tmp_path):
+    """Two batches of 32 in a memory of 64, which begins with any drift."""
+    setting = study.Setting(classes=8, images=160, memory=64, memory_start=1.9, test_batches=1)
+    runs = importlib.import_module("study_runs")
+    result = runs.run(setting, 0, runs.Place("cpu", tmp_path, tmp_path))
+    assert result["memory_begin"] == 2
+    assert list(result["drift"]) == ["2", "4"]
+    assert 0 < result["drift"]["2"] < 1.9
+
+
 def test_plots_name_the_classes_on_which_they_are_measured(study):
     label = importlib.import_module("study_report").label_of_metric
     assert label(study.PAGES["tuning.md"].experiments["tuning"]) == "validation mAP"
