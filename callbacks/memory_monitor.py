@@ -6,7 +6,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from jaxtyping import Float, Int
-from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
+from pytorch_lightning.utilities import move_data_to_device, rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -81,12 +81,15 @@ class MemoryMonitor(pl.Callback):
             self._restart()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Raise if there is no memory."""
+        """Raise if there is no memory; move what a checkpoint held to the device."""
         if not isinstance(getattr(pl_module, "memory", None), CrossBatchMemory):
             raise ValueError(
                 "MemoryMonitor: the module must have a memory, got none; give RetrievalModule(memory=...), or leave "
                 "the callback out."
             )
+        for name in _STATE:
+            value = getattr(self, f"_{name}")
+            setattr(self, f"_{name}", move_data_to_device(value, pl_module.device))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -160,7 +163,7 @@ class MemoryMonitor(pl.Callback):
         before, self._embeddings = self._embeddings, self._embed(trainer, module, self._images, step)
         if before is None:
             return
-        sums = sum_over_ranks(sums_of_cosines(before.to(self._embeddings), self._embeddings, self._labels))
+        sums = sum_over_ranks(sums_of_cosines(before, self._embeddings, self._labels))
         same, images, negatives, pairs = sums.unbind()
         self._values = {DRIFT: 1 - same / images}
         if pairs > 0:
@@ -180,7 +183,7 @@ class MemoryMonitor(pl.Callback):
     def _embed(self, trainer: pl.Trainer, module: pl.LightningModule, images: Tensor, step: int) -> Tensor:
         random_state = step_random_state(0, step, 0)
         with evaluation_mode(module), random_state, trainer.precision_plugin.forward_context():
-            embeddings: Tensor = module(images.to(module.device))
+            embeddings: Tensor = module(images)
         return F.normalize(embeddings.float(), dim=1)
 
 

@@ -72,6 +72,7 @@ downloads them, and `python examples/study.py` writes this page.
   by classes that are neither in training nor in the test set. The other rows have that of the memory or of the batch
   from which they differ, and a batch of 128 has twice that of a batch of 32.
 - **CPU time** includes the training of the network at the start for the first run that needs it.
+- **Not measured** is a second encoder for what is remembered, a moving average of the network; the library has none.
 {VERDICTS}
 
 {{runs}} runs took {{minutes:.0f}} minutes in total, with {{used}}. Of {{findings}} claims {{same}} hold here

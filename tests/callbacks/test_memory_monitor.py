@@ -5,6 +5,7 @@ import math
 import os
 import re
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import pytorch_lightning as pl
@@ -299,6 +300,18 @@ def test_a_resumed_run_begins_at_the_same_step(tmp_path):
                 values.pop("train/images_per_second", None)
             assert found == {later: rows[later] for later in range(step, 9)}
     assert begun == [False] * 4 + [True] * 4
+
+
+def test_the_state_of_a_checkpoint_is_moved_to_the_device_of_the_run():
+    monitor = MemoryMonitor(PROBE)
+    tensors = {"images": torch.ones(2, 3), "labels": torch.arange(2), "embeddings": torch.ones(2, 3)}
+    monitor.load_state_dict({**tensors, "values": {"train/memory_drift": torch.tensor(0.5)}, "interval": 4})
+    monitor.on_train_start(None, SimpleNamespace(memory=CrossBatchMemory(SIZE), device=torch.device("meta")))
+    monitor._waits = True
+    state = monitor.state_dict()
+    moved = [state[name] for name in tensors] + [state["values"]["train/memory_drift"]]
+    assert {tensor.device.type for tensor in moved} == {"meta"}
+    assert state["interval"] == 4
 
 
 def plain_net():
