@@ -7,9 +7,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.checks import LARGEST_INTEGER, check_strings
-from lightning_retrieval.datamodules.arrays import as_array
 from lightning_retrieval.datamodules.files.lists import ListLines, leaves_root
+from lightning_retrieval.datamodules.images.index_columns import (
+    box_array,
+    check_lines,
+    integer_array,
+    level_array,
+    optional_array,
+    packed,
+    role_array,
+)
 from lightning_retrieval.ranking.roles import Role
 from lightning_retrieval.search.packed_strings import PackedStrings
 
@@ -70,16 +77,16 @@ class ImageIndex:
         names: Sequence[str] | None = None,
         lines: ListLines | None = None,
     ) -> None:
-        self.paths = _packed("paths", paths)
-        self.labels = _integer_array("labels", labels)
-        self.categories = _optional_array("categories", categories)
-        self.levels = _level_array(levels)
-        self.boxes = _box_array(boxes)
-        self.roles = _role_array(roles)
-        self.instances = _optional_array("instances", instances)
-        self.cameras = _optional_array("cameras", cameras)
-        self.names = None if names is None else _packed("names", names)
-        self.lines = _check_lines(lines)
+        self.paths = packed("paths", paths)
+        self.labels = integer_array("labels", labels)
+        self.categories = optional_array("categories", categories)
+        self.levels = level_array(levels)
+        self.boxes = box_array(boxes)
+        self.roles = role_array(roles)
+        self.instances = optional_array("instances", instances)
+        self.cameras = optional_array("cameras", cameras)
+        self.names = None if names is None else packed("names", names)
+        self.lines = check_lines(lines)
         _check_lengths(self)
         _check_paths(self)
         _check_boxes(self)
@@ -154,74 +161,6 @@ class ImageIndex:
         if "names" in arrays:
             index.names = PackedStrings.from_arrays(arrays["names"], arrays["name_ends"])
         return index
-
-
-def _packed(name: str, strings: PackedStrings | Sequence[str]) -> PackedStrings:
-    if isinstance(strings, PackedStrings):
-        return strings
-    check_strings("ImageIndex", name, strings)
-    return PackedStrings(strings)
-
-
-def _integers(name: str, values: Any) -> NDArray[np.int64]:
-    """The values as an array of any shape; raise unless they are integers of 64 bits."""
-    array = as_array("ImageIndex", name, values)
-    is_empty = array.size == 0
-    is_integer = np.issubdtype(array.dtype, np.integer)
-    if not is_empty and not (is_integer and array.max() <= LARGEST_INTEGER):
-        raise TypeError(f"ImageIndex: `{name}` must be integers of 64 bits, got {array.dtype}.")
-    return array.astype(np.int64, copy=False)
-
-
-def _integer_array(name: str, values: Any) -> NDArray[np.int64]:
-    array = _integers(name, values)
-    if array.ndim != 1:
-        raise ValueError(f"ImageIndex: `{name}` must be one integer for each image, got shape {array.shape}.")
-    return array
-
-
-def _optional_array(name: str, values: Any) -> NDArray[np.int64] | None:
-    if values is None:
-        return None
-    return _integer_array(name, values)
-
-
-def _level_array(levels: Any) -> NDArray[np.int64] | None:
-    if levels is None:
-        return None
-    array = _integers("levels", levels)
-    if array.ndim != 2 or array.shape[1] == 0:
-        raise ValueError(f"ImageIndex: `levels` must be (images, levels), got shape {array.shape}.")
-    return array
-
-
-def _role_array(roles: Any) -> NDArray[np.uint8] | None:
-    if roles is None:
-        return None
-    numbers = _integer_array("roles", roles)
-    invalid = np.flatnonzero((numbers < Role.JUNK) | (numbers > Role.BOTH))
-    if len(invalid):
-        raise ValueError(f"ImageIndex: `roles` must be from 0 to 3, got {numbers[invalid[0]]}; take them from ROLES.")
-    return numbers.astype(np.uint8)
-
-
-def _box_array(boxes: Any) -> NDArray[np.int32] | None:
-    if boxes is None:
-        return None
-    array = _integers("boxes", boxes)
-    if array.ndim != 2 or array.shape[1] != 4:
-        raise ValueError(f"ImageIndex: `boxes` must be (images, 4), got shape {array.shape}.")
-    too_large = np.flatnonzero((abs(array) >= 2**31).any(1))
-    if len(too_large):
-        first = array[too_large[0]].tolist()
-        raise ValueError(f"ImageIndex: `boxes` must hold numbers of pixels below 2**31, got {first}.")
-    return array.astype(np.int32)
-
-
-def _check_lines(lines: Any) -> ListLines | None:
-    if lines is not None and not isinstance(lines, ListLines):
-        raise TypeError(f"ImageIndex: `lines` must be a ListLines or None, got {type(lines).__name__}.")
-    return lines
 
 
 def _check_lengths(index: ImageIndex) -> None:
