@@ -38,7 +38,8 @@ def check_sampler(owner: str, sampler: SamplerName | GlobalBatchSampler) -> Samp
 class LabelledImages(Protocol):
     """A map-style dataset whose items are dicts with `images`, `labels` and `ids`; an item's id is its index."""
 
-    labels: Int[Tensor, " item"]
+    @property
+    def labels(self) -> Int[Tensor, " item"]: ...
 
     def __len__(self) -> int: ...
 

@@ -31,6 +31,10 @@ COLUMNS = {
         *("set", "images", "D", "embeddings", "evaluation", "product alone", "ratio", "added MiB", "mAP"),
         *("peer", "peer's time", "times faster"),
     },
+    "lists": {
+        *("list", "workers", "images", "first process, MiB", "second process, MiB", "with a draw, MiB"),
+        *("worker, MiB", "files, MiB", "ready"),
+    },
     "nested": {"model", "mAP at 8", "mAP at 16", "mAP at 32", "mAP at 64", "mAP at 128", "16 / 128", "step"},
     "samplers": {"sampler", "images", "classes", "categories", "batch", "first batch", "later batch", "added MiB"},
     "search": {

@@ -22,6 +22,23 @@ IMAGES_PER_TASK = 16  # that a thread reads before it takes the next ones
 MAX_PAIRS = 5  # in the report
 
 
+def look_for_files(report: DataReport, name: str, index: ImageIndex, root: Path) -> None:
+    """Add the files that are missing in a split, and the number of those that are listed twice, to a report.
+
+    Args:
+        report: to which they are added.
+        name: of the split.
+        index: its images.
+        root: the folder that the paths are relative to.
+    """
+    for path in Tqdm(index.paths, desc=f"Looking for the images of {name}", delay=2, leave=False):
+        if not (root / path).is_file():
+            report.missing_files.append(path)
+    duplicates = len(index) - len(set(index.paths))
+    if duplicates and index.boxes is None:
+        report.problems.append(f"{duplicates} paths are listed twice in {name}")
+
+
 @dataclass
 class ImageFacts:
     """What was found out about one image.

@@ -1,13 +1,21 @@
-"""The list of a data set's images as arrays: millions of entries take little memory and are not copied to workers."""
+"""The list of a data set's images as arrays, which all processes of a machine share if there are millions of images."""
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.datamodules.files.lists import ListLines, leaves_root
+from lightning_retrieval.datamodules.files.shared_arrays import (
+    SharedArrays,
+    digest_of_arrays,
+    is_large,
+    share_arrays,
+)
 from lightning_retrieval.datamodules.images.index_columns import (
     box_array,
     check_lines,
@@ -24,6 +32,7 @@ from lightning_retrieval.search.packed_strings import PackedStrings
 ROLES = {"query": Role.QUERY, "gallery": Role.GALLERY, "both": Role.BOTH, "distractor": Role.GALLERY}
 DISTRACTOR = -1  # the label of distractors
 _NOT_NORMALIZED = re.compile(r"(^|/)\./|//|/\.?$")  # parts that allow several spellings of one path
+_KEY = "images-"  # before the digest of an index, in the name of the folder of its shared arrays
 _COLUMNS = ("labels", "categories", "levels", "boxes", "roles", "instances", "cameras")
 
 
@@ -59,6 +68,9 @@ class ImageIndex:
         >>> len(index), index.paths[2], list(index[index.labels == 0].paths)
         (3, 'dogs/1.jpg', ['cats/1.jpg', 'cats/2.jpg'])
 
+    From 8 MiB on, about a hundred thousand images, the arrays are in temporary files that all processes of the machine
+    map, so each further process and each worker takes none of its own memory for them.
+
     Relations:
         `ImageSet` reads the images. `ImageDataModule.read` returns an index for each split.
     """
@@ -87,12 +99,14 @@ class ImageIndex:
         self.cameras = optional_array("cameras", cameras)
         self.names = None if names is None else packed("names", names)
         self.lines = check_lines(lines)
+        self._shared: SharedArrays | None = None
         _check_lengths(self)
         _check_paths(self)
         _check_boxes(self)
         _check_levels(self)
         _check_one_label_each(self)
         _check_instances(self)
+        self._share_if_large()
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -153,14 +167,61 @@ class ImageIndex:
     def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> "ImageIndex":
         """The index that returned these `arrays()`, without checking them again."""
         index = cls.__new__(cls)
-        index.paths = PackedStrings.from_arrays(arrays["paths"], arrays["ends"])
-        for name in _COLUMNS:
-            setattr(index, name, arrays.get(name))
-        index.names = None
         index.lines = None
-        if "names" in arrays:
-            index.names = PackedStrings.from_arrays(arrays["names"], arrays["name_ends"])
+        index._use(arrays)
+        index._share_if_large()
         return index
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all parts of the index, the same in each process and on each machine."""
+        return digest_of_arrays(self.arrays())
+
+    def share(self) -> Path | None:
+        """Move the arrays to files that all processes of this machine can map, and return their folder.
+
+        It is None if the files cannot be written. `from_arrays(SharedArrays(folder))` is the same index.
+        """
+        if self._shared is None:
+            arrays = self.arrays()
+            shared = share_arrays("ImageIndex", _KEY + self.digest, lambda: arrays)
+            if shared is None:
+                return None
+            self._use(shared)
+            return shared.path
+        return self._shared.path
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the arrays are in files that all processes of this machine can map."""
+        return self._shared is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._shared is None:
+            return dict(vars(self))
+        return {"_shared": self._shared, "lines": self.lines}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if "paths" not in state:
+            self._use(state["_shared"])
+
+    def _share_if_large(self) -> None:
+        if self._shared is None and is_large(self.arrays()):
+            self.share()
+
+    def _use(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Set all parts to these arrays."""
+        self._shared = None
+        if isinstance(arrays, SharedArrays):
+            self._shared = arrays
+            self.digest = arrays.path.name.removeprefix(_KEY)
+        self.paths = PackedStrings.from_arrays(arrays["paths"], arrays["ends"])
+        for name in _COLUMNS:
+            setattr(self, name, arrays.get(name))
+        self.names = None
+        if "names" in arrays:
+            self.names = PackedStrings.from_arrays(arrays["names"], arrays["name_ends"])
 
 
 def _check_lengths(index: ImageIndex) -> None:

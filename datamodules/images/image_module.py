@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
 
 from lightning_retrieval.checks import (
     check_bool,
@@ -25,15 +24,17 @@ from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.files.record_warnings import record_warnings
 from lightning_retrieval.datamodules.images.classes import split_by_class
 from lightning_retrieval.datamodules.images.current_transform import CurrentTransform, Transform
-from lightning_retrieval.datamodules.images.image_check import check_contents
+from lightning_retrieval.datamodules.images.image_check import check_contents, look_for_files
 from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ImageIndex
 from lightning_retrieval.datamodules.images.image_set import ImageSet, OnError
 from lightning_retrieval.datamodules.images.image_transforms import ImageTransforms
 from lightning_retrieval.datamodules.images.index_cache import read_cached
+from lightning_retrieval.datamodules.images.same_images import agree_on_splits
 from lightning_retrieval.datamodules.images.split_overlap import check_no_shared_classes, check_no_shared_images
 from lightning_retrieval.datamodules.images.transforms import PAPER_NAMES, PaperName
 from lightning_retrieval.datamodules.images.uint8_batches import normalized_batch, sends_uint8
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader
+from lightning_retrieval.distributed import world_size
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.colours import check_colour
 from lightning_retrieval.models.pixels import Interpolation
@@ -133,7 +134,7 @@ class ImageDataModule(RetrievalDataModule):
         """Read the images of each split: `"train"`, and `"test"` or several evaluation sets by their names."""
 
     def sources(self) -> list[Path]:
-        """The files that `read` reads; the cache is invalid if one changes. If there are none, nothing is cached."""
+        """The files that `read` reads; if one changes, the cache is invalid. If there are none, all processes read."""
         return []
 
     @property
@@ -162,6 +163,9 @@ class ImageDataModule(RetrievalDataModule):
 
     def setup(self, stage: str) -> None:
         """Create the training set first, so that a data set without one fails before the model sees any image."""
+        if self.trainer is not None and world_size() > 1:
+            found = vars(self).get("splits")
+            self.splits = agree_on_splits(type(self).__name__, found, self.sources, lambda: self.splits)
         self._follow_module()
         if stage == "fit":
             self.train_set  # noqa: B018
@@ -333,18 +337,8 @@ class ImageDataModule(RetrievalDataModule):
             found = (len(index), int((classes != DISTRACTOR).sum()))
             report.splits[name] = (found, self.published_counts.get(name, ()))
             if not self.reads_in_check:
-                self._look_for_files(report, name, index)
+                look_for_files(report, name, index, self.root)
         if self.reads_in_check:
             sets = {name: self.image_set(index, self.eval_transform) for name, index in splits.items()}
             check_contents(report, sets)
         return report
-
-    def _look_for_files(self, report: DataReport, name: str, index: ImageIndex) -> None:
-        """Add the files that are missing in a split, and those that are listed twice, to a report."""
-        paths = Tqdm(index.paths, desc=f"Looking for the images of {name}", delay=2, leave=False)
-        for path in paths:
-            if not (self.root / path).is_file():
-                report.missing_files.append(path)
-        duplicates = len(index) - len(set(index.paths))
-        if duplicates and index.boxes is None:
-            report.problems.append(f"{duplicates} paths are listed twice in {name}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
 import torch
+from jaxtyping import Int
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
@@ -30,6 +31,7 @@ from lightning_retrieval.models.reduced_scale import Size
 OnError = Literal["raise", "skip"]
 Decoded = TypeVar("Decoded")
 Self = TypeVar("Self", bound="ImageSet")
+_FOR_METRICS = ("roles", "instances", "cameras")  # columns of the index that items have, too
 PLACEHOLDER_SIZE = (224, 224)  # pixels of the black image that replaces an evaluation batch without a readable image
 
 
@@ -93,21 +95,20 @@ class ImageSet(Dataset[dict[str, Any]]):
         self.load_truncated = check_bool("ImageSet", "load_truncated", load_truncated)
         self.boxes_before_rotation = check_bool("ImageSet", "boxes_before_rotation", boxes_before_rotation)
         self._gives_uint8 = False
-        self.labels = torch.from_numpy(index.labels)
-        self.categories: Tensor | None = None
-        if index.categories is not None:
-            self.categories = torch.from_numpy(index.categories)
-        self._targets = self.labels
-        if index.levels is not None:
-            self._targets = torch.from_numpy(index.levels)
-        self._for_metrics: dict[str, Tensor] = {}
-        if index.roles is not None:
-            self._for_metrics["roles"] = torch.from_numpy(index.roles)
-        if index.instances is not None:
-            self._for_metrics["instances"] = torch.from_numpy(index.instances)
-        if index.cameras is not None:
-            self._for_metrics["cameras"] = torch.from_numpy(index.cameras)
         self._skipped = torch.zeros(len(index), dtype=torch.bool).share_memory_()  # shared with the workers
+
+    # Tensors of the index are not kept: each worker that is spawned would be sent a copy.
+    @property
+    def labels(self) -> Int[Tensor, " item"]:
+        """The class of each image."""
+        return torch.from_numpy(self.index.labels)
+
+    @property
+    def categories(self) -> Int[Tensor, " item"] | None:
+        """The category of each image, or None."""
+        if self.index.categories is None:
+            return None
+        return torch.from_numpy(self.index.categories)
 
     @property
     def skipped(self) -> list[str]:
@@ -146,9 +147,11 @@ class ImageSet(Dataset[dict[str, Any]]):
             return self._skipped_item(position, in_training=isinstance(index, SeededIndex))
         with seeded_item(index):
             item = self._with_images(image)
-        item |= {"labels": self._targets[position], "ids": torch.tensor(position)}
-        for name, values in self._for_metrics.items():
-            item[name] = values[position]
+        item |= {"labels": self._target(position), "ids": torch.tensor(position)}
+        for name in _FOR_METRICS:
+            values = getattr(self.index, name)
+            if values is not None:
+                item[name] = torch.from_numpy(values)[position]
         return item
 
     def in_uint8(self: Self) -> Self:
@@ -216,6 +219,13 @@ class ImageSet(Dataset[dict[str, Any]]):
         path: Path = self.root / self.index.paths[position]
         return path
 
+    def _target(self, position: int) -> Tensor:
+        """The label of an image, or its labels at all levels."""
+        targets = self.index.levels
+        if targets is None:
+            targets = self.index.labels
+        return torch.from_numpy(targets)[position]
+
     def _skipped_item(self, position: int, *, in_training: bool) -> dict[str, Any]:
         """In evaluation a black image that does not count: it has no role, and is an instance of its own."""
         path = str(self.root / self.index.paths[position])
@@ -223,16 +233,15 @@ class ImageSet(Dataset[dict[str, Any]]):
             return {"skipped": path}
         item = {
             **self._with_images(Image.new("RGB", PLACEHOLDER_SIZE)),
-            "labels": self._targets[position],
+            "labels": self._target(position),
             "ids": torch.tensor(position),
             "roles": torch.tensor(0, dtype=torch.uint8),
             "skipped": path,
         }
-        instances = self._for_metrics.get("instances")
-        if instances is not None:
-            item["instances"] = instances.max() + 1 + position
-        if "cameras" in self._for_metrics:
-            item["cameras"] = self._for_metrics["cameras"][position]
+        if self.index.instances is not None:
+            item["instances"] = torch.from_numpy(self.index.instances).max() + 1 + position
+        if self.index.cameras is not None:
+            item["cameras"] = torch.from_numpy(self.index.cameras)[position]
         return item
 
     def _raise_or_count(self, position: int, error: Exception) -> None:

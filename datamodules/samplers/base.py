@@ -17,6 +17,12 @@ from torch.utils.data import Sampler
 
 from lightning_retrieval.checks import check_integer, check_seed
 from lightning_retrieval.datamodules.arrays import as_array
+from lightning_retrieval.datamodules.files.shared_arrays import (
+    SharedArrays,
+    digest_of_arrays,
+    is_large,
+    share_arrays,
+)
 
 Integers = NDArray[np.signedinteger[Any]]
 Labels = Tensor | NDArray[Any] | Sequence[int]
@@ -60,13 +66,40 @@ def slice_positions(starts: Integers, lengths: Integers, dtype: np.dtype[Any]) -
     return positions
 
 
+def group_by_class(owner: str, labels: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    """The classes with two images or more, the smallest first.
+
+    Returns:
+        `images`, the indices of all their images, grouped by class, and for each class `class_labels` and
+        `class_sizes`; `num_classes` holds one number, that of all classes, also of those with a single image.
+
+    Raises:
+        ValueError: if there is no such class.
+    """
+    order, starts = group_equal_values(labels)
+    sizes = np.diff(starts, append=len(labels))
+    kept = np.argsort(sizes, kind="stable")
+    kept = kept[sizes[kept] >= 2]
+    if len(kept) == 0:
+        raise ValueError(
+            f"{owner}: `labels` must hold a class with at least 2 images, got {len(labels)} images of {len(sizes)} "
+            "classes; check that the labels are classes and not the numbers of the images."
+        )
+    return {
+        "images": order[slice_positions(starts[kept], sizes[kept], order.dtype)],
+        "class_labels": labels[order[starts[kept]]],
+        "class_sizes": sizes[kept],
+        "num_classes": np.array([len(sizes)]),
+    }
+
+
 class GlobalBatchSampler(Sampler[list[int]], ABC):
     """Base class of the batch samplers: images grouped by class, a seed, an epoch, and the batches of that epoch.
 
     A subclass defines the number of batches in an epoch (`__len__`) and the batches themselves (`draw`). It may read
     `images` (the dataset indices of all images that take part, grouped by class, the smallest class first),
     `class_labels`, `class_sizes` and `class_starts` (the label, the size and the first position in `images` of each
-    class).
+    class). From a million labels on, these arrays are in temporary files that all processes of the machine map.
 
     Args:
         labels: one integer for each image, in the order of the dataset; any integers, any class sizes. Classes with a
@@ -86,23 +119,20 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
         self.seed = check_seed(self.name, "seed", seed)
         self.epoch = 0
         array = integer_array(self.name, "labels", labels)
-        order, starts = group_equal_values(array)
-        sizes = np.diff(starts, append=len(array))
-        kept = np.argsort(sizes, kind="stable")
-        kept = kept[sizes[kept] >= 2]
-        if len(kept) == 0:
-            raise ValueError(
-                f"{self.name}: `labels` must hold a class with at least 2 images, got {len(array)} images of "
-                f"{len(sizes)} classes; check that the labels are classes and not the numbers of the images."
-            )
+        self._shared: SharedArrays | None = None  # other processes find its files as long as it lives
+        if is_large({"labels": array}):
+            key = f"classes-{digest_of_arrays({'labels': array})}"
+            self._shared = share_arrays(self.name, key, lambda: group_by_class(self.name, array))
+        classes = self._shared or group_by_class(self.name, array)
         self.dataset_size = len(array)
-        self.num_single_image_classes = len(sizes) - len(kept)
-        self.class_labels = array[order[starts[kept]]]
-        self.class_sizes: Integers = sizes[kept]
-        self.images: Integers = order[slice_positions(starts[kept], self.class_sizes, order.dtype)]
+        self.images: Integers = classes["images"]
+        self.class_labels = classes["class_labels"]
+        self.class_sizes: Integers = classes["class_sizes"]
+        num_classes = int(classes["num_classes"][0])
+        self.num_single_image_classes = num_classes - len(self.class_sizes)
         if self.num_single_image_classes:
             warnings.warn(
-                f"{self.name}: skipped {self.num_single_image_classes} of {len(sizes)} classes in training because "
+                f"{self.name}: skipped {self.num_single_image_classes} of {num_classes} classes in training because "
                 "they have a single image.",
                 stacklevel=3,
             )
@@ -122,6 +152,9 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
     def sampler(self) -> "GlobalBatchSampler":
         """The sampler itself, because Lightning looks for `set_epoch` here."""
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_shared": None}  # the arrays themselves are attributes
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, an integer >= 0, whose batches the next iteration yields."""

@@ -54,11 +54,14 @@ class PackedStrings(Sequence[str]):
         return _decode(self.data[begin : int(self.ends[position])].tobytes())
 
     def __iter__(self) -> Iterator[str]:
-        data = self.data.tobytes()
         begin = 0
-        for end in self.ends.tolist():
-            yield _decode(data[begin:end])
-            begin = end
+        for block in range(0, len(self), BLOCK):  # Python's objects of all strings would take much memory
+            ends = self.ends[block : block + BLOCK].tolist()
+            first = begin
+            data = self.data[first : ends[-1]].tobytes()
+            for end in ends:
+                yield _decode(data[begin - first : end - first])
+                begin = end
 
     def concatenate(self, other: "PackedStrings") -> "PackedStrings":
         """These strings, followed by the others."""

@@ -158,6 +158,9 @@ def test_workers_do_not_copy_the_index(as_arrays):
     """The 200,000 paths take about 16 MB. Strings in a list are copied: reading one changes its reference count."""
     strings = [f"{number:080}.jpg" for number in range(200_000)]
     index = ImageIndex(strings, np.arange(200_000) // 4)
+    assert (
+        sum(map(len, index.paths)) + index.labels.sum() > 0
+    )  # a page that no other process has read counts as private
     images = ImageSet(index, "root", as_it_is)
     dataset = Touching(index.paths, images.labels) if as_arrays else Touching(strings, images.labels.tolist())
     loader = DataLoader(dataset, None, num_workers=1, multiprocessing_context="fork")
