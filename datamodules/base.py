@@ -7,16 +7,20 @@ from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 import pytorch_lightning as pl
 from jaxtyping import Int
+from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_retrieval.checks import check_flag, check_integer, short_repr
+from lightning_retrieval.datamodules.arrays import as_array
 from lightning_retrieval.datamodules.files.data_report import Count, DataReport
+from lightning_retrieval.datamodules.files.shared_arrays import digest_of_arrays
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader, loader_settings, training_loader
 from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
 from lightning_retrieval.datamodules.samplers.category import CategorySampler
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
+from lightning_retrieval.distributed import together
 from lightning_retrieval.training.random_state import seed_of_run
 
 SamplerName = Literal["pk", "category", "all_classes"]
@@ -44,6 +48,25 @@ class LabelledImages(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+
+def check_unchanged(owner: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise unless the training images are those that a checkpoint was written with.
+
+    Args:
+        owner: prefix of the error message.
+        before: what identifies the images of the checkpoint; `count` is their number.
+        now: the same of the images that the run would continue with.
+    """
+    if now == before:
+        return
+    found = f"{now['count']:,} instead of {before['count']:,}"
+    if now["count"] == before["count"]:
+        found = f"as many, {now['count']:,}, with other labels or paths or in another order"
+    raise ValueError(
+        f"{owner}: a run must continue with the training images that it began with, got {found}; restore the list of "
+        "images and the settings that choose from it, or begin a new run with the weights of the checkpoint."
+    )
 
 
 class RetrievalDataModule(pl.LightningDataModule, ABC):
@@ -75,7 +98,7 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
 
     Relations:
         A run does not depend on the number of workers or processes. A run that was interrupted within an epoch
-        continues with the next batch.
+        continues with the next batch; it raises an error if the list of training images has changed meanwhile.
     """
 
     published_counts: ClassVar[Mapping[str, Sequence[Count]]] = MappingProxyType({})  # of each set, for `check`
@@ -104,6 +127,7 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
         self.persistent_workers = check_flag(owner, "persistent_workers", persistent_workers)
         if self.persistent_workers and not self.num_workers:
             raise ValueError(f"{owner}: `persistent_workers` need workers, got num_workers=0; set it to 1 or more.")
+        self._images_of_run: dict[str, Any] | None = None
 
     @property
     @abstractmethod
@@ -143,8 +167,33 @@ class RetrievalDataModule(pl.LightningDataModule, ABC):
 
     def train_dataloader(self) -> RetrievalDataLoader:
         """A loader of the batches of `train_sampler`, which begins where a resumed run continues."""
+        self._images_of_run = self._training_images()
         dataset = self._set_of_loader(self.train_set)
         return training_loader(self.trainer, dataset, self.train_sampler(), **self._loader_settings(dataset))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What identifies the training images of the run, for its checkpoints."""
+        if self._images_of_run is None:
+            return {}
+        return {"training_images": self._images_of_run}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise on all processes if a run would continue with other training images than it began with.
+
+        Raises:
+            ValueError: if the list of a process has changed.
+        """
+        before = state_dict.get("training_images")
+        if before is not None and self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            together(lambda: check_unchanged(type(self).__name__, before, self._training_images()))
+
+    def _training_images(self) -> dict[str, Any]:
+        """What identifies the training images, as plain values: their number, and a digest of their labels.
+
+        Override it in a subclass that knows more of them.
+        """
+        labels = as_array(type(self).__name__, "labels", self.train_set.labels)
+        return {"count": len(labels), "digest": digest_of_arrays({"labels": labels})}
 
     def val_dataloader(self) -> Any:
         """A loader of the validation set in order, or a dict of loaders if there are several sets."""

@@ -202,6 +202,10 @@ class ImageDataModule(RetrievalDataModule):
             index.lines = None  # only needed for errors of reading, and not to be sent to each worker
         return splits
 
+    def _training_images(self) -> dict[str, Any]:
+        index = self.train_set.index
+        return {"count": len(index), "digest": index.digest}
+
     @cached_property
     def train_set(self) -> ImageSet:
         """The training images, with augmentation and without the classes that are held out."""

@@ -1,6 +1,7 @@
 """Processes of a machine share the list of images; all must have the same, also when they continue a run."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,109 @@ def train_alone(rank, world_size, root, notes):
 
 def settings(**others):
     return {"train_transform": TINY, "eval_transform": TINY, "classes_per_batch": 2, "samples_per_class": 2, **others}
+
+
+def checkpoint_of_one_epoch(root, path, **others):
+    trainer = pl.Trainer(**{**FLAGS, "max_epochs": 1})
+    trainer.fit(Recorder(), datamodule=ImageFolder(root, **settings(**others)))
+    trainer.save_checkpoint(path)
+    return path
+
+
+def continued(root, checkpoint, **others):
+    module = Recorder()
+    data = ImageFolder(root, **settings(**others))
+    pl.Trainer(**FLAGS).fit(module, datamodule=data, ckpt_path=checkpoint)
+    return module.batches
+
+
+def add_an_image(root):
+    folder = first_training_class(root)
+    shutil.copy(next(folder.iterdir()), folder / "new.png")
+
+
+def rename_an_image(root):
+    file = next(first_training_class(root).iterdir())
+    file.rename(file.with_stem("renamed"))
+
+
+def first_training_class(root):
+    return root / next(iter(ImageFolder(root, **settings()).splits["train"].names))
+
+
+def test_a_run_continues_with_the_same_list_elsewhere(root, tmp_path):
+    checkpoint = checkpoint_of_one_epoch(root, tmp_path / "one.ckpt")
+    expected = continued(root, checkpoint)
+    assert len(expected) > 0
+    root.rename(tmp_path / "moved")
+    assert continued(tmp_path / "moved", checkpoint) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "others", "found"),
+    [
+        (add_an_image, {}, r"got 13 instead of 12"),
+        (rename_an_image, {}, r"got as many, 12, with other labels or paths or in another order"),
+        (lambda root: None, {"val_fraction": 0.25}, r"got 9 instead of 12"),
+        (lambda root: None, {"split_seed": 1}, r"got as many, 12, with other labels or paths or in another order"),
+    ],
+)
+def test_a_run_does_not_continue_with_another_list(root, tmp_path, change, others, found):
+    checkpoint = checkpoint_of_one_epoch(root, tmp_path / "one.ckpt")
+    change(root)
+    sentence = (
+        rf"^ImageFolder: a run must continue with the training images that it began with, {found}; restore the list of "
+        r"images and the settings that choose from it, or begin a new run with the weights of the checkpoint\.$"
+    )
+    with pytest.raises(ValueError, match=sentence):
+        continued(root, checkpoint, **others)
+
+
+def test_a_checkpoint_may_be_tested_on_other_images(root, tmp_path):
+    checkpoint = checkpoint_of_one_epoch(root, tmp_path / "one.ckpt")
+    add_an_image(root)
+    data = ImageFolder(root, **settings())
+    trainer = pl.Trainer(**{**FLAGS, "limit_val_batches": 1})
+    module = WithTest()
+    trainer.test(module, datamodule=data, ckpt_path=checkpoint, verbose=False)
+    assert module.tested
+    trainer.save_checkpoint(tmp_path / "of test.ckpt")  # has no training images to compare
+
+
+class WithTest(Recorder):
+    tested = False
+
+    def test_step(self, batch, batch_idx):
+        self.tested = True
+
+
+def messages_of_rank(rank, world_size, roots, checkpoint):
+    """The errors of a run in which each process has its own folder; all processes get past it."""
+    found = []
+    for root in (roots[0], roots[rank]):
+        data = ImageFolder(root, **settings())
+        trainer = pl.Trainer(**FLAGS, strategy="ddp", devices=world_size)
+        try:
+            trainer.fit(Recorder(), datamodule=data, ckpt_path=checkpoint)
+        except (ValueError, FileNotFoundError) as error:
+            found.append(str(error))
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.slow
+def test_all_processes_refuse_a_list_that_changed_and_lists_that_differ(root, tmp_path, run_processes):
+    checkpoint = checkpoint_of_one_epoch(root, tmp_path / "one.ckpt")
+    shutil.copytree(root, tmp_path / "copy")
+    add_an_image(root)
+    roots = [str(root), str(tmp_path / "copy")]
+    first, second = run_processes(messages_of_rank, 2, roots, str(checkpoint), backend=None)
+    assert first == second
+    assert "must continue with the training images that it began with, got 13 instead of 12" in first[0]
+    assert first[1] == (
+        "ImageFolder: all processes must have the same images with the same labels, got another list 'train' on rank 1 "
+        "(12 images) than on rank 0 (13 images); give all machines the same files."
+    )
 
 
 def errors_without_a_folder(rank, world_size, root):
