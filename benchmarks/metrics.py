@@ -2,6 +2,7 @@
 
     python benchmarks/metrics.py
     python benchmarks/metrics.py --memory
+    python benchmarks/metrics.py --processes
 
 The product is what any evaluation has to do: all queries against all images, block by block into one buffer that is
 there before. The evaluation is `RetrievalMetrics`, from the first update to the last number, with all its metrics. The
@@ -13,24 +14,37 @@ raw pixels reach. About eight minutes on two cores.
 
 With `--memory` one million images are evaluated, of which a few are queries, and the peak memory of `update` and
 `compute` is compared with the embeddings. A query adds its values, about 100 bytes with the default metrics.
+
+With `--processes` sets are evaluated by 1 and 2 processes (gloo) of one thread each, which are given the same batches
+in turn. "added MiB" is the peak of `update` and `compute` beyond the memory before, of the process with the most; the
+embeddings are part of it, since they are there only in the metric. "time" is that of the slowest process, from the
+first update to the last number, without the making of the embeddings; "CPU time" that of the process with the most,
+which other work on the machine hardly changes. "mAP" is printed in full, because it is the same for both.
 """
 
 import os
 
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # processes that measure memory return what is freed at once
 
-from collections.abc import Callable
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN
-from timing import arguments, environment, interleaved, peak_added_memory, report
+from timing import Timing, _status, arguments, environment, interleaved, peak_added_memory, report
 from torch import Tensor
 from torchmetrics.retrieval import RetrievalMAP
 
-from lightning_retrieval import Embedder, RetrievalMetrics
+from lightning_retrieval import DatabaseAugmentation, Embedder, QueryExpansion, RetrievalMetrics
 from lightning_retrieval.datamodules import Glyphs
 from lightning_retrieval.ranking.similarity import normalize
 
@@ -43,6 +57,34 @@ SETS = {  # images, images of each class, dimension, noise of what is as if trai
 }
 QUICK = 500  # images of each set
 MEMORY = {"images": 1_000_000, "queries": 1_000}  # of the evaluation whose memory is measured
+OF_CLASS, BATCH = 5, 512
+
+
+@dataclass(frozen=True)
+class ProcessCase:
+    """A set that several processes evaluate: random class centres with noise, as if trained.
+
+    Args:
+        images: number of images, of `OF_CLASS` a class.
+        dim: of the embeddings.
+        queries: number of queries; all images are candidates.
+        half_in_one_class: whether the first half of the images is one class.
+        expanded: whether the gallery is augmented and queries are expanded.
+    """
+
+    images: int
+    dim: int
+    queries: int
+    half_in_one_class: bool = False
+    expanded: bool = False
+
+
+PROCESS_CASES = {
+    "all images are queries": ProcessCase(20_000, 128, 20_000),
+    "2 % are queries": ProcessCase(200_000, 256, 4_000),
+    "half in one class": ProcessCase(12_000, 128, 12_000, half_in_one_class=True),
+    "expanded": ProcessCase(20_000, 128, 20_000, expanded=True),
+}
 
 
 def glyphs(quick: bool) -> tuple[Tensor, Tensor]:
@@ -154,14 +196,101 @@ def memory_rows(device: str, quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def batches_of(case: ProcessCase, rank: int, world: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """The batches of a process: embeddings, labels, ids and which are queries; those of all processes are the set."""
+    centres = torch.randn(case.images // OF_CLASS + 1, case.dim, generator=torch.Generator().manual_seed(0))
+    for number, ids in enumerate(torch.arange(case.images).split(BATCH)):
+        if number % world != rank:
+            continue
+        labels = ids // OF_CLASS
+        if case.half_in_one_class:
+            labels = torch.where(ids < case.images // 2, 0, labels)
+        noise = torch.randn(len(ids), case.dim, generator=torch.Generator().manual_seed(number + 1))
+        yield centres[labels] + 1.6 * noise, labels, ids, ids * case.queries % case.images < case.queries
+
+
+def evaluate(case: ProcessCase, rank: int, world: int) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Seconds and CPU seconds of an evaluation, and its results."""
+    settings: dict[str, Any] = {}
+    if case.expanded:
+        settings = {"query_expansion": QueryExpansion(), "database_augmentation": DatabaseAugmentation()}
+    metrics, spent = RetrievalMetrics(**settings), {"time": 0.0, "CPU time": 0.0}
+    clocks = {"time": time.perf_counter, "CPU time": time.process_time}
+    for batch in batches_of(case, rank, world):
+        before = {name: clock() for name, clock in clocks.items()}
+        metrics.update(*batch)
+        spent = {name: spent[name] + clock() - before[name] for name, clock in clocks.items()}
+    if world > 1:
+        dist.barrier()
+    before = {name: clock() for name, clock in clocks.items()}
+    results = metrics.compute()
+    return {name: spent[name] + clock() - before[name] for name, clock in clocks.items()}, results
+
+
+def one_process(rank: int, world: int, cases: dict[str, ProcessCase], runs: int, folder: str) -> None:
+    """Evaluate each set several times, the first time for the memory too; saves what this process has measured."""
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    measured = {}
+    for name, case in cases.items():
+        evaluate(ProcessCase(1_000, 8, 1_000, expanded=case.expanded), rank, world)  # loads what the first use loads
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: reset the peak to the memory in use
+        before = _status("VmRSS")
+        seconds, results = evaluate(case, rank, world)
+        added = _status("VmHWM") - before
+        spent = [seconds, *(evaluate(case, rank, world)[0] for _ in range(runs - 1))]
+        measured[name] = {"added": added, "spent": spent, "mAP": results["mAP"].item()}
+    torch.save(measured, f"{folder}/{world}-{rank}.pt")
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def process_row(name: str, case: ProcessCase, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """A row of the table, from what each process has measured."""
+    row = {"set": name, "images": case.images, "D": case.dim, "queries": case.queries, "processes": len(found)}
+    for clock in ("time", "CPU time"):
+        runs = zip(*(of_process["spent"] for of_process in found))
+        seconds = [max(of_process[clock] for of_process in run) for run in runs]
+        row[clock] = Timing(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
+    return {**row, "added MiB": max(of_process["added"] for of_process in found) / MIB, "mAP": str(found[0]["mAP"])}
+
+
+def process_rows(cases: dict[str, ProcessCase], runs: int) -> list[dict[str, Any]]:
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for world in (1, 2):
+            torch.multiprocessing.spawn(one_process, (world, cases, runs, folder), nprocs=world)
+            found[world] = [torch.load(f"{folder}/{world}-{rank}.pt") for rank in range(world)]
+    rows = []
+    for name, case in cases.items():
+        for measured in found.values():
+            rows.append(process_row(name, case, [of_process[name] for of_process in measured]))
+    return rows
+
+
 def main() -> None:
     description = "RetrievalMetrics against peers and against the score matrix product alone."
-    options = arguments(description, memory="only the memory of an evaluation of one million images")
+    options = arguments(
+        description,
+        memory="only the memory of an evaluation of one million images",
+        processes="only the evaluations by 1 and 2 processes",
+    )
     device, quick = options.device, options.quick
     if options.memory:
         report("Memory of RetrievalMetrics", environment(device), memory_rows(device, quick), options.json)
         return
-    rows: list[dict[str, Any]] = []
+    if options.processes:
+        if device != "cpu":
+            sys.exit("--processes: this comparison runs on the CPU only, whose cores its processes share.")
+        torch.set_num_threads(1)
+        cases, runs = PROCESS_CASES, 3
+        if quick:
+            cases, runs = {name: replace(case, images=1_500, dim=8, queries=1_500) for name, case in cases.items()}, 1
+        rows = process_rows(cases, runs)
+        report("RetrievalMetrics in processes of one thread each", environment(device), rows, options.json)
+        return
+    rows = []
     for name in (*SETS, GLYPHS):
         for trained in (True, False):
             embeddings, labels = embeddings_of(name, trained, quick, device)

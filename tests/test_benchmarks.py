@@ -95,6 +95,23 @@ def test_a_flag_compares_in_turns(name, flag, ratio, others, rows, tmp_path):
     assert rows <= {row.get("loss", row.get("keep_graphs")) for row in results}
 
 
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak memory from the /proc of Linux")
+def test_an_evaluation_by_several_processes_has_the_same_map(tmp_path):
+    file = tmp_path / "results.json"
+    command = [sys.executable, BENCHMARKS / "metrics.py", "--quick", "--processes", "--json", file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(file.read_text())["results"]
+    assert [row["processes"] for row in results] == [1, 2] * 4
+    columns = {"set", "images", "D", "queries", "processes", "time", "CPU time", "added MiB", "mAP"}
+    assert all(set(row) == columns for row in results)
+    for one, two in zip(results[::2], results[1::2]):
+        assert one["set"] == two["set"]
+        assert 0 < float(one["mAP"]) < 1
+        assert one["mAP"] == two["mAP"]
+    assert len({row["mAP"] for row in results}) >= 3  # of small classes, one large class, and expanded
+
+
 def test_functions_are_timed_in_turn(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     timing = importlib.import_module("timing")
