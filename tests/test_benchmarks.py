@@ -20,6 +20,10 @@ COLUMNS = {
     "gradient_sum": {"sum", "parameters", "step", "added MiB", "ratio"},
     "detection": {"what", "RoIs", "classes", "time", "ratio"},
     "images": {"what", "images", "size", "time", "speed over decoding", "time over plain", "lowest", "highest"},
+    "index_memory": {
+        *("factory", "rows in memory", "build", "files in MiB", "training rows in MiB", "block in MiB"),
+        *("build adds in MiB", "search adds in MiB"),
+    },
     "int8": {"network", "bits", "R@1", "MB", "times the size", "64 images", "times the speed"},
     "large_batch": {
         *("batch", "in chunks", "plain batch", "plain", "time ratio per image"),

@@ -26,6 +26,7 @@ EMBEDDINGS_SETTINGS = (
     "factory",
     "parameters",
     "shards",
+    "rows_in_memory",
 )  # those of `index_embeddings`
 
 
@@ -119,5 +120,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--parameters", default="", help="search parameters of the index, such as nprobe=16")
     parser.add_argument("--shards", type=int, default=1, help="number of parts of the index, one file each")
+    parser.add_argument(
+        "--rows_in_memory",
+        type=int,
+        metavar="N",
+        help="build an index that is larger than memory on disk, with the codes of at most N rows in memory, at least "
+        "65,536; for factories IVF with Flat, SQ or PQ",
+    )
     add_embedding_options(parser)
     return parser

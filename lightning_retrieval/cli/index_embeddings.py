@@ -1,6 +1,7 @@
 """Build an index from a folder of embeddings that `embed` wrote."""
 
 from pathlib import Path
+from typing import Any
 
 from lightning_retrieval.cli.embedding import UnreadableImage
 from lightning_retrieval.cli.stores import new_index
@@ -19,6 +20,7 @@ def index_embeddings(
     factory: str = "Flat",
     parameters: str = "",
     shards: int = 1,
+    rows_in_memory: int | None = None,
 ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
     """Index the rows of a folder of embeddings, with their ids and paths, and save the index.
 
@@ -29,6 +31,8 @@ def index_embeddings(
         factory: faiss' factory string, or type of Milvus' index.
         parameters: of the search, as in `RetrievalIndex` or `MilvusStore`.
         shards: number of parts of the index, for faiss.
+        rows_in_memory: build the index on disk, with the codes of this many rows in memory, see
+            `RetrievalIndex.build_on_disk`; if None, build it in memory.
 
     Returns:
         The index, and the images that could not be read when they were embedded.
@@ -39,10 +43,12 @@ def index_embeddings(
         OSError: if the store cannot be reached, which is tried first.
 
     Cost:
-        Memory for the index, the rows that train it, a block of 65,536 rows and one file of embeddings. Each file is
-        read up to six times, also to check all of them first, and to train the index on rows from all files.
+        Memory for the index, with `rows_in_memory` for its ids and paths and the codes of these rows; the rows that
+        train it, a block of 65,536 rows and one file of embeddings. Each file is read up to six times, also to check
+        all of them first, and to train the index on rows from all files.
     """
-    new = new_index(OWNER, output, store, factory=factory, parameters=parameters, shards=shards)
+    settings: dict[str, Any] = {"factory": factory, "parameters": parameters, "shards": shards}
+    new = new_index(OWNER, output, store, **settings, rows_in_memory=rows_in_memory)
     folder = EmbeddingFolder.load(OWNER, embeddings)
     manifest = folder.manifest
     rows = FolderRows(folder)

@@ -5,6 +5,7 @@ same way.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ def index_images(
     factory: str = "Flat",
     parameters: str = "",
     shards: int = 1,
+    rows_in_memory: int | None = None,
     batch_size: int = 32,
     num_workers: int = 0,
     device: str | None = None,
@@ -45,6 +47,8 @@ def index_images(
         factory: faiss' factory string, or type of Milvus' index.
         parameters: of the search, as in `RetrievalIndex` or `MilvusStore`.
         shards: number of parts of the index, for faiss.
+        rows_in_memory: build the index on disk, with the codes of this many rows in memory, see
+            `RetrievalIndex.build_on_disk`; if None, build it in memory.
         batch_size: number of images embedded at a time; 1 if images keep their sizes.
         num_workers: number of processes that read images.
         device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
@@ -60,7 +64,8 @@ def index_images(
     Cost:
         For a `"Flat"` index, 8 bytes for each number of an embedding: 4 for the embeddings and 4 for the index.
     """
-    new = new_index(OWNER, output, store, factory=factory, parameters=parameters, shards=shards)
+    settings: dict[str, Any] = {"factory": factory, "parameters": parameters, "shards": shards}
+    new = new_index(OWNER, output, store, **settings, rows_in_memory=rows_in_memory)
     listed = images_in_folder(OWNER, images)
     paths = listed.index.paths
     embedder = ImageEmbedder.load(

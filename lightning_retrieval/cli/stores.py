@@ -8,6 +8,7 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor
 
+from lightning_retrieval.search.disk_lists import check_lists, check_rows_in_memory
 from lightning_retrieval.search.embedding_store import EmbeddingStore
 from lightning_retrieval.search.index import RetrievalIndex
 from lightning_retrieval.search.milvus_collection import check_dim, check_store
@@ -29,26 +30,37 @@ class FaissFolder:
         factory: faiss' factory string.
         parameters: of the search.
         shards: number of parts of the index.
+        rows_in_memory: build the index on disk, with this many rows in memory; if None, build it in memory.
 
     Raises:
-        ValueError: if something else is in the folder, or the number of shards is invalid.
+        ValueError: if something else is in the folder, or a number is invalid.
     """
 
-    def __init__(self, owner: str, folder: Path, *, factory: str, parameters: str, shards: int) -> None:
+    def __init__(
+        self, owner: str, folder: Path, *, factory: str, parameters: str, shards: int, rows_in_memory: int | None
+    ) -> None:
         check_folder(owner, folder)
         RetrievalIndex(1, shards=shards)
+        if rows_in_memory is not None:
+            check_rows_in_memory(rows_in_memory)
         self._folder = folder
+        self._rows_in_memory = rows_in_memory
         self._settings: dict[str, Any] = {"factory": factory, "parameters": parameters, "shards": shards}
 
     def check(self, dim: int, paths: Sequence[str]) -> None:
         """Raise if the settings do not fit embeddings of this length."""
-        RetrievalIndex(dim, **self._settings)
+        index = RetrievalIndex(dim, **self._settings)
+        if self._rows_in_memory is not None:
+            check_lists(index.faiss_indexes[0], index.factory)
 
     def write(
         self, dim: int, about: Mapping[str, Any], embeddings: Rows, ids: Int[Tensor, " rows"], paths: Sequence[str]
     ) -> EmbeddingStore:
         """Make the index and save it, in place of an earlier one."""
         index = RetrievalIndex(dim, about=about, **self._settings)
+        if self._rows_in_memory is not None:
+            index.build_on_disk(self._folder, embeddings, ids, paths, rows_in_memory=self._rows_in_memory)
+            return index
         index.add(embeddings, ids, paths)
         index.save(self._folder)
         return index
@@ -64,13 +76,29 @@ class MilvusCollection:
         factory: type of Milvus' index.
         parameters: of the search.
         shards: must be 1, because Milvus distributes rows by itself.
+        rows_in_memory: must be None, because Milvus keeps rows by itself.
 
     Raises:
         ValueError: if an argument is invalid, or the name is that of something else.
         OSError: if the store cannot be reached.
     """
 
-    def __init__(self, owner: str, name: str, uri: str, *, factory: str, parameters: str, shards: int) -> None:
+    def __init__(
+        self,
+        owner: str,
+        name: str,
+        uri: str,
+        *,
+        factory: str,
+        parameters: str,
+        shards: int,
+        rows_in_memory: int | None,
+    ) -> None:
+        if rows_in_memory is not None:
+            raise ValueError(
+                f"{owner}: `rows_in_memory` must not be given with a store in Milvus, which keeps rows by itself, got "
+                f"{rows_in_memory}."
+            )
         if shards != 1:
             raise ValueError(
                 f"{owner}: `shards` must be 1 with a store in Milvus, which distributes rows by itself, got {shards}."
@@ -103,7 +131,14 @@ class MilvusCollection:
 
 
 def new_index(
-    owner: str, output: Path, store: str | None, *, factory: str, parameters: str, shards: int
+    owner: str,
+    output: Path,
+    store: str | None,
+    *,
+    factory: str,
+    parameters: str,
+    shards: int,
+    rows_in_memory: int | None,
 ) -> FaissFolder | MilvusCollection:
     """Where a command writes an index; checked before any image is embedded.
 
@@ -114,15 +149,16 @@ def new_index(
         factory: factory string of faiss, or type of Milvus' index.
         parameters: of the search.
         shards: number of parts of the index, for faiss.
+        rows_in_memory: build an index of faiss on disk, with this many rows in memory; if None, build it in memory.
 
     Raises:
         ValueError: if an argument is invalid, or something else is there.
         OSError: if the store cannot be reached.
     """
+    settings: dict[str, Any] = {"factory": factory, "parameters": parameters, "shards": shards}
     if store is None:
-        return FaissFolder(owner, output, factory=factory, parameters=parameters, shards=shards)
-    uri = _uri(owner, store)
-    return MilvusCollection(owner, str(output), uri, factory=factory, parameters=parameters, shards=shards)
+        return FaissFolder(owner, output, **settings, rows_in_memory=rows_in_memory)
+    return MilvusCollection(owner, str(output), _uri(owner, store), **settings, rows_in_memory=rows_in_memory)
 
 
 @contextmanager

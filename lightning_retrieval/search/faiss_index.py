@@ -11,7 +11,7 @@ import torch
 
 from lightning_retrieval.checks import short_repr
 from lightning_retrieval.optional_packages import optional_import
-from lightning_retrieval.search.rows import OWNER, Rows, normalized_rows, sample_rows
+from lightning_retrieval.search.rows import OWNER, Rows, normalized_sample
 
 ROWS_PER_CENTROID = 256  # more are ignored by the k-means of faiss
 FEWEST_CENTROIDS = 256  # those of product quantisation with 8 bits
@@ -98,9 +98,8 @@ def train_faiss_index(index: Any, factory: str, embeddings: Rows) -> None:
         centroids = max(faiss.extract_index_ivf(index).nlist, FEWEST_CENTROIDS)
     except RuntimeError:  # not an IVF index
         centroids = FEWEST_CENTROIDS
-    sample = sample_rows(len(embeddings), ROWS_PER_CENTROID * centroids)
     try:
-        index.train(normalized_rows(embeddings[sample]))
+        index.train(normalized_sample(embeddings, ROWS_PER_CENTROID * centroids))
     except RuntimeError as error:
         raise ValueError(
             f"{OWNER}: `factory` {factory!r} must be trained, for which {len(embeddings)} rows are not enough "

@@ -52,13 +52,16 @@ class DigestStream:
         return self._digest.hexdigest()
 
 
-def write_verified(owner: str, path: Path, write: Callable[[DigestStream], None]) -> None:
+def write_verified(owner: str, path: Path, write: Callable[[DigestStream], None]) -> str:
     """Write a file, wait until it is on the disk, and compare it with what was to be written.
 
     Args:
         owner: prefix of error messages.
         path: of the new file.
         write: writes the content to a stream.
+
+    Returns:
+        SHA-256 of the file.
 
     Raises:
         OSError: if the file cannot be written completely.
@@ -76,6 +79,7 @@ def write_verified(owner: str, path: Path, write: Callable[[DigestStream], None]
         raise OSError(f"{owner}: {path} cannot be written ({reason(cause)}); {UNCHANGED}.") from None
     if file_digest(path) != digest.hexdigest():
         raise OSError(f"{owner}: {path} was not written completely; {UNCHANGED}.")
+    return digest.hexdigest()
 
 
 def reason(error: BaseException) -> str:

@@ -1,7 +1,5 @@
 """The rows of a folder of embeddings, which are read from its files when they are used."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 from jaxtyping import Float, Float32, Int
@@ -50,17 +48,14 @@ class FolderRows:
         """Rows by a slice, or by positions in ascending order."""
         if isinstance(positions, slice):
             positions = torch.arange(*positions.indices(len(self)))
-        parts = [torch.empty(0, self.shape[1])]
-        parts += self._parts(positions)
-        return torch.cat(parts)
-
-    def _parts(self, positions: Int[Tensor, " selected"]) -> Iterator[Float[Tensor, "part dim"]]:
-        """The rows of each shard that has some."""
+        selected = torch.empty(len(positions), self.shape[1])
         shards = np.searchsorted(self._ends, positions.numpy(), side="right")
         for shard in np.unique(shards).tolist():
             rows = self._shard(shard)
             begin = int(self._ends[shard]) - len(rows)
-            yield rows[positions[torch.from_numpy(shards == shard)] - begin]
+            is_here = torch.from_numpy(shards == shard)
+            selected[is_here] = rows[positions[is_here] - begin]
+        return selected
 
     def _shard(self, shard: int) -> Float[Tensor, "shard dim"]:
         if shard != self._read:

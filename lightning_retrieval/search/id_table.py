@@ -1,15 +1,18 @@
 """The ids of the rows of an index, and a path for each."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.checks import check_integers, check_tensor
+from lightning_retrieval.search.files import DigestStream
 from lightning_retrieval.search.packed_strings import PackedStrings
-from lightning_retrieval.search.rows import OWNER
+from lightning_retrieval.search.rows import OWNER, Rows, check_finite_rows, check_paths, check_rows
 
 LARGEST_ID = int(np.iinfo(np.int64).max)
 
@@ -40,6 +43,8 @@ def check_new_ids(owner: str, ids: Tensor, rows: int) -> NDArray[np.int64]:
     new: NDArray[np.int64] = ids.cpu().numpy().astype(np.int64)
     if rows > 0 and new.min() < 0:
         raise ValueError(f"{owner}: `ids` must be >= 0, got {new.min()}.")
+    if _ascend(new):
+        return new
     distinct, counts = np.unique(new, return_counts=True)
     repeated = distinct[counts > 1]
     if len(repeated) > 0:
@@ -93,6 +98,23 @@ class IdTable:
         """A table without rows."""
         return cls(np.zeros(0, np.int64), PackedStrings([]))
 
+    @classmethod
+    def read(cls, files: Mapping[str, Path], mapped: bool) -> "IdTable":
+        """Read the files of `writers`, or map them into memory."""
+        mode: Literal["r"] | None = None
+        if mapped:
+            mode = "r"
+        data, ends = np.load(files["paths.npy"], mode), np.load(files["path-ends.npy"], mode)
+        return cls(np.load(files["ids.npy"], mode), PackedStrings.from_arrays(data, ends))
+
+    def writers(self) -> dict[str, Callable[[DigestStream], None]]:
+        """By file name, a function that writes the content of the file to a stream."""
+        return {
+            "ids.npy": partial(np.save, arr=self.ids),
+            "paths.npy": partial(np.save, arr=self.paths.data),
+            "path-ends.npy": partial(np.save, arr=self.paths.ends),
+        }
+
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -113,21 +135,32 @@ class IdTable:
         return new
 
     def add(self, ids: NDArray[np.int64], paths: Sequence[str] | None) -> None:
-        """Add ids that `new_ids` returned, and their paths; None if the rows have none."""
-        if paths is None:
-            paths = [""] * len(ids)
-        all_ids = np.concatenate([self.ids, ids])
-        order = np.argsort(all_ids, kind="stable")
-        self.ids = all_ids[order]
-        if not isinstance(paths, PackedStrings):
-            paths = PackedStrings(paths)
-        self.paths = self.paths.concatenate(paths)[order]
+        """Add ids that `new_ids` returned, and their paths; None if the rows have none.
+
+        Ids and paths are copied only where that is needed: there may be as many bytes of them as of codes.
+        """
+        packed = _packed(paths, len(ids))
+        if len(self) > 0:
+            ids = np.concatenate([self.ids, ids])
+            packed = self.paths.concatenate(packed)
+        if not _ascend(ids):
+            order = np.argsort(ids, kind="stable")
+            ids, packed = ids[order], packed[order]
+        self.ids, self.paths = ids, packed
 
     def remove(self, positions: NDArray[np.intp]) -> None:
         """Remove the ids at these positions, and their paths."""
         kept = np.delete(np.arange(len(self)), positions)
         self.ids = self.ids[kept]
         self.paths = self.paths[kept]
+
+    def paths_of(self, ids: NDArray[np.int64]) -> list[str]:
+        """The paths of the rows with these ids.
+
+        Raises:
+            ValueError: if an id is not in the table.
+        """
+        return [self.paths[position] for position in self.positions(ids).tolist()]
 
     def positions(self, ids: NDArray[np.int64]) -> NDArray[np.intp]:
         """The positions of these ids in the table.
@@ -140,3 +173,29 @@ class IdTable:
         known[known] = self.ids[positions[known]] == ids[known]
         refuse_unknown(OWNER, ids[~known])
         return positions
+
+
+def check_new_rows(
+    table: IdTable, dim: int, embeddings: Rows, ids: Tensor | None, paths: Sequence[str] | None
+) -> NDArray[np.int64]:
+    """The ids of rows that are to be added; raise if one of the rows is invalid."""
+    check_rows(OWNER, "embeddings", embeddings, dim)
+    new_ids = table.new_ids(ids, len(embeddings))
+    if paths is not None:
+        check_paths(OWNER, paths, len(embeddings))
+    check_finite_rows(OWNER, "embeddings", embeddings, new_ids, paths)
+    return new_ids
+
+
+def _packed(paths: Sequence[str] | None, rows: int) -> PackedStrings:
+    """The paths packed, without a copy if they are; "" for each row if there are none."""
+    if paths is None:
+        return PackedStrings.from_arrays(np.zeros(0, np.uint8), np.zeros(rows, np.int64))
+    if isinstance(paths, PackedStrings):
+        return paths
+    return PackedStrings(paths)
+
+
+def _ascend(ids: NDArray[np.int64]) -> bool:
+    """Whether each id is larger than the one before it."""
+    return bool((ids[1:] > ids[:-1]).all())

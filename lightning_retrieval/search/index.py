@@ -7,7 +7,7 @@ rank by.
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,17 +15,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_bool, check_integer, check_path
-from lightning_retrieval.search.faiss_index import faiss_reason, load_faiss, new_faiss_index, set_search_parameters
-from lightning_retrieval.search.id_table import IdTable, integer_ids
-from lightning_retrieval.search.packed_strings import PackedStrings
+from lightning_retrieval.search.disk_lists import ROWS_IN_MEMORY, add_on_disk, check_disk_build
+from lightning_retrieval.search.faiss_index import new_faiss_index, set_search_parameters
+from lightning_retrieval.search.id_table import IdTable, check_new_rows, integer_ids
 from lightning_retrieval.search.recall import measure_recall
 from lightning_retrieval.search.rows import (
     OWNER,
     Rows,
-    check_finite_rows,
-    check_paths,
+    check_not_mapped,
+    check_queries,
     check_results,
-    check_rows,
     join_parameters,
     plain_values,
 )
@@ -35,10 +34,13 @@ from lightning_retrieval.search.shards import (
     rebuild_rows,
     remove_from_shards,
     search_shards,
+    shard_name,
+    shard_writers,
+    shards_from_bytes,
+    shards_to_bytes,
     train_shards,
-    write_shard,
 )
-from lightning_retrieval.search.storage import Writer, read_folder, write_folder
+from lightning_retrieval.search.storage import new_version, read_folder, write_folder
 
 LARGEST_DIM = 2**31 - 1  # of faiss
 MOST_SHARDS = 10_000  # each is a file
@@ -139,26 +141,16 @@ class RetrievalIndex:
                 there are too few rows for the training, faiss cannot add rows, or the index is memory-mapped.
             TypeError: if embeddings are not floating point, ids are not integers, or `paths` is no sequence of strings.
         """
-        self._check_not_mapped("add to")
-        check_rows(OWNER, "embeddings", embeddings, self.dim)
-        rows = len(embeddings)
-        new_ids = self._table.new_ids(ids, rows)
-        if paths is not None:
-            check_paths(OWNER, paths, rows)
-        check_finite_rows(OWNER, "embeddings", embeddings, new_ids, paths)
-
-        is_first = len(self) == 0 and rows > 0
-        if not self.faiss_indexes[0].is_trained:
-            train_shards(self.faiss_indexes, self.factory, embeddings)
+        check_not_mapped(self.mapped, "add to")
+        new_ids = check_new_rows(self._table, self.dim, embeddings, ids, paths)
+        is_first = len(self) == 0 and len(new_ids) > 0
+        train_shards(self.faiss_indexes, self.factory, embeddings)
         try:
-            add_to_shards(self.faiss_indexes, embeddings, new_ids)
-        except RuntimeError as error:
+            add_to_shards(self.faiss_indexes, self.factory, embeddings, new_ids)
+        except ValueError:
             if is_first:
                 self.faiss_indexes = self._empty_shards()
-            raise ValueError(
-                f"{OWNER}: {rows} rows cannot be added to an index of {self.factory!r} that holds {len(self)} "
-                f"({faiss_reason(error)}); use another factory, such as Flat or HNSW32."
-            ) from None
+            raise
         self._table.add(new_ids, paths)
         if is_first and self.factory != "Flat":
             self.recall = measure_recall(self.search, embeddings, new_ids)
@@ -180,11 +172,51 @@ class RetrievalIndex:
             ValueError: if shapes do not fit, a query is not finite, or `k` is out of range.
             TypeError: if queries are not floating point, or `k` is not an integer.
         """
-        check_rows(OWNER, "queries", queries, self.dim)
-        check_finite_rows(OWNER, "queries", queries, np.arange(len(queries)))
-        k = check_integer(OWNER, "k", k, least=1)
-        check_results(OWNER, k, len(self))
+        check_queries(OWNER, queries, self.dim)
+        k = check_results(OWNER, k, len(self))
         return search_shards(self.faiss_indexes, self.dim, queries, k)
+
+    def build_on_disk(
+        self,
+        folder: str | Path,
+        embeddings: Rows,
+        ids: Int[Tensor, " rows"] | None = None,
+        paths: Sequence[str] | None = None,
+        *,
+        rows_in_memory: int = ROWS_IN_MEMORY,
+    ) -> None:
+        """Add rows to an empty IVF index that is larger than memory, as `add` and `save` do; it is memory-mapped then.
+
+        Args:
+            folder: as for `save`.
+            embeddings: as for `add`, as are ids and paths.
+            ids: one for each row; if None, those from 0 on.
+            paths: one for each row, or None.
+            rows_in_memory: rows whose codes are held in memory, >= 65,536.
+
+        Raises:
+            ValueError: as in `add` and `save`, if the index is not IVF with Flat, SQ or PQ, or if it has rows.
+            TypeError: as in `add`, or if `rows_in_memory` is not an integer.
+            OSError: if a file cannot be written completely; an index that is there is unchanged.
+
+        Cost:
+            Memory for the training rows, `rows_in_memory` codes, ids and paths; space on the disk for the codes twice.
+        """
+        check_not_mapped(self.mapped, "add to")
+        check_disk_build(self.faiss_indexes[0], self.factory, embeddings, len(self), rows_in_memory)
+        new_ids = check_new_rows(self._table, self.dim, embeddings, ids, paths)
+        try:
+            with new_version(OWNER, check_path(OWNER, "folder", folder)) as version:
+                train_shards(self.faiss_indexes, self.factory, embeddings)
+                self.faiss_indexes = add_on_disk(self.faiss_indexes, embeddings, new_ids, rows_in_memory, version)
+                self._table.add(new_ids, paths)
+                self.recall = measure_recall(self.search, embeddings, new_ids)
+                version.write_all(self._table.writers())
+                version.publish({name: getattr(self, name) for name in SETTINGS})
+        except BaseException:
+            self.faiss_indexes, self._table, self.recall = self._empty_shards(), IdTable.empty(), None
+            raise
+        self.mapped = True
 
     def set_parameters(self, parameters: str) -> None:
         """Change the search parameters, also of a memory-mapped index.
@@ -198,8 +230,8 @@ class RetrievalIndex:
             ValueError: if faiss does not know a parameter, or `nprobe` or `efSearch` is not an integer >= 1.
         """
         # A new index raises before any shard is changed.
-        set_search_parameters(new_faiss_index(self.dim, self.factory, self.parameters), self.factory, parameters)
-        for index in self.faiss_indexes:
+        new = new_faiss_index(self.dim, self.factory, self.parameters)
+        for index in [new, *self.faiss_indexes]:
             set_search_parameters(index, self.factory, parameters)
         self.parameters = join_parameters(self.parameters, parameters)
 
@@ -214,7 +246,7 @@ class RetrievalIndex:
                 kind of index, such as HNSW.
             TypeError: if ids are not integers.
         """
-        self._check_not_mapped("remove from")
+        check_not_mapped(self.mapped, "remove from")
         removed = np.unique(integer_ids(OWNER, ids))
         positions = self._table.positions(removed)
         remove_from_shards(self.faiss_indexes, self.factory, removed)
@@ -229,8 +261,7 @@ class RetrievalIndex:
         Raises:
             ValueError: if an id is not in the index.
         """
-        positions = self._table.positions(integer_ids(OWNER, ids))
-        return [self._table.paths[position] for position in positions.tolist()]
+        return self._table.paths_of(integer_ids(OWNER, ids))
 
     def embeddings(self, ids: Int[Tensor, " rows"] | None = None) -> Float[Tensor, "rows dim"]:
         """The embeddings of rows, L2-normalised, as the index stores them.
@@ -248,9 +279,7 @@ class RetrievalIndex:
             4 D bytes for each row of the result, and for the duration of the call a table of all ids: 16 bytes for each
             row of the index, with IVF about 80.
         """
-        if ids is None:
-            ids = self.ids
-        wanted = integer_ids(OWNER, ids)
+        wanted = integer_ids(OWNER, self.ids if ids is None else ids)
         self._table.positions(wanted)  # raises for an unknown id
         return rebuild_rows(self.faiss_indexes, self.dim, wanted)
 
@@ -265,15 +294,9 @@ class RetrievalIndex:
             ValueError: if the folder holds anything else, another process writes to it, or the index is memory-mapped.
             OSError: if a file cannot be written completely; an index that is there is unchanged.
         """
-        self._check_not_mapped("save")
+        check_not_mapped(self.mapped, "save")
         path = check_path(OWNER, "folder", folder)
-        writers: dict[str, Writer] = {
-            "ids.npy": functools.partial(np.save, arr=self._table.ids),
-            "paths.npy": functools.partial(np.save, arr=self._table.paths.data),
-            "path-ends.npy": functools.partial(np.save, arr=self._table.paths.ends),
-        }
-        for number, index in enumerate(self.faiss_indexes):
-            writers[f"vectors-{number}.faiss"] = functools.partial(write_shard, index)
+        writers = {**self._table.writers(), **shard_writers(self.faiss_indexes)}
         write_folder(OWNER, path, writers, {name: getattr(self, name) for name in SETTINGS})
 
     @classmethod
@@ -293,31 +316,22 @@ class RetrievalIndex:
         """
         check_bool(OWNER, "mapped", mapped)
         check_bool(OWNER, "verify", verify)
-        read = functools.partial(cls._read, mapped=mapped)
-        return read_folder(OWNER, check_path(OWNER, "folder", folder), verify, read)
+        path = check_path(OWNER, "folder", folder)
+        return read_folder(OWNER, path, verify, functools.partial(cls._read, mapped=mapped))
 
     @classmethod
     def _read(cls, files: Mapping[str, Path], settings: dict[str, Any], mapped: bool) -> "RetrievalIndex":
         """The index in files that `read_folder` has checked."""
         recall = settings.pop("recall")
         index = cls(**settings)
-        for number in range(index.shards):
-            index.faiss_indexes[number] = read_shard(files[f"vectors-{number}.faiss"], mapped)
-        numpy_mode: Literal["r"] | None = None
-        if mapped:
-            numpy_mode = "r"
-        ids = np.load(files["ids.npy"], numpy_mode)
-        data = np.load(files["paths.npy"], numpy_mode)
-        ends = np.load(files["path-ends.npy"], numpy_mode)
-        index._table = IdTable(ids, PackedStrings.from_arrays(data, ends))
+        index.faiss_indexes = [read_shard(files[shard_name(number)], mapped) for number in range(index.shards)]
+        index._table = IdTable.read(files, mapped)
         index.recall = recall
         index.mapped = mapped
         return index
 
     def __repr__(self) -> str:
-        recall = ""
-        if self.recall is not None:
-            recall = f", recall={self.recall:.3f}"
+        recall = "" if self.recall is None else f", recall={self.recall:.3f}"
         return (
             f"RetrievalIndex(dim={self.dim}, factory={self.factory!r}, parameters={self.parameters!r}, "
             f"shards={self.shards}, rows={len(self)}{recall})"
@@ -326,18 +340,9 @@ class RetrievalIndex:
     def _empty_shards(self) -> list[Any]:
         return [new_faiss_index(self.dim, self.factory, self.parameters) for _ in range(self.shards)]
 
-    def _check_not_mapped(self, operation: str) -> None:
-        if self.mapped:
-            raise ValueError(
-                f"{OWNER}: cannot {operation} an index whose files are mapped into memory; load it with mapped=False."
-            )
-
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickle and copy, with each faiss index as bytes."""
-        faiss = load_faiss()
-        return {**vars(self), "faiss_indexes": [faiss.serialize_index(index) for index in self.faiss_indexes]}
+        return {**vars(self), "faiss_indexes": shards_to_bytes(self.faiss_indexes)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        faiss = load_faiss()
-        vars(self).update(state)
-        self.faiss_indexes = [faiss.deserialize_index(serialized) for serialized in state["faiss_indexes"]]
+        vars(self).update(state, faiss_indexes=shards_from_bytes(state["faiss_indexes"]))

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.ranking.precision import ieee_products
-from lightning_retrieval.search.rows import Rows, normalized_blocks, normalized_rows, sample_rows
+from lightning_retrieval.search.rows import PIECE, Rows, normalized_rows, sample_rows
 
 RECALL_AT = 10
 RECALL_QUERIES = 256
@@ -57,11 +57,12 @@ def _exact_neighbours(
     """Ids of the k rows nearest to each query, without the query itself."""
     best_scores = torch.full((len(queries), k), -torch.inf)
     best_ids = torch.full((len(queries), k), -1)
-    for begin, block in normalized_blocks(embeddings):
-        block_ids = torch.from_numpy(ids[begin : begin + len(block)]).expand(len(queries), -1)  # (query, block)
+    for begin in range(0, len(embeddings), PIECE):
+        piece = torch.from_numpy(normalized_rows(embeddings[begin : begin + PIECE]))
+        piece_ids = torch.from_numpy(ids[begin : begin + len(piece)]).expand(len(queries), -1)  # (query, piece)
         with ieee_products():
-            scores = queries @ torch.from_numpy(block).T
-        scores = scores.masked_fill(block_ids == query_ids[:, None], -torch.inf)
+            scores = queries @ piece.T
+        scores = scores.masked_fill(piece_ids == query_ids[:, None], -torch.inf)
         best_scores, order = torch.cat([best_scores, scores], 1).topk(k)
-        best_ids = torch.cat([best_ids, block_ids], 1).gather(1, order)
+        best_ids = torch.cat([best_ids, piece_ids], 1).gather(1, order)
     return best_ids

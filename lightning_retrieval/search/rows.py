@@ -14,11 +14,13 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import check_float, check_mapping, check_strings, check_tensor
+from lightning_retrieval.checks import check_float, check_integer, check_mapping, check_strings, check_tensor
 from lightning_retrieval.ranking.similarity import normalize
 from lightning_retrieval.search.folder_rows import FolderRows
+from lightning_retrieval.search.packed_strings import PackedStrings
 
-BLOCK = 1 << 16  # rows that are normalised and passed to faiss at a time
+BLOCK = 1 << 16  # rows that are passed to faiss at a time
+PIECE = 1 << 12  # rows that are normalised or checked at a time, so that temporary copies are small
 OWNER = "RetrievalIndex"  # prefix of its error messages
 SHOWN = 5  # invalid rows that an error message names
 
@@ -28,7 +30,23 @@ Rows = Float[Tensor, "rows dim"] | FolderRows
 def normalized_blocks(embeddings: Rows) -> Iterator[tuple[int, NDArray[np.float32]]]:
     """The L2-normalised rows, block by block, each block with the position of its first row."""
     for begin in range(0, len(embeddings), BLOCK):
-        yield begin, normalized_rows(embeddings[begin : begin + BLOCK])
+        size = min(BLOCK, len(embeddings) - begin)
+        block = np.empty((size, embeddings.shape[1]), np.float32)
+        for first in range(0, size, PIECE):
+            last = min(first + PIECE, size)
+            block[first:last] = normalized_rows(embeddings[begin + first : begin + last])
+        yield begin, block
+        del block  # before the next one is made
+
+
+def normalized_sample(embeddings: Rows, most: int) -> NDArray[np.float32]:
+    """At most `most` of the rows, L2-normalised; a sample is drawn with a fixed seed."""
+    positions = sample_rows(len(embeddings), most)
+    sample = np.empty((len(positions), embeddings.shape[1]), np.float32)
+    for first in range(0, len(positions), PIECE):
+        piece = positions[first : first + PIECE]
+        sample[first : first + len(piece)] = normalized_rows(embeddings[piece])
+    return sample
 
 
 def normalized_rows(embeddings: Float[Tensor, "rows dim"]) -> NDArray[np.float32]:
@@ -57,13 +75,27 @@ def check_rows(owner: str, name: str, embeddings: Any, dim: int) -> None:
         check_float(owner, name, embeddings)
 
 
+def check_not_mapped(mapped: bool, operation: str) -> None:
+    """Raise if the files of an index are memory-mapped."""
+    if mapped:
+        raise ValueError(
+            f"{OWNER}: cannot {operation} an index whose files are mapped into memory; load it with mapped=False."
+        )
+
+
+def check_queries(owner: str, queries: Any, dim: int) -> None:
+    """Raise unless queries are finite and of this length."""
+    check_rows(owner, "queries", queries, dim)
+    check_finite_rows(owner, "queries", queries, np.arange(len(queries)))
+
+
 def check_finite_rows(
     owner: str, name: str, embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str] | None = None
 ) -> None:
     """Raise if a row holds NaN or infinity; the message names the first such rows by their ids and paths."""
     invalid: list[int] = []
-    for begin in range(0, len(embeddings), BLOCK):
-        finite = torch.isfinite(embeddings[begin : begin + BLOCK]).all(1)
+    for begin in range(0, len(embeddings), PIECE):
+        finite = torch.isfinite(embeddings[begin : begin + PIECE]).all(1)
         positions = (~finite).nonzero()[:, 0] + begin
         invalid += positions.tolist()
     if not invalid:
@@ -96,17 +128,20 @@ def plain_values(owner: str, about: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def check_paths(owner: str, paths: Sequence[str], rows: int) -> None:
     """Raise unless there is one string for each row."""
-    check_strings(owner, "paths", paths)
+    if not isinstance(paths, PackedStrings):
+        check_strings(owner, "paths", paths)
     if len(paths) != rows:
         raise ValueError(f"{owner}: `paths` must have one entry for each of {rows} rows, got {len(paths)}.")
 
 
-def check_results(owner: str, k: int, rows: int) -> None:
-    """Raise if more results of a query are asked for than the index has rows."""
-    if k > rows:
+def check_results(owner: str, k: Any, rows: int) -> int:
+    """The number of results of a query; raise unless it is from 1 to the number of rows in the index."""
+    results = check_integer(owner, "k", k, least=1)
+    if results > rows:
         raise ValueError(
             f"{owner}: `k` must be at most the number of rows in the index, {rows}, got {k}; ask for fewer."
         )
+    return results
 
 
 def join_parameters(first: str, second: str) -> str:

@@ -1,38 +1,75 @@
 """The rows of an index, distributed over several faiss indexes that are searched in parallel."""
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float32, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.search.faiss_index import faiss_reason, load_faiss, train_faiss_index
 from lightning_retrieval.search.files import DigestStream
-from lightning_retrieval.search.rows import OWNER, Rows, normalized_blocks
+from lightning_retrieval.search.rows import BLOCK, OWNER, Rows, normalized_blocks
 
 
 def train_shards(shards: list[Any], factory: str, embeddings: Rows) -> None:
-    """Train the first shard, and replace the others by copies of it.
+    """Train the first shard, and replace the others by copies of it, unless they are trained already.
 
     Raises:
         ValueError: if there are too few rows.
     """
+    if shards[0].is_trained:
+        return
     train_faiss_index(shards[0], factory, embeddings)
     faiss = load_faiss()
     for number in range(1, len(shards)):
         shards[number] = faiss.clone_index(shards[0])
 
 
-def add_to_shards(shards: list[Any], embeddings: Rows, ids: NDArray[np.int64]) -> None:
-    """Distribute the rows of each block evenly, the first part to the shard with the fewest rows."""
-    for begin, block in normalized_blocks(embeddings):
-        positions = np.array_split(np.arange(len(block)), len(shards))
-        for index, part in zip(sorted(shards, key=_row_count), positions):
-            index.add_with_ids(block[part], ids[begin + part])
+def add_to_shards(shards: list[Any], factory: str, embeddings: Rows, ids: NDArray[np.int64]) -> None:
+    """Distribute the rows of each block evenly over the shards.
+
+    Raises:
+        ValueError: if faiss cannot add rows; some may have been added.
+    """
+    rows = sum(map(_row_count, shards))
+    _reserve(shards, len(ids))
+    try:
+        for begin, block in normalized_blocks(embeddings):
+            add_block(shards, block, ids[begin : begin + len(block)])
+            del block  # before the next one is made
+    except RuntimeError as error:
+        raise ValueError(
+            f"{OWNER}: {len(ids)} rows cannot be added to an index of {factory!r} that holds {rows} "
+            f"({faiss_reason(error)}); use another factory, such as Flat or HNSW32."
+        ) from None
+
+
+def _reserve(shards: list[Any], rows: int) -> None:
+    """Let flat indexes allocate the memory of this many more rows at once: while it grows, faiss holds it twice."""
+    faiss = load_faiss()
+    most = -(-rows // len(shards)) + -(-rows // BLOCK)  # of one shard: parts of a block differ by at most one row
+    for shard in shards:
+        inner = shard
+        if isinstance(shard, faiss.IndexIDMap):
+            inner = faiss.downcast_index(shard.index)
+        if isinstance(inner, faiss.IndexFlatCodes):
+            size = inner.codes.size()
+            inner.codes.resize(size + most * inner.code_size)
+            inner.codes.resize(size)
+
+
+def add_block(shards: list[Any], block: Float32[np.ndarray, "rows dim"], ids: NDArray[np.int64]) -> None:
+    """Distribute normalised rows evenly, the first part to the shard with the fewest rows."""
+    parts = np.array_split(block, len(shards))
+    parts_of_ids = np.array_split(ids, len(shards))
+    for index, part, part_of_ids in zip(sorted(shards, key=_row_count), parts, parts_of_ids):
+        index.add_with_ids(part, part_of_ids)
 
 
 def search_shards(
@@ -141,7 +178,17 @@ def _rebuild_from_lists(shard: Any, ids: NDArray[np.int64]) -> NDArray[np.float3
     return rows
 
 
-def write_shard(shard: Any, stream: DigestStream) -> None:
+def shard_writers(shards: list[Any]) -> dict[str, Callable[[DigestStream], None]]:
+    """By file name, a function that writes a shard to a stream."""
+    return {shard_name(number): partial(_write_shard, shard) for number, shard in enumerate(shards)}
+
+
+def shard_name(number: int) -> str:
+    """The name of the file of a shard."""
+    return f"vectors-{number}.faiss"
+
+
+def _write_shard(shard: Any, stream: DigestStream) -> None:
     """Write a shard to a stream. faiss' own files are not used: they ignore errors of the last flush."""
     faiss = load_faiss()
     faiss.write_index(shard, faiss.PyCallbackIOWriter(stream.write))
@@ -161,6 +208,18 @@ def read_shard(path: Path, mapped: bool) -> Any:
         return faiss.read_index(os.fspath(path), flags)
     except RuntimeError as error:
         raise ValueError(f"{OWNER}: faiss cannot read {path} ({faiss_reason(error)}); build the index again.") from None
+
+
+def shards_to_bytes(shards: list[Any]) -> list[NDArray[np.uint8]]:
+    """Each shard as bytes."""
+    faiss = load_faiss()
+    return [faiss.serialize_index(shard) for shard in shards]
+
+
+def shards_from_bytes(serialized: list[NDArray[np.uint8]]) -> list[Any]:
+    """The shards that `shards_to_bytes` was given."""
+    faiss = load_faiss()
+    return [faiss.deserialize_index(shard) for shard in serialized]
 
 
 def _row_count(shard: Any) -> int:

@@ -6,8 +6,8 @@
 
 All files of one version are in one inner folder. A change writes another inner folder and then replaces the manifest in
 one atomic step, so a reader finds either the old version or the new one, complete. Inner folders that the manifest does
-not name are deleted after that; those that a killed process left are deleted by the next change. One process at a time
-changes the folder: it holds the lock.
+not name are deleted after that; those that a killed process left are deleted before the next change writes anything, so
+that they take no space from it. One process at a time changes the folder: it holds the lock.
 """
 
 import hashlib
@@ -16,7 +16,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,6 +48,94 @@ def check_folder(owner: str, folder: Path) -> None:
         )
 
 
+class NewVersion:
+    """The files of a new version of a folder, which takes the place of the old one when it is published.
+
+    Args:
+        owner: prefix of error messages.
+        folder: of the index.
+        inner: empty folder in it for the files; others in it must be deleted before the version is published.
+    """
+
+    def __init__(self, owner: str, folder: Path, inner: Path) -> None:
+        self.inner = inner
+        self.is_published = False
+        self._owner = owner
+        self._folder = folder
+        self._fingerprints: dict[str, Any] = {}
+
+    def write(self, name: str, write: Writer) -> Path:
+        """Write a file, and return its path.
+
+        Args:
+            name: of the file.
+            write: writes its content to a stream.
+
+        Raises:
+            OSError: if it cannot be written completely.
+        """
+        path = self.inner / name
+        digest = write_verified(self._owner, path, write)
+        self._fingerprints[f"{self.inner.name}/{name}"] = _fingerprint(path, digest)
+        return path
+
+    def write_all(self, writers: Mapping[str, Writer]) -> None:
+        """Write several files.
+
+        Args:
+            writers: by file name, a function that writes the content of the file to a stream.
+        """
+        for name, write in writers.items():
+            self.write(name, write)
+
+    def publish(self, settings: Mapping[str, Any]) -> None:
+        """Replace the content of the folder by the files that were written, and these settings.
+
+        Args:
+            settings: plain values, kept in the manifest.
+        """
+        body = {"files": self._fingerprints, "settings": dict(settings)}
+        content = {"format": FORMAT, "version": VERSION, "sha256": _digest(body), **body}
+        manifest = self.inner / MANIFEST
+        manifest.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        for path in (manifest, self.inner, self._folder):
+            flush(path)
+        self.is_published = True  # before it is, so that nothing deletes the files from now on
+        os.replace(manifest, self._folder / MANIFEST)
+        flush(self._folder)
+
+
+@contextmanager
+def new_version(owner: str, folder: Path) -> Iterator[NewVersion]:
+    """Lock a folder while a new version of its files is written, which the caller publishes.
+
+    Args:
+        owner: prefix of error messages.
+        folder: created if it does not exist.
+
+    Raises:
+        ValueError: if the folder holds anything but an index, is inside a file, or another process writes to it.
+    """
+    check_folder(owner, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(
+            f"{owner}: the index must be written to a folder, got {folder}, which is inside a file; give another path."
+        ) from None
+    with folder_lock(owner, folder):
+        _delete_inner(folder, _named_inner(owner, folder))
+        version = NewVersion(owner, folder, folder / f"files-{secrets.token_hex(4)}")
+        version.inner.mkdir()
+        try:
+            yield version
+        finally:
+            if not version.is_published:
+                shutil.rmtree(version.inner, ignore_errors=True)
+        if version.is_published:
+            _delete_inner(folder, {version.inner.name})
+
+
 def write_folder(owner: str, folder: Path, writers: Mapping[str, Writer], settings: Mapping[str, Any]) -> None:
     """Replace the content of a folder by these files and settings.
 
@@ -60,26 +149,9 @@ def write_folder(owner: str, folder: Path, writers: Mapping[str, Writer], settin
         ValueError: if the folder holds anything but an index, is inside a file, or another process writes to it.
         OSError: if a file cannot be written completely; the folder keeps its previous content.
     """
-    check_folder(owner, folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ValueError(
-            f"{owner}: the index must be written to a folder, got {folder}, which is inside a file; give another path."
-        ) from None
-    with folder_lock(owner, folder):
-        inner = folder / f"files-{secrets.token_hex(4)}"
-        inner.mkdir()
-        try:
-            manifest = _write_files(owner, folder, inner, writers, settings)
-        except BaseException:
-            shutil.rmtree(inner, ignore_errors=True)
-            raise
-        os.replace(manifest, folder / MANIFEST)
-        flush(folder)
-        for other in folder.iterdir():
-            if other != inner and _is_inner(other):
-                shutil.rmtree(other, ignore_errors=True)
+    with new_version(owner, folder) as version:
+        version.write_all(writers)
+        version.publish(settings)
 
 
 def read_folder(
@@ -124,27 +196,10 @@ def _check_files(owner: str, folder: Path, expected: Mapping[str, Any], verify: 
             raise ValueError(
                 f"{owner}: {file} is damaged, it has {size} bytes instead of {fingerprint['bytes']}; {REBUILD}."
             )
-        if verify and _fingerprint(file) != fingerprint:
+        if verify and _fingerprint(file, file_digest(file)) != fingerprint:
             raise ValueError(f"{owner}: {file} is damaged, its checksum is not that of the manifest; {REBUILD}.")
         files[file.name] = file
     return files
-
-
-def _write_files(
-    owner: str, folder: Path, inner: Path, writers: Mapping[str, Writer], settings: Mapping[str, Any]
-) -> Path:
-    """Write the files and their manifest into the inner folder; all are on the disk when this returns the manifest."""
-    files = {}
-    for name, write in writers.items():
-        write_verified(owner, inner / name, write)
-        files[f"{inner.name}/{name}"] = _fingerprint(inner / name)
-    body = {"files": files, "settings": dict(settings)}
-    content = {"format": FORMAT, "version": VERSION, "sha256": _digest(body), **body}
-    manifest = inner / MANIFEST
-    manifest.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    for path in (manifest, inner, folder):
-        flush(path)
-    return manifest
 
 
 def _read_manifest(owner: str, folder: Path) -> dict[str, Any]:
@@ -193,9 +248,29 @@ def _is_inner(path: Path) -> bool:
     return bool(re.fullmatch("files-[0-9a-f]{8}", path.name)) and path.is_dir()
 
 
-def _fingerprint(path: Path) -> dict[str, Any]:
+def _named_inner(owner: str, folder: Path) -> set[str] | None:
+    """The inner folders that the manifest names; None if it cannot be read."""
+    if not (folder / MANIFEST).exists():
+        return set()
+    try:
+        files = _read_manifest(owner, folder)["files"]
+    except (OSError, ValueError):
+        return None
+    return {name.split("/")[0] for name in files}
+
+
+def _delete_inner(folder: Path, kept: set[str] | None) -> None:
+    """Delete the inner folders but those with these names; none of them if it is not known which are in use."""
+    if kept is None:
+        return
+    for other in folder.iterdir():
+        if other.name not in kept and _is_inner(other):
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def _fingerprint(path: Path, digest: str) -> dict[str, Any]:
     """Size and checksum of a file."""
-    return {"bytes": path.stat().st_size, "sha256": file_digest(path)}
+    return {"bytes": path.stat().st_size, "sha256": digest}
 
 
 def _digest(body: Any) -> str:

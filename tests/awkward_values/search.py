@@ -38,6 +38,12 @@ def result_of(method):
     return call
 
 
+def built_on_disk(**arguments):
+    index = RetrievalIndex(300, "IVF1,Flat")
+    index.build_on_disk(**arguments)
+    return len(index)
+
+
 def saved_index():
     if not Path("saved").exists():
         built().save("saved")
@@ -117,6 +123,18 @@ CALLS = {
             after("set_parameters"),
             lambda: {"parameters": ""},
             signature=RetrievalIndex.set_parameters,
+        ),
+        Call(
+            "RetrievalIndex",
+            built_on_disk,
+            lambda: {
+                "folder": "on-disk",
+                "embeddings": torch.eye(300),
+                "ids": torch.arange(300),
+                "paths": ["d.jpg"] * 300,
+                "rows_in_memory": 100_000,
+            },
+            signature=RetrievalIndex.build_on_disk,
         ),
         Call("RetrievalIndex", after("remove"), lambda: {"ids": ids()}, signature=RetrievalIndex.remove, use=len),
         Call("RetrievalIndex", result_of("paths"), lambda: {"ids": ids()}, signature=RetrievalIndex.paths),

@@ -53,6 +53,35 @@ def test_all_files_train_the_index(embeddings, tmp_path):
     assert len(made) == 40
 
 
+def test_an_index_that_is_built_on_disk_has_the_same_files(embeddings, tmp_path, capsys):
+    more = ["--factory=IVF2,Flat", "--parameters=nprobe=2", "--shards=2"]
+    printed = {}
+    for name, on_disk in {"memory": [], "disk": ["--rows_in_memory=65536"]}.items():
+        code, out, err = run(capsys, "--embeddings", embeddings, "--output", tmp_path / name, *more, *on_disk)
+        assert (code, err) == (0, "")
+        printed[name] = out.replace(str(tmp_path / name), "")
+    assert printed["disk"] == printed["memory"]
+    files = {path.name: path.read_bytes() for path in (tmp_path / "memory").glob("files-*/*")}
+    assert len(files) == 5
+    assert {path.name: path.read_bytes() for path in (tmp_path / "disk").glob("files-*/*")} == files
+
+
+@pytest.mark.refusal
+def test_what_cannot_be_built_on_disk_is_refused(embeddings, tmp_path, capsys):
+    on_disk = ["--embeddings", embeddings, "--output", tmp_path / "i", "--rows_in_memory"]
+    code, out, err = run(capsys, *on_disk, "100000")
+    assert (code, out) == (2, "")
+    assert "`--factory` must be IVF with Flat, SQ or PQ, such as 'IVF1024,PQ16', for an index that is built on" in err
+    assert "got 'Flat'; choose one of these" in err
+    code, out, err = run(capsys, *on_disk, "65535", "--factory=IVF2,Flat")
+    assert (code, out) == (2, "")
+    assert "`--rows_in_memory` must be an integer >= 65536, got 65535" in err
+    code, out, err = run(capsys, *on_disk, "65536", "--store", f"milvus:{tmp_path / 'i.db'}")
+    assert (code, out) == (2, "")
+    assert "`--rows_in_memory` must not be given with a store in Milvus, which keeps rows by itself, got 65536" in err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.refusal
 def test_mistakes_are_reported_in_one_sentence(embeddings, glyphs, tmp_path, capsys):
     code, out, err = run(capsys, "--embeddings", tmp_path, "--output", tmp_path / "i")

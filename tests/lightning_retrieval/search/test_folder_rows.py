@@ -1,5 +1,8 @@
 """The rows of a folder are those of one tensor, whichever are asked for, and one file of them is in memory."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -61,3 +64,29 @@ def test_rows_of_another_length_are_refused(tmp_path):
         ValueError, match=r"^RetrievalIndex: `embeddings` must have shape \(rows, 4\), .* got \(17, 5\)"
     ):
         RetrievalIndex(4).add(rows, rows.ids)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from Linux's /proc")
+def test_an_exact_index_takes_the_memory_of_its_rows_and_a_block(tmp_path, monkeypatch):
+    """The peak of a build of 40 MiB of vectors in blocks of 2 MiB and files of 1 MiB."""
+    monkeypatch.setattr(rows_of_index, "BLOCK", 2048)
+    what = {"images_sha256": "list", "model_sha256": "model", "preparation": {}, "file_format": "npy"}
+    folder = EmbeddingFolder.create("me", tmp_path, EmbeddingManifest(images=40_960, dim=256, shard_size=1024, **what))
+    for shard in range(len(folder)):
+        values = np.random.default_rng(shard).normal(size=(1024, 256)).astype(np.float32)
+        ids = np.array(folder.positions(shard))
+        folder.write(shard, ShardRows(ids, values, [f"a/folder/{id_:09d}.jpg" for id_ in ids], [None] * len(ids)))
+    RetrievalIndex(256).add(torch.randn(4096, 256))  # allocates what the first build of a process needs
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that from now on
+    before = memory("VmRSS")
+    rows = FolderRows(folder)
+    index = RetrievalIndex(256)
+    index.add(rows, rows.ids, rows.paths)
+    added = memory("VmHWM") - before
+    assert len(index) == 40_960
+    assert added < 70  # 81 if faiss doubled its memory whenever it is full
+
+
+def memory(field):
+    """A size that Linux reports of this process, in MiB."""
+    return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024

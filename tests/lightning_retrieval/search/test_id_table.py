@@ -1,9 +1,12 @@
-"""Ids up to the largest integer."""
+"""Ids up to the largest integer, and ids and paths that are not copied."""
 
+import numpy as np
 import pytest
 import torch
 
 from lightning_retrieval import RetrievalIndex
+from lightning_retrieval.search.id_table import IdTable
+from lightning_retrieval.search.packed_strings import PackedStrings
 from tests.lightning_retrieval.search.vectors import DIM, vectors
 
 
@@ -17,3 +20,17 @@ def test_the_largest_ids():
     index.add(vectors(0))
     index.add(vectors(1), torch.tensor([0]))
     assert index.ids[:2].tolist() == [0, 2**63 - 3]
+
+
+def test_the_first_rows_are_copied_only_to_sort_them():
+    ids, paths = np.array([3, 5, 9]), PackedStrings(["a", "", "é"])
+    table = IdTable.empty()
+    table.add(ids, paths)
+    assert table.ids is ids
+    assert table.paths is paths
+    table.add(np.array([12, 10]), ["b", "c"])
+    table.add(np.array([4]), None)
+    table.add(np.array([20, 30]), None)
+    assert table.ids.tolist() == [3, 4, 5, 9, 10, 12, 20, 30]
+    assert list(table.paths) == ["a", "", "", "é", "c", "b", "", ""]
+    assert (ids.tolist(), list(paths)) == ([3, 5, 9], ["a", "", "é"])

@@ -15,6 +15,7 @@ from tests.lightning_retrieval.search.vectors import DIM, FACTORIES, ROWS, built
 def test_recall_agrees_with_exact_search(factory, monkeypatch):
     monkeypatch.setattr(recall_module, "RECALL_QUERIES", ROWS)  # all rows, so that no sample has to be repeated here
     monkeypatch.setattr(rows_module, "BLOCK", 100)
+    monkeypatch.setattr(recall_module, "PIECE", 70)
     index, gallery = built(factory), vectors()
     unit = gallery / gallery.norm(dim=1, keepdim=True)
     nearest = NearestNeighbors(n_neighbors=11, algorithm="brute").fit(unit).kneighbors(unit, return_distance=False)

@@ -1,0 +1,217 @@
+"""The inverted lists of an IVF index that is larger than memory: written in parts, and merged into one file.
+
+A part has the lists of some rows, one list after the other, each with its number of rows, its codes and then its ids.
+The merged file is the one that faiss writes for an index in memory: the same header, and of each list the codes of all
+parts and then the ids of all parts. All files are read and written from the beginning to the end, so merging takes the
+memory of a buffer for each part.
+
+faiss' own `OnDiskInvertedLists` are not used: they write through a memory map, and a full disk would kill the process.
+"""
+
+import struct
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_retrieval.checks import check_integer
+from lightning_retrieval.search.faiss_index import load_faiss
+from lightning_retrieval.search.files import CHUNK, DigestStream, write_verified
+from lightning_retrieval.search.rows import BLOCK, OWNER, Rows, check_rows, normalized_blocks
+from lightning_retrieval.search.shards import add_block, read_shard, shard_name
+from lightning_retrieval.search.storage import NewVersion
+
+BUFFER = 1 << 17  # bytes of each part that are read at a time
+ID_BYTES, SIZE_BYTES = 8, 8
+ROWS_IN_MEMORY = 1_000_000
+MOST_PARTS = 500  # open files
+
+
+def check_disk_build(index: Any, factory: str, embeddings: Rows, rows_before: int, rows_in_memory: int) -> None:
+    """Raise unless an index of these rows can be built on disk.
+
+    Args:
+        index: of faiss.
+        factory: its factory string.
+        embeddings: the rows.
+        rows_before: number of rows that the index has.
+        rows_in_memory: as for `add_on_disk`.
+
+    Raises:
+        ValueError: if a number is out of range, or not all of what faiss stores of a row is in an inverted list.
+        TypeError: if `rows_in_memory` is not an integer.
+    """
+    check_rows(OWNER, "embeddings", embeddings, index.d)
+    check_rows_in_memory(rows_in_memory)
+    if rows_before > 0:
+        raise ValueError(
+            f"{OWNER}: an index must be empty to be built on disk, got one of {rows_before} rows; make a new one."
+        )
+    check_lists(index, factory)
+    rows = len(embeddings)
+    blocks = -(-rows // BLOCK)
+    least = -(-blocks // MOST_PARTS) * BLOCK
+    if rows_in_memory < least:
+        raise ValueError(
+            f"{OWNER}: `rows_in_memory` must be at least {least} for {rows} rows, because at most {MOST_PARTS} parts "
+            f"are merged, got {rows_in_memory}."
+        )
+
+
+def check_rows_in_memory(rows_in_memory: int) -> None:
+    """Raise unless it is an integer, and at least one block of rows."""
+    check_integer(OWNER, "rows_in_memory", rows_in_memory, least=BLOCK)
+
+
+def check_lists(index: Any, factory: str) -> None:
+    """Raise unless all of what faiss stores of a row is in an inverted list.
+
+    Raises:
+        ValueError: if it is not, or if this release of faiss writes the lists otherwise.
+    """
+    faiss = load_faiss()
+    inner = index
+    if isinstance(index, faiss.IndexPreTransform):
+        inner = faiss.downcast_index(index.index)
+    is_known = type(inner) in (faiss.IndexIVFFlat, faiss.IndexIVFPQ, faiss.IndexIVFScalarQuantizer)
+    if not is_known or not faiss.serialize_index(index).tobytes().endswith(_no_rows(inner)):
+        raise ValueError(
+            f"{OWNER}: `factory` must be IVF with Flat, SQ or PQ, such as 'IVF1024,PQ16', for an index that is built "
+            f"on disk, got {factory!r}; choose one of these, or build the index in memory."
+        )
+
+
+class DiskLists:
+    """The inverted lists of one faiss index, whose rows are added to it in memory and moved to the disk in parts.
+
+    Args:
+        index: trained and empty. It counts all rows that were added, also those that are on the disk.
+        path: of the parts, to which their number is appended.
+    """
+
+    def __init__(self, index: Any, path: Path) -> None:
+        ivf = load_faiss().extract_index_ivf(index)
+        self._index = index
+        self._path = path
+        self._lists: int = ivf.nlist
+        self._code_bytes: int = ivf.code_size
+        self._parts: list[Path] = []
+        self._sizes: NDArray[np.int64] = np.zeros(self._lists, np.int64)  # rows of each list, in all parts
+
+    def move_to_disk(self) -> None:
+        """Write the rows that are in memory to a new part.
+
+        Raises:
+            OSError: if it cannot be written completely.
+        """
+        faiss = load_faiss()
+        ivf = faiss.extract_index_ivf(self._index)
+        part = self._path.with_name(f"{self._path.name}-{len(self._parts)}")
+        sizes = np.array([ivf.invlists.list_size(number) for number in range(self._lists)], dtype=np.int64)
+        write_verified(OWNER, part, partial(self._write_part, ivf.invlists, sizes))
+        self._parts.append(part)
+        self._sizes += sizes
+        # New lists, because emptied ones would keep their memory, which adds up if each part fills other lists.
+        empty = faiss.ArrayInvertedLists(self._lists, self._code_bytes)
+        ivf.replace_invlists(empty, True)
+        empty.this.disown()
+
+    def merge(self, stream: DigestStream) -> None:
+        """Write the index with the lists of all parts as faiss writes it.
+
+        Raises:
+            OSError: if a part cannot be read.
+        """
+        stream.write(self._header())
+        with ExitStack() as stack:
+            files = [stack.enter_context(part.open("rb", buffering=BUFFER)) for part in self._parts]
+            for size in self._sizes.tolist():
+                in_parts = [int.from_bytes(file.read(SIZE_BYTES), "little") for file in files]
+                if sum(in_parts) != size:
+                    raise OSError("its parts were changed meanwhile")
+                for row_bytes in (self._code_bytes, ID_BYTES):
+                    for file, rows in zip(files, in_parts):
+                        _copy(file, stream, rows * row_bytes)
+
+    def delete(self) -> None:
+        """Delete the parts."""
+        for part in self._parts:
+            part.unlink()
+
+    def _write_part(self, lists: Any, sizes: NDArray[np.int64], stream: DigestStream) -> None:
+        faiss = load_faiss()
+        for number, rows in enumerate(sizes.tolist()):
+            stream.write(rows.to_bytes(SIZE_BYTES, "little"))
+            if rows > 0:
+                stream.write(faiss.rev_swig_ptr(lists.get_codes(number), rows * self._code_bytes))
+                stream.write(faiss.rev_swig_ptr(lists.get_ids(number), rows))
+
+    def _header(self) -> bytes:
+        """Everything that faiss writes before the rows: the trained index, and the number of rows in each list."""
+        faiss = load_faiss()
+        trained: bytes = faiss.serialize_index(self._index).tobytes()
+        no_rows = _no_rows(faiss.extract_index_ivf(self._index))
+        lists = struct.pack("<4sQQ4sQ", b"ilar", self._lists, self._code_bytes, b"full", self._lists)
+        return trained.removesuffix(no_rows) + lists + self._sizes.astype("<u8").tobytes()
+
+
+def add_on_disk(
+    shards: list[Any],
+    embeddings: Rows,
+    ids: NDArray[np.int64],
+    rows_in_memory: int,
+    version: NewVersion,
+) -> list[Any]:
+    """Add rows to trained, empty shards, and write each shard to a file; each gets the rows that `add_to_shards` adds.
+
+    Args:
+        shards: of which `check_disk_build` has checked one.
+        embeddings: the rows.
+        ids: of the rows.
+        rows_in_memory: most rows that the shards hold in memory together.
+        version: which the files become part of; the parts are written beside them, and deleted.
+
+    Returns:
+        The shards, memory-mapped.
+
+    Raises:
+        OSError: if a file cannot be written completely.
+    """
+    lists = [DiskLists(shard, version.inner / f"part-{number}") for number, shard in enumerate(shards)]
+    in_memory = 0
+    for begin, block in normalized_blocks(embeddings):
+        if in_memory + len(block) > rows_in_memory:
+            _move_to_disk(lists)
+            in_memory = 0
+        add_block(shards, block, ids[begin : begin + len(block)])
+        in_memory += len(block)
+    _move_to_disk(lists)
+    mapped = []
+    for number, of_shard in enumerate(lists):
+        file = version.write(shard_name(number), of_shard.merge)
+        of_shard.delete()
+        mapped.append(read_shard(file, mapped=True))
+    return mapped
+
+
+def _no_rows(ivf: Any) -> bytes:
+    """What faiss writes for empty inverted lists, at the end of an index."""
+    return struct.pack("<4sQQ4sQ", b"ilar", ivf.nlist, ivf.code_size, b"sprs", 0)
+
+
+def _move_to_disk(lists: list[DiskLists]) -> None:
+    for of_shard in lists:
+        of_shard.move_to_disk()
+
+
+def _copy(source: IO[bytes], target: DigestStream, length: int) -> None:
+    """Copy this number of bytes."""
+    while length > 0:
+        data = source.read(min(length, CHUNK))
+        if not data:
+            raise OSError(f"{source.name} has become shorter")
+        target.write(data)
+        length -= len(data)

@@ -1,0 +1,249 @@
+"""An index that is built on disk is, byte for byte, the one that is built in memory, and a failure leaves nothing."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_retrieval import RetrievalIndex
+from lightning_retrieval.search import disk_lists, faiss_index, files, rows
+from tests.lightning_retrieval.search.vectors import DIM, ROWS, built, vectors
+
+REPOSITORY = Path(__file__).parents[3]
+IDS, PATHS = 1000 - torch.arange(ROWS), [f"é/{i}.jpg" for i in range(ROWS)]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks of 50 rows, so that 600 rows are many parts."""
+    for module in (rows, disk_lists):
+        monkeypatch.setattr(module, "BLOCK", 50)
+
+
+def on_disk(folder, factory="IVF4,Flat", count=ROWS, rows_in_memory=120, **settings):
+    """The index that `built` makes, built on disk."""
+    index = RetrievalIndex(DIM, factory, **settings)
+    index.build_on_disk(folder, vectors(count), IDS[:count], PATHS[:count], rows_in_memory=rows_in_memory)
+    return index
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("files-*/*")}
+
+
+@pytest.mark.parametrize("factory", ["IVF4,Flat", "IVF4,PQ4x4", "IVF4,SQ8", "PCA8,IVF4,SQ8", "OPQ4,IVF4_HNSW8,PQ4x4"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_files_and_results_are_those_of_an_index_in_memory(factory, shards, tmp_path):
+    settings = {"shards": shards, "parameters": "nprobe=2", "about": {"checkpoint": "x.ckpt"}}
+    expected = built(factory, **settings)
+    expected.save(tmp_path / "memory")
+    index = on_disk(tmp_path / "disk", factory, **settings)
+    assert content(tmp_path / "disk") == content(tmp_path / "memory")
+    loaded = RetrievalIndex.load(tmp_path / "disk", mapped=True)
+    for found in (index, loaded):
+        assert repr(found) == repr(expected)
+        assert (found.about, found.recall, found.mapped) == (expected.about, expected.recall, True)
+        for mine, its in zip(found.search(vectors(20, seed=1), 7), expected.search(vectors(20, seed=1), 7)):
+            assert torch.equal(mine, its)
+    assert sorted(re.sub(r"-\w{8}$", "", name) for name in os.listdir(tmp_path / "disk")) == [
+        "files",
+        "lock",
+        "manifest.json",
+    ]
+
+
+@pytest.mark.parametrize("rows_in_memory", [50, 99, 599, 600, 10**9])
+def test_the_number_of_rows_in_memory_changes_nothing(rows_in_memory, tmp_path):
+    built("IVF4,Flat", shards=2).save(tmp_path / "memory")
+    on_disk(tmp_path / "disk", shards=2, rows_in_memory=rows_in_memory)
+    assert content(tmp_path / "disk") == content(tmp_path / "memory")
+
+
+def test_most_lists_may_be_empty(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "BLOCK", 2)
+    monkeypatch.setattr(disk_lists, "BLOCK", 2)
+    trained = built("IVF64,Flat", parameters="nprobe=64")
+    trained.remove(trained.ids)
+    expected = RetrievalIndex(DIM, "IVF64,Flat", parameters="nprobe=64")
+    expected.faiss_indexes = trained.faiss_indexes
+    expected.build_on_disk(tmp_path, vectors(5), rows_in_memory=2)
+    assert expected.search(vectors(5), 1)[1][:, 0].tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(expected.ids, torch.arange(5))
+
+
+def test_an_index_from_disk_is_changed_in_memory(tmp_path):
+    on_disk(tmp_path / "i", parameters="nprobe=4")
+    index = RetrievalIndex.load(tmp_path / "i")
+    index.remove(torch.tensor([1000]))
+    index.add(vectors(1, seed=1), paths=["new.jpg"])
+    index.save(tmp_path / "i")
+    index = RetrievalIndex.load(tmp_path / "i", mapped=True)
+    assert index.paths(index.search(vectors(1, seed=1), 1)[1][0]) == ["new.jpg"]
+    assert len(index) == ROWS
+    assert 1000 not in index.search(vectors(1), 5)[1]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc")
+def test_memory_is_that_of_a_part(tmp_path, monkeypatch):
+    for module in (rows, disk_lists):
+        monkeypatch.setattr(module, "BLOCK", 1000)
+    monkeypatch.setattr(faiss_index, "ROWS_PER_CENTROID", 4)
+    torch.randn(20_000, 512).numpy().tofile(tmp_path / "rows")
+    embeddings = torch.from_file(str(tmp_path / "rows"), size=20_000 * 512).view(-1, 512)  # 39 MiB
+    first = RetrievalIndex(512, "IVF4,Flat")  # allocates what the first build of a process needs
+    first.build_on_disk(tmp_path / "first", embeddings[:4000], rows_in_memory=2000)
+    used = []
+    original = disk_lists.DiskLists.move_to_disk
+
+    def recorded(lists):
+        used.append(anonymous())
+        original(lists)
+
+    monkeypatch.setattr(disk_lists.DiskLists, "move_to_disk", recorded)
+    before = anonymous()
+    index = RetrievalIndex(512, "IVF4,Flat")
+    index.build_on_disk(tmp_path / "i", embeddings, rows_in_memory=2000)
+    used.append(anonymous())
+    assert len(used) == 11
+    assert max(used) - before < 16 << 20
+    in_memory = RetrievalIndex(512, "IVF4,Flat")
+    before = anonymous()
+    in_memory.add(embeddings)
+    assert anonymous() - before > 30 << 20
+
+
+def anonymous():
+    """Memory of this process that no file backs, in bytes."""
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def test_a_build_that_fails_leaves_the_old_index(tmp_path, monkeypatch):
+    built(rows=50).save(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    real, flushed = files.flush, []
+
+    def fails(path):
+        flushed.append(path.name)
+        if len(flushed) == 3:
+            raise OSError(28, "No space left on device")
+        real(path)
+
+    index = RetrievalIndex(DIM, "IVF4,Flat")
+    monkeypatch.setattr(files, "flush", fails)
+    with pytest.raises(OSError, match=r"^RetrievalIndex: .*part-0-2 cannot be written \(No space left on device\); "):
+        index.build_on_disk(tmp_path, vectors(), rows_in_memory=100)
+    monkeypatch.setattr(files, "flush", real)
+    assert sorted(os.listdir(tmp_path)) == before
+    assert len(RetrievalIndex.load(tmp_path)) == 50
+    assert (len(index), index.mapped) == (0, False)
+    index.build_on_disk(tmp_path, vectors(), rows_in_memory=100)
+    assert len(index) == len(RetrievalIndex.load(tmp_path)) == ROWS
+
+
+@pytest.mark.parametrize(("length", "reason"), [(1000, "has become shorter"), (0, "parts were changed")])
+def test_a_part_that_is_cut_is_not_merged(length, reason, tmp_path, monkeypatch):
+    original = disk_lists.DiskLists.merge
+
+    def cuts(lists, stream):
+        (part,) = tmp_path.glob("files-*/part-0-1")
+        os.truncate(part, length)
+        original(lists, stream)
+
+    monkeypatch.setattr(disk_lists.DiskLists, "merge", cuts)
+    with pytest.raises(OSError, match=rf"^RetrievalIndex: .*vectors-0.faiss cannot be written \(.*{reason}"):
+        on_disk(tmp_path)
+    assert os.listdir(tmp_path) == ["lock"]
+
+
+KILLED = """
+import os, signal, sys
+from lightning_retrieval.search import disk_lists
+from tests.lightning_retrieval.search import test_disk_lists
+
+for module in (test_disk_lists.rows, disk_lists):
+    module.BLOCK = 50
+name, calls = sys.argv[2], [0]
+original = getattr(disk_lists.DiskLists, name)
+
+def killed(lists, *args):
+    calls[0] += 1
+    if calls[0] == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(lists, *args)
+
+setattr(disk_lists.DiskLists, name, killed)
+test_disk_lists.on_disk(sys.argv[1], shards=2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["move_to_disk", "merge"])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_kill_leaves_the_old_index_and_the_next_build_its_space(name, old, tmp_path, monkeypatch):
+    if old:
+        built(rows=50).save(tmp_path)
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), name], cwd=REPOSITORY, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    left = [path for path in tmp_path.glob("files-*") if any(path.glob("part-*"))]
+    assert len(left) == 1
+    if old:
+        assert len(RetrievalIndex.load(tmp_path)) == 50
+    else:
+        with pytest.raises(FileNotFoundError, match="the index must be a folder with manifest"):
+            RetrievalIndex.load(tmp_path)
+    there = []
+    original = disk_lists.add_on_disk
+
+    def looks_first(*args):
+        there.append(left[0].exists())
+        return original(*args)
+
+    monkeypatch.setattr("lightning_retrieval.search.index.add_on_disk", looks_first)
+    on_disk(tmp_path, shards=2)
+    assert there == [False]  # what the killed process left takes no space while the index is built
+    assert len(list(tmp_path.glob("files-*"))) == 1
+    built("IVF4,Flat", shards=2).save(tmp_path / "memory")
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("files-*/*")} == content(tmp_path / "memory")
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    "factory", ["Flat", "HNSW8", "PQ4x4", "IVF4,PQ4x4,RFlat", "IVF4,FlatDedup", "IVF4,PQ4x4fs", "PCA8,Flat"]
+)
+def test_other_kinds_of_index_are_refused(factory, tmp_path):
+    with pytest.raises(
+        ValueError, match=rf"^RetrievalIndex: `factory` must be IVF with .*, got '{factory}'; choose one"
+    ):
+        on_disk(tmp_path / "i", factory)
+    assert not (tmp_path / "i").exists()
+
+
+@pytest.mark.refusal
+def test_invalid_input_is_refused_before_a_file_is_written(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"^RetrievalIndex: `rows_in_memory` must be an integer >= 50, got 49"):
+        on_disk(tmp_path / "i", rows_in_memory=49)
+    with pytest.raises(TypeError, match=r"^RetrievalIndex: `rows_in_memory` must be an integer >= 50, got 1000.0"):
+        on_disk(tmp_path / "i", rows_in_memory=1000.0)
+    index = RetrievalIndex(DIM, "IVF4,Flat")
+    with pytest.raises(ValueError, match=r"`embeddings` must have shape \(rows, 16\).*got \(2, 8\)"):
+        index.build_on_disk(tmp_path / "i", vectors(2, 8))
+    with pytest.raises(ValueError, match="NaN or inf in 1 of 600 rows: id 3"):
+        index.build_on_disk(tmp_path / "i", vectors().index_put((torch.tensor([3]),), torch.tensor(torch.nan)))
+    with pytest.raises(ValueError, match=r"`factory` 'IVF4,Flat' must be trained, for which 3 rows are not enough"):
+        index.build_on_disk(tmp_path / "i", vectors(3))
+    with pytest.raises(ValueError, match=r"an index must be empty to be built on disk, got one of 600 rows; make a n"):
+        built("IVF4,Flat").build_on_disk(tmp_path / "i", vectors())
+    monkeypatch.setattr(disk_lists, "MOST_PARTS", 3)
+    with pytest.raises(ValueError, match=r"`rows_in_memory` must be at least 200 for 600 rows, .* 3 parts are merged"):
+        index.build_on_disk(tmp_path / "i", vectors(), rows_in_memory=199)
+    index.build_on_disk(tmp_path / "i", vectors(), rows_in_memory=200)
+    assert len(index) == ROWS
+    for change in (lambda: index.add(vectors(1)), lambda: index.build_on_disk(tmp_path / "j", vectors())):
+        with pytest.raises(ValueError, match=r"cannot add to an index whose files are mapped .* mapped=False\.$"):
+            change()
+    assert sorted(os.listdir(tmp_path)) == ["i"]
