@@ -30,3 +30,9 @@ def as_array(owner: str, name: str, values: Any) -> NDArray[Any]:
         return np.asarray(values)
     except ValueError:
         raise ValueError(f"{owner}: `{name}` must be one integer for each image, got rows of unequal length.") from None
+
+
+def all_different(values: NDArray[np.int64]) -> bool:
+    """Whether no number occurs twice. To sort is many times faster than `np.unique`, which fills a hash table."""
+    ordered = np.sort(values)
+    return bool((ordered[1:] != ordered[:-1]).all())

@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_retrieval.datamodules.arrays import all_different
+
 MAX_SHOWN = 5  # line numbers in a message
 _OUTSIDE_ROOT = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")  # an absolute path, or a part `..`
 
@@ -282,7 +284,7 @@ def check_unique(owner: str, path: Path, column: str, values: Sequence[object], 
         ValueError: if a value occurs twice; the message has both line numbers.
     """
     hashes = np.fromiter(map(hash, values), np.int64, len(values))  # a set of millions of paths takes much memory
-    if len(np.unique(hashes)) == len(values):
+    if all_different(hashes):
         return
     first_with: dict[object, int] = {}
     for position, value in enumerate(values):

@@ -1,5 +1,6 @@
 """ImageIndex: its arrays, its checks, and its memory in the workers."""
 
+import itertools
 import pickle
 from pathlib import Path
 
@@ -169,3 +170,25 @@ def test_workers_do_not_copy_the_index(as_arrays):
     if as_arrays:
         arrays = sum(array.nbytes for array in index.arrays().values())
         assert len(pickle.dumps(index)) < 1.01 * arrays + 1000  # what is sent to workers that are spawned
+
+
+def leaves_or_is_not_normalized(path):
+    """The rule of paths, part by part."""
+    parts = path.split("/")
+    is_absolute = path.startswith(("/", "\\")) or (path[:1].isalpha() and path[1:2] == ":" and path[2:3] in ("/", "\\"))
+    goes_up = ".." in path.replace("\\", "/").split("/")
+    is_normalized = "" not in parts[1:] and "." not in parts[:-1] and "." not in parts[1:]
+    return is_absolute or goes_up or not is_normalized
+
+
+def test_all_short_paths_are_refused_or_not_as_the_rule_says():
+    """Also beside paths that are regular, since a list is first looked at as a whole."""
+    for length in range(5):
+        for characters in itertools.product("ab./\\:", repeat=length):
+            path = "".join(characters)
+            for paths in ([path], ["b/c.jpg", path, "d.jpg"]):
+                if leaves_or_is_not_normalized(path):
+                    with pytest.raises(ValueError, match="`paths` must"):
+                        ImageIndex(paths, range(len(paths)))
+                else:
+                    assert list(ImageIndex(paths, range(len(paths))).paths) == paths
