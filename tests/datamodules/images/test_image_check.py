@@ -2,6 +2,7 @@
 
 import io
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -134,9 +135,13 @@ def test_threads_do_not_change_the_report(folder, load_truncated, monkeypatch):
         encoded.truncate()
     threads = set()
     read_facts = image_check.read_facts
-    monkeypatch.setattr(
-        image_check, "read_facts", lambda *given: threads.add(threading.get_ident()) or read_facts(*given)
-    )
+
+    def read_and_wait(*given):
+        threads.add(threading.get_ident())
+        time.sleep(0.001)  # else one thread may be done before the others have begun
+        return read_facts(*given)
+
+    monkeypatch.setattr(image_check, "read_facts", read_and_wait)
     reports = []
     for cores in (1, 4):
         monkeypatch.setattr(image_check, "_cores", lambda cores=cores: cores)

@@ -89,14 +89,22 @@ def test_an_index_from_disk_is_changed_in_memory(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc")
-def test_memory_is_that_of_a_part(tmp_path, monkeypatch):
+def test_memory_is_that_of_a_part(run_alone, tmp_path):
+    parts, on_disk, in_memory = run_alone(added_memory, tmp_path)  # no memory that another test has freed is used
+    assert parts == 10
+    assert on_disk < 16 << 20
+    assert in_memory > 30 << 20
+
+
+def added_memory(rank, world_size, folder):
+    """The number of parts of a build on disk, and how many bytes it and a build in memory add."""
     for module in (rows, disk_lists):
-        monkeypatch.setattr(module, "BLOCK", 1000)
-    monkeypatch.setattr(faiss_index, "ROWS_PER_CENTROID", 4)
-    torch.randn(20_000, 512).numpy().tofile(tmp_path / "rows")
-    embeddings = torch.from_file(str(tmp_path / "rows"), size=20_000 * 512).view(-1, 512)  # 39 MiB
+        module.BLOCK = 1000
+    faiss_index.ROWS_PER_CENTROID = 4
+    torch.randn(20_000, 512).numpy().tofile(folder / "rows")
+    embeddings = torch.from_file(str(folder / "rows"), size=20_000 * 512).view(-1, 512)  # 39 MiB
     first = RetrievalIndex(512, "IVF4,Flat")  # allocates what the first build of a process needs
-    first.build_on_disk(tmp_path / "first", embeddings[:4000], rows_in_memory=2000)
+    first.build_on_disk(folder / "first", embeddings[:4000], rows_in_memory=2000)
     used = []
     original = disk_lists.DiskLists.move_to_disk
 
@@ -104,17 +112,16 @@ def test_memory_is_that_of_a_part(tmp_path, monkeypatch):
         used.append(anonymous())
         original(lists)
 
-    monkeypatch.setattr(disk_lists.DiskLists, "move_to_disk", recorded)
+    disk_lists.DiskLists.move_to_disk = recorded
     before = anonymous()
     index = RetrievalIndex(512, "IVF4,Flat")
-    index.build_on_disk(tmp_path / "i", embeddings, rows_in_memory=2000)
-    used.append(anonymous())
-    assert len(used) == 11
-    assert max(used) - before < 16 << 20
+    index.build_on_disk(folder / "i", embeddings, rows_in_memory=2000)
+    parts = len(used)
+    on_disk = max(*used, anonymous()) - before
     in_memory = RetrievalIndex(512, "IVF4,Flat")
     before = anonymous()
     in_memory.add(embeddings)
-    assert anonymous() - before > 30 << 20
+    return parts, on_disk, anonymous() - before
 
 
 def anonymous():
