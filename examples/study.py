@@ -2,13 +2,13 @@
 
     python examples/study.py [--experiments tau batch_size] [--seeds 0 1 2] [--jobs 2] [--output docs/study]
 
-The experiments whose names begin with `memory` also need the emoji: `python examples/emoji.py emoji`.
+Some experiments also need the emoji: `python examples/emoji.py emoji`.
 
 The result of a run is one line of `results.jsonl` in the output folder. Its key is a hash of all settings of the run
 and of its seed. A run that is in the file is not repeated: a study that was killed continues where it stopped,
 experiments share the settings that they have in common, and a setting that was changed is run again. `study_report.py`
-writes `index.md`, `memory.md` and the plots from these lines. To add an experiment, add an entry to `EXPERIMENTS` in
-`study_experiments.py` or to `MEMORY_EXPERIMENTS` in `study_memory.py`. Two of the losses need pytorch-metric-learning.
+writes the pages and the plots from these lines. To add an experiment, add an entry to `EXPERIMENTS` in
+`study_experiments.py`, or to the same of another page. Four of the losses need pytorch-metric-learning.
 """
 
 import argparse
@@ -29,13 +29,22 @@ from results_file import read_results, write_results
 from study_experiments import EXPERIMENTS, Experiment, Setting
 from study_losses import LOSS_EXPERIMENTS
 from study_memory import MEMORY_EXPERIMENTS
-from study_report import INTRODUCTION, MEMORY_INTRODUCTION, TUNING_INTRODUCTION, Page, Report, runs_of
+from study_report import (
+    INTRODUCTION,
+    LOSSES_INTRODUCTION,
+    MEMORY_INTRODUCTION,
+    TUNING_INTRODUCTION,
+    Page,
+    Report,
+    runs_of,
+)
 from study_runs import Place
 from study_tuning import TUNING_EXPERIMENTS
 from tqdm import tqdm
 
 PAGES = {
-    "index.md": Page(INTRODUCTION, {**LOSS_EXPERIMENTS, **EXPERIMENTS}),
+    "index.md": Page(INTRODUCTION, EXPERIMENTS),
+    "losses.md": Page(LOSSES_INTRODUCTION, LOSS_EXPERIMENTS),
     "memory.md": Page(MEMORY_INTRODUCTION, MEMORY_EXPERIMENTS),
     "tuning.md": Page(TUNING_INTRODUCTION, TUNING_EXPERIMENTS),
 }

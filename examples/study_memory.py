@@ -105,6 +105,58 @@ TRAINED_ROWS = {
     FROM_0: GLYPHS_ROWS[ONE_LIST],
     **begins(GLYPHS_ROWS[ONE_LIST], (0.1, 0.03, 0.01)),
 }
+SMOOTH_AP = f"SmoothAPLoss, {NO_MEMORY}"
+# The learning rates with the highest mAP in "Learning rate of other losses with a memory": without one, and with it.
+OTHER_RATES = {
+    "ROADMAPLoss": (1e-3, 3e-4),
+    "BlackboxRecallLoss": (3e-5, 1e-4),
+    "FastAPLoss": (1e-3, 3e-4),
+    "ContrastiveLoss": (1e-3, 1e-3),
+}
+
+
+def other_memory(loss: str, lr: float, **different: Any) -> tuple[str, Setting]:
+    """Return the memory of another loss and its name: one list, or for the contrastive loss two terms as in XBM."""
+    setting = train_on(BASE, lr, loss=loss, memory=512, **different)
+    if loss == "ContrastiveLoss":
+        return f"{loss}, {TWO_TERMS}", replace(setting, memory_mode="two_terms")
+    return f"{loss}, {ONE_LIST}", setting
+
+
+def sweeps_of_other_losses() -> dict[str, dict[float, Setting]]:
+    """Return the runs that choose the learning rates of other losses, which train the same network on."""
+    curves: dict[str, dict[float, Setting]] = {}
+    for loss in OTHER_RATES:
+        for lr in LEARNING_RATES:
+            curves.setdefault(f"{loss}, {NO_MEMORY}", {})[lr] = train_on(BASE, lr, loss=loss, held_out=True)
+            name, setting = other_memory(loss, lr, held_out=True)
+            curves.setdefault(name, {})[lr] = setting
+    return curves
+
+
+def other_rows() -> dict[str, Setting]:
+    """Return the rows of the other losses, with and without a memory, and those of Smooth-AP from the table before."""
+    rows = {CHECKPOINT: GLYPHS_ROWS[CHECKPOINT], SMOOTH_AP: GLYPHS_ROWS[NO_MEMORY]}
+    for loss, (without, with_memory) in OTHER_RATES.items():
+        rows[f"{loss}, {NO_MEMORY}"] = train_on(BASE, without, loss=loss)
+        name, setting = other_memory(loss, with_memory)
+        rows[name] = setting
+    return rows
+
+
+def other_claims() -> list[Finding]:
+    """Return what is asked about each of the other losses."""
+    findings = []
+    for loss in OTHER_RATES:
+        name, _ = other_memory(loss, 1e-4)
+        findings.append(Finding(f"A memory is better than none ({loss})", name, f"{loss}, {NO_MEMORY}"))
+        findings.append(Finding(f"A memory is better than the checkpoint ({loss})", name, CHECKPOINT))
+    for loss in OTHER_RATES:
+        findings.append(
+            Finding(f"{loss} is better than Smooth-AP, without a memory", f"{loss}, {NO_MEMORY}", SMOOTH_AP)
+        )
+    return findings
+
 
 MEMORY_EXPERIMENTS = {
     "memory_from_scratch": Experiment(
@@ -170,6 +222,23 @@ MEMORY_EXPERIMENTS = {
             Finding(f"A larger memory is better ({row})", f"{row}, 4,096", f"{row}, 512")
             for row in (ONE_LIST, DETACHED, TWO_TERMS)
         ],
+        seeds=FIVE_SEEDS,
+    ),
+    "memory_other_learning_rate": Experiment(
+        "Learning rate of other losses with a memory",
+        "The learning rates from which those of the next table were chosen, as before: with one seed, by classes that "
+        "are held out.",
+        sweeps_of_other_losses(),
+        [],
+        axis="learning rate",
+        seeds=(0,),
+    ),
+    "memory_other_losses": Experiment(
+        "Memory with other losses",
+        "Each loss trains the same network on, the checkpoint, which was trained with `SmoothAPLoss`. The memory has "
+        "one list, or for the contrastive loss two terms, as in XBM.",
+        {"": other_rows()},
+        other_claims(),
         seeds=FIVE_SEEDS,
     ),
 }

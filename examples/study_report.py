@@ -1,5 +1,6 @@
 """Writes the pages of `study.py` with their tables and plots, from the results of the runs."""
 
+import re
 import statistics
 import textwrap
 from collections import Counter
@@ -30,7 +31,8 @@ This page repeats the ablations of the papers on the data set that comes with th
 matplotlib's fonts, 32 x 32 pixels. The test set contains characters that are not in the training set: 16,997 images of
 1,745 classes, each a query against all others. The network is small and is trained from scratch for less than a minute.
 This is far from the papers' experiments: a finding that is not reproduced here is not refuted, and one that is
-reproduced is not proven. The page shows the effect of each setting if everything else is equal. RaMBO's detector has
+reproduced is not proven. The page shows the effect of each setting if everything else is equal. The losses are compared
+[on the next page](losses.md), each with a learning rate of its own, and RaMBO's detector has
 [a page of its own](detection.md).
 
 `python examples/study.py` writes this page from [results.jsonl](results.jsonl). The command runs only what that file
@@ -39,15 +41,34 @@ does not contain yet; all runs together take half an hour to an hour on two CPU 
 - **A run** trains `GlyphNet(width={BASE.width})` with {BASE.dim} dimensions on {BASE.images:,} images, in batches of
   {BASE.classes} classes with {BASE.per_class} images each, with `{BASE.loss}` and AdamW. The learning rate falls from
   {BASE.lr} to 0 along a cosine, and gradients are clipped to 1. Each table says what differs from this. These settings
-  were chosen for a short training time, by trial runs of `{BASE.loss}` only. Nothing was tuned for another loss or for
-  a finding.
-- **A result** is the median over the seeds 0, 1, 2, with the lowest and the highest value in brackets. The losses are
-  compared by mAP, which they optimize, except the recall losses, which are compared by R@1.
+  were chosen for a short training time, by trial runs of `{BASE.loss}` only. Nothing was tuned for a finding.
+- **A result** is the median over the seeds 0, 1, 2, with the lowest and the highest value in brackets.
 {VERDICTS}
 - **A star** marks findings that are quoted from memory, without the paper at hand.
 
 {{runs}} runs took {{minutes:.0f}} minutes in total, with {{used}}. Of {{findings}} findings {{same}} show the
 same direction and {{not_same}} do not; in {{no_difference}} there is no difference beyond the spread of seeds.
+"""
+
+LOSSES_INTRODUCTION = f"""
+# A study of the losses
+
+Which loss is best? This page compares those of the library with four of pytorch-metric-learning: contrastive, triplet,
+multi-similarity, and Proxy-Anchor, which learns an embedding for each class. `python examples/study.py` writes it.
+
+- **A run** trains a small network from random weights on {BASE.images:,} images, in batches of {BASE.classes} classes
+  with {BASE.per_class} images each, as on [the first page](index.md): Glyphs, or the emoji of
+  [the memory's page](memory.md).
+- **Each loss** has the learning rate, of the same four, with the highest mAP on classes that are neither in training
+  nor in the test set; where the best is at an end, further ones were tried. Its other parameters are those of its
+  paper, or the defaults of pytorch-metric-learning. The proxies learn at the rate of the network.
+- **A result** is the median over the seeds 0 to 4, with the lowest and the highest value in brackets; the tables that
+  choose a setting have one seed. The losses are compared by mAP, and where a paper optimizes recall by R@1.
+{VERDICTS}
+- **A star** marks findings that are quoted from memory, without the paper at hand.
+
+{{runs}} runs took {{minutes:.0f}} minutes in total, with {{used}}. Of {{findings}} claims {{same}} hold here
+and of {{not_same}} the opposite; in {{no_difference}} there is no difference beyond the spread of seeds.
 """
 
 MEMORY_INTRODUCTION = f"""
@@ -161,7 +182,7 @@ class Report:
 
     def section(self, name: str, experiment: Experiment, folder: Path) -> tuple[str, list[OverviewRow]]:
         """Return the text of an experiment and its rows of the overview, and write its plot."""
-        anchor = experiment.title.lower().replace(" ", "-")
+        anchor = re.sub(r"[^\w -]", "", experiment.title.lower()).replace(" ", "-")
         link = f"[{experiment.title}](#{anchor})"
         head = f"## {experiment.title}\n\n{textwrap.fill(experiment.about, 120)}"
         missing = self.missing_runs(experiment)

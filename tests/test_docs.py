@@ -269,9 +269,9 @@ def quoted(text):
 
 
 def measured(text, section):
-    """The tables of a section of benchmarks.md."""
+    """The text of a section of a page."""
     parts = {
-        title.strip().lower().replace(" ", "-"): body
+        re.sub(r"[^\w -]", "", title.strip().lower()).replace(" ", "-"): body
         for title, body in re.findall(r"^## (.*)\n((?:(?!^## ).*\n?)*)", text, flags=re.MULTILINE)
     }
     return parts[section]
@@ -286,6 +286,45 @@ def test_quoted_figures_are_those_of_the_benchmarks(page):
         if not re.search(rf"\| {re.escape(figure)}[ |]", measured(benchmarks, section))
     ]
     assert not wrong
+
+
+DIFFERENCE = r"([+-][\d.]+) \(([+-][\d.]+) to ([+-][\d.]+)\)"
+
+
+def negative(difference):
+    """The same difference, seen from the other setting."""
+    mean, low, high = (
+        number.translate(str.maketrans("+-", "-+")) for number in re.fullmatch(DIFFERENCE, difference).groups()
+    )
+    return f"{mean} ({high} to {low})"
+
+
+@pages
+def test_quoted_differences_are_those_of_the_study(page):
+    wrong = []
+    for difference, path, section in quoted_differences(page.read_text(encoding="utf-8")):
+        text = " ".join(measured((page.parent / path).read_text(encoding="utf-8"), section).split())
+        if f"difference {difference}:" not in text and f"difference {negative(difference)}:" not in text:
+            wrong.append((difference, section))
+    assert not wrong
+
+
+def quoted_differences(text):
+    """(difference, page, section) of differences that link to the section of the study's page that has them."""
+    return re.findall(r"\[([^\[\]]*\d \([+-][^\[\]]*\))\]\((study/\w+\.md)#([\w-]+)\)", text)
+
+
+def test_every_line_of_the_decision_table_has_a_difference():
+    text = measured((DOCS / "choosing-a-loss.md").read_text(encoding="utf-8"), "what-the-study-shows")
+    lines = re.findall(r"^\|.*\|$", text, flags=re.MULTILINE)[2:]
+    assert len(lines) > 10
+    assert all(quoted_differences(line) for line in lines)
+
+
+def test_quoted_differences_are_seen():
+    text = "[+0.1 (-0.2 to +0.4)](study/a.md#b-c) or [a (b)](study/a.md#b) or none: [-0.1 (-0.4 to +0.2)](study/a.md#b)"
+    assert [difference for difference, *_ in quoted_differences(text)] == ["+0.1 (-0.2 to +0.4)", "-0.1 (-0.4 to +0.2)"]
+    assert negative("+0.1 (-0.2 to +0.4)") == "-0.1 (-0.4 to +0.2)"
 
 
 def test_quoted_figures_are_seen():
