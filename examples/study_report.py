@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from intervals import interval
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from results_file import write_file
@@ -115,6 +116,7 @@ on the test set. CPU time is that of training and evaluation, without the import
 {{runs}} runs took {{minutes:.0f}} minutes in total, with {{used}}. Of {{findings}} claims {{same}} hold here
 and of {{not_same}} the opposite; in {{no_difference}} there is no difference beyond the spread of seeds.
 """
+FEW_CURVES = 4  # whose legend finds a place in the plot
 
 
 @dataclass(frozen=True)
@@ -272,11 +274,14 @@ class Report:
 
     def plot(self, experiment: Experiment) -> Figure:
         """Plot median and range of each setting: along an axis of numbers, or one below the other."""
-        height = 3.6
+        width, height = 6.4, 3.6
         if experiment.axis is None:
             height = 1 + 0.3 * len(experiment.rows)
-        figure = Figure(figsize=(6.4, height), dpi=100)
+        elif len(experiment.curves) > FEW_CURVES:
+            width, height = 9.6, max(height, 0.8 + 0.25 * len(experiment.curves))
+        figure = Figure(figsize=(width, height), dpi=100)
         axes = figure.subplots()
+        axes.set_prop_cycle(color=colormaps["tab10" if len(experiment.curves) <= 10 else "tab20"].colors)
         for curve, settings in experiment.curves.items():
             medians, below, above = self.medians_and_spread(experiment, list(settings.values()))
             if experiment.axis is None:
@@ -334,4 +339,7 @@ def label_axis_of_numbers(axes: Axes, experiment: Experiment, label: str) -> Non
     axes.minorticks_off()
     axes.set_xlabel(label)
     axes.set_ylabel(label_of_metric(experiment))
-    axes.legend()
+    if len(experiment.curves) > FEW_CURVES:
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1))  # beside the plot, where it covers no curve
+    else:
+        axes.legend()
