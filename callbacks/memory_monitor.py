@@ -19,7 +19,7 @@ from lightning_retrieval.training.memory import CrossBatchMemory
 from lightning_retrieval.training.random_state import step_random_state
 
 DRIFT = "train/memory_drift"
-_STATE = ("images", "labels", "embeddings", "values", "interval")
+_STATE = ("images", "labels", "embeddings", "values", "interval", "measured")
 
 
 class MemoryMonitor(pl.Callback):
@@ -68,6 +68,7 @@ class MemoryMonitor(pl.Callback):
     _embeddings: Tensor | None  # of one interval before
     _values: dict[str, Tensor]
     _interval: int
+    _measured: int  # the last step before which the probe was embedded
     _waits: bool  # whether a memory has yet to begin
 
     def __init__(self, probe: int = 64, start_drift: float = 0.01) -> None:
@@ -100,7 +101,9 @@ class MemoryMonitor(pl.Callback):
             images, labels, _ = pl_module.unpack_batch(batch)  # type: ignore[operator]
             self._take_probe(images, labels, memory)
         self._waits = memory.start_step == "auto" and not memory.started
-        if memory.steps % self._interval == 0:
+        # A run that is resumed from a checkpoint within a step starts this step again.
+        if memory.steps % self._interval == 0 and memory.steps != self._measured:
+            self._measured = memory.steps
             self._measure(trainer, pl_module, memory.steps)
             if self._waits and DRIFT in self._values:
                 self._begin_if_stable(memory)
@@ -143,6 +146,7 @@ class MemoryMonitor(pl.Callback):
         self._images = self._labels = self._embeddings = None
         self._values = {}
         self._interval = 0
+        self._measured = -1
         self._waits = False
 
     def _take_probe(self, images: Tensor, labels: Tensor, memory: CrossBatchMemory) -> None:

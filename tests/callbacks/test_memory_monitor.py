@@ -256,7 +256,7 @@ class PointData(RetrievalDataModule):
     train_set = val_set = test_set = Points(2, 26)
 
 
-def fit_points(folder, start_drift, checkpoint=None):
+def fit_points(folder, start_drift, checkpoint=None, callbacks=()):
     """Nine steps with intervals of two, and a checkpoint after each; or the rest of them, from a checkpoint."""
     module = RetrievalModule(
         Net(),
@@ -271,6 +271,7 @@ def fit_points(folder, start_drift, checkpoint=None):
         callbacks=[
             MemoryMonitor(PROBE, start_drift),
             ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1),
+            *callbacks,
         ],
         logger=CSVLogger(folder, version=0),
         log_every_n_steps=1,
@@ -302,10 +303,34 @@ def test_a_resumed_run_begins_at_the_same_step(tmp_path):
     assert begun == [False] * 4 + [True] * 4
 
 
+class Crash(pl.Callback):
+    """Fails within a step, and leaves a checkpoint as `OnExceptionCheckpoint` does."""
+
+    def __init__(self, checkpoint):
+        self.checkpoint = checkpoint
+
+    def on_train_batch_start(self, trainer, module, *_):
+        if module.memory.steps == 4:
+            trainer.save_checkpoint(self.checkpoint)
+            raise RuntimeError("of a step")
+
+
+def test_a_run_that_crashed_within_a_step_does_not_measure_it_again(tmp_path):
+    """Else the drift would be that of the same weights, 0, and the memory would begin."""
+    no_drift_is_that_small = START_DRIFT / 100
+    with pytest.raises(RuntimeError, match="of a step"):
+        fit_points(tmp_path, no_drift_is_that_small, callbacks=[Crash(tmp_path / "crashed.ckpt")])
+    with pytest.warns(UserWarning, match="the memory has not begun in 9 steps"):
+        resumed = fit_points(tmp_path / "resumed", no_drift_is_that_small, tmp_path / "crashed.ckpt")
+    assert not resumed.memory.started
+
+
 def test_the_state_of_a_checkpoint_is_moved_to_the_device_of_the_run():
     monitor = MemoryMonitor(PROBE)
     tensors = {"images": torch.ones(2, 3), "labels": torch.arange(2), "embeddings": torch.ones(2, 3)}
-    monitor.load_state_dict({**tensors, "values": {"train/memory_drift": torch.tensor(0.5)}, "interval": 4})
+    monitor.load_state_dict(
+        {**tensors, "values": {"train/memory_drift": torch.tensor(0.5)}, "interval": 4, "measured": 0}
+    )
     monitor.on_train_start(None, SimpleNamespace(memory=CrossBatchMemory(SIZE), device=torch.device("meta")))
     monitor._waits = True
     state = monitor.state_dict()
