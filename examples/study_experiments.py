@@ -141,7 +141,7 @@ def vary_batch(
 def larger_is_better(curve: str, sources: Mapping[tuple[int, int], str]) -> list[Finding]:
     """Return the claims that the first batch of each pair is better than the second, each with its source."""
     return [
-        Finding(f"Larger is better: {one} against {other} ({source})", f"{curve}, {one}", f"{curve}, {other}")
+        Finding(f"{curve}: {one} is better than {other} ({source})", f"{curve}, {one}", f"{curve}, {other}")
         for (one, other), source in sources.items()
     ]
 

@@ -37,7 +37,7 @@ reproduced is not proven. The page shows the effect of each setting if everythin
 [a page of its own](detection.md).
 
 `python examples/study.py` writes this page from [results.jsonl](results.jsonl). The command runs only what that file
-does not contain yet; all runs together take half an hour to an hour on two CPU cores.
+does not contain yet; all runs of this page take about an hour on two CPU cores, and those of all pages several hours.
 
 - **A run** trains `GlyphNet(width={BASE.width})` with {BASE.dim} dimensions on {BASE.images:,} images, in batches of
   {BASE.classes} classes with {BASE.per_class} images each, with `{BASE.loss}` and AdamW. The learning rate falls from
@@ -76,11 +76,12 @@ MEMORY_INTRODUCTION = f"""
 # A study of the memory
 
 Does a memory of past batches help? `CrossBatchMemory` makes ranked lists longer with embeddings that the network gave
-some steps ago. The papers with such a memory start from a pretrained network. So do these runs: each continues the
-training of a network with batches of 32 images, which are small enough to need a memory. The network at the start was
-trained as on [the first page](index.md), on 40,000 glyphs or 160,000 emoji. The emoji are 15,000 images in colour of
-3,786 emoji, drawn by four makers; the classes of the test set are half of them. `python examples/emoji.py emoji`
-downloads them, and `python examples/study.py` writes this page.
+some steps ago. The papers with such a memory start from a pretrained network. So do these runs, except in the two
+sections that start from random weights: each continues the training of a network with batches of 32 images, which are
+small enough to need a memory. The network at the start was trained as on [the first page](index.md), on 40,000 glyphs
+or 160,000 emoji. The emoji are 15,000 images in colour of 3,786 emoji, drawn by four makers; the classes of the test
+set are half of them. `python examples/emoji.py emoji` downloads them, and `python examples/study.py` writes this
+page.
 
 - **A run** has 1,200 steps of 32 images, 4 of each class, or 300 steps of 128 images, with `{BASE.loss}`. The learning
   rate falls to 0 along a cosine. All else is as on [the first page](index.md).
