@@ -1,6 +1,7 @@
 """Collectives that all packages share: rows gathered in rank order or sent between processes, tensors summed."""
 
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -141,17 +142,31 @@ def together(work: Callable[[], Any]) -> list[Any]:
 
     Raises:
         Exception: that of the first process on which the function has failed, on all processes.
+        RuntimeError: with the type and the message of this exception, if pickle cannot copy it to other processes.
     """
     value, error = None, None
     try:
         value = work()
-    except (OSError, ValueError, TypeError, ImportError) as found:
-        error = found
+    except Exception as found:  # whatever it is, the other processes wait for this one
+        error = _as_sent(found)
     results = gather_objects((value, error))
     for _, error in results:
         if error is not None:
             raise error
     return [value for value, _ in results]
+
+
+def _as_sent(error: Exception) -> Exception:
+    """The exception itself, or one with its type and message if other processes would not get the same from pickle."""
+    if world_size() == 1:
+        return error
+    try:
+        copied = pickle.loads(pickle.dumps(error))
+        if str(copied) == str(error):
+            return error
+    except Exception:  # of any type, as it comes from the methods of the exception
+        pass
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def sum_over_ranks(values: Tensor) -> Tensor:

@@ -130,6 +130,53 @@ def test_threads_finish_before_a_fork_of_several_processes(processes, run_proces
     assert run_processes(fork_while_a_thread_waits, processes) == [finished] * processes
 
 
+class DecodingError(Exception):
+    """Pickle cannot copy it: it keeps one of the two arguments."""
+
+    def __init__(self, path, position):
+        super().__init__(f"{path} at {position}")
+
+
+class MissingColumnError(Exception):
+    """Pickle makes another message of it."""
+
+    def __init__(self, name):
+        super().__init__(f"no column {name}")
+
+
+def error_of_one_process(error, this):
+    """The type and the message of what `together` raises if this error occurs on rank 1."""
+
+    def work():
+        if this == 1:
+            raise error
+
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        together(work)
+    return type(caught.value).__name__, str(caught.value)
+
+
+def errors_of_one_process(this, world):
+    errors = [KeyError("label"), RuntimeError("no GPU"), DecodingError("a.png", 7), MissingColumnError("label")]
+    return [error_of_one_process(error, this) for error in errors]
+
+
+def test_an_error_of_any_type_is_raised_by_all(run_processes):
+    expected = [
+        ("KeyError", "'label'"),
+        ("RuntimeError", "no GPU"),
+        ("RuntimeError", "DecodingError: a.png at 7"),
+        ("RuntimeError", "MissingColumnError: no column label"),
+    ]
+    assert run_processes(errors_of_one_process, 2, timeout=60) == [expected] * 2
+    with pytest.raises(DecodingError, match=r"^a\.png at 7$"):  # one process sends nothing
+        together(lambda: raise_error(DecodingError("a.png", 7)))
+
+
+def raise_error(error):
+    raise error
+
+
 def work_on_rank(rank, world_size):
     def work():
         if rank == 1:
