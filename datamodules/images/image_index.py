@@ -1,4 +1,4 @@
-"""The list of a data set's images as arrays, which all processes of a machine share if there are millions of images."""
+"""The list of a data set's images as arrays, which all processes of a machine can share."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -69,8 +69,10 @@ class ImageIndex:
         >>> len(index), index.paths[2], list(index[index.labels == 0].paths)
         (3, 'dogs/1.jpg', ['cats/1.jpg', 'cats/2.jpg'])
 
-    From 8 MiB on, about a hundred thousand images, the arrays are in temporary files that all processes of the machine
-    map, so each further process and each worker takes none of its own memory for them.
+    When `ImageDataModule.read` has returned, the data module moves the arrays of a list of 8 MiB or more, about a
+    hundred thousand images, to temporary files that all processes of the machine map, so each further process and each
+    worker takes none of its own memory for them. `read` may change an index that it returns, such as its labels. It
+    must not be changed afterwards, since other processes would not see the change.
 
     Relations:
         `ImageSet` reads the images. `ImageDataModule.read` returns an index for each split.
@@ -107,7 +109,6 @@ class ImageIndex:
         _check_levels(self)
         _check_one_label_each(self)
         _check_instances(self)
-        self._share_if_large()
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -123,7 +124,10 @@ class ImageIndex:
                 arrays[name] = arrays[name][rows]
         arrays["paths"] = paths.data
         arrays["ends"] = paths.ends
-        return ImageIndex.from_arrays(arrays)
+        part = ImageIndex.from_arrays(arrays)
+        if self.is_shared:
+            part.share_if_large()
+        return part
 
     def key(self, position: int) -> tuple[Any, ...]:
         """What identifies an image: its path and, if there are boxes, its box."""
@@ -170,7 +174,6 @@ class ImageIndex:
         index = cls.__new__(cls)
         index.lines = None
         index._use(arrays)
-        index._share_if_large()
         return index
 
     @cached_property
@@ -185,7 +188,7 @@ class ImageIndex:
         """
         if self._shared is None:
             arrays = self.arrays()
-            shared = share_arrays("ImageIndex", _KEY + self.digest, lambda: arrays)
+            shared = share_arrays("ImageIndex", _KEY + digest_of_arrays(arrays), lambda: arrays)
             if shared is None:
                 return None
             self._use(shared)
@@ -207,7 +210,8 @@ class ImageIndex:
         if "paths" not in state:
             self._use(state["_shared"])
 
-    def _share_if_large(self) -> None:
+    def share_if_large(self) -> None:
+        """Call `share` if there are 8 MiB or more; the index must not be changed afterwards."""
         if self._shared is None and is_large(self.arrays()):
             self.share()
 

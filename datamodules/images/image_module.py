@@ -199,6 +199,7 @@ class ImageDataModule(RetrievalDataModule):
             check_no_shared_classes(owner, splits)
         check_no_shared_images(owner, splits)
         for index in splits.values():
+            index.share_if_large()
             index.lines = None  # only needed for errors of reading, and not to be sent to each worker
         return splits
 

@@ -176,6 +176,7 @@ class ImageEmbedder:
 
     def loader(self, root: Path, index: ImageIndex) -> DataLoader[Any]:
         """A loader of the images in their order, whose batches `embed_items` embeds."""
+        index.share_if_large()
         images = ReadableImages(ImageSet(index, root, self.transform).in_uint8())
         return DataLoader(images, batch_size=self.batch_size, num_workers=self.num_workers, collate_fn=list)
 
