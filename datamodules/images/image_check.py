@@ -22,6 +22,12 @@ IMAGES_PER_TASK = 16  # that a thread reads before it takes the next ones
 MAX_PAIRS = 5  # in the report
 
 
+def count_images_and_classes(index: ImageIndex) -> tuple[int, int]:
+    """The numbers of images and of classes of a split."""
+    classes = np.unique(index.labels)
+    return len(index), int((classes != DISTRACTOR).sum())
+
+
 def look_for_files(report: DataReport, name: str, index: ImageIndex, root: Path) -> None:
     """Add the files that are missing in a split, and the number of those that are listed twice, to a report.
 

@@ -24,8 +24,8 @@ from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.files.record_warnings import record_warnings
 from lightning_retrieval.datamodules.images.classes import split_by_class
 from lightning_retrieval.datamodules.images.current_transform import CurrentTransform, Transform
-from lightning_retrieval.datamodules.images.image_check import check_contents, look_for_files
-from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ImageIndex
+from lightning_retrieval.datamodules.images.image_check import check_contents, count_images_and_classes, look_for_files
+from lightning_retrieval.datamodules.images.image_index import ImageIndex
 from lightning_retrieval.datamodules.images.image_set import ImageSet, OnError
 from lightning_retrieval.datamodules.images.image_transforms import ImageTransforms
 from lightning_retrieval.datamodules.images.index_cache import read_cached
@@ -159,13 +159,17 @@ class ImageDataModule(RetrievalDataModule):
 
     def prepare_data(self) -> None:
         """Read the splits, so that a mistake in the data set's files is found before anything else happens."""
-        self.splits  # noqa: B018
+        try:
+            self.splits  # noqa: B018
+        except Exception:  # only here; `setup` reads again with the other processes, so that all of them raise it
+            if self.trainer is None or world_size() == 1:
+                raise
 
     def setup(self, stage: str) -> None:
         """Create the training set first, so that a data set without one fails before the model sees any image."""
         if self.trainer is not None and world_size() > 1:
-            found = vars(self).get("splits")
-            self.splits = agree_on_splits(type(self).__name__, found, self.sources, lambda: self.splits)
+            owner, found = type(self).__name__, vars(self).get("splits")
+            self.splits = agree_on_splits(owner, found, self.sources, lambda: self.splits)
         self._follow_module()
         if stage == "fit":
             self.train_set  # noqa: B018
@@ -193,8 +197,7 @@ class ImageDataModule(RetrievalDataModule):
         )
 
     def _read_and_check(self) -> dict[str, ImageIndex]:
-        splits = dict(self.read())
-        owner = type(self).__name__
+        owner, splits = type(self).__name__, dict(self.read())
         if not self.shared_classes:
             check_no_shared_classes(owner, splits)
         check_no_shared_images(owner, splits)
@@ -338,9 +341,7 @@ class ImageDataModule(RetrievalDataModule):
             splits, messages = self._splits_and_warnings
         report = DataReport(problems=list(messages))
         for name, index in splits.items():
-            classes = np.unique(index.labels)
-            found = (len(index), int((classes != DISTRACTOR).sum()))
-            report.splits[name] = (found, self.published_counts.get(name, ()))
+            report.splits[name] = (count_images_and_classes(index), self.published_counts.get(name, ()))
             if not self.reads_in_check:
                 look_for_files(report, name, index, self.root)
         if self.reads_in_check:

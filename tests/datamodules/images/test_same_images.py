@@ -168,9 +168,9 @@ def test_all_processes_refuse_a_list_that_changed_and_lists_that_differ(root, tm
     )
 
 
-def errors_without_a_folder(rank, world_size, root):
-    """Only rank 1 cannot read its folder."""
-    data = ImageFolder(root if rank == 0 else f"{root}/missing", **settings())
+def errors_without_a_folder(rank, world_size, root, failing):
+    """One rank cannot read its folder."""
+    data = ImageFolder(f"{root}/missing" if rank == failing else root, **settings())
     with pytest.raises(FileNotFoundError) as caught:
         pl.Trainer(**FLAGS, strategy="ddp", devices=world_size).fit(Recorder(), datamodule=data)
     dist.destroy_process_group()
@@ -178,7 +178,29 @@ def errors_without_a_folder(rank, world_size, root):
 
 
 @pytest.mark.slow
-def test_all_processes_raise_if_one_cannot_read_the_list(root, run_processes):
-    first, second = run_processes(errors_without_a_folder, 2, str(root), backend=None)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_all_processes_raise_if_one_cannot_read_the_list(root, run_processes, failing):
+    first, second = run_processes(errors_without_a_folder, 2, str(root), failing, backend=None)
     assert first == second
     assert first.startswith("ImageFolder: `root` must be a folder of class folders, got ")
+
+
+def error_of_rank_0(rank, world_size, root):
+    """What a Trainer calls in two processes, of which only the first prepares the data, and cannot read them."""
+    data = ImageFolder(f"{root}/missing" if rank == 0 else root, **settings())
+    data.trainer = pl.Trainer(**FLAGS)
+    if rank == 0:
+        data.prepare_data()
+    with pytest.raises(FileNotFoundError) as caught:
+        data.setup("fit")
+    return str(caught.value)
+
+
+def test_no_process_waits_for_one_that_cannot_prepare_the_data(root, run_processes):
+    first, second = run_processes(error_of_rank_0, 2, str(root), timeout=60)
+    assert first == second
+    assert first.startswith("ImageFolder: `root` must be a folder of class folders, got ")
+    data = ImageFolder(root / "missing", **settings())
+    data.trainer = pl.Trainer(**FLAGS)
+    with pytest.raises(FileNotFoundError):
+        data.prepare_data()
