@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_device, check_embeddings, check_integer, check_integers, check_not_negative
-from lightning_retrieval.ranking.nearest_rows import nearest_rows
+from lightning_retrieval.ranking.nearest_rows import NearestRows, nearest_rows
 from lightning_retrieval.ranking.precision import ieee_products
 from lightning_retrieval.ranking.sharded_rows import ShardedRows, unsharded
 from lightning_retrieval.ranking.similarity import normalize
@@ -74,26 +74,49 @@ def _expand(
 ) -> ShardedRows:
     """Expand block by block; `self_score` replaces the similarity of a query with its own row."""
     k = min(k, len(gallery))
-    nearest = nearest_rows(queries, gallery, k, self_index=self_index, self_score=self_score)
-    weights = _weights(nearest.scores, alpha)[:, None]  # (query, 1, k)
+    with torch.no_grad():
+        nearest = nearest_rows(queries, gallery, k, self_index=self_index, self_score=self_score)
     block_rows = min(_BLOCK_ROWS, max(1, _BLOCK_NUMBERS // max(1, k * gallery.local.shape[1])))
-    blocks = [local for local, _ in queries.parts(block_rows)]
-    blocks += [slice(0, 0)] * (queries.most_parts(block_rows) - len(blocks))  # others fetch rows of this process
+    blocks = list(queries.parts(block_rows))
+    nothing = (slice(0, 0), slice(0, 0))
+    blocks += [nothing] * (queries.most_parts(block_rows) - len(blocks))  # others fetch rows of this process
     expanded = torch.empty_like(queries.local)
-    for block in blocks:
-        neighbours = gallery.fetch(nearest.positions[block]).to(weights.device)  # (query, k, dim)
+    for block, positions in blocks:
+        of_block = NearestRows(nearest.scores[block], nearest.positions[block])
+        neighbours = gallery.fetch(of_block.positions).to(self_index.device)  # (query, k, dim)
+        rows = queries.local[block].to(self_index.device)
+        s = _similarities(of_block, rows, neighbours, self_index[positions])
         with ieee_products():
-            summed = (weights[block] @ neighbours)[:, 0]  # (query, dim)
-        expanded[block] = normalize(queries.local[block].to(summed.device) + summed)
+            summed = (_weights(s, alpha)[:, None] @ neighbours)[:, 0]  # (query, dim)
+        expanded[block] = normalize(rows + summed)
     return replace(queries, local=expanded)
 
 
+def _similarities(
+    nearest: NearestRows,
+    queries: Float[Tensor, "query dim"],
+    neighbours: Float[Tensor, "query k dim"],
+    self_index: Int[Tensor, " query"],
+) -> Float[Tensor, "query k"]:
+    """The scores of the nearest rows, with the gradient of the rows if they have one.
+
+    The scores were found without a gradient. They are computed again for it, and have the same values with it. The
+    score that replaces the one of a query with its own row has no gradient.
+    """
+    if not (torch.is_grad_enabled() and (queries.requires_grad or neighbours.requires_grad)):
+        return nearest.scores
+    with ieee_products():
+        again = (neighbours @ queries[:, :, None])[:, :, 0]
+    is_own = nearest.positions == self_index[:, None]
+    return nearest.scores + (again - again.detach()).masked_fill(is_own, 0.0)
+
+
 def _weights(s: Float[Tensor, "query k"], alpha: float) -> Float[Tensor, "query k"]:
-    """s^alpha, and 0 if that does not exist."""
-    exists = s >= 0
+    """s^alpha, and 0 without a gradient if that does not exist."""
+    exists = s > 0  # 0^alpha is 0, without an infinite gradient
     if float(alpha).is_integer():
         exists = s > -torch.inf
-    return torch.where(exists, s.pow(alpha), 0.0)
+    return torch.where(exists, torch.where(exists, s, 1.0).pow(alpha), 0.0)
 
 
 @dataclass(frozen=True)
@@ -118,7 +141,8 @@ class QueryExpansion:
 
     Cost:
         Memory of one block of scores or of neighbours, and 12 k bytes for each query; time of the matrix product of
-        queries and gallery.
+        queries and gallery. Rows that require a gradient get it through their sums and weights, not through the choice
+        of the neighbours; the neighbours of all queries are then kept in memory.
 
     Relations:
         An argument of `lightning_retrieval.callbacks.RetrievalEvaluation`, in which each process expands the queries
@@ -185,7 +209,8 @@ class DatabaseAugmentation:
 
     Cost:
         Memory of one block of scores or of neighbours, and 12 k bytes for each row; time of the product of the gallery
-        with itself, N^2 D.
+        with itself, N^2 D. A gallery that requires a gradient gets it as in `QueryExpansion`, which keeps the
+        neighbours of all rows in memory.
 
     Relations:
         An argument of `lightning_retrieval.callbacks.RetrievalEvaluation`. Queries are expanded with the augmented

@@ -95,6 +95,29 @@ def test_of_rows_with_equal_similarity_the_first_are_the_neighbours():
     assert augmented[0].nonzero()[:, 0].tolist() == [0]
 
 
+@pytest.mark.parametrize("alpha", [0.0, 1.0, 1.5, 2.0])
+@pytest.mark.parametrize("k", [2, 9])  # a few rows, or all of them
+def test_the_gradient_is_that_of_finite_differences(monkeypatch, alpha, k):
+    monkeypatch.setattr(lightning_retrieval.ranking.expansion, "_BLOCK_ROWS", 2)
+    queries, gallery = torch.randn(3, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
+    self_index = torch.tensor([-1, 4, 0])
+    expand = QueryExpansion(alpha=alpha, k=k)
+    augment = DatabaseAugmentation(alpha=alpha, k=k)
+    expected = expand(queries, gallery, self_index), augment(gallery)
+    queries.requires_grad_(), gallery.requires_grad_()
+    assert torch.equal(expand(queries, gallery, self_index), expected[0])  # the same values with a gradient
+    assert torch.equal(augment(gallery), expected[1])
+    assert torch.autograd.gradcheck(lambda q, g: expand(q, g, self_index), (queries, gallery))
+    assert torch.autograd.gradcheck(lambda q: expand(q, gallery.detach()), queries)
+    assert torch.autograd.gradcheck(augment, gallery)
+
+
+def test_the_gradient_of_a_similarity_of_zero_is_finite():
+    rows = torch.eye(3, requires_grad=True)
+    QueryExpansion(alpha=0.5, k=3)(rows, rows).sum().backward()
+    assert torch.isfinite(rows.grad).all()
+
+
 def test_half_precision_is_converted_to_float32():
     queries, gallery = rows(3, 4, dtype=torch.bfloat16), rows(9, 4, seed=1, dtype=torch.bfloat16)
     expanded = QueryExpansion()(queries, gallery)
