@@ -53,12 +53,28 @@ def check_disk_build(index: Any, factory: str, embeddings: Rows, rows_before: in
     check_lists(index, factory)
     rows = len(embeddings)
     blocks = -(-rows // BLOCK)
-    least = -(-blocks // MOST_PARTS) * BLOCK
+    parts = most_parts()
+    least = -(-blocks // parts) * BLOCK
     if rows_in_memory < least:
+        cure = ""
+        if parts < MOST_PARTS:
+            cure = "; give that many, or allow more open files with `ulimit -n`"
         raise ValueError(
-            f"{OWNER}: `rows_in_memory` must be at least {least} for {rows} rows, because at most {MOST_PARTS} parts "
-            f"are merged, got {rows_in_memory}."
+            f"{OWNER}: `rows_in_memory` must be at least {least} for {rows} rows, because at most {parts} parts "
+            f"are merged, got {rows_in_memory}{cure}."
         )
+
+
+def most_parts() -> int:
+    """How many parts are merged at most, all of which are open files: half of those that this process may open."""
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return MOST_PARTS
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if allowed == resource.RLIM_INFINITY:
+        return MOST_PARTS
+    return max(1, min(MOST_PARTS, allowed // 2))
 
 
 def check_rows_in_memory(rows_in_memory: int) -> None:

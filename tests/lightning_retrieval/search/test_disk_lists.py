@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -254,3 +255,27 @@ def test_invalid_input_is_refused_before_a_file_is_written(tmp_path, monkeypatch
         with pytest.raises(ValueError, match=r"cannot add to an index whose files are mapped .* mapped=False\.$"):
             change()
     assert sorted(os.listdir(tmp_path)) == ["i"]
+
+
+def error_with_few_open_files(rank, world, allowed, folder, rows_in_memory):
+    for module in (rows, disk_lists):
+        module.BLOCK = 50
+    index = RetrievalIndex(DIM, "IVF4,Flat")  # loads faiss
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+    try:
+        index.build_on_disk(folder / "i", vectors(5000), rows_in_memory=rows_in_memory)
+    except ValueError as error:
+        return str(error), list(folder.iterdir())
+    return len(index), os.listdir(folder)
+
+
+@pytest.mark.refusal
+def test_the_parts_are_half_of_the_files_that_may_be_open(run_alone, tmp_path):
+    error, written = run_alone(error_with_few_open_files, 60, tmp_path, 50)
+    assert error == (
+        "RetrievalIndex: `rows_in_memory` must be at least 200 for 5000 rows, because at most 30 parts are merged, got "
+        "50; give that many, or allow more open files with `ulimit -n`."
+    )
+    assert written == []  # not even the folder
+    assert run_alone(error_with_few_open_files, 60, tmp_path, 200) == (5000, ["i"])
