@@ -1,6 +1,6 @@
 """The rows that a whitening is learned from: those of one process, or those of several that hold a part each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -9,7 +9,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.distributed import UNSHARDED, Shard, fetch_rows, gather_rows, rank, sum_over_ranks, world_size
+from lightning_retrieval.distributed import (
+    UNSHARDED,
+    Shard,
+    fetch_rows,
+    gather_rows,
+    rank,
+    sum_over_ranks,
+    together,
+    world_size,
+)
 
 
 @dataclass(frozen=True)
@@ -68,3 +77,36 @@ def rows_of_all_processes(rows: Float[Tensor, "local dim"]) -> FitRows:
         return rows_of_one_process(rows)
     counts = gather_rows(torch.tensor([len(rows)], device=rows.device), [1] * world_size()).tolist()
     return FitRows(rows, counts, Shard(rank(), world_size(), device=rows.device))
+
+
+def check_on_all_processes(owner: str, check: Callable[[], None], embeddings: Tensor, labels: Tensor | None) -> None:
+    """Raise the same error on all processes unless each has valid rows, and all have rows of one kind.
+
+    This is a collective operation if there are several processes.
+
+    Args:
+        owner: prefix of error messages.
+        check: raises if the rows of this process are invalid.
+        embeddings: one row per image of this process.
+        labels: of these images, if other processes need them.
+    """
+
+    def kinds() -> dict[str, str]:
+        check()
+        return {"embeddings": _kind(embeddings), "labels": _kind(labels)}
+
+    first, *others = together(kinds)
+    for process, other in enumerate(others, 1):
+        for name, kind in other.items():
+            if kind != first[name]:
+                raise ValueError(
+                    f"{owner}: `{name}` must have the same shape, apart from the number of rows, and dtype on all "
+                    f"processes, got {first[name]} on process 0 and {kind} on process {process}."
+                )
+
+
+def _kind(values: Tensor | None) -> str:
+    if values is None:
+        return "None"
+    sizes = ", ".join(["rows", *map(str, values.shape[1:])])
+    return f"({sizes}) of {values.dtype}"

@@ -20,8 +20,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_embeddings, check_integer, check_labels
-from lightning_retrieval.distributed import gather_rows, together
-from lightning_retrieval.models.fit_rows import FitRows, rows_of_all_processes, rows_of_one_process
+from lightning_retrieval.distributed import gather_rows
+from lightning_retrieval.models.fit_rows import (
+    FitRows,
+    check_on_all_processes,
+    rows_of_all_processes,
+    rows_of_one_process,
+)
 from lightning_retrieval.models.whitening import (
     PrincipalComponents,
     Whitening,
@@ -174,7 +179,9 @@ class SupervisedWhitening(Whitening):
         """
         if type(self).fit is not SupervisedWhitening.fit:  # the `fit` of a subclass, which needs all rows
             return super().fit_over_processes(embeddings, labels)
-        together(partial(self._check_given, embeddings, labels))
+        check_on_all_processes(
+            "SupervisedWhitening", partial(self._check_given, embeddings, labels), embeddings, labels
+        )
         return self._fit(embeddings, gather_rows(_required(labels)), rows_of_all_processes)
 
     def _fit(

@@ -22,8 +22,13 @@ from lightning_retrieval.checks import (
     check_matrix,
     check_not_negative,
 )
-from lightning_retrieval.distributed import gather_rows, together
-from lightning_retrieval.models.fit_rows import FitRows, rows_of_all_processes, rows_of_one_process
+from lightning_retrieval.distributed import gather_rows
+from lightning_retrieval.models.fit_rows import (
+    FitRows,
+    check_on_all_processes,
+    rows_of_all_processes,
+    rows_of_one_process,
+)
 from lightning_retrieval.ranking.float64 import float64_device
 from lightning_retrieval.ranking.similarity import normalize
 
@@ -127,6 +132,8 @@ class Whitening(nn.Module):
             embeddings: one row per image of this process, of the kind that will be whitened.
             labels: of these images, for whitenings that need them.
         """
+        owner = type(self).__name__
+        check_on_all_processes(owner, partial(check_matrix, owner, "embeddings", embeddings), embeddings, labels)
         if labels is not None:
             labels = gather_rows(labels)
         return self.fit(gather_rows(embeddings), labels)
@@ -258,7 +265,7 @@ class PCAWhitening(Whitening):
         """
         if type(self).fit is not PCAWhitening.fit:  # the `fit` of a subclass, which needs all rows
             return super().fit_over_processes(embeddings, labels)
-        together(partial(_check_given, embeddings, labels))
+        check_on_all_processes("PCAWhitening", partial(_check_given, embeddings, labels), embeddings, None)
         return self._fit(embeddings, rows_of_all_processes)
 
     def _fit(self, embeddings: Float[Tensor, "batch dim"], of_rows: Callable[[Tensor], FitRows]) -> "PCAWhitening":

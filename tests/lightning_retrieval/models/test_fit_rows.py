@@ -143,3 +143,46 @@ def test_all_processes_raise_the_same_error(run_processes):
         strict=True,
     ):
         assert message.startswith(expected)
+
+
+def messages_of_unlike_rows(this, world):
+    """Rows that are valid on each process, but not of one kind."""
+    x, labels = of_process(X, this, world), of_process(LABELS, this, world)
+    wider, single = torch.cat([x, x[:, :1]], 1), x.float()
+    levels, narrow = torch.stack([labels, labels], 1), labels.int()
+    found = []
+    for whitening, given in (
+        (PCAWhitening(), (wider, labels)),
+        (SupervisedWhitening(), (wider, labels)),
+        (OwnWhitening(), (wider, labels)),
+        (PCAWhitening(), (single, labels)),
+        (SupervisedWhitening(), (single, labels)),
+        (SupervisedWhitening(), (x, levels)),
+        (SupervisedWhitening(), (x, narrow)),
+        (OwnWhitening(), (x, None)),
+    ):
+        with pytest.raises(ValueError, match="Whitening: ") as error:
+            whitening.fit_over_processes(*(given if this == 1 else (x, labels)))
+        found.append(str(error.value))
+    PCAWhitening().fit_over_processes(x, levels if this == 1 else None)  # which it does not need
+    return found
+
+
+@pytest.mark.refusal
+def test_rows_that_are_not_of_one_kind_are_refused_by_all_processes(run_processes):
+    first, second = run_processes(messages_of_unlike_rows, 2)
+    assert first == second
+    rule = "must have the same shape, apart from the number of rows, and dtype on all processes, got"
+    assert first == [
+        f"{name}Whitening: `{argument}` {rule} {kind} on process 0 and {other_kind} on process 1."
+        for name, argument, kind, other_kind in (
+            ("PCA", "embeddings", "(rows, 5) of torch.float64", "(rows, 6) of torch.float64"),
+            ("Supervised", "embeddings", "(rows, 5) of torch.float64", "(rows, 6) of torch.float64"),
+            ("Own", "embeddings", "(rows, 5) of torch.float64", "(rows, 6) of torch.float64"),
+            ("PCA", "embeddings", "(rows, 5) of torch.float64", "(rows, 5) of torch.float32"),
+            ("Supervised", "embeddings", "(rows, 5) of torch.float64", "(rows, 5) of torch.float32"),
+            ("Supervised", "labels", "(rows) of torch.int64", "(rows, 2) of torch.int64"),
+            ("Supervised", "labels", "(rows) of torch.int64", "(rows) of torch.int32"),
+            ("Own", "labels", "(rows) of torch.int64", "None"),
+        )
+    ]
