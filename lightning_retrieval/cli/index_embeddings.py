@@ -51,13 +51,14 @@ def index_embeddings(
     new = new_index(OWNER, output, store, **settings, rows_in_memory=rows_in_memory)
     folder = EmbeddingFolder.load(OWNER, embeddings)
     manifest = folder.manifest
-    rows = FolderRows(folder)
+    new.check_dim(manifest.dim)
+    rows = FolderRows(folder)  # which reads all files
     if len(rows) == 0:
         raise ValueError(
             f"{OWNER}: `embeddings` must hold at least one row, got {embeddings}, none of whose {manifest.images} "
             "images could be read."
         )
-    new.check(manifest.dim, rows.paths)
+    new.check_paths(rows.paths)
     index = new.write(manifest.dim, manifest.about, rows, rows.ids, rows.paths)
     unreadable = [UnreadableImage(path, reason) for path, reason in folder.unreadable()]
     return index, unreadable

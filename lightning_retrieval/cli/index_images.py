@@ -79,7 +79,8 @@ def index_images(
         if dim is None and batch.embeddings is not None:
             # Settings that do not fit the embeddings raise after the first batch, not after the last.
             dim = batch.embeddings.shape[1]
-            new.check(dim, paths)
+            new.check_dim(dim)
+            new.check_paths(paths)
         embedded.add(batch)
     if dim is None:
         raise ValueError(

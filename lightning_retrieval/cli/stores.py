@@ -47,11 +47,14 @@ class FaissFolder:
         self._rows_in_memory = rows_in_memory
         self._settings: dict[str, Any] = {"factory": factory, "parameters": parameters, "shards": shards}
 
-    def check(self, dim: int, paths: Sequence[str]) -> None:
+    def check_dim(self, dim: int) -> None:
         """Raise if the settings do not fit embeddings of this length."""
         index = RetrievalIndex(dim, **self._settings)
         if self._rows_in_memory is not None:
             check_lists(index.faiss_indexes[0], index.factory)
+
+    def check_paths(self, paths: Sequence[str]) -> None:
+        """All paths can be stored."""
 
     def write(
         self, dim: int, about: Mapping[str, Any], embeddings: Rows, ids: Int[Tensor, " rows"], paths: Sequence[str]
@@ -108,9 +111,12 @@ class MilvusCollection:
         self._place = (uri, name)
         self._settings = {"factory": factory, "parameters": parameters}
 
-    def check(self, dim: int, paths: Sequence[str]) -> None:
-        """Raise if Milvus cannot hold embeddings of this length, or these paths."""
+    def check_dim(self, dim: int) -> None:
+        """Raise if Milvus cannot hold embeddings of this length."""
         check_dim(dim)
+
+    def check_paths(self, paths: Sequence[str]) -> None:
+        """Raise if Milvus cannot hold these paths."""
         check_path_bytes(paths)
 
     def write(

@@ -83,6 +83,19 @@ def test_what_cannot_be_built_on_disk_is_refused(embeddings, tmp_path, capsys):
 
 
 @pytest.mark.refusal
+def test_settings_are_refused_before_a_file_is_read(embeddings, tmp_path):
+    shutil.copytree(embeddings, tmp_path / "e")
+    (tmp_path / "e" / "part-00000.npy").write_bytes(b"damaged")
+    for settings, message in (
+        ({"factory": "Flat", "rows_in_memory": 65_536}, "`factory` must be IVF with Flat, SQ or PQ, such as"),
+        ({"factory": "IVF2,PQ7x4"}, "that fits inner products of 24 numbers, got 'IVF2,PQ7x4'"),
+        ({}, "part-00000.npy is damaged"),  # only then
+    ):
+        with pytest.raises(ValueError, match=message):
+            index_embeddings(tmp_path / "e", tmp_path / "i", **settings)
+
+
+@pytest.mark.refusal
 def test_mistakes_are_reported_in_one_sentence(embeddings, glyphs, tmp_path, capsys):
     code, out, err = run(capsys, "--embeddings", tmp_path, "--output", tmp_path / "i")
     assert (code, out) == (2, "")
