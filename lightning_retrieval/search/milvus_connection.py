@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class MilvusConnection:
         self.shown = shown_uri(uri)
         self._client = self._connect(uri)
 
-    def call(self, method: str, *args: Any, **settings: Any) -> Any:
+    def call(self, method: str, *args: Any, tries: int = 5, **settings: Any) -> Any:
         """The result of a method of the client.
 
         Raises:
@@ -73,6 +74,9 @@ class MilvusConnection:
         try:
             return getattr(self._client, method)(*args, timeout=seconds, **settings)
         except MilvusException as error:
+            if tries > 1 and "read error" in str(error):  # Milvus Lite still writes a file of an index
+                time.sleep(0.5)
+                return self.call(method, *args, tries=tries - 1, **settings)
             cure = ""
             if error.code == ErrorCode.COLLECTION_NOT_FOUND:
                 cure = "; another process has replaced or deleted the index, so open it again"
