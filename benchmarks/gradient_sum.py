@@ -26,7 +26,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from timing import Timing, _status, arguments, environment, report
+from timing import Timing, arguments, environment, memory_status, report
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -49,7 +49,7 @@ class Watch(pl.Callback):
         pl_module.zero_grad()
         dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")  # Linux: reset the peak to the memory in use
-        self.before, self.begin = _status("VmRSS"), time.perf_counter()
+        self.before, self.begin = memory_status("VmRSS"), time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, index: int
@@ -57,7 +57,7 @@ class Watch(pl.Callback):
         seconds = time.perf_counter() - self.begin
         if index >= WARM_UP:
             self.seconds.append(seconds)
-            self.added.append(_status("VmHWM") - self.before)
+            self.added.append(memory_status("VmHWM") - self.before)
 
 
 def train(rank: int, width: int, batch: int, steps: int) -> Watch:

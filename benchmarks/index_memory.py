@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from timing import Timing, arguments, environment, report
+from timing import Timing, arguments, environment, memory_status, report
 
 from lightning_retrieval import RetrievalIndex
 from lightning_retrieval.cli.index_embeddings import index_embeddings
@@ -51,23 +51,15 @@ def write_embeddings(folder: Path, rows: int) -> None:
         embeddings.write(shard, ShardRows(ids, values, [f"photos/{id_:09d}.jpg" for id_ in ids], [None] * len(ids)))
 
 
-def private_memory() -> int:
-    """Memory of this process that no file backs, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return 1024 * int(line.split()[1])
-    raise ValueError("/proc/self/status has no field RssAnon.")
-
-
 def run_sampled(function: Callable[[], Any]) -> tuple[int, float]:
-    """The private memory that a function adds at its peak, and its seconds."""
-    before = private_memory()
+    """The memory that no file backs which a function adds at its peak, and its seconds."""
+    before = memory_status("RssAnon")
     samples = [before]
     is_done = threading.Event()
 
     def sample() -> None:
         while not is_done.wait(0.002):
-            samples.append(private_memory())
+            samples.append(memory_status("RssAnon"))
 
     sampler = threading.Thread(target=sample)
     sampler.start()

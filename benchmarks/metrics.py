@@ -40,7 +40,7 @@ import torch.distributed as dist
 from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN
-from timing import Timing, _status, arguments, environment, interleaved, peak_added_memory, report
+from timing import Timing, arguments, environment, interleaved, memory_status, peak_added_memory, report
 from torch import Tensor
 from torchmetrics.retrieval import RetrievalMAP
 
@@ -236,9 +236,9 @@ def one_process(rank: int, world: int, cases: dict[str, ProcessCase], runs: int,
     for name, case in cases.items():
         evaluate(ProcessCase(1_000, 8, 1_000, expanded=case.expanded), rank, world)  # loads what the first use loads
         Path("/proc/self/clear_refs").write_text("5")  # Linux: reset the peak to the memory in use
-        before = _status("VmRSS")
+        before = memory_status("VmRSS")
         seconds, results = evaluate(case, rank, world)
-        added = _status("VmHWM") - before
+        added = memory_status("VmHWM") - before
         spent = [seconds, *(evaluate(case, rank, world)[0] for _ in range(runs - 1))]
         measured[name] = {"added": added, "spent": spent, "mAP": results["mAP"].item()}
     torch.save(measured, f"{folder}/{world}-{rank}.pt")

@@ -106,12 +106,12 @@ def _added(setup: Callable[..., Callable[[], Any]], device: str, threads: int, *
         _wait(device)
         return torch.cuda.max_memory_allocated() - before
     Path("/proc/self/clear_refs").write_text("5")  # Linux: reset the peak to the memory in use
-    before = _status("VmRSS")
+    before = memory_status("VmRSS")
     function()
-    return _status("VmHWM") - before
+    return memory_status("VmHWM") - before
 
 
-def _status(field: str) -> int:
+def memory_status(field: str) -> int:
     """A size that Linux reports of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
