@@ -13,7 +13,7 @@ import torch
 
 from lightning_retrieval import RetrievalIndex
 from lightning_retrieval.search import disk_lists, faiss_index, files, rows
-from tests.lightning_retrieval.search.vectors import DIM, ROWS, built, vectors
+from tests.lightning_retrieval.search.vectors import DIM, ROWS, built, memory, vectors
 
 REPOSITORY = Path(__file__).parents[3]
 IDS, PATHS = 1000 - torch.arange(ROWS), [f"é/{i}.jpg" for i in range(ROWS)]
@@ -110,24 +110,19 @@ def added_memory(rank, world_size, folder):
     original = disk_lists.DiskLists.move_to_disk
 
     def recorded(lists):
-        used.append(anonymous())
+        used.append(memory("RssAnon"))
         original(lists)
 
     disk_lists.DiskLists.move_to_disk = recorded
-    before = anonymous()
+    before = memory("RssAnon")
     index = RetrievalIndex(512, "IVF4,Flat")
     index.build_on_disk(folder / "i", embeddings, rows_in_memory=2000)
     parts = len(used)
-    on_disk = max(*used, anonymous()) - before
+    on_disk = max(*used, memory("RssAnon")) - before
     in_memory = RetrievalIndex(512, "IVF4,Flat")
-    before = anonymous()
+    before = memory("RssAnon")
     in_memory.add(embeddings)
-    return parts, on_disk, anonymous() - before
-
-
-def anonymous():
-    """Memory of this process that no file backs, in bytes."""
-    return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    return parts, on_disk, memory("RssAnon") - before
 
 
 def test_a_build_that_fails_leaves_the_old_index(tmp_path, monkeypatch):

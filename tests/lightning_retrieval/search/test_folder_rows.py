@@ -1,6 +1,5 @@
 """The rows of a folder are those of one tensor, whichever are asked for, and one file of them is in memory."""
 
-import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ from lightning_retrieval.search import rows as rows_of_index
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest
 from lightning_retrieval.search.embedding_shards import ShardRows
 from lightning_retrieval.search.folder_rows import FolderRows
+from tests.lightning_retrieval.search.vectors import memory
 
 SIZES = (7, 0, 7, 3)  # no image of the second file could be read
 
@@ -82,11 +82,6 @@ def test_an_exact_index_takes_the_memory_of_its_rows_and_a_block(tmp_path, monke
     rows = FolderRows(folder)
     index = RetrievalIndex(256)
     index.add(rows, rows.ids, rows.paths)
-    added = memory("VmHWM") - before
+    added = (memory("VmHWM") - before) / 2**20
     assert len(index) == 40_960
     assert added < 70  # 81 if faiss doubled its memory whenever it is full
-
-
-def memory(field):
-    """A size that Linux reports of this process, in MiB."""
-    return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 
 from lightning_retrieval import RetrievalIndex
 from lightning_retrieval.search import rows as rows_module
-from tests.lightning_retrieval.search.vectors import DIM, FACTORIES, ROWS, built, exact, vectors
+from tests.lightning_retrieval.search.vectors import DIM, FACTORIES, ROWS, built, exact, memory, vectors
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -151,18 +150,15 @@ def test_a_mapped_index_takes_little_memory(factory, tmp_path):
     index.save(tmp_path / "index")
     size = sum(file.stat().st_size for file in tmp_path.rglob("*.faiss"))
 
-    def anonymous():
-        return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-
     def load_and_search():
         mapped = RetrievalIndex.load(tmp_path / "index", mapped=True)
         mapped.search(torch.randn(1, 512), 5)
         return mapped
 
     kept = [load_and_search()]  # allocates what the first search of a process needs, whether the index is mapped or not
-    before = anonymous()
+    before = memory("RssAnon")
     kept.append(load_and_search())
-    added = anonymous() - before
+    added = memory("RssAnon") - before
     assert size > 6e6
     assert added < max(size / 8, 3e6)
 

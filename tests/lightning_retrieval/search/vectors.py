@@ -1,4 +1,7 @@
-"""Random vectors, their exact ranking by NumPy, and indexes of them."""
+"""Random vectors, their exact ranking by NumPy, indexes of them, and the memory that they take."""
+
+import re
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,3 +30,8 @@ def built(factory="Flat", rows=ROWS, **settings):
     index = RetrievalIndex(DIM, factory, **settings)
     index.add(vectors(rows), ids=1000 - torch.arange(rows), paths=[f"é/{i}.jpg" for i in range(rows)])
     return index
+
+
+def memory(field):
+    """A size that Linux reports of this process, in bytes; `RssAnon` is memory that no file backs."""
+    return 1024 * int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
