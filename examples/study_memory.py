@@ -23,6 +23,11 @@ BEYOND = {
 CHECKPOINT, NO_MEMORY, BATCH_128 = "checkpoint", "no memory", "no memory, batch of 128"
 ONE_LIST, DETACHED, TWO_TERMS, FRESH = "one list", "one list, detached", "two terms", "one list, fresh"
 HALF_WAY = "one list, from half-way"
+MEMORIES: dict[str, dict[str, Any]] = {
+    NO_MEMORY: {},
+    ONE_LIST: {"memory": 512},
+    TWO_TERMS: {"memory": 512, "memory_mode": "two_terms"},
+}
 FROM_0, DRIFT = "one list, from step 0", "drift below"
 # The learning rates with the highest mAP in "Learning rate with a memory".
 GLYPHS_RATES = {NO_MEMORY: 1e-3, ONE_LIST: 3e-4, TWO_TERMS: 1e-3}
@@ -42,13 +47,8 @@ def learning_rates(row: str) -> list[float]:
 
 def sweep(start: Setting) -> dict[str, dict[float, Setting]]:
     """Return the runs that choose a learning rate, which evaluate classes that are held out of training."""
-    memories: dict[str, dict[str, Any]] = {
-        NO_MEMORY: {},
-        ONE_LIST: {"memory": 512},
-        TWO_TERMS: {"memory": 512, "memory_mode": "two_terms"},
-    }
     curves = {}
-    for name, memory in memories.items():
+    for name, memory in MEMORIES.items():
         row = f"{start.data}, {name}"
         curves[row] = {lr: train_on(start, lr, held_out=True, **memory) for lr in learning_rates(row)}
     return curves
@@ -56,16 +56,12 @@ def sweep(start: Setting) -> dict[str, dict[float, Setting]]:
 
 def with_and_without(start: Setting, rates: Mapping[str, float]) -> dict[str, Setting]:
     """Return the rows that both data sets have: the network at the start, and training with and without a memory."""
-    no_memory = train_on(start, rates[NO_MEMORY])
-    one_list = train_on(start, rates[ONE_LIST], memory=512)
-    return {
-        CHECKPOINT: replace(start, start=start, images=0),
-        NO_MEMORY: no_memory,
-        ONE_LIST: one_list,
-        TWO_TERMS: train_on(start, rates[TWO_TERMS], memory=512, memory_mode="two_terms"),
-        BATCH_128: replace(no_memory, classes=32, lr=2 * rates[NO_MEMORY]),
-        FRESH: replace(one_list, fresh_memory=True),
-    }
+    rows = {CHECKPOINT: replace(start, start=start, images=0)}
+    for name, memory in MEMORIES.items():
+        rows[name] = train_on(start, rates[name], **memory)
+    rows[BATCH_128] = replace(rows[NO_MEMORY], classes=32, lr=2 * rates[NO_MEMORY])
+    rows[FRESH] = replace(rows[ONE_LIST], fresh_memory=True)
+    return rows
 
 
 def begins(memory: Setting, drifts: Sequence[float]) -> dict[str, Setting]:
@@ -124,55 +120,46 @@ TRAINED_ROWS = {
     **begins(GLYPHS_ROWS[ONE_LIST], (0.1, 0.03, 0.01)),
 }
 SMOOTH_AP = f"SmoothAPLoss, {NO_MEMORY}"
-# The learning rates with the highest mAP in "Learning rate of other losses with a memory": without one, and with it.
-OTHER_RATES = {
-    "ROADMAPLoss": (2e-3, 3e-4),
-    "BlackboxRecallLoss": (3e-5, 1e-4),
-    "FastAPLoss": (1e-3, 3e-4),
-    "ContrastiveLoss": (2e-3, 1e-3),
+# The memory of each loss, two terms for the contrastive loss as in XBM, and the learning rates with the highest mAP in
+# "Learning rate of other losses with a memory": without a memory, and with it.
+OTHER_LOSSES = {
+    "ROADMAPLoss": (ONE_LIST, 2e-3, 3e-4),
+    "BlackboxRecallLoss": (ONE_LIST, 3e-5, 1e-4),
+    "FastAPLoss": (ONE_LIST, 1e-3, 3e-4),
+    "ContrastiveLoss": (TWO_TERMS, 2e-3, 1e-3),
 }
-
-
-def other_memory(loss: str, lr: float, **different: Any) -> tuple[str, Setting]:
-    """Return the memory of another loss and its name: one list, or for the contrastive loss two terms as in XBM."""
-    setting = train_on(BASE, lr, loss=loss, memory=512, **different)
-    if loss == "ContrastiveLoss":
-        return f"{loss}, {TWO_TERMS}", replace(setting, memory_mode="two_terms")
-    return f"{loss}, {ONE_LIST}", setting
 
 
 def sweeps_of_other_losses() -> dict[str, dict[float, Setting]]:
     """Return the runs that choose the learning rates of other losses, which train the same network on."""
     curves = {}
-    for loss in OTHER_RATES:
-        row = f"{loss}, {NO_MEMORY}"
-        curves[row] = {lr: train_on(BASE, lr, loss=loss, held_out=True) for lr in learning_rates(row)}
-        row, _ = other_memory(loss, lr=0)
-        curves[row] = {lr: other_memory(loss, lr, held_out=True)[1] for lr in learning_rates(row)}
+    for loss, (memory, *_) in OTHER_LOSSES.items():
+        for name in (NO_MEMORY, memory):
+            row = f"{loss}, {name}"
+            settings = {lr: train_on(BASE, lr, loss=loss, held_out=True) for lr in learning_rates(row)}
+            curves[row] = {lr: replace(setting, **MEMORIES[name]) for lr, setting in settings.items()}
     return curves
 
 
 def other_rows() -> dict[str, Setting]:
     """Return the rows of the other losses, with and without a memory, and those of Smooth-AP from the table before."""
     rows = {CHECKPOINT: GLYPHS_ROWS[CHECKPOINT], SMOOTH_AP: GLYPHS_ROWS[NO_MEMORY]}
-    for loss, (without, with_memory) in OTHER_RATES.items():
-        rows[f"{loss}, {NO_MEMORY}"] = train_on(BASE, without, loss=loss)
-        name, setting = other_memory(loss, with_memory)
-        rows[name] = setting
+    for loss, (memory, lr_without, lr_with) in OTHER_LOSSES.items():
+        rows[f"{loss}, {NO_MEMORY}"] = train_on(BASE, lr_without, loss=loss)
+        rows[f"{loss}, {memory}"] = train_on(BASE, lr_with, loss=loss, **MEMORIES[memory])
     return rows
 
 
 def other_claims() -> list[Finding]:
     """Return what is asked about each of the other losses."""
     findings = []
-    for loss in OTHER_RATES:
-        name, _ = other_memory(loss, lr=0)
-        findings.append(Finding(f"A memory is better than none ({loss})", name, f"{loss}, {NO_MEMORY}"))
-        findings.append(Finding(f"A memory is better than the checkpoint ({loss})", name, CHECKPOINT))
-    for loss in OTHER_RATES:
-        findings.append(
-            Finding(f"{loss} is better than Smooth-AP, without a memory", f"{loss}, {NO_MEMORY}", SMOOTH_AP)
-        )
+    for loss, (memory, *_) in OTHER_LOSSES.items():
+        row = f"{loss}, {memory}"
+        findings.append(Finding(f"A memory is better than none ({loss})", row, f"{loss}, {NO_MEMORY}"))
+        findings.append(Finding(f"A memory is better than the checkpoint ({loss})", row, CHECKPOINT))
+    for loss in OTHER_LOSSES:
+        row = f"{loss}, {NO_MEMORY}"
+        findings.append(Finding(f"{loss} is better than Smooth-AP, without a memory", row, SMOOTH_AP))
     return findings
 
 

@@ -117,13 +117,18 @@ def test_page_has_median_and_range(study, trained, tmp_path):
     assert "difference +0.0000 (+0.0000 to +0.0000)" in page
 
 
+def change_results(folder, further):
+    """Add what a function of a result returns to each result of a study."""
+    file = folder / "results.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps({**line, **further(line)}) + "\n" for line in lines))
+
+
 def test_table_has_the_cpu_time_if_it_is_known_for_all_runs(study, trained, tmp_path):
     arguments = [*QUICK, "--experiments", "calibration", "--output", str(tmp_path)]
     study.main(arguments)
     assert "| setting | mAP | R@1 |" in (tmp_path / "index.md").read_text()
-    file = tmp_path / "results.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    file.write_text("".join(json.dumps({**line, "cpu_seconds": 20.4 + line["seed"]}) + "\n" for line in lines))
+    change_results(tmp_path, lambda line: {"cpu_seconds": 20.4 + line["seed"]})
     study.main([*arguments, "--report"])
     page = (tmp_path / "index.md").read_text()
     assert "| setting | mAP | R@1 | CPU time |" in page
@@ -134,14 +139,15 @@ def test_table_has_the_begin_of_each_memory(study, trained, tmp_path):
     arguments = [*QUICK, "--experiments", "memory_begin_trained", "--output", str(tmp_path)]
     study.main(arguments)
     assert "| setting | mAP | R@1 |" in (tmp_path / "memory.md").read_text()
-    file = tmp_path / "results.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    for line in lines:
+
+    def begin(line):
         if line["setting"]["memory_start"] == 0.1:
-            line |= {"memory_begin": 16, "drift": {"16": 0.0893, "32": 0.01}}
-        elif line["setting"]["memory_start"]:
-            line |= {"memory_begin": None, "drift": {"16": 0.0893}}
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            return {"memory_begin": 16, "drift": {"16": 0.0893, "32": 0.01}}
+        if line["setting"]["memory_start"]:
+            return {"memory_begin": None, "drift": {"16": 0.0893}}
+        return {}
+
+    change_results(tmp_path, begin)
     study.main([*arguments, "--report"])
     rows = [line.split(" | ") for line in (tmp_path / "memory.md").read_text().splitlines() if line.startswith("| ")]
     begins = {row[0][2:]: row[-1] for row in rows}
