@@ -1,7 +1,6 @@
 """Build an index from a folder of embeddings that `embed` wrote."""
 
 from pathlib import Path
-from typing import Any
 
 from lightning_retrieval.cli.embedding import UnreadableImage
 from lightning_retrieval.cli.stores import new_index
@@ -47,8 +46,9 @@ def index_embeddings(
         train it, a block of 65,536 rows and one file of embeddings. Each file is read up to six times, also to check
         all of them first, and to train the index on rows from all files.
     """
-    settings: dict[str, Any] = {"factory": factory, "parameters": parameters, "shards": shards}
-    new = new_index(OWNER, output, store, **settings, rows_in_memory=rows_in_memory)
+    new = new_index(
+        OWNER, output, store, factory=factory, parameters=parameters, shards=shards, rows_in_memory=rows_in_memory
+    )
     folder = EmbeddingFolder.load(OWNER, embeddings)
     manifest = folder.manifest
     new.check_dim(manifest.dim)

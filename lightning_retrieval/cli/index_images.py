@@ -5,7 +5,6 @@ same way.
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -64,8 +63,9 @@ def index_images(
     Cost:
         For a `"Flat"` index, 8 bytes for each number of an embedding: 4 for the embeddings and 4 for the index.
     """
-    settings: dict[str, Any] = {"factory": factory, "parameters": parameters, "shards": shards}
-    new = new_index(OWNER, output, store, **settings, rows_in_memory=rows_in_memory)
+    new = new_index(
+        OWNER, output, store, factory=factory, parameters=parameters, shards=shards, rows_in_memory=rows_in_memory
+    )
     listed = images_in_folder(OWNER, images)
     paths = listed.index.paths
     embedder = ImageEmbedder.load(
