@@ -29,6 +29,7 @@ CONNECTING = 10.0  # seconds that a server has to answer
 CALLING = 60.0  # seconds that a call may take
 LONG_CALLING = 3600.0  # seconds that a call may take that writes, loads or indexes a whole collection
 LONG = ("flush", "load_collection", "create_index")
+LOADS, BETWEEN_LOADS = 5, 0.5  # times that a collection is loaded until it succeeds, and seconds between them
 
 _connections: Counter[Path] = Counter()  # of this process to each file
 _changing = threading.Lock()
@@ -55,7 +56,7 @@ class MilvusConnection:
         self.shown = shown_uri(uri)
         self._client = self._connect(uri)
 
-    def call(self, method: str, *args: Any, tries: int = 5, **settings: Any) -> Any:
+    def call(self, method: str, *args: Any, **settings: Any) -> Any:
         """The result of a method of the client.
 
         Raises:
@@ -74,13 +75,28 @@ class MilvusConnection:
         try:
             return getattr(self._client, method)(*args, timeout=seconds, **settings)
         except MilvusException as error:
-            if tries > 1 and "read error" in str(error):  # Milvus Lite still writes a file of an index
-                time.sleep(0.5)
-                return self.call(method, *args, tries=tries - 1, **settings)
             cure = ""
             if error.code == ErrorCode.COLLECTION_NOT_FOUND:
                 cure = "; another process has replaced or deleted the index, so open it again"
             raise OSError(f"{OWNER}: {self.shown} reports an error in {method} ({_reason(error)}){cure}.") from None
+
+    def load(self, collection: str) -> None:
+        """Load a collection, so that it can be searched.
+
+        A thread of Milvus Lite may just be writing the file of an index that is read; then it is read again.
+
+        Raises:
+            ValueError: if the connection is closed.
+            OSError: if Milvus reports an error.
+        """
+        for attempt in range(1, LOADS + 1):
+            try:
+                self.call("load_collection", collection)
+                return
+            except OSError as error:
+                if attempt == LOADS or "read error" not in str(error):
+                    raise
+            time.sleep(BETWEEN_LOADS)
 
     def close(self) -> None:
         """End the connection; the last one to a file also ends Milvus Lite, which writes what it holds in memory."""

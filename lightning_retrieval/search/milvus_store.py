@@ -95,7 +95,7 @@ class MilvusStore:
         self._connection = MilvusConnection(uri, may_create=False)
         try:
             self.collection, metadata, self.recall = read_collection(self._connection, name)
-            self._connection.call("load_collection", self.collection)
+            self._connection.load(self.collection)
         except BaseException:
             self._connection.close()
             raise
@@ -342,6 +342,6 @@ class MilvusStore:
         """Measure recall once Milvus has written and indexed the rows; rows that it has not are compared one by one."""
         self._call("flush")
         self._call("release_collection")
-        self._call("load_collection")
+        self._connection.load(self.collection)
         self.recall = measure_recall(self.search, embeddings, ids)
         self._call("alter_collection_properties", properties={RECALL: str(self.recall)})

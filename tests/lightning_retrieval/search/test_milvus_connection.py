@@ -1,11 +1,13 @@
 """A store that cannot be reached is refused in one sentence, and nothing is created."""
 
 import fcntl
+import re
 import subprocess
 import sys
 
 import pytest
 
+from lightning_retrieval.search import milvus_connection
 from lightning_retrieval.search.milvus_connection import MilvusConnection, is_file, shown_uri
 
 pytest.importorskip("pymilvus")
@@ -31,6 +33,36 @@ def test_connections_to_one_file_share_it(tmp_path):
     second.close()
     with (tmp_path / "photos.db" / "LOCK").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Milvus Lite has ended
+
+
+@pytest.mark.parametrize(
+    ("message", "failures", "calls"),
+    [
+        ("Error: 'ret == (size)' failed: read error in a.idx: 1653 != 4224", 2, 3),
+        ("read error in a.idx", 9, 5),
+        ("index not found", 9, 1),
+    ],
+)
+def test_a_collection_is_loaded_again_while_its_index_is_written(message, failures, calls, tmp_path, monkeypatch):
+    from pymilvus.exceptions import MilvusException
+
+    connection = MilvusConnection(str(tmp_path / "photos.db"), may_create=True)
+    seen = []
+
+    def load_collection(collection, timeout):
+        seen.append(collection)
+        if len(seen) <= failures:
+            raise MilvusException(message=message)
+
+    monkeypatch.setattr(connection._client, "load_collection", load_collection)
+    monkeypatch.setattr(milvus_connection, "BETWEEN_LOADS", 0.0)
+    if failures < milvus_connection.LOADS:
+        connection.load("birds")
+    else:
+        with pytest.raises(OSError, match=rf"reports an error in load_collection \(.*{re.escape(message)}"):
+            connection.load("birds")
+    assert seen == ["birds"] * calls
+    connection.close()
 
 
 @pytest.mark.refusal
