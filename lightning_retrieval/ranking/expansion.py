@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_device, check_embeddings, check_integer, check_integers, check_not_negative
-from lightning_retrieval.ranking.nearest_rows import NearestRows, nearest_rows
+from lightning_retrieval.ranking.nearest_rows import nearest_rows
 from lightning_retrieval.ranking.precision import ieee_products
 from lightning_retrieval.ranking.sharded_rows import ShardedRows, unsharded
 from lightning_retrieval.ranking.similarity import normalize
@@ -77,15 +77,13 @@ def _expand(
     with torch.no_grad():
         nearest = nearest_rows(queries, gallery, k, self_index=self_index, self_score=self_score)
     block_rows = min(_BLOCK_ROWS, max(1, _BLOCK_NUMBERS // max(1, k * gallery.local.shape[1])))
-    blocks = list(queries.parts(block_rows))
-    nothing = (slice(0, 0), slice(0, 0))
-    blocks += [nothing] * (queries.most_parts(block_rows) - len(blocks))  # others fetch rows of this process
+    blocks = [local for local, _ in queries.parts(block_rows)]
+    blocks += [slice(0, 0)] * (queries.most_parts(block_rows) - len(blocks))  # others fetch rows of this process
     expanded = torch.empty_like(queries.local)
-    for block, positions in blocks:
-        of_block = NearestRows(nearest.scores[block], nearest.positions[block])
-        neighbours = gallery.fetch(of_block.positions).to(self_index.device)  # (query, k, dim)
+    for block in blocks:
+        neighbours = gallery.fetch(nearest.positions[block]).to(self_index.device)  # (query, k, dim)
         rows = queries.local[block].to(self_index.device)
-        s = _similarities(of_block, rows, neighbours, self_index[positions])
+        s = _similarities(nearest.scores[block], rows, neighbours)
         with ieee_products():
             summed = (_weights(s, alpha)[:, None] @ neighbours)[:, 0]  # (query, dim)
         expanded[block] = normalize(rows + summed)
@@ -93,22 +91,18 @@ def _expand(
 
 
 def _similarities(
-    nearest: NearestRows,
-    queries: Float[Tensor, "query dim"],
-    neighbours: Float[Tensor, "query k dim"],
-    self_index: Int[Tensor, " query"],
+    scores: Float[Tensor, "query k"], queries: Float[Tensor, "query dim"], neighbours: Float[Tensor, "query k dim"]
 ) -> Float[Tensor, "query k"]:
-    """The scores of the nearest rows, with the gradient of the rows if they have one.
+    """The scores of the neighbours, with the gradient of the rows if they have one.
 
-    The scores were found without a gradient. They are computed again for it, and have the same values with it. The
-    score that replaces the one of a query with its own row has no gradient.
+    The scores were found without a gradient. They are computed again for it, and have the same values with it. That of
+    a row with itself changes only with its length, which is 1 after the normalisation of the rows.
     """
     if not (torch.is_grad_enabled() and (queries.requires_grad or neighbours.requires_grad)):
-        return nearest.scores
+        return scores
     with ieee_products():
         again = (neighbours @ queries[:, :, None])[:, :, 0]
-    is_own = nearest.positions == self_index[:, None]
-    return nearest.scores + (again - again.detach()).masked_fill(is_own, 0.0)
+    return scores + (again - again.detach())
 
 
 def _weights(s: Float[Tensor, "query k"], alpha: float) -> Float[Tensor, "query k"]:
