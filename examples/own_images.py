@@ -211,6 +211,7 @@ def main() -> None:
         command += ["--transform", options.eval_transform]
     print(shlex.join([*command, "--output", "photos.index"]))
     print("lightning-retrieval search --index photos.index IMAGE --html results.html")
+    print("lightning-retrieval demo --index photos.index")
 
 
 if __name__ == "__main__":

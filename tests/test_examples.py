@@ -122,7 +122,7 @@ def test_own_images_from_a_folder_to_a_search(tmp_path):
     (table,) = (line for line in lines if line[:1] == ["test/mAP"])
     before = [values(folder, name)[0] for name in ("backbone/test/mAP", "test/mAP")]
     assert table[1:] == [f"{value:.4f}" for value in (*before, score)]
-    index, search = (line for line in output.splitlines() if line.startswith("lightning-retrieval "))
+    index, search, demo = (line for line in output.splitlines() if line.startswith("lightning-retrieval "))
     output = run(tmp_path, *shlex.split(index))
     assert "24 images" in output
     assert "images prepared with Preparation(image_size=40, resize=40), as the checkpoint says" in output
@@ -130,6 +130,7 @@ def test_own_images_from_a_folder_to_a_search(tmp_path):
     first = output.splitlines()[2]
     assert first.split(maxsplit=3)[3] == "thing 1/0.jpg"  # itself
     assert (tmp_path / "results.html").stat().st_size > 10_000
+    assert demo == "lightning-retrieval demo --index photos.index"
 
     output = run(tmp_path, *own_images, "--epochs", 2, "--resume")
     assert f"--resume: continuing from {Path('logs/own_images/version_0/checkpoints')}" in output

@@ -15,7 +15,8 @@ SIDE = 320  # pixels of the longer side of a shown image, about
 CSS = """
 .gradio-container {width: 100%; max-width: 72rem !important; margin: 0 auto}
 #results .grid-wrap {max-height: none}
-#results .grid-container {grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)) !important}
+#results .grid-container {grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)) !important;
+    grid-auto-rows: auto}
 #results .thumbnail-item {aspect-ratio: auto; height: auto; overflow: visible; display: flex; flex-direction: column}
 #results .thumbnail-item img {aspect-ratio: 1; width: 100%; height: auto; object-fit: contain}
 #results .caption-label {position: static; max-width: none; width: 100%; white-space: normal; overflow: visible;
@@ -99,7 +100,8 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
         shown = [query, text, gallery, paths]
         # Without the progress that covers what is shown, and stays there.
         upload.upload(search_by_upload, upload, shown, api_name="search", show_progress="hidden")
-        gallery.select(search_by_result, paths, shown, api_visibility="private", show_progress="hidden")
+        clicked = gallery.select(search_by_result, paths, shown, api_visibility="private", show_progress="hidden")
+        clicked.then(js="() => window.scrollTo({top: 0})")  # to the new query, which is above the results
     return page
 
 

@@ -51,8 +51,8 @@ def add_store_option(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument(
         "--store",
         metavar="milvus:URI",
-        help=f"keep the index in Milvus, where {name} is its name: a file of Milvus Lite, such as milvus:photos.db, or "
-        "a server or cluster, such as milvus:http://localhost:19530",
+        help=f"the index is in Milvus, under the name {name}: in a file of Milvus Lite, such as milvus:photos.db, or "
+        "on a server or cluster, such as milvus:http://localhost:19530",
     )
 
 

@@ -84,8 +84,12 @@ def test_the_page_in_a_browser(address, indexed, tmp_path):
             assert browser.evaluate(ABOUT) == f"{paths[5].split('/')[-1]}: {about}"
             assert browser.evaluate(f"{RESULTS}[0].innerText").split() == ["1.000", paths[5]]
             clicked = browser.evaluate(f"{RESULTS}[3].innerText").split(maxsplit=1)[1]
+            browser.evaluate(f"{RESULTS}[3].scrollIntoView()")
+            if name == "phone":
+                assert browser.evaluate("window.scrollY") > 0
             browser.evaluate(f"{RESULTS}[3].click()")
             browser.wait_for(f"{ABOUT} === {clicked + ': ' + about!r} && {DRAWN}")
+            browser.wait_for("window.scrollY === 0")  # where the new query is
             assert browser.evaluate(f"{RESULTS}[0].innerText").split(maxsplit=1)[1] == clicked
             assert browser.evaluate("document.querySelectorAll('.thumbnail-item.selected').length") == 0
             assert browser.evaluate("document.documentElement.scrollWidth") <= width
