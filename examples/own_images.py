@@ -79,7 +79,9 @@ def named_function(name: str | None) -> Callable[[Any], Any] | None:
     try:
         return getattr(importlib.import_module(module), function)
     except (AttributeError, ImportError, ValueError) as error:
-        raise ValueError(f"{name} cannot be imported ({error}); PYTHONPATH=. finds modules of this folder.") from None
+        raise ValueError(
+            f"{name} cannot be imported as package.function ({error}); PYTHONPATH=. finds modules of this folder."
+        ) from None
 
 
 def make_data(folder: Path, *, categories: bool, workers: int, **transforms: str | None) -> ImageFolder:
@@ -122,7 +124,8 @@ def with_options(message: str) -> str:
     """Return an error message with the options of this script in place of arguments of the library."""
     if "`weights`" in message:
         message += " --weights none trains without pretrained weights."
-    return message.replace("categories=True", "--categories").replace("pass root=", "pass ")
+    message = message.replace("categories=True", "--categories").replace("`image_size`", "--size")
+    return message.replace("pass root=", "pass ")
 
 
 def newest_checkpoint() -> Path | None:

@@ -181,7 +181,9 @@ def test_own_images_with_other_settings_of_the_images(tmp_path, monkeypatch):
     names = {"train_transform": None, "eval_transform": "own_transforms_of_a_user.evaluate"}
     data = script["make_data"](tmp_path, categories=False, workers=0, **names)
     assert describe_transform(data.eval_transform.current) == {"function": "own_transforms_of_a_user.evaluate"}
-    with pytest.raises(ValueError, match=r"^no_such.function cannot be imported .*PYTHONPATH=\. finds modules"):
+    with pytest.raises(
+        ValueError, match=r"^no_such.function cannot be imported as package.function .*PYTHONPATH=\. finds modules"
+    ):
         script["make_data"](tmp_path, categories=False, workers=0, train_transform="no_such.function")
 
 
@@ -194,6 +196,7 @@ def test_errors_of_own_images_name_its_options(tmp_path, monkeypatch, capsys):
             path = tmp_path / f"tools/{label}/{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.effect_noise((30, 30), 9).save(path)
+    assert script_of_own_images()["with_options"]("give another `image_size`.") == "give another --size."
     monkeypatch.setattr("torchvision.models.get_model", offline)
     wanted = {
         tmp_path: r"set --categories if the folders above them are categories, or pass \S+/tools\.\n$",

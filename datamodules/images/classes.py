@@ -44,7 +44,7 @@ def split_by_class(owner: str, setting: str, classes: Sequence[Any], fraction: f
     if not 0 < count < len(classes):
         raise ValueError(
             f"{owner}: `{setting}` must leave at least one class on each side of the split, got {fraction} "
-            f"of {len(classes)} classes."
+            f"of {len(classes)} classes; change it, or add classes."
         )
     ordered = sorted(classes)
     drawn = np.random.default_rng(seed).permutation(len(ordered))[:count]

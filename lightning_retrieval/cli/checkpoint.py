@@ -26,7 +26,10 @@ def load_checkpoint(owner: str, checkpoint: Path) -> RetrievalModule:
         ValueError: if the file is damaged, or is not the checkpoint of a `RetrievalModule` that can be rebuilt.
     """
     if not checkpoint.is_file():
-        raise FileNotFoundError(f"{owner}: `checkpoint` must be a file that training wrote, got {checkpoint}.")
+        reason = "is a folder" if checkpoint.is_dir() else "does not exist"
+        raise FileNotFoundError(
+            f"{owner}: `checkpoint` must be a file that training wrote, got {checkpoint}, which {reason}."
+        )
     damage = find_damage(checkpoint)
     if damage is not None:
         raise ValueError(

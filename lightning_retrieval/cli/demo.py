@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add_index_options(parser, images_help="folder of the index's images, if it was moved")
     parser.add_argument("-k", type=_positive, default=20, help="number of results, default 20")
     parser.add_argument("--host", default="127.0.0.1", help="address to serve on, default 127.0.0.1: this machine only")
-    parser.add_argument("--port", type=int, default=7860, help="port to serve on, default 7860")
+    parser.add_argument("--port", type=_port, default=7860, help="port to serve on, default 7860")
     add_embedding_options(parser)
     return parser
 
@@ -69,4 +69,10 @@ def _parser() -> argparse.ArgumentParser:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text}")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 to 65535, got {text}")
     return int(text)

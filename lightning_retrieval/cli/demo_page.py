@@ -39,21 +39,27 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
 
     Raises:
         ModuleNotFoundError: if Gradio is not installed.
-        OSError: if the port is in use.
+        OSError: if the page cannot be served there, because the port is in use for example.
     """
     gradio = _import_gradio()
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["monospace"]}  # none that a browser has to download
     page = make_page(searcher, images, k)
-    page.launch(
-        server_name=host,
-        server_port=port,
-        theme=gradio.themes.Default(**fonts),
-        css=CSS,
-        show_error=True,
-        footer_links=[],
-        quiet=True,  # Gradio would recommend an argument of its own, which the command does not have
-        prevent_thread_lock=True,
-    )
+    try:
+        page.launch(
+            server_name=host,
+            server_port=port,
+            theme=gradio.themes.Default(**fonts),
+            css=CSS,
+            show_error=True,
+            footer_links=[],
+            quiet=True,  # Gradio would recommend an argument of its own, which the command does not have
+            prevent_thread_lock=True,
+        )
+    except OSError as error:
+        raise OSError(
+            f"demo: the page cannot be served on port {port} of {host}, which may be in use; give another `--port` or "
+            "`--host`."
+        ) from error
     return page
 
 

@@ -36,7 +36,7 @@ def feature_shape(owner: str, backbone: nn.Module, cure: str) -> tuple[int, ...]
             features = functional_call(backbone, meta_tensors, (images,))
     except Exception as error:
         raise ValueError(
-            f"{owner}: `backbone` {type(backbone).__name__} could not be run on a meta tensor of shape "
+            f"{owner}: `backbone` {type(backbone).__name__} could not be run on an image (a meta tensor) of shape "
             f"{tuple(images.shape)} ({type(error).__name__}: {first_line(error)}); {cure}."
         ) from None
     finally:

@@ -265,7 +265,10 @@ def check_output(owner: str, path: Path) -> None:
 def _read_manifest(owner: str, path: Path) -> EmbeddingManifest:
     file = path / MANIFEST
     if not file.is_file():
-        raise FileNotFoundError(f"{owner}: the embeddings must be a folder with {MANIFEST} in it, got {path}.")
+        raise FileNotFoundError(
+            f"{owner}: the embeddings must be a folder with {MANIFEST} in it, got {path}; `lightning-retrieval embed` "
+            "writes one."
+        )
     try:
         content = dict(json.loads(file.read_text(encoding="utf-8")))
     except (TypeError, ValueError):

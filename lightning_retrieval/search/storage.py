@@ -206,7 +206,10 @@ def _read_manifest(owner: str, folder: Path) -> dict[str, Any]:
     """Read the manifest of an index; raise if its format, version or checksum is wrong."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise FileNotFoundError(f"{owner}: the index must be a folder with {MANIFEST} in it, got {folder}.")
+        raise FileNotFoundError(
+            f"{owner}: the index must be a folder with {MANIFEST} in it, got {folder}; `lightning-retrieval index` "
+            "writes one."
+        )
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:

@@ -142,7 +142,7 @@ def test_invalid_arguments_raise(tmp_path):
     write_folders(tmp_path, ["a", "b", "c"])
     with pytest.raises(
         ValueError,
-        match=r"`test_fraction` must leave at least one class on each side .*, got 0.1 of 3 classes",
+        match=r"`test_fraction` must leave at least one class .*, got 0.1 of 3 classes; change it, or add classes",
     ):
         ImageFolder(tmp_path, test_fraction=0.1).prepare_data()
 

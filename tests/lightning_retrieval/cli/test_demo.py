@@ -66,6 +66,14 @@ def test_no_results(indexed, capsys):
 
 
 @pytest.mark.refusal
+@pytest.mark.parametrize("port", ["0", "65536", "-1", "http"])
+def test_a_port_that_is_none(port, indexed, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["demo", "--index", str(indexed / "index"), f"--port={port}"])
+    assert f"argument --port: must be an integer from 1 to 65535, got {port}\n" in capsys.readouterr().err
+
+
+@pytest.mark.refusal
 def test_the_index_of_a_data_set_without_image_files(indexed, served, capsys, tmp_path):
     index = RetrievalIndex.load(indexed / "index")
     del index.about["images"]  # as `predict` describes embeddings of such a data set

@@ -1,6 +1,7 @@
 """The page of `demo`, in a real browser: upload, search by a result, errors, in light and dark, on a phone's width."""
 
 import socket
+import subprocess
 import sys
 import time
 
@@ -49,6 +50,18 @@ def test_a_damaged_result_becomes_a_grey_square(tmp_path, monkeypatch):
     texts = ["0.500  good.png", "0.250  large.png (cannot be read)", "0.125  gone.png (cannot be read)"]
     assert [text for _, text in shown] == texts
     assert [image.getpixel((0, 0)) for image, _ in shown] == [(0, 0, 0), (128, 128, 128), (128, 128, 128)]
+
+
+@pytest.mark.slow
+def test_a_port_that_is_in_use(indexed):
+    pytest.importorskip("gradio")
+    program = [sys.executable, "-m", "lightning_retrieval.cli", "demo", f"--index={indexed / 'index'}", "--device=cpu"]
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        port = used.getsockname()[1]
+        done = subprocess.run([*program, f"--port={port}"], capture_output=True, text=True, timeout=300)
+    where = f"port {port} of 127.0.0.1, which may be in use"
+    assert done.returncode == 2
+    assert done.stderr.endswith(f"demo: the page cannot be served on {where}; give another `--port` or `--host`.\n")
 
 
 @pytest.fixture

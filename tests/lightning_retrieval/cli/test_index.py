@@ -53,7 +53,10 @@ def test_invalid_arguments_are_reported_in_one_sentence(glyphs, colour, indexed,
     assert "takes, 1, got 'plain', which gives 3; take 'glyphs'." in printed
     printed = error_of(capsys, "index", *images, *to, "--checkpoint", colour[0], "--transform=glyphs")
     assert "takes, 3, got 'glyphs', which gives 1; take 'plain'." in printed
-    assert "must be a file that training wrote" in error_of(capsys, "index", *images, *to, "--checkpoint=gone.ckpt")
+    printed = error_of(capsys, "index", *images, *to, "--checkpoint=gone.ckpt")
+    assert printed.endswith("must be a file that training wrote, got gone.ckpt, which does not exist.\n")
+    printed = error_of(capsys, "index", *images, *to, "--checkpoint", tmp_path)
+    assert printed.endswith(f"must be a file that training wrote, got {tmp_path}, which is a folder.\n")
     (tmp_path / "no.ckpt").write_text("no checkpoint")
     printed = error_of(capsys, "index", *images, *to, "--checkpoint", tmp_path / "no.ckpt")
     assert "must be the checkpoint of a RetrievalModule that can be rebuilt from it" in printed

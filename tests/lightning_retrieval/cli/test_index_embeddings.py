@@ -100,6 +100,7 @@ def test_mistakes_are_reported_in_one_sentence(embeddings, glyphs, tmp_path, cap
     code, out, err = run(capsys, "--embeddings", tmp_path, "--output", tmp_path / "i")
     assert (code, out) == (2, "")
     assert err.startswith("index: the embeddings must be a folder with _manifest.json in it, got ")
+    assert err.endswith("; `lightning-retrieval embed` writes one.\n")
     with pytest.raises(SystemExit, match=r"^2$"):
         run(capsys, "--embeddings", embeddings, "--output", tmp_path / "i", "--images", tmp_path)
     assert "--images must not be given with --embeddings, because no image is embedded" in capsys.readouterr().err

@@ -82,7 +82,8 @@ def test_invalid_arguments_are_reported_in_one_sentence(indexed, tmp_path, capsy
     printed = "search: `-k` must be at most the number of images in the index, 40, got 41; ask for fewer.\n"
     assert error_of(capsys, "search", query, *at, "-k41") == printed
     assert "`-k` must be an integer >= 1, got 0" in error_of(capsys, "search", query, *at, "-k0")
-    assert "must be a folder with manifest.json in it" in error_of(capsys, "search", query, "--index", tmp_path)
+    sentence = f"must be a folder with manifest.json in it, got {tmp_path}; `lightning-retrieval index` writes one.\n"
+    assert error_of(capsys, "search", query, "--index", tmp_path).endswith(sentence)
     RetrievalIndex(4).save(tmp_path / "other")
     printed = "search: `--index` must be an index of images that `lightning-retrieval index` made.\n"
     assert error_of(capsys, "search", query, "--index", tmp_path / "other") == printed
