@@ -8,6 +8,10 @@ from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 
+from lightning_retrieval.datamodules.images.current_transform import CurrentTransform
+from lightning_retrieval.datamodules.images.transforms import TrainingTransform
+from lightning_retrieval.models import Preparation
+
 UNNORMALIZED = "unnormalized"  # key of the batches of an `ImageSet` in uint8
 
 
@@ -29,14 +33,31 @@ def normalized_batch(batch: Any, normalize: Callable[[Tensor], Tensor]) -> Any:
     return batch
 
 
-def sends_uint8(datamodule: pl.LightningDataModule) -> bool:
-    """Whether the loaders of a data module give uint8: in a run whose hooks do not change batches before the device.
+def sends_uint8(datamodule: pl.LightningDataModule, transform: Any, preparation: Preparation) -> bool:
+    """Whether a loader gives uint8: in a run whose hooks do not change batches before the device.
+
+    The transform must normalise by the mean and the standard deviation of the preparation.
 
     Args:
         datamodule: that normalises the images of its batches on the device.
+        transform: of the images of the loader.
+        preparation: by which the data module normalises.
     """
     trainer = datamodule.trainer
     if trainer is None or trainer.state.status != TrainerStatus.RUNNING:
         return False
+    if not _normalizes_alike(transform, preparation):
+        return False
     owners = (datamodule, trainer.lightning_module)
     return not any(is_overridden("on_before_batch_transfer", owner) for owner in owners)
+
+
+def _normalizes_alike(transform: Any, preparation: Preparation) -> bool:
+    """Whether a transform normalises as a preparation does; False for a function of the user."""
+    if isinstance(transform, CurrentTransform):
+        transform = transform.current
+    if isinstance(transform, TrainingTransform):
+        transform = transform.preparation
+    if not isinstance(transform, Preparation):
+        return False
+    return (transform.mean, transform.std) == (preparation.mean, preparation.std)

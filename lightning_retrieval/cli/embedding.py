@@ -177,12 +177,18 @@ class ImageEmbedder:
     def loader(self, root: Path, index: ImageIndex) -> DataLoader[Any]:
         """A loader of the images in their order, whose batches `embed_items` embeds."""
         index.share_if_large()
-        images = ReadableImages(ImageSet(index, root, self.transform).in_uint8())
-        return DataLoader(images, batch_size=self.batch_size, num_workers=self.num_workers, collate_fn=list)
+        images = ImageSet(index, root, self.transform)
+        if isinstance(self.transform, Preparation):
+            images = images.in_uint8()
+        return DataLoader(
+            ReadableImages(images), batch_size=self.batch_size, num_workers=self.num_workers, collate_fn=list
+        )
 
     def dim(self) -> int:
         """The length of an embedding: that of a black image."""
-        transform = getattr(self.transform, "to_uint8", self.transform)
+        transform = self.transform
+        if isinstance(transform, Preparation):
+            transform = transform.to_uint8
         image = transform(Image.new("RGB", PROBED_SIZE))
         return self._embed_batch(self._stack([image])).shape[1]
 

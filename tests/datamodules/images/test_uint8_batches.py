@@ -6,10 +6,13 @@ import pytorch_lightning as pl
 import torch
 from PIL import Image
 from torch import nn
+from torchvision.transforms import v2
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
-from lightning_retrieval.datamodules import ImageFolder
+from lightning_retrieval.datamodules import ImageFolder, training_transform
+from lightning_retrieval.datamodules.images.transforms import TrainingTransform
 from lightning_retrieval.datamodules.images.uint8_batches import UNNORMALIZED, normalized_batch
+from lightning_retrieval.models import Preparation
 
 SETTINGS = {"image_size": 16, "mean": (0.1, 0.2, 0.3), "classes_per_batch": 2, "samples_per_class": 2}
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -118,6 +121,40 @@ def test_a_transform_of_the_user_that_gives_uint8_is_left_alone(folder):
     data = ImageFolder(folder, classes_per_batch=2, samples_per_class=2, train_transform=pixels, eval_transform=pixels)
     pl.Trainer(accelerator="cpu", max_epochs=1, **QUIET).fit(module, data)
     assert {images.dtype for images in module.images["train"]} == {torch.uint8}
+
+
+OTHER = Preparation(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.7, 0.8, 0.9))
+RANDOM_OTHER = training_transform("plain", OTHER)
+RESIZED_OTHER = TrainingTransform([v2.Resize((16, 16))], OTHER, takes_pixels=True)
+
+
+class OfAnotherPreparation(ImageFolder):
+    """Evaluates images that are prepared in another way than those of training."""
+
+    def evaluation_set(self, name, index):
+        return self.image_set(index, OTHER)
+
+
+@pytest.mark.parametrize(
+    ("data_module", "settings"),
+    [
+        (ImageFolder, {"train_transform": RANDOM_OTHER}),
+        (ImageFolder, {"eval_transform": OTHER}),
+        (ImageFolder, {"train_transform": RANDOM_OTHER, "eval_transform": OTHER}),
+        (ImageFolder, {"train_transform": RANDOM_OTHER, "eval_transform": RESIZED_OTHER}),
+        (OfAnotherPreparation, {}),
+    ],
+)
+def test_images_of_another_preparation_are_normalised_by_their_own(folder, data_module, settings):
+    """The wanted images are those of loaders outside of a run, which normalise them in the data set."""
+    settings = {"classes_per_batch": 2, "samples_per_class": 2, "image_size": 16, **settings}
+    module = Seen()
+    pl.Trainer(accelerator="cpu", max_epochs=1, num_sanity_val_steps=0, **QUIET).fit(
+        module, data_module(folder, **settings)
+    )
+    outside = data_module(folder, **settings)
+    for name, loader in (("train", outside.train_dataloader()), ("val", outside.val_dataloader())):
+        assert torch.equal(torch.cat(module.images[name]), torch.cat([batch["images"] for batch in loader]))
 
 
 def test_batches_of_several_loaders_are_normalised():
