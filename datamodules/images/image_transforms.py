@@ -74,9 +74,11 @@ class ImageTransforms:
         else:
             self.preparation = self._changed(self._base(module, None))
         background = self.preparation.background
-        self.evaluation.current, self.evaluation.background = evaluation, background
+        self.evaluation.current = evaluation
+        self.evaluation.background = getattr(evaluation, "background", background)
         training = self._given_train or training_transform(self.paper or "plain", self.preparation)
-        self.train.current, self.train.background = training, background
+        self.train.current = training
+        self.train.background = getattr(training, "background", background)
 
     def _recorded(self, recorded: dict[str, Any]) -> Transform:
         """The transform that the model was evaluated with."""

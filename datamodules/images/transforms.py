@@ -77,6 +77,11 @@ class TrainingTransform:
             return least_size(self.transforms)
         return None
 
+    @property
+    def background(self) -> str | Sequence[int]:
+        """The colour that shows through transparent pixels, as in evaluation."""
+        return self.preparation.background
+
     def normalize(self, images: UInt8[Tensor, "*batch channel height width"]) -> Float[Tensor, "..."]:
         """Normalise images of uint8 as evaluation does.
 
@@ -119,8 +124,8 @@ def training_transform(name: PaperName, preparation: Preparation | None = None) 
 
     Args:
         name: `"plain"`, `"smooth_ap"`, `"roadmap"` or `"ap_gem"`.
-        preparation: what evaluation does; training has its size, interpolation, channels, mean, standard deviation and
-            scale of decoding. If None, `Preparation.named(name)`.
+        preparation: what evaluation does; training has its size, interpolation, channels, mean, standard deviation,
+            background and scale of decoding. If None, `Preparation.named(name)`.
 
     Raises:
         ValueError: if the name is unknown.

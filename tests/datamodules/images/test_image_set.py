@@ -209,3 +209,10 @@ def test_a_reduced_scale_gives_what_pillow_decodes_at_it(tmp_path, settings):
     assert torch.equal(ImageSet(index, tmp_path, reduced)[0]["images"], wanted)
     assert torch.equal(ImageSet(index, tmp_path, reduced).in_uint8()[0]["images"], preparation.undo(wanted))
     assert not torch.equal(ImageSet(index, tmp_path, preparation)[0]["images"], wanted)
+
+
+def test_transparent_pixels_show_the_background_in_training_too(tmp_path):
+    Image.new("RGBA", (32, 32), (0, 0, 0, 0)).save(tmp_path / "a.png")
+    preparation = Preparation(16, background="#ff8000")
+    images = ImageSet(ImageIndex(["a.png"], [0]), tmp_path, training_transform("plain", preparation))
+    assert preparation.undo(images[0]["images"])[:, 0, 0].tolist() == [255, 128, 0]

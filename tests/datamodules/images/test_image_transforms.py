@@ -12,7 +12,7 @@ from PIL import Image
 from torch import nn
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
-from lightning_retrieval.datamodules import ImageFolder
+from lightning_retrieval.datamodules import ImageFolder, training_transform
 from lightning_retrieval.datamodules.images.image_transforms import ImageTransforms
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.training.described_transforms import describe_transform
@@ -60,6 +60,14 @@ def test_transforms_that_were_given_stay():
     transforms = of_settings(train_transform=len, eval_transform=repr)
     transforms.follow(model(GREY, RECORDED))
     assert (transforms.train.current, transforms.evaluation.current) == (len, repr)
+
+
+def test_a_transform_that_was_given_keeps_its_background():
+    black, blue = Preparation(48, background="black"), training_transform("plain", Preparation(48, background="blue"))
+    transforms = of_settings(train_transform=blue, eval_transform=black, background="red")
+    assert (transforms.train.background, transforms.evaluation.background) == ("blue", "black")
+    transforms = of_settings(train_transform=len, eval_transform=repr, background="red")
+    assert (transforms.train.background, transforms.evaluation.background) == ("red", "red")
 
 
 @pytest.mark.refusal
