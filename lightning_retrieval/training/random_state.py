@@ -2,10 +2,12 @@
 
 import functools
 import os
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,23 +27,30 @@ def seed_of_run(owner: str, seed: int | None) -> int:
 
 
 class RandomState:
-    """The random states of the CPU and of all devices of the accelerator, at the time of construction.
+    """The random states of the CPU and of all devices of the accelerator, of Python and of NumPy, at construction.
 
-    The inputs do not tell which states matter: they may be on the CPU and the network on any device, or on several.
+    The inputs do not tell which states matter: they may be on the CPU and the network on any device, or on several; and
+    some networks draw from Python's or NumPy's generator which layers they skip.
     """
 
     def __init__(self) -> None:
         self.states = _read()
+        self.of_python, self.of_numpy = random.getstate(), np.random.get_state()
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Inside this context, repeat the random numbers that followed construction; restore the state on exit."""
-        before = _read()
-        _write(self.states)
+        before = RandomState()
+        self._restore()
         try:
             yield
         finally:
-            _write(before)
+            before._restore()
+
+    def _restore(self) -> None:
+        _write(self.states)
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Random states of a step and of a chunk: those of the CPU, of GPUs and of an accelerator made of generators."""
 
 import contextlib
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -125,6 +127,26 @@ def test_without_the_replay_dropout_would_differ(monkeypatch):
     torch.manual_seed(5)
     chunked_backward(embed, x, smooth_ap, 4)
     assert not torch.allclose(gradients_of(embed)[0], plain[0])
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["python", "numpy"])
+@pytest.mark.parametrize("keep_graphs", [1, 2, 9])
+def test_layers_that_are_skipped_at_random_are_skipped_again(draw, keep_graphs):
+    layers, x = net(), images()
+
+    def embed(chunk):
+        return layers(chunk * (draw() < 0.5) + chunk.square() * draw())
+
+    random.seed(5)
+    np.random.seed(5)
+    chunk_by_chunk(embed, x, smooth_ap, 4)
+    plain, following = [parameter.grad.clone() for parameter in layers.parameters()], draw()
+    layers.zero_grad()
+    random.seed(5)
+    np.random.seed(5)
+    chunked_backward(embed, x, smooth_ap, 4, keep_graphs=keep_graphs)
+    torch.testing.assert_close([parameter.grad for parameter in layers.parameters()], plain)
+    assert draw() == following
 
 
 def test_random_state_is_put_back_when_the_embedder_fails():
