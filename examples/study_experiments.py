@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from intervals import interval
@@ -43,10 +43,20 @@ class Setting:
 
     def key(self, seed: int) -> str:
         """Return a hash of the seed and of what differs from the defaults."""
-        defaults = asdict(Setting())
-        different = {name: value for name, value in asdict(self).items() if value != defaults[name]}
-        text = json.dumps({**different, "seed": seed}, sort_keys=True)
+        text = json.dumps({**self.different(), "seed": seed}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def different(self) -> dict[str, Any]:
+        """Return what differs from the defaults, also in the setting from which this one starts."""
+        defaults = Setting()
+        values = {}
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if value != getattr(defaults, entry.name):
+                values[entry.name] = value
+        if self.start is not None:
+            values["start"] = self.start.different()
+        return values
 
 
 @dataclass(frozen=True)
