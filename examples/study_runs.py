@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from study_callbacks import DriftRecord, FreshMemory, SlowEncoder
 from study_experiments import THIRD_PARTY, Setting
 from torch import nn
 
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, losses
-from lightning_retrieval.callbacks import MemoryMonitor
 from lightning_retrieval.datamodules import (
     CategorySampler,
     GlobalBatchSampler,
@@ -168,63 +168,6 @@ def make_module(setting: Setting, steps: int) -> RetrievalModule:
     )
 
 
-class DriftRecord(MemoryMonitor):
-    """Keeps the drift, and the step at which the memory begins."""
-
-    def __init__(self, setting: Setting) -> None:
-        if isinstance(setting.memory_start, float):
-            super().__init__(start_drift=setting.memory_start)
-        else:
-            super().__init__()
-        self.begin: int | None = None
-        self.drift: dict[int, float] = {}  # by the step before which it was measured
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        memory: Any = pl_module.memory
-        step = memory.steps - 1
-        drift = trainer.callback_metrics.get("train/memory_drift")
-        if drift is not None and step % self._interval == 0:
-            self.drift[step] = round(float(drift), 4)
-        if self.begin is None and memory.started and len(memory) > 0:
-            self.begin = step
-
-    def result(self) -> dict[str, Any]:
-        """Return what a line of `results.jsonl` holds of it."""
-        return {"memory_begin": self.begin, "drift": {str(step): drift for step, drift in self.drift.items()}}
-
-
-class FreshMemory(pl.Callback):
-    """Embeds the images of the memory again before each step, so that no row of it is out of date.
-
-    Each image keeps the augmentation with which it is first read.
-    """
-
-    def __init__(self) -> None:
-        self.images: dict[int, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        module: Any = pl_module
-        state = module.memory.get_extra_state()
-        if state["rows"] is None:
-            return
-        _, labels, ids = state["rows"]
-        dataset = trainer.train_dataloader.dataset  # type: ignore[union-attr]
-        for index in ids.tolist():
-            if index not in self.images:
-                self.images[index] = dataset[index]["images"]
-        images = torch.stack([self.images[index] for index in ids.tolist()]).to(module.device)
-        module.eval()
-        embeddings = module.embed(images)  # which takes images of uint8 too
-        module.train()
-        module.memory.set_extra_state({**state, "rows": (embeddings, labels, ids)})
-
-
 def start_weights(setting: Setting, seed: int, place: Place) -> dict[str, torch.Tensor]:
     """Return the weights of the embedder that a setting trains; they are kept for the runs that start from them."""
     file = place.weights / f"{setting.key(seed)}.pt"
@@ -252,6 +195,8 @@ def train(setting: Setting, seed: int, place: Place) -> tuple[RetrievalModule, t
     callbacks: list[pl.Callback] = []
     if setting.fresh_memory:
         callbacks.append(FreshMemory())
+    if setting.slow_encoder is not None:
+        callbacks.append(SlowEncoder(setting.slow_encoder))
     if setting.memory_start:
         callbacks.append(DriftRecord(setting))
     trainer = pl.Trainer(

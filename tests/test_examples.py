@@ -250,6 +250,7 @@ UNTESTED_HERE = {
     "intervals.py",
     "results_file.py",
     "study.py",
+    "study_callbacks.py",
     "study_experiments.py",
     "study_losses.py",
     "study_memory.py",

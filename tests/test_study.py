@@ -1,5 +1,6 @@
 """The study continues where it was stopped, repeats no run, and compares findings with the ranges of the seeds."""
 
+import copy
 import dataclasses
 import importlib
 import json
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[1] / "examples"
 QUICK = ["--quick", "--jobs", "1"]
 MODULES = ("study", "study_experiments", "study_losses", "study_memory", "study_tuning", "study_report", "study_runs")
-MODULES += ("results_file", "intervals")
+MODULES += ("study_callbacks", "results_file", "intervals")
 
 
 @pytest.fixture(scope="module")
@@ -350,3 +351,40 @@ def test_a_fresh_memory_holds_what_the_network_gives_now(study, place, monkeypat
     study.study_runs.run(setting, 0, place)
     assert len(differences) == 5
     assert max(differences) < 1e-6
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_a_slow_encoder_gives_what_is_remembered(study, place, monkeypatch, momentum):
+    setting = small(study, memory=6, freeze_batch_norm=True, slow_encoder=momentum)
+    differences = []
+
+    class Watched(study.study_runs.SlowEncoder):
+        def on_train_start(self, trainer, pl_module):
+            super().on_train_start(trainer, pl_module)
+            self.slow = copy.deepcopy(pl_module)
+            self.slow.embedder.eval()
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            for slow, new in zip(self.slow.embedder.parameters(), pl_module.embedder.parameters()):
+                slow.data = momentum * slow.data + (1 - momentum) * new.data
+            embeddings, _, ids = pl_module.memory.get_extra_state()["rows"]
+            with torch.no_grad():
+                remembered = dict(zip(batch["ids"].tolist(), self.slow(batch["images"])))
+            for index, row in zip(ids.tolist(), embeddings):
+                if index in remembered:
+                    differences.append(float((row - remembered[index]).abs().max()))
+
+    monkeypatch.setattr(study.study_runs, "SlowEncoder", Watched)
+    study.study_runs.run(setting, 0, place)
+    assert len(differences) == 24
+    assert max(differences) < 1e-6
+
+
+def test_key_has_only_what_differs_from_the_defaults(study):
+    start = study.Setting(lr=0.1)
+    assert dataclasses.replace(start, start=start, images=0).different() == {
+        "lr": 0.1,
+        "images": 0,
+        "start": {"lr": 0.1},
+    }
