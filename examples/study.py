@@ -29,6 +29,7 @@ from results_file import read_results, write_results
 from study_experiments import EXPERIMENTS, Experiment, Setting
 from study_losses import LOSS_EXPERIMENTS
 from study_memory import MEMORY_EXPERIMENTS
+from study_memory_encoders import ENCODER_EXPERIMENTS
 from study_report import (
     INTRODUCTION,
     LOSSES_INTRODUCTION,
@@ -45,7 +46,7 @@ from tqdm import tqdm
 PAGES = {
     "index.md": Page(INTRODUCTION, EXPERIMENTS),
     "losses.md": Page(LOSSES_INTRODUCTION, LOSS_EXPERIMENTS),
-    "memory.md": Page(MEMORY_INTRODUCTION, MEMORY_EXPERIMENTS),
+    "memory.md": Page(MEMORY_INTRODUCTION, {**MEMORY_EXPERIMENTS, **ENCODER_EXPERIMENTS}),
     "tuning.md": Page(TUNING_INTRODUCTION, TUNING_EXPERIMENTS),
 }
 NAMES = [name for page in PAGES.values() for name in page.experiments]

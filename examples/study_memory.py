@@ -23,7 +23,6 @@ BEYOND = {
 CHECKPOINT, NO_MEMORY, BATCH_128 = "checkpoint", "no memory", "no memory, batch of 128"
 ONE_LIST, DETACHED, TWO_TERMS, FRESH = "one list", "one list, detached", "two terms", "one list, fresh"
 HALF_WAY = "one list, from half-way"
-FROZEN = "frozen BatchNorm"
 MEMORIES: dict[str, dict[str, Any]] = {
     NO_MEMORY: {},
     ONE_LIST: {"memory": 512},
@@ -33,13 +32,6 @@ FROM_0, DRIFT = "one list, from step 0", "drift below"
 # The learning rates with the highest mAP in "Learning rate with a memory".
 GLYPHS_RATES = {NO_MEMORY: 1e-3, ONE_LIST: 3e-4, TWO_TERMS: 1e-3}
 EMOJI_RATES = {NO_MEMORY: 1e-5, ONE_LIST: 1e-4, TWO_TERMS: 1e-4}
-# The same with BatchNorm layers that are frozen, from "Learning rate with frozen BatchNorm".
-FROZEN_RATES = {
-    "glyphs": {NO_MEMORY: 1e-3, ONE_LIST: 3e-4},
-    "emoji": {NO_MEMORY: 1e-5, ONE_LIST: 1e-4},
-}
-# Weight of the average's own values at each step; with 0 it is the network, in evaluation mode.
-MOMENTA = (0.0, 0.9, 0.99)
 
 
 def train_on(start: Setting, lr: float, **different: Any) -> Setting:
@@ -149,68 +141,6 @@ def sweeps_of_other_losses() -> dict[str, dict[float, Setting]]:
     return curves
 
 
-def slow_encoder_rows() -> dict[str, Setting]:
-    """Return the rows whose memory holds what the network gave in training, or what its moving average gives."""
-    stored = {
-        "glyphs": GLYPHS_ROWS[ONE_LIST],
-        "emoji": EMOJI_ROWS[ONE_LIST],
-        "glyphs, random weights": SMALL_BATCH_MEMORY,
-    }
-    rows = {}
-    for name, setting in stored.items():
-        rows[f"{name}, {ONE_LIST}"] = setting
-        for momentum in MOMENTA:
-            rows[f"{name}, momentum {momentum}"] = replace(setting, slow_encoder=momentum)
-    return rows
-
-
-def slow_encoder_claims() -> list[Finding]:
-    """Return what is asked about each average."""
-    findings = []
-    for name in ("glyphs", "emoji", "glyphs, random weights"):
-        for momentum in MOMENTA:
-            row = f"{name}, momentum {momentum}"
-            findings.append(
-                Finding(f"It is better than the embeddings of training ({row})", row, f"{name}, {ONE_LIST}")
-            )
-            if momentum:
-                network = f"{name}, momentum {MOMENTA[0]}"
-                findings.append(Finding(f"An average is better than the network itself ({row})", row, network))
-    return findings
-
-
-def frozen_sweeps() -> dict[str, dict[float, Setting]]:
-    """Return the runs that choose the learning rates with frozen BatchNorm layers."""
-    curves = {}
-    for start in (BASE, replace(EMOJI, held_out=True)):
-        for memory in (NO_MEMORY, ONE_LIST):
-            row = f"{start.data}, {memory}"
-            different = {"held_out": True, "freeze_batch_norm": True, **MEMORIES[memory]}
-            curves[row] = {lr: train_on(start, lr, **different) for lr in LEARNING_RATES}
-    return curves
-
-
-def frozen_rows() -> dict[str, Setting]:
-    """Return the rows with frozen BatchNorm layers, and those of the checkpoint from the tables before."""
-    rows = {}
-    for start, trained in ((BASE, GLYPHS_ROWS), (EMOJI, EMOJI_ROWS)):
-        rows[f"{start.data}, {CHECKPOINT}"] = trained[CHECKPOINT]
-        for memory in (NO_MEMORY, ONE_LIST):
-            setting = train_on(start, FROZEN_RATES[start.data][memory], freeze_batch_norm=True, **MEMORIES[memory])
-            rows[f"{start.data}, {memory}"] = setting
-    return rows
-
-
-def frozen_claims() -> list[Finding]:
-    """Return what is asked about the memory with frozen BatchNorm layers."""
-    findings = []
-    for data in ("glyphs", "emoji"):
-        row = f"{data}, {ONE_LIST}"
-        findings.append(Finding(f"A memory is better than none ({data})", row, f"{data}, {NO_MEMORY}"))
-        findings.append(Finding(f"A memory is better than the checkpoint ({data})", row, f"{data}, {CHECKPOINT}"))
-    return findings
-
-
 def other_rows() -> dict[str, Setting]:
     """Return the rows of the other losses, with and without a memory, and those of Smooth-AP from the table before."""
     rows = {CHECKPOINT: GLYPHS_ROWS[CHECKPOINT], SMOOTH_AP: GLYPHS_ROWS[NO_MEMORY]}
@@ -301,33 +231,6 @@ MEMORY_EXPERIMENTS = {
             Finding(f"A larger memory is better ({row})", f"{row}, 4,096", f"{row}, 512")
             for row in (ONE_LIST, DETACHED, TWO_TERMS)
         ],
-        seeds=FIVE_SEEDS,
-    ),
-    "memory_slow_encoder": Experiment(
-        "Slow encoder for the memory",
-        "Does it help to remember what a moving average of the network gives for each batch (the momentum encoder of "
-        "MoCo) instead of what the network gave in training? The average is in evaluation mode, which changes what "
-        "BatchNorm layers give; the row with momentum 0 shows that alone. From random weights, training is that of "
-        '"Begin of a memory from random weights", with a memory from step 0.',
-        {"": slow_encoder_rows()},
-        slow_encoder_claims(),
-        seeds=FIVE_SEEDS,
-    ),
-    "memory_frozen_learning_rate": Experiment(
-        "Learning rate with frozen BatchNorm",
-        "The learning rates from which those of the next table were chosen, as before: with one seed, by classes that "
-        "are held out.",
-        frozen_sweeps(),
-        [],
-        axis="learning rate",
-        seeds=(0,),
-    ),
-    "memory_frozen": Experiment(
-        "Memory with frozen BatchNorm",
-        "The same networks are trained on with BatchNorm layers that are frozen (`Embedder(freeze_batch_norm=True)`), "
-        "as is usual in fine-tuning.",
-        {"": frozen_rows()},
-        frozen_claims(),
         seeds=FIVE_SEEDS,
     ),
     "memory_other_learning_rate": Experiment(

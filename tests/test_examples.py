@@ -254,6 +254,7 @@ UNTESTED_HERE = {
     "study_experiments.py",
     "study_losses.py",
     "study_memory.py",
+    "study_memory_encoders.py",
     "study_report.py",
     "study_runs.py",
     "study_tuning.py",

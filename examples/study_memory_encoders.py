@@ -1,0 +1,126 @@
+"""The experiments of `study.py` on what gives a memory its rows: a slow encoder, and frozen BatchNorm layers."""
+
+from dataclasses import replace
+
+from study_experiments import BASE, FIVE_SEEDS, Experiment, Finding, Setting
+from study_memory import (
+    CHECKPOINT,
+    EMOJI,
+    EMOJI_ROWS,
+    GLYPHS_ROWS,
+    LEARNING_RATES,
+    MEMORIES,
+    NO_MEMORY,
+    ONE_LIST,
+    SMALL_BATCH_MEMORY,
+    train_on,
+)
+
+# The learning rates with the highest mAP in "Learning rate with frozen BatchNorm".
+FROZEN_RATES = {
+    "glyphs": {NO_MEMORY: 1e-3, ONE_LIST: 3e-4},
+    "emoji": {NO_MEMORY: 1e-5, ONE_LIST: 1e-4},
+}
+# Further learning rates, where the best of those of all rows is at an end.
+FROZEN_BEYOND = {
+    "glyphs, no memory": (2e-3, 4e-3),
+    "glyphs, one list": (1e-5,),
+    "emoji, no memory": (3e-6, 1e-5),
+    "emoji, one list": (1e-5,),
+}
+# Weight of the average's own values at each step; with 0 it is the network, in evaluation mode.
+MOMENTA = (0.0, 0.9, 0.99)
+
+
+def slow_encoder_rows() -> dict[str, Setting]:
+    """Return the rows whose memory holds what the network gave in training, or what its moving average gives."""
+    stored = {
+        "glyphs": GLYPHS_ROWS[ONE_LIST],
+        "emoji": EMOJI_ROWS[ONE_LIST],
+        "glyphs, random weights": SMALL_BATCH_MEMORY,
+    }
+    rows = {}
+    for name, setting in stored.items():
+        rows[f"{name}, {ONE_LIST}"] = setting
+        for momentum in MOMENTA:
+            rows[f"{name}, momentum {momentum}"] = replace(setting, slow_encoder=momentum)
+    return rows
+
+
+def slow_encoder_claims() -> list[Finding]:
+    """Return what is asked about each average."""
+    findings = []
+    for name in ("glyphs", "emoji", "glyphs, random weights"):
+        for momentum in MOMENTA:
+            row = f"{name}, momentum {momentum}"
+            findings.append(
+                Finding(f"It is better than the embeddings of training ({row})", row, f"{name}, {ONE_LIST}")
+            )
+            if momentum:
+                network = f"{name}, momentum {MOMENTA[0]}"
+                findings.append(Finding(f"An average is better than the network itself ({row})", row, network))
+    return findings
+
+
+def frozen_sweeps() -> dict[str, dict[float, Setting]]:
+    """Return the runs that choose the learning rates with frozen BatchNorm layers."""
+    curves = {}
+    for start in (BASE, replace(EMOJI, held_out=True)):
+        for memory in (NO_MEMORY, ONE_LIST):
+            row = f"{start.data}, {memory}"
+            different = {"held_out": True, "freeze_batch_norm": True, **MEMORIES[memory]}
+            rates = (*LEARNING_RATES, *FROZEN_BEYOND[row])
+            curves[row] = {lr: train_on(start, lr, **different) for lr in sorted(rates)}
+    return curves
+
+
+def frozen_rows() -> dict[str, Setting]:
+    """Return the rows with frozen BatchNorm layers, and those of the checkpoint from the tables before."""
+    rows = {}
+    for start, trained in ((BASE, GLYPHS_ROWS), (EMOJI, EMOJI_ROWS)):
+        rows[f"{start.data}, {CHECKPOINT}"] = trained[CHECKPOINT]
+        for memory in (NO_MEMORY, ONE_LIST):
+            setting = train_on(start, FROZEN_RATES[start.data][memory], freeze_batch_norm=True, **MEMORIES[memory])
+            rows[f"{start.data}, {memory}"] = setting
+    return rows
+
+
+def frozen_claims() -> list[Finding]:
+    """Return what is asked about the memory with frozen BatchNorm layers."""
+    findings = []
+    for data in ("glyphs", "emoji"):
+        row = f"{data}, {ONE_LIST}"
+        findings.append(Finding(f"A memory is better than none ({data})", row, f"{data}, {NO_MEMORY}"))
+        findings.append(Finding(f"A memory is better than the checkpoint ({data})", row, f"{data}, {CHECKPOINT}"))
+    return findings
+
+
+ENCODER_EXPERIMENTS = {
+    "memory_slow_encoder": Experiment(
+        "Slow encoder for the memory",
+        "Does it help to remember what a moving average of the network gives for each batch (the momentum encoder of "
+        "MoCo) instead of what the network gave in training? The average is in evaluation mode, which changes what "
+        "BatchNorm layers give; the row with momentum 0 shows that alone. From random weights, training is that of "
+        '"Begin of a memory from random weights", with a memory from step 0.',
+        {"": slow_encoder_rows()},
+        slow_encoder_claims(),
+        seeds=FIVE_SEEDS,
+    ),
+    "memory_frozen_learning_rate": Experiment(
+        "Learning rate with frozen BatchNorm",
+        "The learning rates from which those of the next table were chosen, as before: with one seed, by classes that "
+        "are held out.",
+        frozen_sweeps(),
+        [],
+        axis="learning rate",
+        seeds=(0,),
+    ),
+    "memory_frozen": Experiment(
+        "Memory with frozen BatchNorm",
+        "The same networks are trained on with BatchNorm layers that are frozen (`Embedder(freeze_batch_norm=True)`), "
+        "as is usual in fine-tuning.",
+        {"": frozen_rows()},
+        frozen_claims(),
+        seeds=FIVE_SEEDS,
+    ),
+}
