@@ -19,8 +19,8 @@ from study_memory import (
 
 # The learning rates with the highest mAP in "Learning rate with frozen BatchNorm".
 FROZEN_RATES = {
-    "glyphs": {NO_MEMORY: 1e-3, ONE_LIST: 3e-4},
-    "emoji": {NO_MEMORY: 1e-5, ONE_LIST: 1e-4},
+    "glyphs": {NO_MEMORY: 1e-3, ONE_LIST: 3e-5},
+    "emoji": {NO_MEMORY: 3e-6, ONE_LIST: 3e-5},
 }
 # Further learning rates, where the best of those of all rows is at an end.
 FROZEN_BEYOND = {
