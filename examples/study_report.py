@@ -76,11 +76,11 @@ MEMORY_INTRODUCTION = f"""
 # A study of the memory
 
 Does a memory of past batches help? `CrossBatchMemory` makes ranked lists longer with embeddings that the network gave
-some steps ago. The papers with such a memory start from a pretrained network. So do these runs, except in the two
-sections that start from random weights: each continues the training of a network with batches of 32 images, which are
-small enough to need a memory. The network at the start was trained as on [the first page](index.md), on 40,000 glyphs
-or 160,000 emoji. The emoji are 15,000 images in colour of 3,786 emoji, drawn by four makers; the classes of the test
-set are half of them. `python examples/emoji.py emoji` downloads them, and `python examples/study.py` writes this
+some steps ago. The papers with such a memory start from a pretrained network. So do these runs, unless a section or a
+row says that it starts from random weights: each continues the training of a network with batches of 32 images, which
+are small enough to need a memory. The network at the start was trained as on [the first page](index.md), on 40,000
+glyphs or 160,000 emoji. The emoji are 15,000 images in colour of 3,786 emoji, drawn by four makers; the classes of the
+test set are half of them. `python examples/emoji.py emoji` downloads them, and `python examples/study.py` writes this
 page.
 
 - **A run** has 1,200 steps of 32 images, 4 of each class, or 300 steps of 128 images, with `{BASE.loss}`. The learning
@@ -89,13 +89,12 @@ page.
   *one list, detached* without a gradient for the references of the batch, and *two terms* adds the loss of the batch's
   queries against the memory, as XBM and ROADMAP do: the three values of `RetrievalModule(memory_mode=...)`. *Fresh*
   means that the images of the memory are embedded again before each step, so that nothing in it is out of date.
-- **A result** is the median over the seeds (five; three from random weights and where a memory begins by itself; one
-  for the learning rate), with the lowest and the highest value in brackets.
+- **A result** is the median over the seeds (five; three in the sections on the begin of a memory and on a memory from
+  the first step; one for the learning rate), with the lowest and the highest value in brackets.
 - **The learning rate** of no memory, of one list and of two terms is the best of the same four for each of them, chosen
   by classes that are neither in training nor in the test set. The other rows have that of the memory or of the batch
   from which they differ, and a batch of 128 has twice that of a batch of 32.
 - **CPU time** includes the training of the network at the start for the first run that needs it.
-- **Not measured** is a second encoder for what is remembered, a moving average of the network; the library has none.
 {VERDICTS}
 
 {{runs}} runs took {{minutes:.0f}} minutes in total, with {{used}}. Of {{findings}} claims {{same}} hold here
