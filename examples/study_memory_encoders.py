@@ -31,6 +31,7 @@ FROZEN_BEYOND = {
 }
 # Weight of the average's own values at each step; with 0 it is the network, in evaluation mode.
 MOMENTA = (0.0, 0.9, 0.99)
+BEGINS = 'glyphs, random weights, one list, start_step="auto"'
 
 
 def slow_encoder_rows() -> dict[str, Setting]:
@@ -46,6 +47,7 @@ def slow_encoder_rows() -> dict[str, Setting]:
         rows[f"{name}, {ONE_LIST}"] = stored
         for momentum in MOMENTA:
             rows[f"{name}, momentum {momentum}"] = replace(stored, slow_encoder=momentum)
+    rows[BEGINS] = replace(SMALL_BATCH_MEMORY, memory_start=0.01)
     return rows
 
 
@@ -59,6 +61,9 @@ def slow_encoder_claims() -> list[Finding]:
             row = f"{name}, momentum {momentum}"
             findings.append(Finding(f"An average is better than the embeddings of training ({row})", row, stored))
             findings.append(Finding(f"An average is better than no memory ({row})", row, f"{name}, {NO_MEMORY}"))
+    for momentum in MOMENTA[1:]:
+        row = f"glyphs, random weights, momentum {momentum}"
+        findings.append(Finding(f"An average is better than a memory that begins by itself ({row})", row, BEGINS))
     return findings
 
 
@@ -101,7 +106,7 @@ ENCODER_EXPERIMENTS = {
         "Does it help to remember what a moving average of the network gives for each batch (the momentum encoder of "
         "MoCo) instead of what the network gave in training? The average is in evaluation mode, which changes what "
         "BatchNorm layers give; the row with momentum 0 shows that alone. From random weights, training is that of "
-        '"Begin of a memory from random weights", with a memory from step 0.',
+        '"Begin of a memory from random weights", with a memory from step 0, or from a drift below 0.01 on.',
         {"": slow_encoder_rows()},
         slow_encoder_claims(),
         seeds=FIVE_SEEDS,
