@@ -61,6 +61,8 @@ def slow_encoder_claims() -> list[Finding]:
             row = f"{name}, momentum {momentum}"
             findings.append(Finding(f"An average is better than the embeddings of training ({row})", row, stored))
             findings.append(Finding(f"An average is better than no memory ({row})", row, f"{name}, {NO_MEMORY}"))
+    without = f"glyphs, random weights, {NO_MEMORY}"
+    findings.append(Finding("A memory that begins by itself is better than none", BEGINS, without))
     for momentum in MOMENTA[1:]:
         row = f"glyphs, random weights, momentum {momentum}"
         findings.append(Finding(f"An average is better than a memory that begins by itself ({row})", row, BEGINS))
