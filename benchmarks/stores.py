@@ -2,7 +2,7 @@
 
     python benchmarks/stores.py
 
-Needs `pip install lightning-retrieval[milvus]`. Milvus Lite runs in this process, on a file; if the environment
+Needs `pip install 'lightning-retrieval[milvus]'`. Milvus Lite runs in this process, on a file; if the environment
 variable `MILVUS_URI` is the address of a server or a cluster, the rows go there instead. The recall is relative to the
 10 nearest rows by the product of all pairs in float64, and the error is that of the similarities. The embeddings are
 those of `search.py`. An index of faiss is opened without mapping its files. Takes some minutes on two cores.

@@ -120,7 +120,7 @@ def _read_csv(path: Path, required: Sequence[str]) -> TextTable:
 
 def _read_parquet(path: Path, required: Sequence[str]) -> TextTable:
     with optional_import(
-        f"ImageTable: pyarrow must be installed to read {path}: pip install lightning-retrieval[parquet]; "
+        f"ImageTable: pyarrow must be installed to read {path}: pip install 'lightning-retrieval[parquet]'; "
         "or provide the table as CSV."
     ):
         import pyarrow.parquet

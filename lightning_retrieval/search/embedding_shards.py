@@ -73,7 +73,7 @@ def load_pyarrow(owner: str) -> Any:
         ModuleNotFoundError: if it is not installed.
     """
     with optional_import(
-        f"{owner}: pyarrow must be installed for Parquet files: pip install lightning-retrieval[parquet]; or "
+        f"{owner}: pyarrow must be installed for Parquet files: pip install 'lightning-retrieval[parquet]'; or "
         "choose the format npy."
     ):
         import pyarrow.parquet

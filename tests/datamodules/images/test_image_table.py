@@ -202,7 +202,7 @@ def test_an_error_in_a_parquet_file_has_the_row_number(tmp_path):
 def test_missing_pyarrow_raises_with_the_command_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)  # as if it were not installed
     write_text(tmp_path / "images.parquet", "")
-    with pytest.raises(ModuleNotFoundError, match=r"pyarrow must be .*: pip install lightning-retrieval\[parquet\]"):
+    with pytest.raises(ModuleNotFoundError, match=r"pyarrow must be .*: pip install 'lightning-retrieval\[parquet\]'"):
         read(tmp_path, "images.parquet")
 
 

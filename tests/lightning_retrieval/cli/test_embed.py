@@ -37,5 +37,5 @@ def test_a_missing_extra_is_named(glyphs, tmp_path, capsys, monkeypatch):
     code, out, err = command(capsys, *arguments(glyphs[0], tmp_path / "e"))
     assert (code, out) == (2, "")
     assert err.startswith(
-        "embed: pyarrow must be installed for Parquet files: pip install lightning-retrieval[parquet]"
+        "embed: pyarrow must be installed for Parquet files: pip install 'lightning-retrieval[parquet]'"
     )
