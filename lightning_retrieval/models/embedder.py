@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_retrieval.checks import (
     check_bool,
-    check_float_type,
     check_integer,
     check_mapping,
     check_tensor,
@@ -27,6 +26,7 @@ from lightning_retrieval.models.features import check_features, check_image_shap
 from lightning_retrieval.models.gradient_checkpointing import enable_gradient_checkpointing
 from lightning_retrieval.models.hub import PretrainedModule
 from lightning_retrieval.models.lora import add_adapters, check_lora, merge_adapters
+from lightning_retrieval.models.pixels import check_normalized
 from lightning_retrieval.models.pooling import GeM, GlobalAvgPool, GlobalMaxPool
 from lightning_retrieval.models.preparation import Preparation
 from lightning_retrieval.models.pretrained import is_local_file, with_pretrained_weights
@@ -280,7 +280,7 @@ class Embedder(PretrainedModule):
         weight: Tensor = self.head.linear.weight  # type: ignore[union-attr, assignment]
         if not weight.is_meta:  # else only the shapes of the embeddings are wanted
             check_tensor("Embedder", "images", images)
-        check_float_type("Embedder", "images", images)
+        check_normalized("Embedder", images)
         if images.ndim < 2:
             raise ValueError(f"Embedder: `images` must be a batch (N, ...), got shape {tuple(images.shape)}.")
 

@@ -9,13 +9,13 @@ from torch.nn.functional import interpolate
 
 from lightning_retrieval.checks import (
     check_callable,
-    check_float,
     check_matrix,
     check_not_negative,
     check_positive,
     check_tensor,
     short_repr,
 )
+from lightning_retrieval.models.pixels import check_normalized
 from lightning_retrieval.ranking.similarity import normalize
 
 LEAST_SCALE, MOST_SCALE = 1e-3, 100.0
@@ -80,7 +80,7 @@ def multi_scale(
         raise ValueError(
             f"multi_scale: `images` must have shape (batch, channels, height, width), got {tuple(images.shape)}."
         )
-    check_float("multi_scale", "images", images)
+    check_normalized("multi_scale", images)
     unit_rows = []  # (batch, dim) each
     for scale in scales:
         embeddings = embed(_resized(images, scale))

@@ -13,7 +13,7 @@ from PIL import Image, ImageFile, ImageOps
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from lightning_retrieval.checks import check_integer, check_tensor, short_repr
+from lightning_retrieval.checks import check_float_type, check_integer, check_tensor, short_repr
 
 MOST_PIXELS = 16384  # of a side
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
@@ -148,6 +148,21 @@ def check_pixels(owner: str, name: str, pixels: Any) -> None:
         raise TypeError(f"{owner}: `{name}` must be a PIL image or a tensor of uint8, got {pixels.dtype}.")
     if pixels.ndim != 3 or len(pixels) != 3:
         raise ValueError(f"{owner}: `{name}` must have shape (3, height, width), got {tuple(pixels.shape)}.")
+
+
+def check_normalized(owner: str, images: Tensor) -> None:
+    """Raise unless images are floating point, as those that were normalised are.
+
+    Args:
+        owner: prefix of error messages.
+        images: a batch.
+    """
+    if images.dtype == torch.uint8:
+        raise TypeError(
+            f"{owner}: `images` must be floating point, got torch.uint8; normalise them, as "
+            "`Preparation.normalize` does."
+        )
+    check_float_type(owner, "images", images)
 
 
 def check_size(owner: str, name: str, value: Any) -> int | tuple[int, int] | None:

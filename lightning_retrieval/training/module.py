@@ -189,7 +189,7 @@ class RetrievalModule(ManualTraining):
         if images.dtype == torch.uint8:
             preparation = preparation_of(self)
             if preparation is not None:
-                images = preparation.normalize(images)
+                images = preparation.normalize(images).to(self.dtype)
         only_original_size = self.eval_scales == (1,)
         if only_original_size:
             embeddings: Tensor = self(images)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from pytorch_metric_learning.losses import ContrastiveLoss, ProxyAnchorLoss, TripletMarginLoss
 from torch import nn
@@ -168,5 +169,18 @@ def test_images_of_uint8_are_normalised_as_in_evaluation(scales):
     assert torch.equal(module.predict_step(pixels, 0)["embeddings"], wanted)
     assert torch.equal(module.predict_step((pixels, torch.zeros(2)), 0)["embeddings"], wanted)
     module.preparation = {"function": "package.function"}
-    with pytest.raises(TypeError, match=r"^(Embedder|multi_scale): `images` must be .*uint8"):
+    with pytest.raises(TypeError, match=r"^(Embedder|multi_scale): `images` must be .*uint8; normalise them, as"):
         module.embed(pixels)
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true", "bf16-mixed"])
+def test_images_of_uint8_are_embedded_in_the_precision_of_the_module(precision):
+    module = RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss())
+    pixels = torch.randint(0, 256, (4, 1, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(accelerator="cpu", precision=precision, **quiet)
+    predicted = []
+    for images in (pixels, module.embedder.preparation.normalize(pixels)):
+        (batch,) = trainer.predict(module, DataLoader(images, batch_size=4))
+        predicted.append(batch["embeddings"])
+    assert torch.equal(*predicted)
