@@ -107,7 +107,7 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
         # Without the progress that covers what is shown, and stays there.
         upload.upload(search_by_upload, upload, shown, api_name="search", show_progress="hidden")
         clicked = gallery.select(search_by_result, paths, shown, api_visibility="private", show_progress="hidden")
-        clicked.then(js="() => window.scrollTo({top: 0})")  # to the new query, which is above the results
+        clicked.then(None, js="() => window.scrollTo({top: 0})")  # to the new query, which is above the results
     return page
 
 
