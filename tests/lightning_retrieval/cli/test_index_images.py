@@ -217,7 +217,9 @@ def test_messages_name_arguments_of_the_function(indexed, tmp_path):
     checkpoint, images = indexed / "model.ckpt", indexed / "images"
     with pytest.raises(FileNotFoundError, match=r"^index_images: `images` must be a folder.*, got gone, which is"):
         index_images(checkpoint, Path("gone"), tmp_path / "index")
-    with pytest.raises(FileNotFoundError, match=r"^index_images: `checkpoint` must be a file.*, got gone\.$"):
+    with pytest.raises(
+        FileNotFoundError, match=r"^index_images: `checkpoint` must be a file.*, got gone, which does not exist\.$"
+    ):
         index_images(Path("gone"), images, tmp_path / "index")
     with pytest.raises(
         ValueError,
