@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytorch_lightning as pl
 import torch
@@ -189,12 +189,18 @@ class RetrievalCLI(LightningCLI):
 
 
 class _Parser(LightningArgumentParser):
-    """A parser whose help, also that of subcommands and classes, has one line for each option."""
+    """A parser with compact help, also of subcommands and classes, whose errors say how to give the model and data."""
 
     def __init__(
         self, *args: Any, formatter_class: type[CompactHelpFormatter] = CompactHelpFormatter, **kwargs: Any
     ) -> None:
         super().__init__(*args, formatter_class=formatter_class, **kwargs)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print an error and exit; where the model or the data is missing, name the option that gives both."""
+        if message.startswith("the following arguments are required: "):
+            message += "; give a config, --config FILE"
+        super().error(message, ex)
 
 
 class _WriterToRunFolder(EmbeddingWriter):

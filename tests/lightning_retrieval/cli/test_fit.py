@@ -161,6 +161,15 @@ def test_mistakes_in_the_config_are_named(tmp_path, capsys, changes, named):
     assert "Traceback" not in printed
 
 
+@pytest.mark.parametrize("command", ["fit", "predict"])
+def test_a_command_without_a_config(command, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main([command])
+    missing = f"{command}.data, {command}.model"
+    sentence = f"error: the following arguments are required: {missing}; give a config, --config FILE\n"
+    assert capsys.readouterr().err.endswith(sentence)
+
+
 @pytest.mark.refusal
 def test_a_missing_config_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
