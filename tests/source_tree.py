@@ -1,6 +1,7 @@
 """The source files of the repository as syntax trees, and the few questions that several tests ask of them."""
 
 import ast
+import functools
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
@@ -12,6 +13,7 @@ PACKAGES = {
 }
 
 
+@functools.cache
 def syntax_trees(*folders):
     """{path in the repository: syntax tree} of all Python files in these folders."""
     trees = {}
