@@ -36,7 +36,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from timing import Timing, arguments, environment, report
+from timing import Timing, arguments, environment, report, run_processes
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -213,7 +213,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for world in (1, 2):
             threads = max(1, torch.get_num_threads() // world)
-            torch.multiprocessing.spawn(one_process, (world, threads, cases, options.quick, folder), nprocs=world)
+            run_processes(one_process, (world, threads, cases, options.quick, folder), world)
             rows += torch.load(Path(folder) / f"rows{world}.pt", weights_only=False)
     title = f"Steps of GlyphNet with SmoothAPLoss, K = {PER_CLASS}, float32; median (lowest to highest)"
     report(title, environment("cpu", "pytorch-lightning"), rows, options.json)

@@ -213,8 +213,10 @@ def measure_index(folder: Path, rows: int, factory: str) -> dict[str, Any]:
 def main() -> None:
     options = arguments("The loop of `embed`, and kills of it.")
     images, killed_images, kills, processes = 250 * BATCH, 3000, 10, PROCESSES
+    rows, factories = 200_000, ("Flat", "IVF64,PQ32")
     if options.quick:
-        images, killed_images, kills, processes = 4 * BATCH, 200, 1, PROCESSES[1:2]
+        images, killed_images, kills, processes = 4 * BATCH, 200, 1, ([2, 1],)
+        rows, factories = 3000, ("Flat", "IVF4,PQ4x4")
     table = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name, "loop")
@@ -229,9 +231,8 @@ def main() -> None:
         for numbers in processes:
             table.append(measure_kills(folder, killed_images, kills, numbers))
             print(table[-1], file=sys.stderr)
-        rows = 20_000 if options.quick else 200_000
         write_embeddings(Path(name, "embeddings"), rows)
-        for factory in ("Flat", "IVF64,PQ32"):
+        for factory in factories:
             table.append(measure_index(Path(name, "embeddings"), rows, factory))
             print(table[-1], file=sys.stderr)
     title = f"embed, D = {DIM}, batches of {BATCH}, GlyphNet"

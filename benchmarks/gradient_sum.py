@@ -26,7 +26,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from timing import Timing, arguments, environment, memory_status, report
+from timing import Timing, arguments, environment, memory_status, report, run_processes
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -123,7 +123,7 @@ def main() -> None:
         sys.exit("--device cuda: this benchmark runs on the CPU only, whose cores its processes share.")
     with tempfile.TemporaryDirectory() as folder:
         threads = max(1, torch.get_num_threads() // WORLD)
-        torch.multiprocessing.spawn(one_process, (threads, options.quick, folder), nprocs=WORLD)
+        run_processes(one_process, (threads, options.quick, folder), WORLD)
         rows = torch.load(Path(folder) / "rows.pt", weights_only=False)
     title = f"Steps of {LAYERS} layers with SmoothAPLoss in {CHUNKS} chunks, 2 processes, float32, AdamW"
     report(title, environment("cpu", "pytorch-lightning"), rows, options.json)

@@ -14,13 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from timing import Timing, arguments, environment, memory_status, report
+from timing import Timing, arguments, environment, memory_status, process_context, report
 
 from lightning_retrieval import RetrievalIndex
 from lightning_retrieval.cli.index_embeddings import index_embeddings
@@ -88,7 +87,7 @@ def search(output: Path) -> tuple[int, float]:
 
 
 def in_new_process(function: Callable[..., tuple[int, float]], *args: Any) -> tuple[int, float]:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=process_context()) as pool:
         return pool.submit(function, *args).result()
 
 

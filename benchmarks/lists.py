@@ -30,7 +30,7 @@ from unittest import mock
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from timing import Timing, arguments, environment, report
+from timing import Timing, arguments, environment, process_context, report
 
 from lightning_retrieval.datamodules import ImageDataModule, ImageIndex, ImageSet
 from lightning_retrieval.datamodules.files import shared_arrays
@@ -151,6 +151,7 @@ def train(local_rank: int, port: int, notes: Path, count: int, start_method: str
         LOCAL_RANK=str(local_rank),
         WORLD_SIZE=str(PROCESSES),
         NODE_RANK="0",
+        TMPDIR=str(notes),
     )
     torch.set_num_threads(1)
     multiprocessing.set_start_method(start_method, force=True)
@@ -183,8 +184,7 @@ def measure(count: int, start_method: str, least_shared: int) -> dict[str, list[
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        os.environ["TMPDIR"] = name
-        context = multiprocessing.get_context("spawn")
+        context = process_context()
         arguments_of_run = (port, Path(name), count, start_method, least_shared)
         processes = [context.Process(target=train, args=(rank, *arguments_of_run)) for rank in range(PROCESSES)]
         for process in processes:

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from pytorch_metric_learning.distances import CosineSimilarity
 from pytorch_metric_learning.utils.accuracy_calculator import AccuracyCalculator
 from pytorch_metric_learning.utils.inference import CustomKNN
-from timing import Timing, arguments, environment, interleaved, memory_status, peak_added_memory, report
+from timing import Timing, arguments, environment, interleaved, memory_status, peak_added_memory, report, run_processes
 from torch import Tensor
 from torchmetrics.retrieval import RetrievalMAP
 
@@ -260,7 +260,7 @@ def process_rows(cases: dict[str, ProcessCase], runs: int) -> list[dict[str, Any
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for world in (1, 2):
-            torch.multiprocessing.spawn(one_process, (world, cases, runs, folder), nprocs=world)
+            run_processes(one_process, (world, cases, runs, folder), world)
             found[world] = [torch.load(f"{folder}/{world}-{rank}.pt") for rank in range(world)]
     rows = []
     for name, case in cases.items():

@@ -35,7 +35,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from images import write_images
-from timing import Timing, arguments, environment, report
+from timing import Timing, arguments, environment, report, run_processes
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.datamodules import ImageDataModule, ImageIndex, ImageSet
@@ -233,7 +233,7 @@ def main() -> None:
             (Path(folder) / network).mkdir()
             write_images(Path(folder) / network, *size, batch * (WARM_UP + steps))
         for world in (1, 2) if options.device == "cpu" else (1,):
-            torch.multiprocessing.spawn(one_process, (world, options.device, options.quick, folder), nprocs=world)
+            run_processes(one_process, (world, options.device, options.quick, folder), world)
             rows += torch.load(Path(folder) / f"rows{world}.pt", weights_only=False)
     title = f"A training step end to end, SmoothAPLoss, K = {PER_CLASS}, float32; median (lowest to highest)"
     report(title, environment(options.device, "torchvision", "pytorch-lightning"), rows, options.json)

@@ -13,10 +13,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
 import torch
+
+IMPORTED_BY_SERVER = ["torch", "torchvision", "pytorch_lightning", "lightning_retrieval.datamodules"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def peak_added_memory(setup: Callable[..., Callable[[], Any]], device: str, *arg
     `setup` is a function at the top of a module. It creates the inputs, and may run the measured function once on small
     inputs, so that what is loaded at its first use does not count.
     """
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=process_context()) as pool:
         return pool.submit(_added, setup, device, torch.get_num_threads(), *args).result()
 
 
@@ -109,6 +112,24 @@ def _added(setup: Callable[..., Callable[[], Any]], device: str, threads: int, *
     before = memory_status("VmRSS")
     function()
     return memory_status("VmHWM") - before
+
+
+def process_context() -> BaseContext:
+    """Starts each process anew, so that nothing that another has loaded or freed affects its memory.
+
+    With --quick, where the memory does not matter, processes are forked from one that has done the imports.
+    """
+    if "--quick" not in sys.argv or sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_BY_SERVER)
+    return context
+
+
+def run_processes(function: Callable[..., None], args: tuple[Any, ...], number: int) -> None:
+    """Call `function(rank, *args)` in this number of processes, and wait for all of them."""
+    method = process_context().get_start_method()
+    torch.multiprocessing.start_processes(function, args, number, start_method=method)
 
 
 def memory_status(field: str) -> int:
