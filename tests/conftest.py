@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.processes import start_processes, wait_for
+from tests.processes import run_script, start_processes, wait_for
 
 # Environment variables that a test may change, since what sets them cannot undo it. They are restored all the same.
 MAY_CHANGE = {
@@ -114,6 +114,16 @@ def run_alone(tmp_path_factory):
         folder = tmp_path_factory.mktemp("process")
         (result,) = results_of_processes(function, 1, *args, folder=folder, timeout=timeout, backend=None)
         return result
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_python(run_alone):
+    """Run a script in a folder as `python script arguments` does, without the time of its imports; what it prints."""
+
+    def run(script, *arguments, folder, timeout=300, **environment):
+        return run_alone(run_script, script, arguments, folder, environment, timeout=timeout)
 
     return run
 

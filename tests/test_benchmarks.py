@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -59,20 +58,18 @@ COLUMNS = {
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak memory from the /proc of Linux")
 @pytest.mark.parametrize("name", sorted(COLUMNS))
-def test_a_benchmark_prints_and_writes_its_table(name, tmp_path):
+def test_a_benchmark_prints_and_writes_its_table(name, tmp_path, run_python):
     file = tmp_path / "results.json"
     if name == "stores":
         pytest.importorskip("pymilvus")
         pytest.importorskip("milvus_lite")
-    command = [sys.executable, BENCHMARKS / f"{name}.py", "--quick", "--json", file]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    printed = run_python(BENCHMARKS / f"{name}.py", "--quick", "--json", file, folder=tmp_path)
     written = json.loads(file.read_text())
     assert set(written["environment"]) == {"commit", "versions", "python", "device", "threads"}
     results = written["results"]
     assert {column for row in results for column in row} == COLUMNS[name]
     for column in COLUMNS[name]:
-        assert column in done.stdout
+        assert column in printed
         assert any(row.get(column) is not None for row in results)
     if "added MiB" in COLUMNS[name] and name != "search":  # whose small index fits into what is free already
         assert max(row.get("added MiB") or 0 for row in results) > 0
@@ -88,11 +85,9 @@ def test_a_benchmark_prints_and_writes_its_table(name, tmp_path):
         ("large_batch", "--kept", "over the prediction", {"chunks", "keep_graphs", "over keeping all"}, {1}),
     ],
 )
-def test_a_flag_compares_in_turns(name, flag, ratio, others, rows, tmp_path):
+def test_a_flag_compares_in_turns(name, flag, ratio, others, rows, tmp_path, run_python):
     file = tmp_path / "results.json"
-    command = [sys.executable, BENCHMARKS / f"{name}.py", "--quick", flag, "--json", file]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    run_python(BENCHMARKS / f"{name}.py", "--quick", flag, "--json", file, folder=tmp_path)
     results = json.loads(file.read_text())["results"]
     assert all(set(row) == {*others, ratio, "lowest", "highest", "runs"} for row in results)
     assert all(0 < row["lowest"] <= row[ratio] <= row["highest"] for row in results)
@@ -100,11 +95,9 @@ def test_a_flag_compares_in_turns(name, flag, ratio, others, rows, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak memory from the /proc of Linux")
-def test_an_evaluation_by_several_processes_has_the_same_map(tmp_path):
+def test_an_evaluation_by_several_processes_has_the_same_map(tmp_path, run_python):
     file = tmp_path / "results.json"
-    command = [sys.executable, BENCHMARKS / "metrics.py", "--quick", "--processes", "--json", file]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    run_python(BENCHMARKS / "metrics.py", "--quick", "--processes", "--json", file, folder=tmp_path)
     results = json.loads(file.read_text())["results"]
     assert [row["processes"] for row in results] == [1, 2] * 4
     columns = {"set", "images", "D", "queries", "processes", "time", "CPU time", "added MiB", "mAP"}
@@ -170,16 +163,14 @@ def test_the_parts_of_a_step_are_timed_without_those_inside_them(monkeypatch):
     assert (row["step"].median, row["step"].runs) == (5233, 2)
 
 
-def test_the_ddp_benchmark_counts_the_bytes_that_the_model_predicts(tmp_path):
+def test_the_ddp_benchmark_counts_the_bytes_that_the_model_predicts(tmp_path, run_python):
     file = tmp_path / "results.json"
-    command = [sys.executable, BENCHMARKS / "ddp.py", "--quick", "--json", file]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    printed = run_python(BENCHMARKS / "ddp.py", "--quick", "--json", file, folder=tmp_path)
     one, two = json.loads(file.read_text())["results"]
     assert set(one) == {"processes", "batch", "dim", "step"}
     new = {"waiting %", "transfer %", "transfer", "predicted ms", "sent MB", "model MB", "bandwidth MB/s"}
     assert set(two) == set(one) | new
-    assert all(column in done.stdout for column in two)
+    assert all(column in printed for column in two)
     assert (one["processes"], two["processes"]) == (1, 2)
     # The model does not count the sizes of the shards, which parameters have a gradient, and the loss.
     assert two["model MB"] < two["sent MB"] < two["model MB"] + 0.0005
@@ -187,11 +178,9 @@ def test_the_ddp_benchmark_counts_the_bytes_that_the_model_predicts(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers in the /proc of Linux")
-def test_a_run_on_two_nodes_ends_as_an_undisturbed_one_after_a_worker_is_killed(tmp_path):
+def test_a_run_on_two_nodes_ends_as_an_undisturbed_one_after_a_worker_is_killed(tmp_path, run_python):
     file = tmp_path / "results.json"
-    command = [sys.executable, BENCHMARKS / "elastic.py", "--quick", "--json", file]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    run_python(BENCHMARKS / "elastic.py", "--quick", "--json", file, folder=tmp_path, timeout=600)
     (row,) = json.loads(file.read_text())["results"]
     assert set(row) == {"kills", "restart", "longest restart", "same weights", "same metrics"}
     assert row["kills"] == 1

@@ -39,11 +39,11 @@ FEW = [
 ]
 
 
-def run(folder, *command, **environment):
-    """Run a command in a folder, with the interpreter of the tests as `python`; returns what it prints."""
+def run_bash(folder, *command, **environment):
+    """Run a script in a folder, with the interpreter of the tests as `python`; returns what it prints."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        [str(part) for part in command],
+        ["bash", *map(str, command)],
         cwd=folder,
         env={**os.environ, "PATH": path, "PYTHONWARNINGS": "ignore", **environment},
         capture_output=True,
@@ -94,15 +94,15 @@ def test_a_loss_of_pytorch_metric_learning(cut_down):
     assert all(trainer.callback_metrics["val/mAP"] > 0 for trainer in cut_down)
 
 
-def test_a_loop_in_plain_pytorch(tmp_path):
-    output = run(tmp_path, "python", EXAMPLES / "plain_pytorch_loop.py", 12)
+def test_a_loop_in_plain_pytorch(tmp_path, run_python):
+    output = run_python(EXAMPLES / "plain_pytorch_loop.py", 12, folder=tmp_path)
     losses = [float(value) for value in re.findall(r"^step \d+: loss (\S+)$", output, flags=re.MULTILINE)]
     assert len(losses) == 12
     assert losses[-1] < losses[0]
     assert "'mAP': 0." in output
 
 
-def test_own_images_from_a_folder_to_a_search(tmp_path):
+def test_own_images_from_a_folder_to_a_search(tmp_path, run_python):
     """The three commands of the README, except for the installation."""
     photos, colours = tmp_path / "my photos", np.random.default_rng(0)
     for label in range(8):
@@ -110,9 +110,9 @@ def test_own_images_from_a_folder_to_a_search(tmp_path):
         for number in range(3):
             pixels = np.clip(colours.normal(30 * label, 20, (40, 50, 3)), 0, 255).astype(np.uint8)
             Image.fromarray(pixels).save(photos / f"thing {label}" / f"{number}.jpg")
-    own_images = ["python", EXAMPLES / "own_images.py", photos, "--weights", "none", "--workers", 0, "--size", 40]
+    own_images = [EXAMPLES / "own_images.py", photos, "--weights", "none", "--workers", 0, "--size", 40]
     own_images += ["--backbone", "squeezenet1_1", "--loss", "fast_ap", "--batch", 8, "--lr", 1e-3]
-    output = run(tmp_path, *own_images, "--epochs", 1)
+    output = run_python(*own_images, "--epochs", 1, folder=tmp_path)
     folder = tmp_path / "logs/own_images/version_0"
     assert {path.name for path in folder.iterdir()} >= {"metrics.csv", "curve.png", "retrieval", "checkpoints"}
     (score,) = values(folder, "val/mAP")
@@ -123,16 +123,18 @@ def test_own_images_from_a_folder_to_a_search(tmp_path):
     before = [values(folder, name)[0] for name in ("backbone/test/mAP", "test/mAP")]
     assert table[1:] == [f"{value:.4f}" for value in (*before, score)]
     index, search, demo = (line for line in output.splitlines() if line.startswith("lightning-retrieval "))
-    output = run(tmp_path, *shlex.split(index))
+    program = Path(sys.executable).with_name("lightning-retrieval")  # a Python script, which pip has written
+    output = run_python(program, *shlex.split(index)[1:], folder=tmp_path)
     assert "24 images" in output
     assert "images prepared with Preparation(image_size=40, resize=40), as the checkpoint says" in output
-    output = run(tmp_path, *shlex.split(search.replace("IMAGE", "'my photos/thing 1/0.jpg'")))
+    search = search.replace("IMAGE", "'my photos/thing 1/0.jpg'")
+    output = run_python(program, *shlex.split(search)[1:], folder=tmp_path)
     first = output.splitlines()[2]
     assert first.split(maxsplit=3)[3] == "thing 1/0.jpg"  # itself
     assert (tmp_path / "results.html").stat().st_size > 10_000
     assert demo == "lightning-retrieval demo --index photos.index"
 
-    output = run(tmp_path, *own_images, "--epochs", 2, "--resume")
+    output = run_python(*own_images, "--epochs", 2, "--resume", folder=tmp_path)
     assert f"--resume: continuing from {Path('logs/own_images/version_0/checkpoints')}" in output
     last = torch.load(tmp_path / "logs/own_images/version_1/checkpoints/last.ckpt", weights_only=True)
     assert (last["epoch"], last["global_step"]) == (1, 4)  # two steps in each epoch
@@ -148,14 +150,14 @@ def test_own_images_from_a_folder_to_a_search(tmp_path):
         (2, 3, r"need at least two classes each that have two or more images, got 1 and 1 in "),
     ],
 )
-def test_own_images_that_are_too_few(classes, images, message, tmp_path):
+def test_own_images_that_are_too_few(classes, images, message, tmp_path, monkeypatch, capsys):
     for number in range(classes * images):
         (tmp_path / f"{number % classes}").mkdir(exist_ok=True)
         Image.effect_noise((30, 30), 9).save(tmp_path / f"{number % classes}" / f"{number}.png")
-    command = [sys.executable, EXAMPLES / "own_images.py", tmp_path, "--weights", "none"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 2
-    assert re.search(message, done.stderr)
+    monkeypatch.setattr(sys, "argv", ["own_images.py", str(tmp_path), "--weights", "none"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        runpy.run_path(str(EXAMPLES / "own_images.py"), run_name="__main__")
+    assert re.search(message, capsys.readouterr().err)
 
 
 def script_of_own_images():
@@ -211,7 +213,7 @@ def test_errors_of_own_images_name_its_options(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("launcher", ["trainer", "torchrun"])
 def test_two_processes(launcher, tmp_path):
-    output = run(tmp_path, "bash", EXAMPLES / "ddp.sh", 2, *FEW, LAUNCHER=launcher, OMP_NUM_THREADS="1")
+    output = run_bash(tmp_path, EXAMPLES / "ddp.sh", 2, *FEW, LAUNCHER=launcher, OMP_NUM_THREADS="1")
     assert "val/mAP" in output
     folder = tmp_path / "logs/glyphs/version_0"
     facts = yaml.safe_load((folder / "hparams.yaml").read_text())

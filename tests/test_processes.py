@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 
@@ -84,3 +85,29 @@ def test_exit_codes_say_how_a_process_has_ended(tmp_path):
     assert codes == [1, -signal.SIGKILL, None]
     assert process.exit_code == -signal.SIGKILL  # end() kills
     assert not multiprocessing.active_children()
+
+
+SCRIPT = """
+import os, sys
+import beside
+if __name__ == "__main__":
+    print(beside.VALUE, sys.argv, sys.path[0], __file__, os.getcwd(), os.environ["OF_THIS_TEST"], flush=True)
+    os.system("echo printed by a command")
+    print("an error", file=sys.stderr)
+    sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_a_script_runs_as_python_runs_it(run_python, tmp_path):
+    (tmp_path / "scripts").mkdir()
+    script = tmp_path / "scripts" / "script.py"
+    script.write_text(SCRIPT)
+    script.with_name("beside.py").write_text("VALUE = 3\n")
+    printed = run_python(script, 0, "b c", folder=tmp_path, OF_THIS_TEST="its value")
+    command = [sys.executable, script, "0", "b c"]
+    environment = {**os.environ, "OF_THIS_TEST": "its value"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert printed == done.stdout
+    assert "printed by a command" in printed
+    with pytest.raises(AssertionError, match=r"exit codes \[4\]\s+an error"):
+        run_python(script, 4, folder=tmp_path, OF_THIS_TEST="its value")
