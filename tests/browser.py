@@ -1,4 +1,4 @@
-"""Chromium, driven by its own protocol through a pipe, for tests of pages that a server makes."""
+"""Chromium, driven by its own protocol through a pipe, for tests of pages."""
 
 import base64
 import json

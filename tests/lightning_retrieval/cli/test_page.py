@@ -2,10 +2,8 @@
 
 import base64
 import io
-import os
 import re
 import shutil
-import subprocess
 from html.parser import HTMLParser
 
 import pytest
@@ -14,6 +12,7 @@ from PIL import Image
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.cli.page import result_page
 from lightning_retrieval.cli.search_images import Hit, QueryResult
+from tests.browser import Browser
 from tests.lightning_retrieval.cli.glyph_commands import (
     STRANGE_NAME,
     command,
@@ -86,28 +85,18 @@ def test_page_and_command_report_missing_images(indexed, tmp_path, capsys):
 
 @pytest.fixture
 def browser(page, tmp_path):
-    """Call Chromium on the page, with a script of the test's own behind it; the document that it makes of it."""
-    names = ("chromium", "chromium-browser", "google-chrome")
-    program = next(filter(None, map(shutil.which, names)), None)
-    if program is None:
-        assert os.environ.get("CI") != "true", "CI has to look at the page: install chromium"
-        pytest.skip("there is no Chromium to look at the page with")
-
-    def run(script, *more):
-        source = page.read_text(encoding="utf-8").replace("</body>", f"<script>{script}</script></body>")
-        (tmp_path / "page.html").write_text(source, encoding="utf-8")
-        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1000,900"]
-        flags += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'profile'}", *more]
-        done = subprocess.run(
-            [program, *flags, (tmp_path / "page.html").as_uri()], capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
+    """Chromium, which shows the page with all its pictures."""
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser.open(page.as_uri())
+        browser.wait_for("document.readyState === 'complete' && document.documentElement.dataset.ready === '14'")
+        yield browser
+    finally:
+        browser.close()
 
 
-KEYS = """
+# The dialog tells of its end in an event, after the click.
+KEYS = """new Promise((done) => {
 const trace = [];
 function press(...keys) {
   for (const key of keys) {
@@ -123,49 +112,45 @@ press("ArrowRight", "End", "ArrowRight");
 trace.push(document.querySelectorAll("#left img, #right img").length);
 dialog.addEventListener("close", () => {
   trace.push(document.activeElement.dataset.query + "." + document.activeElement.dataset.rank);
-  document.documentElement.dataset.trace = trace.join("|");
+  done(trace);
 });
 dialog.querySelector("button").click();
-"""
+})"""
 
 
 def test_keys_move_between_results(browser):
-    document = browser(KEYS, "--dump-dom", "--virtual-time-budget=10000")
-    html = re.search(r"<html[^>]*>", document)[0]
-    assert 'data-ready="14"' in html
-    trace = re.search(r'data-trace="([^"]*)"', html)[1].split("|")
     # Arrow right enters; a line of the window holds three cards; the dialog follows the arrows; closing it comes back.
     on_cards = ["-", "1.1", "1.2", "1.1", "1.4", "1.1", "1.7", "2.1", "2.1", "2.1"]
-    assert trace == [*on_cards, "Query 2, rank 2", "Query 2, rank 7", "Query 2, rank 7", "2", "2.7"]
+    trace = [*on_cards, "Query 2, rank 2", "Query 2, rank 7", "Query 2, rank 7", 2, "2.7"]
+    assert browser.evaluate(KEYS) == trace
 
 
 def test_cards_are_aligned_with_a_long_path_and_a_tall_picture(browser):
-    script = """const all = [...document.querySelectorAll("#q1 .card")];
+    script = """(async () => {
+    const all = [...document.querySelectorAll("#q1 .card")];
     all[1].querySelector(".path").textContent = "long/".repeat(80) + "a.png";
     const own = (card) => { const box = card.getBoundingClientRect(), inner = card.children;
       return [...inner].slice(0, 4).map((part) => Math.round(part.getBoundingClientRect().top - box.top)).join(","); };
     const lines = all.map((card) => card.querySelector(".path"))
       .map((path) => path.getBoundingClientRect().height / parseFloat(getComputedStyle(path).lineHeight));
-    document.documentElement.dataset.tops = [...new Set(all.map(own))].length;
+    const tops = [...new Set(all.map(own))].length;
     const tall = all[0].querySelector("img");
     tall.src = "data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' width='20' height='60'/>";
-    addEventListener("load", () => {
-      const over = tall.getBoundingClientRect().height - tall.parentNode.clientHeight;
-      document.documentElement.dataset.overflow = over > 1;
-    });
-    document.documentElement.dataset.lines = lines[1].toFixed(1);"""
-    html = re.search(r"<html[^>]*>", browser(script, "--dump-dom", "--virtual-time-budget=10000"))[0]
-    assert 'data-tops="1"' in html
-    assert 'data-lines="4.0"' in html
-    assert 'data-overflow="false"' in html  # a tall picture is shown whole
+    await tall.decode();
+    const over = tall.getBoundingClientRect().height - tall.parentNode.clientHeight;
+    return { tops, lines: lines[1].toFixed(1), over, height: tall.naturalHeight };
+    })()"""
+    found = browser.evaluate(script)
+    assert found["tops"] == 1
+    assert found["lines"] == "4.0"
+    assert found["height"] == 60
+    assert found["over"] <= 1  # a tall picture is shown whole
 
 
 def test_page_shows_its_pictures(browser, tmp_path):
-    script = """document.documentElement.dataset.shown =
-      [...document.images].filter((image) => image.complete && image.naturalWidth > 0).length;"""
-    document = browser(f"addEventListener('load', () => {{ {script} }});", "--dump-dom", "--virtual-time-budget=10000")
-    assert 'data-shown="16"' in document
-    browser("", f"--screenshot={tmp_path / 'page.png'}")
+    shown = "[...document.images].filter((image) => image.complete && image.naturalWidth > 0).length"
+    assert browser.evaluate(shown) == 16
+    browser.picture(tmp_path / "page.png")
     with Image.open(tmp_path / "page.png") as picture:
         assert picture.size == (1000, 900)
         colours = picture.convert("RGB").getcolors(1 << 24)
