@@ -7,6 +7,7 @@ from typing import Any
 from study_experiments import BASE, FIVE_SEEDS, RECALL, Experiment, Finding, Setting
 
 EMOJI = replace(BASE, data="emoji", images=160_000)
+HELD_OUT_EMOJI = replace(EMOJI, held_out=True)
 LEARNING_RATES = (3e-5, 1e-4, 3e-4, 1e-3)
 # Further ones for the rows of which the best of these is at an end.
 BEYOND = {
@@ -40,17 +41,22 @@ def train_on(start: Setting, lr: float, **different: Any) -> Setting:
     return replace(start, start=start, **arguments)
 
 
-def learning_rates(row: str) -> list[float]:
+def learning_rates(row: str, beyond: Mapping[str, Sequence[float]] = BEYOND) -> list[float]:
     """Return the learning rates that are tried for a row."""
-    return sorted({*LEARNING_RATES, *BEYOND.get(row, ())})
+    return sorted({*LEARNING_RATES, *beyond.get(row, ())})
 
 
-def sweep(start: Setting) -> dict[str, dict[float, Setting]]:
+def sweep(
+    start: Setting,
+    memories: Iterable[str] = MEMORIES,
+    beyond: Mapping[str, Sequence[float]] = BEYOND,
+    **different: Any,
+) -> dict[str, dict[float, Setting]]:
     """Return the runs that choose a learning rate, which evaluate classes that are held out of training."""
     curves = {}
-    for name, memory in MEMORIES.items():
-        row = f"{start.data}, {name}"
-        curves[row] = {lr: train_on(start, lr, held_out=True, **memory) for lr in learning_rates(row)}
+    for name in memories:
+        row, arguments = f"{start.data}, {name}", {**MEMORIES[name], **different}
+        curves[row] = {lr: train_on(start, lr, held_out=True, **arguments) for lr in learning_rates(row, beyond)}
     return curves
 
 
@@ -84,6 +90,14 @@ def claims(rows: Iterable[str]) -> list[Finding]:
         Finding("Embedding the memory again in each step is better than storing it", FRESH, ONE_LIST),
     ]
     return findings
+
+
+def memory_claims(about: str, row: str, without: str, checkpoint: str) -> list[Finding]:
+    """Return what is asked about a row with a memory, compared with one without it and with the checkpoint."""
+    return [
+        Finding(f"A memory is better than none ({about})", row, without),
+        Finding(f"A memory is better than the checkpoint ({about})", row, checkpoint),
+    ]
 
 
 def begin_claims(rows: Iterable[str]) -> list[Finding]:
@@ -157,8 +171,7 @@ def other_claims() -> list[Finding]:
     findings = []
     for loss, (memory, *_) in OTHER_LOSSES.items():
         row = f"{loss}, {memory}"
-        findings.append(Finding(f"A memory is better than none ({loss})", row, f"{loss}, {NO_MEMORY}"))
-        findings.append(Finding(f"A memory is better than the checkpoint ({loss})", row, CHECKPOINT))
+        findings += memory_claims(loss, row, f"{loss}, {NO_MEMORY}", CHECKPOINT)
         title = f"Embedding the memory again in each step is better than storing it ({loss})"
         findings.append(Finding(title, f"{row}, fresh", row))
     for loss in OTHER_LOSSES:
@@ -188,7 +201,7 @@ MEMORY_EXPERIMENTS = {
         "Learning rate with a memory",
         "The learning rates from which those of the other tables were chosen: the one with the highest mAP of the "
         "training classes that were held out, with one seed.",
-        {**sweep(BASE), **sweep(replace(EMOJI, held_out=True))},
+        {**sweep(BASE), **sweep(HELD_OUT_EMOJI)},
         [],
         axis="learning rate",
         seeds=(0,),

@@ -5,15 +5,18 @@ from dataclasses import replace
 from study_experiments import BASE, FIVE_SEEDS, Experiment, Finding, Setting
 from study_memory import (
     CHECKPOINT,
+    DRIFT,
     EMOJI,
     EMOJI_ROWS,
+    FROM_0,
     GLYPHS_ROWS,
-    LEARNING_RATES,
+    HELD_OUT_EMOJI,
     MEMORIES,
     NO_MEMORY,
     ONE_LIST,
-    SMALL_BATCH,
-    SMALL_BATCH_MEMORY,
+    UNTRAINED_ROWS,
+    memory_claims,
+    sweep,
     train_on,
 )
 
@@ -32,39 +35,40 @@ FROZEN_BEYOND = {
 # Weight of the average's own values at each step; with 0 it is the network, in evaluation mode.
 MOMENTA = (0.0, 0.9, 0.99)
 BEGINS = 'glyphs, random weights, one list, start_step="auto"'
+UNTRAINED = "glyphs, random weights"
+# Without a memory, and with one list of what the network gave in training.
+NETWORKS = {
+    "glyphs": (GLYPHS_ROWS[NO_MEMORY], GLYPHS_ROWS[ONE_LIST]),
+    "emoji": (EMOJI_ROWS[NO_MEMORY], EMOJI_ROWS[ONE_LIST]),
+    UNTRAINED: (UNTRAINED_ROWS[NO_MEMORY], UNTRAINED_ROWS[FROM_0]),
+}
 
 
 def slow_encoder_rows() -> dict[str, Setting]:
     """Return the rows without a memory, and with what the network or its moving average gave for it."""
-    pairs = {
-        "glyphs": (GLYPHS_ROWS[NO_MEMORY], GLYPHS_ROWS[ONE_LIST]),
-        "emoji": (EMOJI_ROWS[NO_MEMORY], EMOJI_ROWS[ONE_LIST]),
-        "glyphs, random weights": (SMALL_BATCH, SMALL_BATCH_MEMORY),
-    }
     rows = {}
-    for name, (without, stored) in pairs.items():
+    for name, (without, stored) in NETWORKS.items():
         rows[f"{name}, {NO_MEMORY}"] = without
         rows[f"{name}, {ONE_LIST}"] = stored
         for momentum in MOMENTA:
             rows[f"{name}, momentum {momentum}"] = replace(stored, slow_encoder=momentum)
-    rows[BEGINS] = replace(SMALL_BATCH_MEMORY, memory_start=0.01)
+    rows[BEGINS] = UNTRAINED_ROWS[f"{DRIFT} 0.01"]
     return rows
 
 
 def slow_encoder_claims() -> list[Finding]:
     """Return what is asked about each average."""
     findings = []
-    for name in ("glyphs", "emoji", "glyphs, random weights"):
+    for name in NETWORKS:
         stored, network = f"{name}, {ONE_LIST}", f"{name}, momentum {MOMENTA[0]}"
         findings.append(Finding(f"Evaluation mode is better than the embeddings of training ({name})", network, stored))
         for momentum in MOMENTA[1:]:
             row = f"{name}, momentum {momentum}"
             findings.append(Finding(f"An average is better than the embeddings of training ({row})", row, stored))
             findings.append(Finding(f"An average is better than no memory ({row})", row, f"{name}, {NO_MEMORY}"))
-    without = f"glyphs, random weights, {NO_MEMORY}"
-    findings.append(Finding("A memory that begins by itself is better than none", BEGINS, without))
+    findings.append(Finding("A memory that begins by itself is better than none", BEGINS, f"{UNTRAINED}, {NO_MEMORY}"))
     for momentum in MOMENTA[1:]:
-        row = f"glyphs, random weights, momentum {momentum}"
+        row = f"{UNTRAINED}, momentum {momentum}"
         findings.append(Finding(f"An average is better than a memory that begins by itself ({row})", row, BEGINS))
     return findings
 
@@ -72,12 +76,8 @@ def slow_encoder_claims() -> list[Finding]:
 def frozen_sweeps() -> dict[str, dict[float, Setting]]:
     """Return the runs that choose the learning rates with frozen BatchNorm layers."""
     curves = {}
-    for start in (BASE, replace(EMOJI, held_out=True)):
-        for memory in (NO_MEMORY, ONE_LIST):
-            row = f"{start.data}, {memory}"
-            different = {"held_out": True, "freeze_batch_norm": True, **MEMORIES[memory]}
-            rates = (*LEARNING_RATES, *FROZEN_BEYOND[row])
-            curves[row] = {lr: train_on(start, lr, **different) for lr in sorted(rates)}
+    for start in (BASE, HELD_OUT_EMOJI):
+        curves |= sweep(start, (NO_MEMORY, ONE_LIST), FROZEN_BEYOND, freeze_batch_norm=True)
     return curves
 
 
@@ -96,9 +96,7 @@ def frozen_claims() -> list[Finding]:
     """Return what is asked about the memory with frozen BatchNorm layers."""
     findings = []
     for data in ("glyphs", "emoji"):
-        row = f"{data}, {ONE_LIST}"
-        findings.append(Finding(f"A memory is better than none ({data})", row, f"{data}, {NO_MEMORY}"))
-        findings.append(Finding(f"A memory is better than the checkpoint ({data})", row, f"{data}, {CHECKPOINT}"))
+        findings += memory_claims(data, f"{data}, {ONE_LIST}", f"{data}, {NO_MEMORY}", f"{data}, {CHECKPOINT}")
     return findings
 
 
