@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
 
-import pytorch_lightning as pl
 from jaxtyping import Int
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
@@ -21,6 +20,7 @@ from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
 from lightning_retrieval.datamodules.samplers.category import CategorySampler
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
 from lightning_retrieval.distributed import together
+from lightning_retrieval.training.checkpointed_module import CheckpointedDataModule
 from lightning_retrieval.training.random_state import seed_of_run
 
 SamplerName = Literal["pk", "category", "all_classes"]
@@ -69,7 +69,7 @@ def check_unchanged(owner: str, before: Mapping[str, Any], now: Mapping[str, Any
     )
 
 
-class RetrievalDataModule(pl.LightningDataModule, ABC):
+class RetrievalDataModule(CheckpointedDataModule, ABC):
     """Base class of the data modules: training batches of P classes with K images each, and evaluation in order.
 
     A subclass defines the three sets `train_set`, `val_set` and `test_set`; the latter two may be dicts of several sets

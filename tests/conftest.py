@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_retrieval.plain_data import named_by_user
 from tests.processes import run_script, start_processes, wait_for
 
 # Environment variables that a test may change, since what sets them cannot undo it. They are restored all the same.
@@ -271,3 +272,4 @@ def planted(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     yield "planted_module", written
     sys.modules.pop("planted_module", None)
+    named_by_user.discard("planted_module")

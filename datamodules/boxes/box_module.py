@@ -7,7 +7,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-import pytorch_lightning as pl
 from torch.utils.data import DataLoader
 
 from lightning_retrieval.checks import check_flag, check_integer, check_path
@@ -16,10 +15,11 @@ from lightning_retrieval.datamodules.boxes.box_set import BoxSet, collate_boxes
 from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.loader import loader_settings, training_loader
 from lightning_retrieval.datamodules.samplers.random_batches import RandomBatchSampler
+from lightning_retrieval.training.checkpointed_module import CheckpointedDataModule
 from lightning_retrieval.training.random_state import seed_of_run
 
 
-class DetectionDataModule(pl.LightningDataModule, ABC):
+class DetectionDataModule(CheckpointedDataModule, ABC):
     """Base class of the data modules for detectors: random global batches for training, evaluation in order.
 
     A subclass defines `class_names` and the sets `train_set`, `val_set` and `test_set`, whose items are pairs of an

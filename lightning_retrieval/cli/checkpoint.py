@@ -1,13 +1,12 @@
 """Load the module of a checkpoint for embedding, without the pretrained weights that its training began with."""
 
-import io
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from lightning_retrieval.checks import first_line
 from lightning_retrieval.training.checkpoint_files import find_damage
+from lightning_retrieval.training.checkpointed_module import restored_module
 from lightning_retrieval.training.module import RetrievalModule
 
 
@@ -38,20 +37,10 @@ def load_checkpoint(owner: str, checkpoint: Path) -> RetrievalModule:
         )
     try:
         saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        module = _rebuild(saved)
+        module: RetrievalModule = restored_module(RetrievalModule, saved)
     except Exception as error:  # unpickling, class paths and constructors raise errors of many kinds
         raise ValueError(
             f"{owner}: `checkpoint` must be the checkpoint of a RetrievalModule that can be rebuilt from it, got "
             f"{checkpoint} ({first_line(error)})."
         ) from None
-    return module
-
-
-def _rebuild(saved: dict[str, Any]) -> RetrievalModule:
-    """The module of a checkpoint, which Lightning loads from a stream without optimizer states."""
-    needed = {**saved, "optimizer_states": []}
-    stream = io.BytesIO()
-    torch.save(needed, stream)
-    stream.seek(0)
-    module: RetrievalModule = RetrievalModule.load_from_checkpoint(stream, map_location="cpu", weights_only=True)
     return module

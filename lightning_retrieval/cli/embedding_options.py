@@ -75,7 +75,7 @@ def import_modules(command: str, names: Iterable[str]) -> None:
     Raises:
         ValueError: if one cannot be imported.
     """
-    from lightning_retrieval.training.class_paths import import_named_module
+    from lightning_retrieval.plain_data import import_named_module
 
     for name in names:
         import_named_module(command, "--import_module", name)

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import pytorch_lightning as pl
 import torch
+import yaml  # type: ignore[import-untyped]
 from pytorch_lightning.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from pytorch_lightning.utilities import rank_zero_info
 
@@ -17,9 +18,9 @@ from lightning_retrieval.cli.help import CompactHelpFormatter
 from lightning_retrieval.cli.messages import missing_package_message
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # --model DetectionModule
+from lightning_retrieval.plain_data import load_function
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
-from lightning_retrieval.training.checkpointed_module import CheckpointedModule
-from lightning_retrieval.training.hyperparameters import check_command_line_hyperparameters
+from lightning_retrieval.training.checkpointed_module import CheckpointedModule, module_of_checkpoint
 from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # --model RetrievalModule
 from lightning_retrieval.training.run_folder import run_folder
 
@@ -89,28 +90,52 @@ class RetrievalCLI(LightningCLI):
         return super().instantiate_trainer(**kwargs)
 
     def _parse_ckpt_path(self) -> None:
-        """Stop if the checkpoint is damaged or names strange modules, before Lightning parses its hyperparameters."""
+        """Read the checkpoint that `--ckpt_path` names, if it is a file.
+
+        Lightning would add its hyperparameters to the config, and so let a file choose what jsonargparse imports and
+        calls. Here, too, they take the place of the config's model, but only `plain_data.py` reads them.
+        """
+        self._checkpoint: dict[str, Any] = {}
         subcommand = self.config.subcommand
-        checkpoint = self.config[subcommand].get("ckpt_path")
-        owner = f"lightning-retrieval {subcommand}"
+        path = self.config[subcommand].get("ckpt_path")
         try:
-            check_checkpoint(owner, checkpoint)
-            if checkpoint and Path(checkpoint).is_file():
-                saved = torch.load(checkpoint, map_location="meta", weights_only=True)
-                check_command_line_hyperparameters(owner, saved.get("hyper_parameters") or {})
+            check_checkpoint(f"lightning-retrieval {subcommand}", path)
         except ValueError as error:
             self.parser.error(str(error))
-        super()._parse_ckpt_path()
+        if path and Path(path).is_file():
+            self._checkpoint = torch.load(path, map_location="meta", weights_only=True)
 
     def instantiate_classes(self) -> None:
         """Create the objects of the config; stop with one sentence if one of them needs a package that is missing."""
         try:
-            super().instantiate_classes()
+            if self._checkpoint.get("hyper_parameters"):
+                self._instantiate_with_checkpoint()
+            else:
+                super().instantiate_classes()
         except (ModuleNotFoundError, ValueError) as error:
             message = missing_package_message(error)
             if message is None:
                 raise
             self.parser.error(message)
+
+    def _instantiate_with_checkpoint(self) -> None:
+        """Create the objects of the config, with the model that the checkpoint describes in place of the config's."""
+        subcommand = self.config.subcommand
+        class_path = self.config[subcommand].model.class_path
+        cls = load_function(f"lightning-retrieval {subcommand}", "--model", class_path)
+        try:
+            self.model = module_of_checkpoint(cls, self._checkpoint)
+        except (ValueError, TypeError) as error:
+            self.parser.error(f"lightning-retrieval {subcommand}: `--ckpt_path`: {error}")
+        settings = dict(self._checkpoint["hyper_parameters"])
+        settings.pop("_instantiator", None)
+        described = {"class_path": settings.pop("_class_path", class_path), "init_args": settings}
+        self.save_config_kwargs = {**self.save_config_kwargs, "model": described}
+        config = self.config.clone()
+        del config[subcommand]["model"]
+        self.config_init = self.parser.instantiate_classes(config)
+        self.datamodule = self._get(self.config_init, "data")
+        self.trainer = self.instantiate_trainer()
 
     def before_fit(self) -> None:
         """Leave a checkpoint when Ctrl-C is pressed, and find the one that `--ckpt_path last` asks for."""
@@ -213,11 +238,24 @@ class _WriterToRunFolder(EmbeddingWriter):
 
 
 class _SaveConfig(SaveConfigCallback):
-    """Saves the config in the folder of the run, even if the logger has none, such as that of Weights & Biases."""
+    """Saves the config in the folder of the run, even if the logger has none, such as that of Weights & Biases.
+
+    Args:
+        model: plain data of the model, if it is not that of the config.
+    """
+
+    def __init__(self, *args: Any, model: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.model = model
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         folder = run_folder(trainer)
         if trainer.is_global_zero and not self.already_saved:
             folder.mkdir(parents=True, exist_ok=True)
-            self.parser.save(self.config, str(folder / self.config_filename), skip_none=False, overwrite=True)
+            path = folder / self.config_filename
+            self.parser.save(self.config, str(path), skip_none=False, overwrite=True)
+            if self.model is not None:
+                config = yaml.safe_load(path.read_text(encoding="utf-8"))
+                config["model"] = self.model
+                path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         self.already_saved = True

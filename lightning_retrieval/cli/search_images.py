@@ -10,6 +10,7 @@ from lightning_retrieval.checks import check_integer
 from lightning_retrieval.cli.embedding import EmbeddedImages, ImageEmbedder, UnreadableImage
 from lightning_retrieval.datamodules import ImageIndex
 from lightning_retrieval.search.embedding_store import EmbeddingStore
+from lightning_retrieval.search.files import file_digest
 
 OWNER = "search_images"
 DEFAULT_K = 10
@@ -151,23 +152,23 @@ def _load_embedder(
     num_workers: int,
     device: str | None,
 ) -> ImageEmbedder:
-    """The model that the index was made with."""
-    embedder = ImageEmbedder.load(
+    """The model that the index was made with; another file is not loaded."""
+    checkpoint = _find_checkpoint(checkpoint, index.about)
+    if checkpoint.is_file() and file_digest(checkpoint) != index.about["checkpoint_sha256"]:
+        raise ValueError(
+            f"{OWNER}: `checkpoint` must be the one that the index was made with, because embeddings of different "
+            f"models cannot be compared, got {checkpoint.absolute()}, which is another; give the right one, or build "
+            "the index again."
+        )
+    return ImageEmbedder.load(
         OWNER,
-        _find_checkpoint(checkpoint, index.about),
+        checkpoint,
         transform=transform,
         recorded=index.about["preparation"],
         batch_size=batch_size,
         num_workers=num_workers,
         device=device,
     )
-    if embedder.about["checkpoint_sha256"] != index.about["checkpoint_sha256"]:
-        raise ValueError(
-            f"{OWNER}: `checkpoint` must be the one that the index was made with, because embeddings of different "
-            f"models cannot be compared, got {embedder.about['checkpoint']}, which is another; give the right one, or "
-            "build the index again."
-        )
-    return embedder
 
 
 def _check_k(k: int | None, images: int) -> int:

@@ -14,7 +14,7 @@ from lightning_retrieval.detection.coco_metrics import COCOMetrics
 from lightning_retrieval.detection.roi_heads import RankedRoIHeads, check_roi_heads
 from lightning_retrieval.detection.targets import check_targets, num_classes
 from lightning_retrieval.distributed import rank
-from lightning_retrieval.training.hyperparameters import rebuild, rebuild_optional
+from lightning_retrieval.plain_data import rebuild, rebuild_optional
 from lightning_retrieval.training.optimized_module import OptimizedModule
 from lightning_retrieval.training.random_state import seed_of_run, step_random_state
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lightning_retrieval.checks import check_bool, check_path, check_string, first_line, short_repr
 from lightning_retrieval.models.pretrained import load_safetensors, without_pretrained_weights
 from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.plain_data import check_plain_data
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 FORMAT, VERSION = "lightning-retrieval embedder", 1
@@ -71,11 +72,12 @@ class PretrainedModule(nn.Module):
 
         Raises:
             FileNotFoundError: if a file is missing, or the hub cannot be reached or has no such model.
-            ValueError: if a file is damaged or is not that of an embedder.
+            ValueError: if a file is damaged, is not that of an embedder, or sets what a file may not set.
             ModuleNotFoundError: if safetensors, or for a name on the hub huggingface_hub, is not installed.
         """
         config, weights = find_files(OWNER, name, revision)
         arguments = read_config(OWNER, config)
+        check_plain_data(OWNER, "init_args", arguments)
         try:
             with without_pretrained_weights():
                 embedder = cls(**arguments)

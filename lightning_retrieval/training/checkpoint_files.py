@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml  # type: ignore[import-untyped]
 from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
+from pytorch_lightning.core.saving import load_hparams_from_tags_csv
 
-from lightning_retrieval.checks import check_path, short_repr
+from lightning_retrieval.checks import check_path, first_line, short_repr
 
 ZIP_START = b"PK\x03\x04"
 HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # of Lightning
@@ -106,6 +108,31 @@ def check_hparams_file(owner: str, hparams_file: Any) -> None:
         raise ValueError(f"{owner}: `hparams_file` must end in {', '.join(HPARAMS_SUFFIXES)}, got {path}.")
     if not path.is_file():
         raise FileNotFoundError(f"{owner}: `hparams_file` must be a file, got {path}, which is none.")
+
+
+def read_hparams_file(owner: str, hparams_file: str | Path) -> dict[str, Any]:
+    """The hyperparameters of a file that `check_hparams_file` accepts, as plain data.
+
+    Args:
+        owner: prefix of error messages.
+        hparams_file: YAML, or CSV with the columns key and value, as Lightning's loggers write them.
+
+    Raises:
+        ValueError: if it holds something else.
+    """
+    path = Path(hparams_file)
+    try:
+        if path.suffix.lower() == ".csv":
+            content = load_hparams_from_tags_csv(path)
+        else:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (ValueError, IndexError, MemoryError, RecursionError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"{owner}: `hparams_file` must be a file of plain values, got {path} ({first_line(error)})."
+        ) from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{owner}: `hparams_file` must be a file of names and values, got {path}.")
+    return content
 
 
 def find_damage(checkpoint: Any) -> str | None:

@@ -1,27 +1,35 @@
 """Checkpoints of all modules: verified when they are read, plain when they are written."""
 
 from collections.abc import Mapping
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import pytorch_lightning as pl
 from lightning_fabric.utilities.cloud_io import _load
+from pytorch_lightning.core.mixins.hparams_mixin import _given_hyperparameters_context
+from pytorch_lightning.core.saving import _default_map_location
 from pytorch_lightning.utilities.model_helpers import _restricted_classmethod
+from torch import Tensor
 
-from lightning_retrieval.checks import check_flag
+from lightning_retrieval.checks import check_choice, check_flag, short_repr
 from lightning_retrieval.models.pretrained import without_pretrained_weights
+from lightning_retrieval.plain_data import check_settings
 from lightning_retrieval.training.base_weights import add_base_weights, remove_base_weights
 from lightning_retrieval.training.checkpoint_files import (
     check_checkpoint,
     check_checkpoint_exists,
     check_hparams_file,
     check_map_location,
+    read_hparams_file,
     verify_checkpoints,
 )
+from lightning_retrieval.training.described_transforms import check_described_transform
 from lightning_retrieval.training.finetuning import TRAINABLE, has_finetuning, unfreeze
 from lightning_retrieval.training.full_sharding import undivided_class
-from lightning_retrieval.training.hyperparameters import check_command_line_hyperparameters, describe
+from lightning_retrieval.training.hyperparameters import describe, without_sources
 
+# By which LightningCLI marks its hyperparameters.
+INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
 PREPARATION = "preparation"  # in a checkpoint: what evaluation did to an image
 
 
@@ -63,36 +71,28 @@ class CheckpointedModule(pl.LightningModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Any:  # not Self, which a run-time type checker cannot resolve in a decorated method
-        """Rebuild a module from a checkpoint, as Lightning does, after its checksums and class paths have been checked.
+        """Rebuild a module from a checkpoint, after its checksums and all that it names have been checked.
+
+        The hyperparameters of the checkpoint are data: `plain_data.py` says which classes they may name.
 
         Args:
             checkpoint_path: a path, an address or a stream.
             map_location: device, or function of `torch.load`.
             hparams_file: YAML or CSV file of hyperparameters that replace those of the checkpoint.
             strict: whether the names of the weights must be those of the module.
-            weights_only: False also unpickles what can run code.
+            weights_only: False also unpickles what can run code; if None, True.
             kwargs: constructor arguments that replace those of the checkpoint.
 
         Raises:
             FileNotFoundError: if there is no file at a path.
-            ValueError: if the path is that of a folder, the file is damaged, or it names a class whose module is
-                neither imported nor in one of `class_paths.TRUSTED_PACKAGES`.
-            TypeError: if `strict` or `weights_only` is not True, False or None, or another argument is neither a path
-                nor a device.
+            ValueError: if the path is that of a folder, the file is damaged, it names what a file may not name, or an
+                object that has to be passed again.
+            TypeError: if `strict` or `weights_only` is not True, False or None, another argument is neither a path nor
+                a device, or the checkpoint describes an object of another kind than an argument has.
         """
         check_flag(cls.__name__, "strict", strict)
-        check_flag(cls.__name__, "weights_only", weights_only)
-        check_checkpoint_exists(cls.__name__, "checkpoint_path", checkpoint_path)
-        check_map_location(cls.__name__, map_location)
-        if hparams_file is not None:
-            check_hparams_file(cls.__name__, hparams_file)
-        check_checkpoint(cls.__name__, checkpoint_path)
-        if hparams_file is None:
-            _check_class_paths(cls, checkpoint_path, weights_only, kwargs)
-        with without_pretrained_weights():  # they would be downloaded, only to be replaced
-            return super().load_from_checkpoint(
-                checkpoint_path, map_location, hparams_file, strict, weights_only, **kwargs
-            )
+        checkpoint = _read_checkpoint(cls, checkpoint_path, map_location, hparams_file, weights_only)
+        return restored_module(cls, checkpoint, kwargs, strict)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Convert to the run's precision before the weights are loaded; Lightning does so afterwards."""
@@ -100,7 +100,10 @@ class CheckpointedModule(pl.LightningModule):
             self.trainer.precision_plugin.convert_module(self)
         unfreeze(self, checkpoint.get(TRAINABLE, ()))
         add_base_weights(type(self).__name__, self, checkpoint)
-        self.preparation = checkpoint.get(PREPARATION)
+        preparation = checkpoint.get(PREPARATION)
+        if preparation is not None:
+            check_described_transform(type(self).__name__, preparation)
+        self.preparation = preparation
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep hyperparameters plain, even if a subclass has called `save_hyperparameters` itself."""
@@ -127,27 +130,124 @@ class CheckpointedModule(pl.LightningModule):
                 described = describe(part)
                 if described["init_args"] is not None:
                     complete[name] = described
-        return complete
+        return without_sources(complete)
 
 
-def _check_class_paths(
-    cls: type[pl.LightningModule], checkpoint_path: Any, weights_only: bool | None, replaced: Mapping[str, Any]
-) -> None:
-    """Raise if rebuilding the module of a checkpoint would import modules that the user has not imported.
+class CheckpointedDataModule(pl.LightningDataModule):
+    """A data module that `load_from_checkpoint` rebuilds by the same rules as a module."""
+
+    @_restricted_classmethod
+    def load_from_checkpoint(
+        cls,  # noqa: N805
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:  # not Self, which a run-time type checker cannot resolve in a decorated method
+        """Rebuild a data module whose subclass has called `save_hyperparameters`; see `CheckpointedModule`.
+
+        Args:
+            checkpoint_path: a path, an address or a stream.
+            map_location: device, or function of `torch.load`.
+            hparams_file: YAML or CSV file of hyperparameters that replace those of the checkpoint.
+            weights_only: False also unpickles what can run code; if None, True.
+            kwargs: constructor arguments that replace those of the checkpoint.
+
+        Raises:
+            FileNotFoundError: as for a module.
+            ValueError: as for a module.
+            TypeError: as for a module.
+        """
+        checkpoint = _read_checkpoint(cls, checkpoint_path, map_location, hparams_file, weights_only)
+        data = module_of_checkpoint(cls, checkpoint, kwargs)
+        if type(data).__qualname__ in checkpoint:
+            data.load_state_dict(checkpoint[type(data).__qualname__])
+        return data
+
+
+def _read_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file: Any, weights_only: bool | None) -> Any:
+    """The content of a checkpoint, verified, and with the hyperparameters of another file if one is given.
 
     Args:
-        cls: class of the module.
-        checkpoint_path: path, URL or binary stream, which is left at its position.
-        weights_only: as for `load_from_checkpoint`.
-        replaced: hyperparameters that the checkpoint does not determine.
+        cls: the class that is loaded.
+        path: as for `load_from_checkpoint`, as are the other arguments.
     """
-    is_stream = hasattr(checkpoint_path, "seek")
-    if is_stream:
-        position = checkpoint_path.tell()
-    saved = _load(checkpoint_path, map_location="meta", weights_only=weights_only)
-    if is_stream:
-        checkpoint_path.seek(position)
-    hyperparameters = saved.get(cls.CHECKPOINT_HYPER_PARAMS_KEY) or {}
-    if "_instantiator" in hyperparameters:  # otherwise the constructor looks the classes up
-        used = {name: value for name, value in hyperparameters.items() if name not in replaced}
-        check_command_line_hyperparameters(cls.__name__, used)
+    owner = cls.__name__
+    check_flag(owner, "weights_only", weights_only)
+    check_checkpoint_exists(owner, "checkpoint_path", path)
+    check_map_location(owner, map_location)
+    if hparams_file is not None:
+        check_hparams_file(owner, hparams_file)
+    check_checkpoint(owner, path)
+    checkpoint = _load(path, map_location or _default_map_location, weights_only is not False)
+    if not isinstance(checkpoint, dict):
+        raise ValueError(f"{owner}: `checkpoint_path` must be a checkpoint of Lightning, got {short_repr(checkpoint)}.")
+    if hparams_file is not None:
+        checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = read_hparams_file(owner, hparams_file)
+    return checkpoint
+
+
+def module_of_checkpoint(
+    cls: type[Any], checkpoint: Mapping[str, Any], given: Mapping[str, Any] = MappingProxyType({})
+) -> Any:
+    """Build the module that the hyperparameters of a checkpoint describe, with random weights.
+
+    Args:
+        cls: the module is of this class, or of a subclass that LightningCLI has recorded.
+        checkpoint: its hyperparameters are checked as a whole, before anything is built.
+        given: constructor arguments that replace those of the checkpoint.
+
+    Raises:
+        ValueError: if it names what a file may not name, or an object that has to be given.
+        TypeError: if it describes an object of another kind than an argument has.
+    """
+    owner = cls.__name__
+    saved = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_KEY) or {}
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"{owner}: a checkpoint must have a dict of hyperparameters, got {short_repr(saved)}.")
+    used = {name: value for name, value in saved.items() if name not in given}
+    instantiator = used.pop("_instantiator", None)
+    if instantiator is not None:
+        check_choice(owner, "_instantiator", instantiator, INSTANTIATORS)
+    argument = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)  # of a constructor that takes one dict
+    if isinstance(argument, str) and argument not in ("", "kwargs"):
+        used = {argument: used}
+    settings = check_settings(owner, cls, used)
+    with without_pretrained_weights():  # they would be downloaded, only to be replaced
+        if instantiator is None:
+            return settings.cls(**settings.plain, **given)
+        arguments = {**settings.arguments(), **given}
+        with _given_hyperparameters_context({**used, **describe(dict(given))}, instantiator):
+            return settings.cls(**arguments)
+
+
+def restored_module(
+    cls: type[Any],
+    checkpoint: dict[str, Any],
+    given: Mapping[str, Any] = MappingProxyType({}),
+    strict: bool | None = None,
+) -> Any:
+    """Build the module of a checkpoint and load its weights, as Lightning's `load_from_checkpoint` does.
+
+    Args:
+        cls: as for `module_of_checkpoint`.
+        checkpoint: what `torch.load` has read.
+        given: constructor arguments that replace those of the checkpoint.
+        strict: whether the names of the weights must be those of the module; if None, as the module says.
+
+    Raises:
+        ValueError: as `module_of_checkpoint`, and if it is no checkpoint of a module.
+        TypeError: as `module_of_checkpoint`.
+    """
+    state = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
+    if not isinstance(state, dict):
+        raise ValueError(f"{cls.__name__}: a checkpoint must have the weights of a module, its `state_dict`; got none.")
+    module = module_of_checkpoint(cls, checkpoint, given)
+    module.configure_model()
+    module.on_load_checkpoint(checkpoint)
+    if strict is None:
+        strict = module.strict_loading
+    module.load_state_dict(checkpoint["state_dict"], strict=strict)
+    devices = [value.device for value in state.values() if isinstance(value, Tensor)]
+    return module.to(*devices[:1])

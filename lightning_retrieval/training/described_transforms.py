@@ -18,14 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_retrieval.checks import short_repr
+from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.models.preparation import Preparation
+from lightning_retrieval.plain_data import (
+    TRANSFORM_PACKAGES,
+    check_plain_data,
+    class_path,
+    find_class,
+    load_function,
+)
 from lightning_retrieval.training.albumentations_transform import AlbumentationsTransform
-from lightning_retrieval.training.class_paths import class_path, load_class, load_function
 
 Transform = Callable[[Any], Any]
 
-_PACKAGES = ("torchvision.transforms.", "timm.data.")  # whose classes are rebuilt from plain data
 _DTYPES = {str(dtype): dtype for dtype in (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 _UNKNOWN = "a transform that cannot be imported by a name"
 
@@ -57,8 +62,10 @@ def rebuild_transform(owner: str, described: dict[str, Any], requested: str | No
             be the one that is described. A function is imported only if it was asked for.
 
     Raises:
-        ValueError: if the transform is code that the caller has not asked for, or the caller asked for another one.
+        ValueError: if the transform is code that the caller has not asked for, the caller asked for another one, or the
+            plain data describe none.
     """
+    check_described_transform(owner, described)
     if "function" in described:
         return _requested_function(owner, described["function"], requested)
     if requested is not None and describe_transform(named_transform(owner, requested)) != described:
@@ -68,10 +75,46 @@ def rebuild_transform(owner: str, described: dict[str, Any], requested: str | No
         )
     if "preparation" in described:
         return Preparation(**described["preparation"])
-    if "albumentations" in described:
-        return AlbumentationsTransform.from_dict(owner, described)
-    step: Transform = _rebuild_step(owner, described)
+    try:
+        if "albumentations" in described:
+            return AlbumentationsTransform.from_dict(owner, described)
+        step: Transform = _rebuild_step(owner, described)
+    except (TypeError, KeyError, AttributeError, RecursionError) as error:  # of constructors and of albumentations
+        raise _no_transform(owner, described, error) from None
     return step
+
+
+def check_described_transform(owner: str, described: Any) -> None:
+    """Raise unless plain data of a file describe a transform, with names that a file may name; nothing is imported.
+
+    Args:
+        owner: prefix of error messages.
+        described: what `describe_transform` returned, if the file is not damaged or forged.
+
+    Raises:
+        ValueError: if they do not.
+        TypeError: if they are not plain data.
+    """
+    check_plain_data(owner, "transform", described, TRANSFORM_PACKAGES)
+    forms = {"preparation": dict, "albumentations": dict, "class_path": str, "function": (str, type(None))}
+    found = [name for name in forms if isinstance(described, dict) and name in described]
+    if len(found) != 1 or not isinstance(described[found[0]], forms[found[0]]):  # type: ignore[arg-type]
+        raise _no_transform(owner, described)
+    if "preparation" in described:
+        try:
+            Preparation(**described["preparation"])
+        except (TypeError, ValueError) as error:
+            raise _no_transform(owner, described, error) from None
+
+
+def _no_transform(owner: str, described: Any, error: Exception | None = None) -> ValueError:
+    """The error for plain data that describe no transform."""
+    reason = ""
+    if error is not None:
+        reason = f" ({first_line(error)})"
+    return ValueError(
+        f"{owner}: `transform` must be described as a file holds it, got {short_repr(described)}{reason}."
+    )
 
 
 def preparation_of(module: Any) -> Preparation | None:
@@ -175,7 +218,7 @@ def _describe_step(step: Any) -> dict[str, Any] | None:
 
 
 def _is_known(cls: type) -> bool:
-    return f"{cls.__module__}.".startswith(_PACKAGES)
+    return f"{cls.__module__}.".startswith(tuple(f"{package}." for package in TRANSFORM_PACKAGES))
 
 
 def _class_and_arguments(step: Any) -> dict[str, Any]:
@@ -204,13 +247,20 @@ def _plain(value: Any) -> Any:
 
 
 def _rebuild_step(owner: str, described: dict[str, Any]) -> Any:
-    path = described["class_path"]
-    if not isinstance(path, str) or not path.startswith(_PACKAGES):
-        raise ValueError(f"{owner}: `transform` must be of torchvision.transforms or timm.data, got {path!r}.")
-    cls = load_class(owner, "transform", path, object)
-    if not _is_known(cls):
-        raise ValueError(f"{owner}: `transform` must be of torchvision.transforms or timm.data, got {path!r}.")
-    return cls(**{name: _argument(owner, name, value) for name, value in described["init_args"].items()})
+    path, arguments = described.get("class_path"), described.get("init_args", {})
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{owner}: `transform` must have a dict of arguments, got {short_repr(arguments)}.")
+    cls = find_class(owner, "transform", path, packages=TRANSFORM_PACKAGES)
+    if cls.__name__ == "Lambda" or not _is_transform(cls):
+        raise ValueError(
+            f"{owner}: `transform` must name transforms of torchvision or timm, but no Lambda, got {short_repr(path)}."
+        )
+    return cls(**{name: _argument(owner, name, value) for name, value in arguments.items()})
+
+
+def _is_transform(cls: type) -> bool:
+    """Whether the objects of a class of torchvision or timm can be called."""
+    return _is_known(cls) and any("__call__" in vars(base) for base in cls.__mro__)
 
 
 def _argument(owner: str, name: str, value: Any) -> Any:

@@ -1,23 +1,17 @@
-"""Objects as plain data - class path and constructor arguments - so that a checkpoint can rebuild them safely.
+"""Objects as plain data - class path and constructor arguments - so that a checkpoint can hold them.
 
-The form is that of LightningCLI's config files: `{"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}`. Loading
-one imports the class and calls its constructor with plain values, only if it is a subclass of what is expected; nothing
-is unpickled.
+The form is that of LightningCLI's config files: `{"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}`.
+`plain_data.rebuild` makes the objects again.
 """
 
 import functools
 import inspect
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
-from lightning_retrieval.checks import short_repr
-from lightning_retrieval.training.class_paths import check_config_paths, class_path, load_class
+from lightning_retrieval.plain_data import class_path
 from lightning_retrieval.training.full_sharding import undivided_class
-
-T = TypeVar("T")
-INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
 
 
 def describe(value: Any) -> Any:
@@ -48,82 +42,23 @@ def describe(value: Any) -> Any:
     return _describe_object(value)
 
 
-def rebuild(owner: str, name: str, value: Any, kind: type[T]) -> T:
-    """An instance of `kind`: the value itself, or the object of its description.
+def without_sources(described: Any) -> Any:
+    """Descriptions without the file and the folder from which `timm.create_model` has loaded weights.
+
+    The weights are in the checkpoint, and no file may name others (`plain_data.REFUSED`).
 
     Args:
-        owner: prefix of error messages.
-        name: the argument that the value is for.
-        value: an object or its description.
-        kind: class that the object must have.
-
-    Raises:
-        TypeError: if it is neither, or describes a class that is not a `kind`.
-        ValueError: if the object could not be described, so that it has to be given.
+        described: plain data.
     """
-    if _is_description(value):
-        cls, described = _load(owner, name, value, kind)
-        value = cls(**_rebuild_arguments(owner, described))
-    if not isinstance(value, kind):
-        raise TypeError(f"{owner}: `{name}` must be a {kind.__module__}.{kind.__name__}, got {type(value).__name__}.")
-    return value
-
-
-def rebuild_optional(owner: str, name: str, value: Any, kind: type[T]) -> T | None:
-    """As `rebuild`, and None for None.
-
-    Args:
-        owner: prefix of error messages.
-        name: the argument that the value is for.
-        value: an object, its description, or None.
-        kind: class that the object must have.
-    """
-    if value is None:
-        return None
-    return rebuild(owner, name, value, kind)
-
-
-def rebuild_factory(owner: str, name: str, value: Any, kind: type[Any] | tuple[type[Any], ...]) -> Any:
-    """A callable that makes a `kind`: the value itself, or a `functools.partial` of its description.
-
-    Args:
-        owner: prefix of error messages.
-        name: the argument that the value is for.
-        value: a callable or its description.
-        kind: class, or classes, of what the callable makes.
-    """
-    if _is_description(value):
-        cls, arguments = _load(owner, name, value, kind)
-        return functools.partial(cls, **arguments)
-    if not callable(value):
-        raise TypeError(
-            f"{owner}: `{name}` must be callable, such as functools.partial(torch.optim.SGD, lr=0.1), got "
-            f"{short_repr(value)}."
-        )
-    return value
-
-
-def check_command_line_hyperparameters(owner: str, saved: Mapping[str, Any]) -> None:
-    """Raise if a checkpoint of LightningCLI would import modules that the user has not imported; nothing is imported.
-
-    jsonargparse rebuilds the module of such a checkpoint from a config, and imports what the config names.
-
-    Args:
-        owner: prefix of error messages.
-        saved: the hyperparameters of the checkpoint, without those that the caller replaces.
-
-    Raises:
-        ValueError: with the argument and the module.
-    """
-    settings = dict(saved)
-    instantiator = settings.pop("_instantiator", None)
-    if instantiator not in (None, *INSTANTIATORS):
-        raise ValueError(
-            f"{owner}: a checkpoint must name {INSTANTIATORS[0]} as `_instantiator` or nothing, got {instantiator!r}."
-        )
-    check_config_paths(owner, "_class_path", settings.pop("_class_path", None))
-    for name, value in settings.items():
-        check_config_paths(owner, name, value)
+    if isinstance(described, list):
+        return [without_sources(item) for item in described]
+    if not isinstance(described, dict):
+        return described
+    kept = {key: without_sources(item) for key, item in described.items()}
+    if kept.get("class_path") == "timm.create_model" and isinstance(kept.get("init_args"), dict):
+        for name in ("cache_dir", "checkpoint_path"):
+            kept["init_args"].pop(name, None)
+    return kept
 
 
 def _describe_object(value: Any) -> dict[str, Any]:
@@ -164,7 +99,7 @@ def _describe_arguments(arguments: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _can_be_rebuilt(argument: Any, described: Any) -> bool:
-    """Whether `_rebuild_argument` makes a constructor argument from its description."""
+    """Whether a constructor argument can be made from its description."""
     if isinstance(argument, (list, tuple)):
         return all(_can_be_rebuilt(item, other) for item, other in zip(argument, described))
     if isinstance(argument, dict):
@@ -172,38 +107,3 @@ def _can_be_rebuilt(argument: Any, described: Any) -> bool:
     if isinstance(argument, nn.Module):
         return described["init_args"] is not None
     return not isinstance(described, dict)
-
-
-def _is_description(value: Any) -> bool:
-    return isinstance(value, dict) and "class_path" in value
-
-
-def _load(owner: str, name: str, value: dict[str, Any], kind: Any) -> tuple[Any, dict[str, Any]]:
-    """The class of a description, and its arguments as they are described."""
-    path, arguments = value["class_path"], value.get("init_args", {})
-    if not isinstance(path, str) or not isinstance(arguments, (dict, type(None))):
-        raise TypeError(
-            f"{owner}: `{name}` must have a string as class_path and a dict of arguments as init_args, got "
-            f"{short_repr(value)}."
-        )
-    if arguments is None or "<" in path:
-        raise ValueError(
-            f"{owner}: `{name}` was a {path} whose constructor arguments are not plain values, so the checkpoint "
-            f"cannot rebuild it; pass it again: load_from_checkpoint(path, {name}=...)."
-        )
-    return load_class(owner, name, path, kind), arguments
-
-
-def _rebuild_arguments(owner: str, described: dict[str, Any]) -> dict[str, Any]:
-    return {name: _rebuild_argument(owner, name, value) for name, value in described.items()}
-
-
-def _rebuild_argument(owner: str, name: str, described: Any) -> Any:
-    """A constructor argument: plain data, in which modules are given by their descriptions."""
-    if _is_description(described):
-        return rebuild(owner, name, described, nn.Module)
-    if isinstance(described, dict):
-        return {key: _rebuild_argument(owner, name, value) for key, value in described.items()}
-    if isinstance(described, list):
-        return [_rebuild_argument(owner, name, value) for value in described]
-    return described

@@ -4,7 +4,7 @@ import inspect
 import os
 from typing import Any
 
-from lightning_retrieval.training.class_paths import class_path
+from lightning_retrieval.plain_data import class_path
 
 LONGEST_LIST = 100  # a longer list or dict is logged by its length
 DEEPEST_NESTING = 3  # what is nested deeper is logged by its class

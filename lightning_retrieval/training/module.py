@@ -21,6 +21,7 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.whitening import Whitening
+from lightning_retrieval.plain_data import rebuild, rebuild_optional
 from lightning_retrieval.training.batches import Unpacked, unpack
 from lightning_retrieval.training.chunk_size_search import ChunkSizeSearch
 from lightning_retrieval.training.chunked import chunked_backward
@@ -33,7 +34,6 @@ from lightning_retrieval.training.full_sharding import (
     sharded_modules,
 )
 from lightning_retrieval.training.gradient_sum import GradientSum
-from lightning_retrieval.training.hyperparameters import rebuild, rebuild_optional
 from lightning_retrieval.training.manual_training import ManualTraining
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.module_checks import (

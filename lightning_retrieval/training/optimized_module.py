@@ -7,8 +7,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lightning_retrieval.checks import check_choice, check_integer, check_string
+from lightning_retrieval.plain_data import rebuild_factory
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
-from lightning_retrieval.training.hyperparameters import rebuild_factory
 from lightning_retrieval.training.optimizers import NetworkParts, make_optimizer
 
 

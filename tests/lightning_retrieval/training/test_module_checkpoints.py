@@ -159,7 +159,7 @@ def test_what_cannot_be_described_has_to_be_passed_again(tmp_path, name, given, 
     ("class_path", "error", "sentence"),
     [
         ("torch.nn.Nothing", ValueError, r"`embedder` names the class torch\.nn\.Nothing, which cannot be imported"),
-        ("os.system", TypeError, r"`embedder` names os\.system, which is not a class of the kind needed here"),
+        ("os.system", ValueError, r"`embedder` names os\.system, and a file may name classes only of"),
         ("torch.optim.SGD", TypeError, r"`embedder` names torch\.optim\.SGD, which is not a class of the kind"),
     ],
 )
