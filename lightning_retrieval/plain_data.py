@@ -430,7 +430,7 @@ def _places(cls: type[Any]) -> dict[str, _Place]:
 def _annotations(cls: type[Any]) -> dict[str, Any]:
     """The annotation of each argument of a constructor, `Any` where there is none or it cannot be evaluated."""
     constructor: Any = cls.__init__  # type: ignore[misc]
-    names = getattr(inspect.unwrap(constructor), "__globals__", {})
+    names = {**vars(typing), **getattr(inspect.unwrap(constructor), "__globals__", {})}
     annotations = {}
     for parameter in list(inspect.signature(constructor).parameters.values())[1:]:
         if parameter.kind in _VARIADIC:
@@ -438,7 +438,7 @@ def _annotations(cls: type[Any]) -> dict[str, Any]:
         annotations[parameter.name] = Any
         if parameter.annotation is not inspect.Parameter.empty:
             holder = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
-            with contextlib.suppress(Exception):  # of an annotation that is a string, which is evaluated
+            with contextlib.suppress(Exception):  # of a string whose names the module imports for type checkers only
                 annotations |= typing.get_type_hints(holder, names)
     return annotations
 
@@ -521,9 +521,8 @@ def _check_plain_data(owner: str, name: str, value: Any, packages: tuple[str, ..
 
 
 def _check_setting(owner: str, name: str, value: Any) -> None:
-    is_refused = bool(value) and name.startswith(REFUSED)
     is_kernel = name.endswith(_KERNELS) and isinstance(value, str) and not value.isidentifier()
-    if is_refused or is_kernel:
+    if value and (name.startswith(REFUSED) or is_kernel):
         raise ValueError(
             f"{owner}: `{name}` must not be set in a file, since it makes another library run code or read other "
             f"files, got {short_repr(value)}; pass the object again, as in load_from_checkpoint(path, embedder=...)."

@@ -126,9 +126,9 @@ class ImageEmbedder:
         check_integer(owner, "batch_size", batch_size, least=1)
         check_integer(owner, "num_workers", num_workers, least=0)
         module = load_checkpoint(owner, checkpoint)
-        prepare, described, source = choose_transform(
-            owner, checkpoint, module, transform, recorded or module.preparation
-        )
+        if recorded is None:
+            recorded = module.preparation
+        prepare, described, source = choose_transform(owner, checkpoint, module, transform, recorded)
         about = {
             "checkpoint": str(checkpoint.absolute()),
             "checkpoint_sha256": file_digest(checkpoint),

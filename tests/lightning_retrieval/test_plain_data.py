@@ -4,6 +4,8 @@ import collections
 import functools
 import importlib
 import inspect
+import sys
+from collections.abc import Callable
 
 import jsonargparse
 import pytest
@@ -13,9 +15,16 @@ import yaml
 from torch import nn
 
 import lightning_retrieval
-from lightning_retrieval import callbacks, datamodules, losses, metrics, models
-from lightning_retrieval.training import class_paths
-from lightning_retrieval.training.class_paths import check_config_paths, class_path, import_named_module, load_class
+from lightning_retrieval import RetrievalModule, callbacks, datamodules, losses, metrics, models
+from lightning_retrieval.plain_data import (
+    check_plain_data,
+    check_settings,
+    class_path,
+    find_class,
+    import_named_module,
+    rebuild,
+    rebuild_factory,
+)
 from lightning_retrieval.training.hyperparameters import describe
 
 PUBLIC_CLASSES = {
@@ -55,7 +64,7 @@ def test_public_class_has_a_public_path_that_leads_back_to_it(path):
     cls = PUBLIC_CLASSES[path]
     shortest = class_path(cls)
     assert len(shortest) <= len(path)
-    assert load_class("Test", "thing", shortest, object) is cls
+    assert find_class("Test", "thing", shortest) is cls
 
 
 @pytest.mark.parametrize("path", [*KNOWN, *PUBLIC_CLASSES])
@@ -97,66 +106,149 @@ def test_hyperparameters_have_the_class_paths_that_lightning_cli_writes(capsys):
         assert module.hparams[name]["class_path"] == written[name]["class_path"]
 
 
-NOT_IMPORTED = (
-    r"names planted_module\.Net, whose module is not imported, and loading a checkpoint imports only "
-    r"lightning_retrieval, pytorch_metric_learning, timm, torch, torchvision; import planted_module first"
+NOT_ALLOWED = (
+    r"names planted_module\.Net, and a file may name classes only of lightning_retrieval, .* if you trust it, import "
 )
 
 
 @pytest.mark.refusal
-def test_a_module_that_is_not_imported_is_not_imported_for_a_class(planted):
+def test_only_modules_that_the_user_has_imported_are_looked_in(planted):
     module, written = planted
-    with pytest.raises(ValueError, match=rf"^Test: `net` {NOT_IMPORTED}"):
-        load_class("Test", "net", f"{module}.Net", nn.Module)
+    with pytest.raises(ValueError, match=rf"^Test: `net` {NOT_ALLOWED}planted_module first"):
+        rebuild("Test", "net", {"class_path": f"{module}.Net"}, nn.Module)
     assert not written.exists()
     imported = importlib.import_module(module)
     assert written.exists()  # so the file shows an import
-    assert load_class("Test", "net", f"{module}.Net", nn.Module) is imported.Net
-
-
-def test_modules_of_trusted_packages_are_imported_for_a_class(planted, monkeypatch):
-    module, written = planted
-    monkeypatch.setattr(class_paths, "TRUSTED_PACKAGES", (module,))
-    assert load_class("Test", "net", f"{module}.Net", nn.Module).__module__ == module
-    assert written.exists()
-
-
-def test_a_class_within_a_class_of_an_imported_module_is_found():
-    assert load_class("Test", "thing", f"{__name__}.Outer.Inner", object) is Outer.Inner
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        ("planted_module.Net", "net"),
-        ({"class_path": "planted_module.Net"}, "net"),
-        ({"class_path": "Embedder", "init_args": {"backbone": {"class_path": "planted_module.Net"}}}, "backbone"),
-        ({"class_path": "Embedder", "dict_kwargs": {"head": ["planted_module.Net"]}}, "head"),
-        ([{"layers": [1, {"class_path": "planted_module.Net"}]}], "layers"),
-        ("{class_path: planted_module.Net}", "class_path"),
-        ("'planted_module.Net'", "net"),
-        (" planted_module.Net", "net"),
-        ({"embedder.class_path": "planted_module.Net"}, "embedder.class_path"),
-    ],
-)
-def test_config_names_no_module_that_is_not_imported(planted, config, name):
-    name = name.replace("class_path", "net") if isinstance(config, str) else name
-    with pytest.raises(ValueError, match=rf"^Test: `{name}` {NOT_IMPORTED}"):
-        check_config_paths("Test", "net", config)
-    assert not planted[1].exists()
-
-
-def test_config_of_known_classes_and_plain_values_is_accepted():
-    config = {"class_path": "torch.nn.Linear", "init_args": {"weights": "resnet50.a1_in1k", "x": [1, 0.5, None, True]}}
-    check_config_paths("Test", "net", [config, "Embedder", "val/mAP", "{", "a: b", "", ".", "no_such_module.Thing"])
+    assert find_class("Test", "net", f"{module}.Net", (nn.Module,)) is imported.Net
 
 
 def test_module_that_the_user_names_is_imported(planted):
     module, written = planted
     import_named_module("Test", "--import_module", module)
     assert written.exists()
-    check_config_paths("Test", "net", f"{module}.Net")
+    assert find_class("Test", "net", f"{module}.Net").__name__ == "Net"
+
+
+def test_a_class_within_a_class_of_an_imported_module_is_found():
+    assert find_class("Test", "thing", f"{__name__}.Outer.Inner") is Outer.Inner
+
+
+def test_a_class_of_the_users_script_is_found(monkeypatch):
+    net = type("Net", (nn.Module,), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "Net", net, raising=False)
+    assert find_class("Test", "net", "__main__.Net") is net
+
+
+@pytest.mark.refusal
+def test_a_library_that_the_user_has_not_named_is_no_module_of_the_user(monkeypatch):
+    importlib.import_module("torchmetrics.classification")
+    for path in ("torchmetrics.classification.BinaryAccuracy", "unittest.TestCase", f"{__name__}.yaml.YAMLError"):
+        with pytest.raises(ValueError, match=r"^Test: `thing` names .*, and a file may name classes only of"):
+            find_class("Test", "thing", path)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("value", [{"a": [object()]}, {"a": b"x"}, {"a": {"class_path": 3, "init_args": nn.Linear}}])
+def test_plain_data_hold_nothing_else(value):
+    with pytest.raises(TypeError, match=r"^Test: `(a|init_args)` must be plain data, got"):
+        check_plain_data("Test", "settings", value)
+
+
+@pytest.mark.refusal
+def test_plain_data_are_not_nested_too_deeply():
+    value: list = []
+    for _ in range(5000):
+        value = [value]
+    with pytest.raises(ValueError, match=r"^Test: `settings` must be plain data, got lists or dicts that are nested"):
+        check_plain_data("Test", "settings", value)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("trust_remote_code", True),
+        ("auto_map", {"AutoModel": "evil--net.Net"}),
+        ("pretrained_cfg", {"url": "x"}),
+        ("pretrained_cfg_overlay", {"file": "x.bin"}),
+        ("checkpoint_path", "x.bin"),
+        ("cache_dir", "x"),
+        ("megatron_config", {"a": 1}),
+        ("attn_implementation", "evil/kernels"),
+        ("weights", "https://example.org/x.pth"),
+        ("backbone", "timm/hf-hub:evil/net"),
+        ("model_name", "local-dir:net"),
+    ],
+)
+def test_settings_that_a_file_may_not_make(name, value):
+    description = {"class_path": "lightning_retrieval.Embedder", "init_args": {"backbone_args": [{name: value}]}}
+    with pytest.raises(ValueError, match=rf"^Test: `({name}|url)` must "):
+        check_plain_data("Test", "embedder", {"embedder": description})
+    description["init_args"]["backbone_args"] = [{name: type(value)()}]  # empty, as jsonargparse writes it
+    check_plain_data("Test", "embedder", {"embedder": description})
+
+
+def test_networks_of_builders_get_no_pretrained_weights(monkeypatch):
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *args, **kwargs: pytest.fail("downloads"))
+    settings = {"model_name": "resnet18.a1_in1k", "pretrained": True, "pretrained_cfg": None, "checkpoint_path": ""}
+    description = {"class_path": "timm.create_model", "init_args": settings, "dict_kwargs": {"num_classes": 0}}
+    assert type(rebuild("Test", "net", description, nn.Module)).__name__ == "ResNet"
+    for path in ("torchvision.models.resnet18", "torchvision.models.detection.fasterrcnn_mobilenet_v3_large_fpn"):
+        description = {"class_path": path, "init_args": {"weights": "DEFAULT", "weights_backbone": "DEFAULT"}}
+        description["init_args"] = {"weights": "DEFAULT", "pretrained": True}
+        assert type(rebuild("Test", "net", description, nn.Module)).__name__ in ("ResNet", "FasterRCNN")
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("model", ["no_such_model", "hf-hub:timm/resnet18", 3, None])
+def test_networks_of_timm_are_those_that_it_lists(model):
+    with pytest.raises(ValueError, match=r"^Test: `(net|model_name)` must "):
+        rebuild("Test", "net", {"class_path": "timm.create_model", "init_args": {"model_name": model}}, nn.Module)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("path", ["timm.create_model", "torchvision.models.resnet18"])
+def test_builders_of_networks_make_nothing_else(path):
+    with pytest.raises((ValueError, TypeError), match=r"^Test: `optimizer` names"):
+        rebuild_factory("Test", "optimizer", {"class_path": path}, torch.optim.Optimizer)
+
+
+class Wide(nn.Module):
+    """Takes an object, a callable, and a number."""
+
+    def __init__(self, layer: nn.Module | None = None, norm: Callable[..., nn.Module] = nn.Identity, width: int = 1):
+        super().__init__()
+        self.layer, self.norm, self.width = layer, norm, width
+
+
+LINEAR = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 2, "out_features": 3}}
+
+
+def test_arguments_are_what_their_annotations_say():
+    path = f"{__name__}.Wide"
+    description = {"class_path": path, "init_args": {"layer": LINEAR, "norm": LINEAR, "width": 3}}
+    made = rebuild("Test", "net", description, nn.Module)
+    assert type(made.layer) is nn.Linear
+    assert (made.norm.func, made.norm.keywords) == (nn.Linear, LINEAR["init_args"])
+    with pytest.raises(TypeError, match=r"^Test: `width` names torch.nn.Linear, which is not a class of the kind"):
+        rebuild("Test", "net", {"class_path": path, "init_args": {"width": LINEAR}}, nn.Module)
+
+
+@pytest.mark.refusal
+def test_a_string_is_never_called():
+    path = f"{__name__}.Wide"
+    with pytest.raises(ValueError, match=r"^Test: `norm` must be passed again, .* got 'torch.nn.Linear'"):
+        rebuild("Test", "net", {"class_path": path, "init_args": {"norm": "torch.nn.Linear"}}, nn.Module)
+    scheduler = {"class_path": "torch.optim.lr_scheduler.LambdaLR", "init_args": {"lr_lambda": ["builtins.print"]}}
+    with pytest.raises(ValueError, match=r"^Test: `lr_lambda` must be passed again, .* got 'builtins.print'"):
+        rebuild_factory("Test", "lr_scheduler", scheduler, torch.optim.lr_scheduler.LRScheduler)
+
+
+def test_settings_are_checked_before_anything_is_built(monkeypatch):
+    """The first argument is good; nothing is built of it, since the second one is not."""
+    monkeypatch.setattr(nn.Linear, "__init__", lambda *args, **kwargs: pytest.fail("built"))
+    with pytest.raises(ValueError, match=r"^Test: `loss` names the class torch.nn.NoSuchLoss"):
+        check_settings("Test", RetrievalModule, {"embedder": LINEAR, "loss": {"class_path": "torch.nn.NoSuchLoss"}})
 
 
 @pytest.mark.refusal
