@@ -108,14 +108,7 @@ def rebuild(owner: str, name: str, value: Any, kind: type[T]) -> T:
 
 
 def rebuild_optional(owner: str, name: str, value: Any, kind: type[T]) -> T | None:
-    """As `rebuild`, and None for None.
-
-    Args:
-        owner: prefix of error messages.
-        name: the argument that the value is for.
-        value: an object, its description, or None.
-        kind: class that the object must have.
-    """
+    """As `rebuild`, and None for None."""
     if value is None:
         return None
     return rebuild(owner, name, value, kind)
@@ -146,13 +139,7 @@ def rebuild_factory(owner: str, name: str, value: Any, kind: type[Any] | Kinds) 
 
 @dataclass(frozen=True)
 class CheckedSettings:
-    """The class of a module and its constructor arguments, of which nothing has been built yet.
-
-    Args:
-        cls: class of the module.
-        plain: the arguments as the file has them.
-        checked: the same with a `_Description` in place of each description.
-    """
+    """The class of a module and its arguments, as the file has them and as `_Description`s; nothing is built yet."""
 
     cls: type[Any]
     plain: dict[str, Any]
@@ -194,7 +181,7 @@ def check_plain_data(owner: str, name: str, value: Any, packages: tuple[str, ...
         owner: prefix of error messages.
         name: the argument that the value is for.
         value: numbers, strings, None, lists and dicts.
-        packages: modules whose classes may be named.
+        packages: modules whose classes a file may name; those of the user count in any case.
 
     Raises:
         ValueError: if a class path leads to a module that a file may not name, or a setting would make another library
@@ -219,7 +206,7 @@ def find_class(
         name: the argument that the path belongs to.
         path: dotted path of a class.
         kinds: the class must be a subclass of one of these.
-        packages: modules whose classes a file may name; those of the user count in any case.
+        packages: as for `check_plain_data`.
 
     Raises:
         ValueError: if a file may not name it, or it does not exist.
@@ -263,12 +250,7 @@ def load_function(owner: str, name: str, path: str) -> Any:
 
 
 def import_named_module(owner: str, name: str, module: str) -> None:
-    """Import a module that the user, not a file, has named, so that files may name its classes.
-
-    Args:
-        owner: prefix of error messages.
-        name: the argument that names the module.
-        module: dotted name.
+    """Import a module that the user, not a file, has named by an argument, so that files may name its classes.
 
     Raises:
         ValueError: if it cannot be imported.
@@ -293,13 +275,7 @@ def _exposes(package: str, cls: type) -> bool:
 
 @dataclass(frozen=True)
 class _Place:
-    """What an argument accepts.
-
-    Args:
-        kinds: classes of which it accepts an object.
-        products: classes of which it accepts a callable that makes an object.
-        takes_strings: whether it accepts a string that stays one.
-    """
+    """What an argument accepts: objects of `kinds`, callables that make one of `products`, strings as they are."""
 
     kinds: Kinds = ()
     products: Kinds = ()
