@@ -21,6 +21,7 @@ from lightning_retrieval.models.backbone_request import MAP_POOLINGS, BackboneRe
 from lightning_retrieval.models.glyph_net import GlyphNet
 from lightning_retrieval.models.hugging_face_backbones import build_hugging_face
 from lightning_retrieval.models.preparation import Preparation
+from lightning_retrieval.models.pretrained import check_arguments_of_file, is_rebuilding
 from lightning_retrieval.models.timm_backbones import build_timm
 from lightning_retrieval.models.torchvision_backbones import build_torchvision
 
@@ -37,9 +38,12 @@ def build_backbone(request: BackboneRequest) -> BuiltBackbone:
         request: name, weights, pooling, image size and further arguments.
 
     Raises:
-        ValueError: if the name, the weights or the pooling is unknown, or the backbone has no weights.
+        ValueError: if the name, the weights or the pooling is unknown, the backbone has no weights, or it is rebuilt
+            from a file with arguments that would fetch something or run code.
         ModuleNotFoundError: if the package of the family is not installed.
     """
+    if is_rebuilding():
+        check_arguments_of_file(request.owner, request.arguments)
     build: Callable[[BackboneRequest], BuiltBackbone] = build_torchvision
     if request.name == GLYPH_NET:
         build = _build_glyph_net

@@ -14,6 +14,7 @@ from lightning_retrieval.optional_packages import optional_import
 
 MOST_RANK = 4096
 ATTENTION = ("attn", "attention")
+IMPORTED = ("megatron_config", "megatron_core")  # with which peft imports the module that the second one names
 ADAPTER = "lora_"  # prefix of the names of the trained matrices
 
 
@@ -25,12 +26,15 @@ def check_lora(owner: str, lora: Any) -> dict[str, Any] | None:
         lora: the rank r, these arguments, or None.
 
     Raises:
-        ValueError: if the rank is out of its range.
+        ValueError: if the rank is out of its range, or peft would import a module that an argument names.
         TypeError: if it is something else.
     """
     if lora is None:
         return None
     if isinstance(lora, Mapping):
+        for name in IMPORTED:
+            if name in lora:
+                raise ValueError(f"{owner}: `lora` must not have {name}, got {short_repr(lora[name])}; leave it out.")
         check_integer(owner, "lora['r']", lora.get("r", 8), 1, MOST_RANK)
         return dict(lora)
     rank = check_integer(owner, "lora", lora, 1, MOST_RANK)

@@ -107,7 +107,7 @@ def test_invalid_file_with_the_weights_of_another_model(tmp_path):
     # timm ignores weights with other names; the bias has the value of every initialisation.
     other = {"layers.0.weight": torch.randn(48, 48), "layers.0.bias": torch.zeros(48)}
     torch.save(other, tmp_path / "other.pth")
-    with pytest.raises(ValueError, match=r"the weights of timm/vit_tiny_patch16_224, got .*other.pth, which has none"):
+    with pytest.raises(ValueError, match=r"the weights of timm/vit_tiny_patch16_224, got .*other.pth, loaded 0 of 30"):
         Embedder("timm/vit_tiny_patch16_224", 8, weights=str(tmp_path / "other.pth"), backbone_args=VIT)
 
 
