@@ -14,7 +14,7 @@ from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
 from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInterrupt
 from lightning_retrieval.callbacks.run_continuation import RowsBeforeCheckpoints, SameCheckpoint
 from lightning_retrieval.cli.help import CompactHelpFormatter
-from lightning_retrieval.cli.messages import missing_package_message
+from lightning_retrieval.cli.messages import invalid_argument_message, missing_package_message
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # --model DetectionModule
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
@@ -103,11 +103,11 @@ class RetrievalCLI(LightningCLI):
         super()._parse_ckpt_path()
 
     def instantiate_classes(self) -> None:
-        """Create the objects of the config; stop with one sentence if one of them needs a package that is missing."""
+        """Create the objects of the config; stop with one sentence if an argument is invalid or a package is missing."""
         try:
             super().instantiate_classes()
-        except (ModuleNotFoundError, ValueError) as error:
-            message = missing_package_message(error)
+        except (FileNotFoundError, ModuleNotFoundError, TypeError, ValueError) as error:
+            message = missing_package_message(error) or invalid_argument_message(error)
             if message is None:
                 raise
             self.parser.error(message)

@@ -150,13 +150,14 @@ def without_prefixes(
         prefixes: that are removed, in any order and number, unless the network has the name or names with them.
     """
     found = dict(tensors)
-    candidates = [prefix for prefix in prefixes if prefix and not any(name.startswith(prefix) for name in own)]
     while not any(name in own for name in found):
-        prefix = next((prefix for prefix in candidates if any(name.startswith(prefix) for name in found)), None)
-        if prefix is None:
-            break
-        inside = [name for name in found if name.startswith(prefix)]
-        found = {name.removeprefix(prefix): found[name] for name in inside}
+        for prefix in prefixes:
+            inside = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
+            if prefix and inside and not any(name.startswith(prefix) for name in own):
+                break
+        else:
+            return found
+        found = inside
     return found
 
 
