@@ -27,6 +27,7 @@ from lightning_retrieval.models.preparation import DEFAULT_IMAGE_SIZE
 from lightning_retrieval.models.pretrained import (
     DEFAULT_WEIGHTS,
     are_skipped,
+    check_loaded,
     hub_error,
     is_local_file,
     is_rebuilding,
@@ -37,6 +38,7 @@ from lightning_retrieval.optional_packages import optional_import
 CLASS_TOKENS = ("cls_token", "class_embedding")
 PREFIX_TOKENS = (*CLASS_TOKENS, "distillation_token", "register_tokens")
 CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier", "pooler")  # first part of names in a file
+MASK_TOKEN = "mask_token"  # of pretraining; not all weights of a hub have it, and no embedding depends on it
 # Entries of a config that do not describe the network.
 NOT_KEPT = ("_name_or_path", "architectures", "auto_map", "id2label", "label2id", "transformers_version")
 NO_CODE = {"trust_remote_code": False}  # of a repository, nor a question at the terminal whether to run it
@@ -160,13 +162,16 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
             prefix = f"{model.base_model_prefix}."
             load_local_file(request.owner, str(request.weights), model, optional=CLASSIFIERS, prefix=prefix)
         return model
+    what = f"{request.weights!r} of hf/{request.name}"
     try:
-        model = transformers.AutoModel.from_pretrained(
-            request.name, config=config, **_source(request), **NO_CODE, **settings
+        model, loading = transformers.AutoModel.from_pretrained(
+            request.name, config=config, output_loading_info=True, **_source(request), **NO_CODE, **settings
         )
     except (OSError, ValueError) as error:
-        what = f"{request.weights!r} of hf/{request.name}"
         raise hub_error(request.owner, "weights", what, error) from None
+    missing = [name for name in loading["missing_keys"] if not name.startswith(CLASSIFIERS)]
+    trained = [name for name in missing if name.rpartition(".")[2] != MASK_TOKEN]
+    check_loaded(request.owner, what, f"hf/{request.name}", model, trained)
     return model
 
 

@@ -191,9 +191,7 @@ def other_weights(owner: str, path: str, network: str, error: Exception) -> Valu
         error: of torch.
     """
     reason = " ".join(str(error).split())
-    return ValueError(
-        f"{owner}: `weights` must be a file with the weights of {network}, got {path} ({reason[:300]})."
-    )
+    return ValueError(f"{owner}: `weights` must be a file with the weights of {network}, got {path} ({reason[:300]}).")
 
 
 def _shown(names: list[str]) -> str:

@@ -6,8 +6,8 @@ without a classifier: its class token, the average of its patch tokens, attentio
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from jaxtyping import Float
@@ -182,38 +182,38 @@ def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dic
 
 def _with_local_file(timm: Any, request: BackboneRequest, path: str) -> Any:
     """A model with all of its weights from a local file, which timm renames and resamples to the image size."""
-    network = f"timm/{request.name}"
     tensors = read_weights(request.owner, path, ENTRIES)
-    try:
-        model, missing = _loaded_model(timm, request, tensors)
+    plain = without_prefixes(tensors, ())
+    if plain.keys() != tensors.keys():
         # timm also knows the names of the authors of a model, some of which begin with such a prefix.
-        plain = without_prefixes(tensors, model.state_dict().keys())
-        if missing and plain.keys() != tensors.keys():
-            model, missing = _loaded_model(timm, request, plain)
+        with suppress(ValueError):
+            return _loaded_model(timm, request, path, tensors)
+    return _loaded_model(timm, request, path, plain)
+
+
+def _loaded_model(timm: Any, request: BackboneRequest, path: str, tensors: dict[str, Tensor]) -> Any:
+    """A model with the tensors of a file.
+
+    Raises:
+        ValueError: if one of its own is not among them: timm ignores tensors with other names, and keeps random ones.
+    """
+    network = f"timm/{request.name}"
+    # Where the number of classes differs, timm leaves out the classifier, and loads what it can.
+    weights = {"pretrained": True, "pretrained_cfg_overlay": {"state_dict": tensors, "num_classes": -1}}
+    try:
+        with _noted_loading() as missing:
+            model = _flexible_model(timm, request, request.name, weights)
     except (AttributeError, LookupError, RuntimeError, ValueError) as error:  # of what timm does with strange names
         raise other_weights(request.owner, path, network, error) from None
-    check_loaded(request.owner, path, network, model, missing)
+    model.pretrained_cfg.pop("state_dict", None)  # else the model keeps and copies them
+    check_loaded(request.owner, path, network, model, missing.get(model, model.state_dict().keys()))
     return model
 
 
-def _loaded_model(timm: Any, request: BackboneRequest, tensors: dict[str, Tensor]) -> tuple[Any, list[str]]:
-    """A model with the tensors of a file, and the names of those of its own that are not among them.
-
-    timm ignores tensors with other names, and keeps random ones.
-    """
-    # Where the number of classes differs, timm leaves out the classifier, and loads what it can.
-    overlay = {"state_dict": tensors, "num_classes": -1}
-    with _noted_loading() as missing:
-        weights = {"pretrained": True, "pretrained_cfg_overlay": overlay}
-        model = _flexible_model(timm, request, request.name, weights)
-    model.pretrained_cfg.pop("state_dict", None)  # else the model keeps and copies them
-    return model, missing.get(model, list(model.state_dict()))
-
-
 @contextmanager
-def _noted_loading() -> Iterator[dict[nn.Module, list[str]]]:
+def _noted_loading() -> Iterator[dict[nn.Module, Collection[str]]]:
     """The names that have been missing when the weights of modules that are built meanwhile were loaded."""
-    missing: dict[nn.Module, list[str]] = {}
+    missing: dict[nn.Module, Collection[str]] = {}
     handles: dict[nn.Module, Any] = {}
 
     def note(module: nn.Module, result: Any) -> None:
