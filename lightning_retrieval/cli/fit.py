@@ -103,7 +103,7 @@ class RetrievalCLI(LightningCLI):
         super()._parse_ckpt_path()
 
     def instantiate_classes(self) -> None:
-        """Create the objects of the config; stop with one sentence if an argument is invalid or a package is missing."""
+        """Create the objects of the config; one sentence if an argument is invalid or a package missing."""
         try:
             super().instantiate_classes()
         except (FileNotFoundError, ModuleNotFoundError, TypeError, ValueError) as error:

@@ -196,18 +196,18 @@ def test_invalid_model_whose_code_is_in_its_repository(repository, weights, argu
 
 @pytest.mark.refusal
 @pytest.mark.parametrize("lora", [None, 2])
-@pytest.mark.parametrize("way", ["user", "config.json"])
-def test_invalid_trust_in_the_code_of_a_repository(repository, tmp_path, way, lora):
+def test_invalid_trust_in_the_code_of_a_repository(repository, tmp_path, lora):
     settings = {"backbone": f"hf/{repository[0]}", "backbone_args": {"trust_remote_code": True}, "lora": lora}
-    with pytest.raises(ValueError, match=r"^Embedder: `backbone_args` .*must not have trust_remote_code"):
-        if way == "user":
-            Embedder(**settings)
-        else:
-            Embedder("glyph_net", 8).save_pretrained(tmp_path / "saved")
-            config = json.loads((tmp_path / "saved/config.json").read_text())
-            config["init_args"] |= settings
-            (tmp_path / "saved/config.json").write_text(json.dumps(config))
-            Embedder.from_pretrained(tmp_path / "saved")
+    with pytest.raises(
+        ValueError, match=r"^Embedder: `backbone_args` must not have trust_remote_code, got True for hf/"
+    ):
+        Embedder(**settings)
+    Embedder("glyph_net", 8).save_pretrained(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved/config.json").read_text())
+    config["init_args"] |= settings
+    (tmp_path / "saved/config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"trust_remote_code"):
+        Embedder.from_pretrained(tmp_path / "saved")
     assert not repository[1].exists()
 
 
@@ -223,6 +223,23 @@ def test_a_model_of_transformers_whose_repository_also_has_code(repository):
     assert "auto_map" not in embedder.backbone_args
     with without_pretrained_weights():
         Embedder(**embedder.init_args())
+
+
+def test_a_file_cannot_ask_for_pretrained_weights_of_a_part():
+    """Detectors of older releases of transformers download them when they are built."""
+    config = {"model_type": "vit", **SMALL, "use_pretrained_backbone": True}
+    with without_pretrained_weights():
+        embedder = Embedder("hf/a/b", 8, backbone_args=config)
+    assert embedder.backbone.model.config.use_pretrained_backbone is False
+
+
+def test_a_name_without_a_config_is_looked_up_on_disk_while_a_file_is_loaded(tmp_path):
+    write_folder(tmp_path)
+    with without_pretrained_weights():
+        embedder = Embedder(f"hf/{tmp_path}", 8, weights="DEFAULT")
+        with pytest.raises(ValueError, match=r"asks for the Hugging Face hub id 'a/b' \(which is no local folder\)"):
+            Embedder("hf/a/b", 8)
+    assert embedder.preparation.mean == (0.4, 0.5, 0.6)
 
 
 @pytest.mark.refusal
