@@ -47,7 +47,8 @@ def choose_transform(
             than the user named, or it needs images with another number of channels, or what the user named is no
             function from images to tensors.
     """
-    if requested is not None:
+    of_model = (recorded or {}).get("function")
+    if requested is not None and of_model in (None, requested):  # else another function is invalid anyway
         _check_not_of_python(owner, requested)
     channels = image_channels(module)
     wanted = getattr(getattr(module, "embedder", None), "preparation", None)
