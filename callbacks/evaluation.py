@@ -19,7 +19,7 @@ from lightning_retrieval.callbacks.loaders import (
     set_prefixes,
 )
 from lightning_retrieval.callbacks.log_values import log_without_sync
-from lightning_retrieval.callbacks.results_table import results_table
+from lightning_retrieval.callbacks.results_table import results_table, worse_than_before
 from lightning_retrieval.checks import check_bool, check_callable, check_choice, check_counts, check_strings
 from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
 from lightning_retrieval.metrics.definitions import Divisor
@@ -46,7 +46,8 @@ class RetrievalEvaluation(pl.Callback):
         ks: the k of R@k, each >= 1.
         before_fit: evaluate the test set with the untrained model before training, and log the results as `test/...`
             at step 0. Of an `Embedder`, the backbone's pooled features without the new head are evaluated too, and
-            logged as `backbone/test/...`: what the pretrained weights are worth without training. A resumed run skips
+            logged as `backbone/test/...`: what the pretrained weights are worth without training. The table of a test
+            after training compares the three, and says so if training has made the network worse. A resumed run skips
             this.
         map_ks: the k of mAP@k, each >= 1; empty for none. Data sets with a metric of their own ignore this and the next
             three arguments.
@@ -248,6 +249,9 @@ class RetrievalEvaluation(pl.Callback):
             }
             columns = {**before, **columns}
         print("\n" + results_table(columns), flush=True)
+        warning = worse_than_before(columns)
+        if warning is not None:
+            print(f"\n{warning}", flush=True)
 
 
 def _as_floats(results: dict[str, Tensor]) -> dict[str, float]:

@@ -5,9 +5,9 @@ python examples/own_images.py photos --size 64 --backbone resnet50 --loss roadma
 
 Half of the classes are used for training. `val/mAP` is measured on the other half, where each image is a query against
 all others. The table at the end compares the trained network with the pooled features of its backbone (`backbone`),
-which are what the pretrained weights are worth without training, and with the new, untrained head. Figures, metrics and
-checkpoints are written to logs/own_images/version_*. Ctrl-C completes the step and leaves a checkpoint; the same
-command with --resume continues from the newest one.
+which are what the pretrained weights are worth without training, and with the new, untrained head; a sentence below it
+says so if the trained network is worse. Figures, metrics and checkpoints are written to logs/own_images/version_*.
+Ctrl-C completes the step and leaves a checkpoint; the same command with --resume continues from the newest one.
 """
 
 import argparse
@@ -134,6 +134,12 @@ def newest_checkpoint() -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
+def is_worse(results: dict[str, dict[str, float]]) -> bool:
+    """Return whether the network has a lower mAP after training than before it, with its head or without."""
+    before = [results[name]["test/mAP"] for name in ("backbone", "untrained") if name in results]
+    return results["test"]["test/mAP"] < max(before, default=0.0)
+
+
 def parse_options() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="folder with a subfolder of images for each class")
@@ -191,12 +197,13 @@ def main() -> None:
         )
     except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
         parser.error(with_options(str(error)))
+    evaluation = RetrievalEvaluation(ks=(1, 5), before_fit=True)
     trainer = pl.Trainer(
         max_epochs=options.epochs,
         logger=CSVLogger(RUNS.parent, RUNS.name),
         log_every_n_steps=1,
         callbacks=[
-            RetrievalEvaluation(ks=(1, 5), before_fit=True),
+            evaluation,
             APMonitor(),
             RetrievalGallery(),
             TrainingCurve(),
@@ -208,7 +215,10 @@ def main() -> None:
     trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
     best = trainer.checkpoint_callback.best_model_path
     trainer.test(module, data, ckpt_path=best, verbose=False, weights_only=True)
-    print("\nTo search with the trained network:")
+    title = "To search with the trained network:"
+    if is_worse(evaluation.results):
+        title = "To search with the trained network all the same:"
+    print(f"\n{title}")
     command = ["lightning-retrieval", "index", "--checkpoint", best, "--images", str(options.folder)]
     if options.eval_transform is not None:
         command += ["--transform", options.eval_transform]

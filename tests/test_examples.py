@@ -122,6 +122,9 @@ def test_own_images_from_a_folder_to_a_search(tmp_path, run_python):
     (table,) = (line for line in lines if line[:1] == ["test/mAP"])
     before = [values(folder, name)[0] for name in ("backbone/test/mAP", "test/mAP")]
     assert table[1:] == [f"{value:.4f}" for value in (*before, score)]
+    is_worse = score < max(values(folder, name)[0] for name in ("backbone/test/mAP", "test/mAP"))
+    assert ("The trained network is worse than " in output) == is_worse
+    assert ("To search with the trained network all the same:" in output) == is_worse
     index, search, demo = (line for line in output.splitlines() if line.startswith("lightning-retrieval "))
     program = Path(sys.executable).with_name("lightning-retrieval")  # a Python script, which pip has written
     output = run_python(program, *shlex.split(index)[1:], folder=tmp_path)
@@ -163,6 +166,18 @@ def test_own_images_that_are_too_few(classes, images, message, tmp_path, monkeyp
 def script_of_own_images():
     """The functions of the script."""
     return runpy.run_path(str(EXAMPLES / "own_images.py"), run_name="own_images")
+
+
+def test_own_images_say_that_training_made_the_network_worse():
+    """Values of three epochs from random weights."""
+    is_worse = script_of_own_images()["is_worse"]
+    results = {
+        name: {"test/mAP": score} for name, score in {"backbone": 0.28, "untrained": 0.254, "test": 0.202}.items()
+    }
+    assert is_worse(results)
+    assert is_worse({**results, "backbone": {"test/mAP": 0.1}})
+    assert not is_worse({**results, "test": {"test/mAP": 0.281}})
+    assert not is_worse({"test": {"test/mAP": 0.2}})  # a resumed run
 
 
 def test_own_images_with_other_settings_of_the_images(tmp_path, monkeypatch):

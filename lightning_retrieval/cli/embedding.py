@@ -16,7 +16,7 @@ from lightning_retrieval.callbacks.dealt_loader import DealtLoader
 from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.cli.checkpoint import load_checkpoint
 from lightning_retrieval.cli.messages import printable
-from lightning_retrieval.cli.transforms import choose_transform
+from lightning_retrieval.cli.transforms import PROBED_SIZE, choose_transform
 from lightning_retrieval.datamodules import ImageIndex, ImageSet
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.features import image_channels
@@ -24,8 +24,6 @@ from lightning_retrieval.search.files import file_digest
 from lightning_retrieval.training.described_transforms import shown_transform
 from lightning_retrieval.training.module import RetrievalModule
 from lightning_retrieval.training.out_of_memory import is_out_of_memory
-
-PROBED_SIZE = (224, 224)  # pixels of the black image that shows how long an embedding is
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
 from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInterrupt
 from lightning_retrieval.callbacks.run_continuation import RowsBeforeCheckpoints, SameCheckpoint
 from lightning_retrieval.cli.help import CompactHelpFormatter
-from lightning_retrieval.cli.messages import missing_package_message
+from lightning_retrieval.cli.messages import invalid_argument_message, missing_package_message
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # --model DetectionModule
 from lightning_retrieval.plain_data import load_function
@@ -106,14 +106,14 @@ class RetrievalCLI(LightningCLI):
             self._checkpoint = torch.load(path, map_location="meta", weights_only=True)
 
     def instantiate_classes(self) -> None:
-        """Create the objects of the config; stop with one sentence if one of them needs a package that is missing."""
+        """Create the objects of the config; one sentence if an argument is invalid or a package missing."""
         try:
             if self._checkpoint.get("hyper_parameters"):
                 self._instantiate_with_checkpoint()
             else:
                 super().instantiate_classes()
-        except (ModuleNotFoundError, ValueError) as error:
-            message = missing_package_message(error)
+        except (FileNotFoundError, ModuleNotFoundError, TypeError, ValueError) as error:
+            message = missing_package_message(error) or invalid_argument_message(error)
             if message is None:
                 raise
             self.parser.error(message)

@@ -1,6 +1,7 @@
 """Text that the commands print: paths with unusual characters, and error messages in terms of the command line."""
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 
 TENSORBOARD = "TensorBoardLogger needs TensorBoard; install it with pip install 'lightning-retrieval[tensorboard]'."
 FUNCTIONS = ("embed_images", "export_model", "index_embeddings", "index_images", "search_images")  # of the commands
@@ -60,12 +61,51 @@ def missing_package_message(error: Exception) -> str | None:
         >>> missing_package_message(error)
         'B: timm must be installed: pip install timm.'
     """
+    for cause in _causes(error):
+        if not isinstance(cause, ModuleNotFoundError) or cause.name is not None:
+            continue
+        if "`tensorboardX`" in str(cause):  # Lightning's message
+            return TENSORBOARD
+        return str(cause)
+    return None
+
+
+def invalid_argument_message(error: Exception) -> str | None:
+    """The sentence in which a class of this library says which argument of a config is invalid, or None.
+
+    The traceback of another error, such as one of a class of the user's, says more than its message.
+
+    Args:
+        error: what the parser raised when it created the objects of a config.
+
+    Example:
+        >>> from lightning_retrieval import SmoothAPLoss
+        >>> try:
+        ...     SmoothAPLoss(tau=-1.0)
+        ... except ValueError as error:
+        ...     print(invalid_argument_message(error))
+        SmoothAPLoss: `tau` must be a finite number > 0, got -1.0.
+    """
+    for cause in _causes(error):
+        is_sentence = re.match(r"[\w.]+: ", str(cause)) is not None
+        if isinstance(cause, (FileNotFoundError, TypeError, ValueError)) and is_sentence and _is_ours(cause):
+            return str(cause)
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, what caused it, and so on."""
     cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ModuleNotFoundError):
+    while cause is not None:
+        yield cause
         cause = cause.__cause__
-    if cause is None or cause.name is not None:
-        return None
-    message = str(cause)
-    if "`tensorboardX`" in message:  # Lightning's message
-        return TENSORBOARD
-    return message
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether code of this library raised an error."""
+    traceback = error.__traceback__
+    if traceback is None:
+        return False
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return str(traceback.tb_frame.f_globals.get("__name__")).startswith("lightning_retrieval.")

@@ -1,10 +1,13 @@
 """How images are prepared for the model of a checkpoint: as it was evaluated, and never in another way."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from PIL import Image
+from torch import Tensor, nn
 
+from lightning_retrieval.checks import first_line
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.training.described_transforms import (
@@ -15,6 +18,7 @@ from lightning_retrieval.training.described_transforms import (
     shown_transform,
 )
 
+PROBED_SIZE = (224, 224)  # pixels of the black image on which a function is tried
 _SOURCES = {
     "argument": "",
     "checkpoint": ", as the checkpoint says",
@@ -40,8 +44,12 @@ def choose_transform(
 
     Raises:
         ValueError: if the model was evaluated with a function that the user did not name, or with another transform
-            than the user named, or it needs images with another number of channels.
+            than the user named, or it needs images with another number of channels, or what the user named is no
+            function from images to tensors.
     """
+    of_model = (recorded or {}).get("function")
+    if requested is not None and of_model in (None, requested):  # else another function is invalid anyway
+        _check_not_of_python(owner, requested)
     channels = image_channels(module)
     wanted = getattr(getattr(module, "embedder", None), "preparation", None)
     transform: Transform
@@ -55,6 +63,8 @@ def choose_transform(
         transform, source = Preparation.named(_default_name(channels)), "default"
     if isinstance(transform, Preparation):
         _check_channels(owner, checkpoint, transform, channels)
+    elif requested is not None:
+        _check_function(owner, requested, transform)
     described = describe_transform(transform)
     if "function" in described and requested is not None:
         described = {"function": requested}
@@ -74,6 +84,34 @@ def _default_name(channels: int) -> str:
     if channels == 1:
         return "glyphs"
     return "plain"
+
+
+def _check_not_of_python(owner: str, name: str) -> None:
+    """Raise if a name is that of a function of Python itself, none of which prepares images; nothing is imported."""
+    if "." in name and name.split(".")[0] in sys.stdlib_module_names:
+        raise ValueError(
+            f"{owner}: `transform` must name a function of yours from a PIL image to a tensor, got {name!r}, which is "
+            "part of Python."
+        )
+
+
+def _check_function(owner: str, name: str, function: Transform) -> None:
+    """Raise unless a function makes a tensor of an image."""
+    rule = f"{owner}: `transform` must name a function from a PIL image to a tensor, got {name!r}"
+    if isinstance(function, type):
+        raise ValueError(f"{rule}, which is a class; name a function, or an object of the class.")
+    try:
+        made = function(Image.new("RGB", PROBED_SIZE))
+    except Exception as error:  # of the user's code
+        raise ValueError(
+            f"{rule}, which raises {type(error).__name__} for a black image of {PROBED_SIZE[0]} x {PROBED_SIZE[1]} "
+            f"pixels ({first_line(error)})."
+        ) from error
+    if not isinstance(made, Tensor):
+        raise ValueError(
+            f"{rule}, which returns {type(made).__name__}; end it with v2.ToImage() and v2.ToDtype(torch.float32, "
+            "scale=True)."
+        )
 
 
 def _check_channels(owner: str, checkpoint: Path, preparation: Preparation, channels: int) -> None:

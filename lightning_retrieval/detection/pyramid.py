@@ -154,6 +154,8 @@ def make_body(owner: str, name: str, pretrained: bool) -> Any:
         import timm
     is_loaded = pretrained and not are_skipped()
     try:
+        if not timm.is_model(name):  # "hf-hub:..." would fetch a model
+            raise ValueError("no model of timm")
         body: Any = timm.create_model(name, pretrained=is_loaded, features_only=True, out_indices=LEVELS)
     except Exception as error:
         raise ValueError(

@@ -21,8 +21,10 @@ from lightning_retrieval.models.backbone_request import MAP_POOLINGS, BackboneRe
 from lightning_retrieval.models.glyph_net import GlyphNet
 from lightning_retrieval.models.hugging_face_backbones import build_hugging_face
 from lightning_retrieval.models.preparation import Preparation
+from lightning_retrieval.models.pretrained import is_rebuilding
 from lightning_retrieval.models.timm_backbones import build_timm
 from lightning_retrieval.models.torchvision_backbones import build_torchvision
+from lightning_retrieval.plain_data import check_plain_data
 
 FAMILIES: dict[str, Callable[[BackboneRequest], BuiltBackbone]] = {
     "timm/": build_timm,
@@ -37,9 +39,12 @@ def build_backbone(request: BackboneRequest) -> BuiltBackbone:
         request: name, weights, pooling, image size and further arguments.
 
     Raises:
-        ValueError: if the name, the weights or the pooling is unknown, or the backbone has no weights.
+        ValueError: if the name, the weights or the pooling is unknown, the backbone has no weights, or it is rebuilt
+            from a file with arguments that would fetch something or run code.
         ModuleNotFoundError: if the package of the family is not installed.
     """
+    if is_rebuilding():
+        check_plain_data(request.owner, "backbone_args", dict(request.arguments))
     build: Callable[[BackboneRequest], BuiltBackbone] = build_torchvision
     if request.name == GLYPH_NET:
         build = _build_glyph_net

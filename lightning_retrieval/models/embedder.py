@@ -58,7 +58,9 @@ class Embedder(PretrainedModule):
         normalize: put the embeddings on the unit sphere, in float32 or better, also under autocast.
         weights: pretrained weights: `"DEFAULT"`; torchvision's name, such as `"IMAGENET1K_V2"`; a tag of timm, such as
             `"lvd142m"`; a revision of the Hugging Face hub; or a local file of the library's own weights
-            (`.safetensors`, `.pth`). None for random ones. They are downloaded at the first use, and then cached.
+            (`.safetensors`, `.pth`), which must hold every parameter and running statistic except a classifier's; the
+            names may begin with `module.`, `model.` or `backbone.`. None for random ones. They are downloaded at the
+            first use, and then cached.
         layer_norm: apply a layer norm to the pooled features, before the linear layer.
         freeze_batch_norm: keep every batch norm of the backbone in eval mode, even after `train()`: the running
             statistics are used and never updated. The affine parameters (weight and bias) stay trainable.
@@ -70,7 +72,8 @@ class Embedder(PretrainedModule):
         preparation: what is done to an image before the backbone in evaluation, as a `Preparation` or a dict of the
             settings that differ from what the weights want. The attribute is always a `Preparation`.
         backbone_args: further keyword arguments of the network's constructor: of `timm.create_model`, of torchvision's
-            function or of `GlyphNet`, or entries of the config of Hugging Face; plain values.
+            function or of `GlyphNet`, or entries of the config of Hugging Face; plain values. No code of a repository
+            is run: build such a model yourself, and give the module.
         lora: freeze the backbone and train low-rank adapters of its attention, through peft: their rank r, or a dict of
             arguments of `peft.LoraConfig`. With `weights`, a checkpoint holds no frozen weights: it is loaded with the
             same `weights`. `merge_lora` makes a plain backbone of it.

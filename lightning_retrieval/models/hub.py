@@ -78,6 +78,8 @@ class PretrainedModule(nn.Module):
         config, weights = find_files(OWNER, name, revision)
         arguments = read_config(OWNER, config)
         check_plain_data(OWNER, "init_args", arguments)
+        if arguments.get("lora") is not None:  # adapters need weights of elsewhere; save_pretrained merges them
+            raise ValueError(f"{OWNER}: {config} must not have `lora`, got {short_repr(arguments['lora'])}.")
         try:
             with without_pretrained_weights():
                 embedder = cls(**arguments)

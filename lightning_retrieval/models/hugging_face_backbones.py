@@ -27,8 +27,10 @@ from lightning_retrieval.models.preparation import DEFAULT_IMAGE_SIZE
 from lightning_retrieval.models.pretrained import (
     DEFAULT_WEIGHTS,
     are_skipped,
+    check_loaded,
     hub_error,
     is_local_file,
+    is_rebuilding,
     load_local_file,
 )
 from lightning_retrieval.optional_packages import optional_import
@@ -36,8 +38,10 @@ from lightning_retrieval.optional_packages import optional_import
 CLASS_TOKENS = ("cls_token", "class_embedding")
 PREFIX_TOKENS = (*CLASS_TOKENS, "distillation_token", "register_tokens")
 CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier", "pooler")  # first part of names in a file
+MASK_TOKEN = "mask_token"  # of pretraining; not all weights of a hub have it, and no embedding depends on it
 # Entries of a config that do not describe the network.
-NOT_KEPT = ("_name_or_path", "architectures", "id2label", "label2id", "transformers_version")
+NOT_KEPT = ("_name_or_path", "architectures", "auto_map", "id2label", "label2id", "transformers_version")
+NO_CODE = {"trust_remote_code": False}  # of a repository, nor a question at the terminal whether to run it
 
 
 class HuggingFaceBackbone(nn.Module):
@@ -90,6 +94,12 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
         ModuleNotFoundError: if transformers is not installed.
     """
     transformers = _import_transformers(request)
+    if request.arguments.get("trust_remote_code"):
+        raise ValueError(
+            f"{request.owner}: `backbone_args` must not have trust_remote_code, got "
+            f"{short_repr(request.arguments['trust_remote_code'])} for hf/{request.name}; to run code of a repository "
+            "that you trust, build the model with transformers and give the module as `backbone`."
+        )
     config = _config(transformers, request)
     image_size = _image_size(config)
     model = _model(transformers, request, config)
@@ -115,7 +125,7 @@ def _import_transformers(request: BackboneRequest) -> Any:
 
 def _config(transformers: Any, request: BackboneRequest) -> Any:
     """The config of the image network: that of the arguments if they are a whole config, else that of the name."""
-    arguments = dict(request.arguments)
+    arguments = {name: value for name, value in request.arguments.items() if name not in NO_CODE}
     if "model_type" in arguments:
         kind = arguments.pop("model_type")
         if kind not in transformers.CONFIG_MAPPING:
@@ -126,9 +136,11 @@ def _config(transformers: Any, request: BackboneRequest) -> Any:
         config = transformers.AutoConfig.for_model(kind, **arguments)
     else:
         try:
-            config = transformers.AutoConfig.from_pretrained(request.name, **_revision(request), **arguments)
+            config = transformers.AutoConfig.from_pretrained(request.name, **_source(request), **NO_CODE, **arguments)
         except (OSError, ValueError) as error:
             raise _unknown_model(request, error) from None
+    if is_rebuilding():
+        _without_pretrained_parts(config)
     return getattr(config, "vision_config", config)  # of a model of images and text
 
 
@@ -145,21 +157,32 @@ def _model(transformers: Any, request: BackboneRequest, config: Any) -> Any:
 def _load(transformers: Any, request: BackboneRequest, config: Any, settings: dict[str, Any]) -> Any:
     has_file = is_local_file(request.weights)
     if request.weights is None or has_file or are_skipped():
-        model: Any = transformers.AutoModel.from_config(config, **settings)
+        model: Any = transformers.AutoModel.from_config(config, **NO_CODE, **settings)
         if has_file and not are_skipped():
             prefix = f"{model.base_model_prefix}."
             load_local_file(request.owner, str(request.weights), model, optional=CLASSIFIERS, prefix=prefix)
         return model
+    what = f"{request.weights!r} of hf/{request.name}"
     try:
-        model = transformers.AutoModel.from_pretrained(request.name, config=config, **_revision(request), **settings)
+        model, loading = transformers.AutoModel.from_pretrained(
+            request.name, config=config, output_loading_info=True, **_source(request), **NO_CODE, **settings
+        )
     except (OSError, ValueError) as error:
-        what = f"{request.weights!r} of hf/{request.name}"
         raise hub_error(request.owner, "weights", what, error) from None
+    missing = [name for name in loading["missing_keys"] if not name.startswith(CLASSIFIERS)]
+    trained = [name for name in missing if name.rpartition(".")[2] != MASK_TOKEN]
+    check_loaded(request.owner, what, f"hf/{request.name}", model, trained)
     return model
 
 
 def _unknown_model(request: BackboneRequest, error: Exception) -> ValueError:
     """The error for a name without a config."""
+    if "trust_remote_code" in str(error):
+        return ValueError(
+            f"{request.owner}: `backbone` must be a model whose code is part of transformers, got hf/{request.name}, "
+            "whose config names Python code of its repository; if you trust it, build the model with transformers and "
+            "give the module."
+        )
     if Path(request.name).is_dir():
         return ValueError(
             f"{request.owner}: `backbone` must be 'hf/' and a folder with the config.json of a model, got "
@@ -169,12 +192,26 @@ def _unknown_model(request: BackboneRequest, error: Exception) -> ValueError:
     return hub_error(request.owner, "backbone", what, error)
 
 
-def _revision(request: BackboneRequest) -> dict[str, str]:
-    """The revision of the hub that is asked for by the weights."""
+def _source(request: BackboneRequest) -> dict[str, Any]:
+    """Where transformers looks for a name: in the revision that the weights ask for, and on disk where no weights are.
+
+    While a file is loaded that holds the weights, nothing may be downloaded.
+    """
+    source: dict[str, Any] = {}
     weights = request.weights
-    if weights is None or weights == DEFAULT_WEIGHTS or is_local_file(weights):
-        return {}
-    return {"revision": weights}
+    if weights is not None and weights != DEFAULT_WEIGHTS and not is_local_file(weights):
+        source["revision"] = weights
+    if are_skipped():
+        source["local_files_only"] = True
+    return source
+
+
+def _without_pretrained_parts(config: Any) -> None:
+    """Let no part of a network download weights of its own, as detectors of older releases do when they are built."""
+    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
+    for part in parts:
+        if getattr(part, "use_pretrained_backbone", False):
+            part.use_pretrained_backbone = False
 
 
 def _image_size(config: Any) -> int | tuple[int, int]:
@@ -214,7 +251,7 @@ def _folder_preparation(transformers: Any, request: BackboneRequest) -> dict[str
     """The preparation of the folder or of the hub, scaled to the image size that is asked for."""
     if "model_type" in request.arguments:
         return {}
-    return read_preparation(transformers, request.name, _revision(request))
+    return read_preparation(transformers, request.name, _source(request))
 
 
 def _plain_config(config: Any) -> dict[str, Any]:

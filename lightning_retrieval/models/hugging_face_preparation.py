@@ -6,17 +6,17 @@ from typing import Any
 from PIL import Image
 
 
-def read_preparation(transformers: Any, name: str, revision: dict[str, str]) -> dict[str, Any]:
+def read_preparation(transformers: Any, name: str, source: dict[str, Any]) -> dict[str, Any]:
     """The preparation of a model; empty if it has none.
 
     Args:
         transformers: the package.
         name: hub id or local folder.
-        revision: keyword argument of the hub, or nothing.
+        source: keyword arguments that say where to look for it.
     """
     kind = transformers.image_processing_utils.ImageProcessingMixin
     try:
-        settings, _ = kind.get_image_processor_dict(name, **revision)
+        settings, _ = kind.get_image_processor_dict(name, **source)
     except (OSError, ValueError):
         return {}
     return as_preparation(settings)

@@ -25,12 +25,14 @@ def check_lora(owner: str, lora: Any) -> dict[str, Any] | None:
         lora: the rank r, these arguments, or None.
 
     Raises:
-        ValueError: if the rank is out of its range.
+        ValueError: if the rank is out of its range, or peft would import a module that an argument names.
         TypeError: if it is something else.
     """
     if lora is None:
         return None
     if isinstance(lora, Mapping):
+        if lora.get("megatron_config") is not None:  # with it, peft imports the module that another argument names
+            raise ValueError(f"{owner}: `lora` must not have megatron_config, got {short_repr(lora)}; leave it out.")
         check_integer(owner, "lora['r']", lora.get("r", 8), 1, MOST_RANK)
         return dict(lora)
     rank = check_integer(owner, "lora", lora, 1, MOST_RANK)

@@ -6,14 +6,15 @@ without a classifier: its class token, the average of its patch tokens, attentio
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
-from lightning_retrieval.checks import check_choice, check_path, short_repr
+from lightning_retrieval.checks import check_choice, short_repr
 from lightning_retrieval.models.backbone_names import unknown_name
 from lightning_retrieval.models.backbone_request import (
     ALL_POOLINGS,
@@ -27,9 +28,13 @@ from lightning_retrieval.models.features import height_and_width, patch_map, ret
 from lightning_retrieval.models.pretrained import (
     DEFAULT_WEIGHTS,
     are_skipped,
+    check_loaded,
     hub_error,
     is_local_file,
+    is_rebuilding,
+    other_weights,
     read_weights,
+    without_prefixes,
 )
 from lightning_retrieval.optional_packages import optional_import
 
@@ -39,8 +44,11 @@ FLEXIBLE_SIZES: tuple[tuple[str, ...], ...] = (
     ("img_size", "dynamic_img_size"),
     ("img_size", "strict_img_size"),
     ("img_size",),
-    (),
 )
+# Where a file of a training by timm has the weights: averaged ones, which its evaluation uses, come first.
+ENTRIES = ("state_dict_ema", "model_ema", "state_dict", "model")
+# Arguments that say where weights come from, which whoever loads the weights of an embedder does not need.
+SOURCES = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
 
 
 class TimmBackbone(nn.Module):
@@ -114,7 +122,8 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
         default = OWN
     pooling = request.checked_pooling(default, _poolings(model))
     backbone = TimmBackbone(model, pooling, image_size)
-    return BuiltBackbone(backbone.train(), pooling, _preparation(config), dict(request.arguments))
+    arguments = {name: value for name, value in request.arguments.items() if name not in SOURCES}
+    return BuiltBackbone(backbone.train(), pooling, _preparation(config), arguments)
 
 
 def _import_timm(request: BackboneRequest) -> Any:
@@ -128,26 +137,49 @@ def _import_timm(request: BackboneRequest) -> Any:
 
 
 def _create_model(timm: Any, request: BackboneRequest) -> Any:
-    """The model with its weights, built so that it takes as many image sizes as it can."""
-    name, weights = _name_and_weights(timm, request)
-    file = weights.get("pretrained_cfg_overlay", {}).get("file")
+    """The model with its weights."""
+    weights = request.weights
+    if weights is None or (is_local_file(weights) and are_skipped()):
+        return _flexible_model(timm, request, request.name, {})
+    if is_local_file(weights):
+        return _with_local_file(timm, request, weights)
+    name = request.name
+    if weights != DEFAULT_WEIGHTS:
+        plain_name = name.split(".")[0]
+        tags = [other.split(".")[1] for other in timm.list_pretrained(f"{plain_name}.*")]
+        check_choice(request.owner, "weights", weights, (DEFAULT_WEIGHTS, *tags))
+        name = f"{plain_name}.{weights}"
+    try:
+        return _flexible_model(timm, request, name, {"pretrained": not are_skipped()})
+    except (OSError, RuntimeError, ValueError) as error:
+        raise hub_error(request.owner, "weights", f"{weights!r} of timm/{name}", error) from None
+
+
+def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dict[str, Any]) -> Any:
+    """A model, built so that it takes as many image sizes as it can.
+
+    Args:
+        timm: the package.
+        request: for the image size and further arguments.
+        name: with the tag of its weights.
+        weights: the arguments of `timm.create_model` that load them.
+    """
     size = None
     if request.image_size is not None:
         size = height_and_width(request.image_size)
     values = {"img_size": size, "dynamic_img_size": True, "strict_img_size": False}
+    arguments = {"num_classes": 0, **weights, **request.arguments}
+    if is_rebuilding():
+        arguments["pretrained"] = weights.get("pretrained", False)  # whatever the file says
     for flexible in FLEXIBLE_SIZES:
-        arguments = {"num_classes": 0, **{argument: values[argument] for argument in flexible}}
-        model = _try_to_create(timm, request, name, {**arguments, **weights, **request.arguments}, flexible)
+        chosen = {argument: values[argument] for argument in flexible}
+        model = _try_to_create(timm, name, {**chosen, **arguments}, flexible)
         if model is not None:
-            break
-    if file is not None:
-        _check_loaded(request, timm.models.load_state_dict(file), model)
-    return model
+            return model
+    return timm.create_model(name, **arguments)
 
 
-def _try_to_create(
-    timm: Any, request: BackboneRequest, name: str, arguments: dict[str, Any], flexible: tuple[str, ...]
-) -> Any:
+def _try_to_create(timm: Any, name: str, arguments: dict[str, Any], flexible: tuple[str, ...]) -> Any:
     """A model, or None if it does not know one of the flexible arguments."""
     try:
         return timm.create_model(name, **arguments)
@@ -155,47 +187,58 @@ def _try_to_create(
         if any(f"'{argument}'" in str(error) for argument in flexible):
             return None
         raise
-    except (OSError, RuntimeError, ValueError) as error:
-        if request.weights is None:
-            raise
-        raise hub_error(request.owner, "weights", f"{request.weights!r} of timm/{name}", error) from None
 
 
-def _name_and_weights(timm: Any, request: BackboneRequest) -> tuple[str, dict[str, Any]]:
-    """The name with the tag of the weights, and the arguments of `timm.create_model` that load them."""
-    name, weights = request.name, request.weights
-    if weights is None or (is_local_file(weights) and are_skipped()):
-        return name, {}
-    if is_local_file(weights):
-        read_weights(request.owner, weights)  # a sentence for a file that cannot be read
-        # Positions are resampled to the image size, which `checkpoint_path` does not do.
-        file = str(check_path(request.owner, "weights", weights))
-        return name, {"pretrained": True, "pretrained_cfg_overlay": {"file": file}}
-    if weights != DEFAULT_WEIGHTS:
-        plain_name = name.split(".")[0]
-        tags = [other.split(".")[1] for other in timm.list_pretrained(f"{plain_name}.*")]
-        check_choice(request.owner, "weights", weights, (DEFAULT_WEIGHTS, *tags))
-        name = f"{plain_name}.{weights}"
-    return name, {"pretrained": not are_skipped()}
+def _with_local_file(timm: Any, request: BackboneRequest, path: str) -> Any:
+    """A model with all of its weights from a local file, which timm renames and resamples to the image size."""
+    tensors = read_weights(request.owner, path, ENTRIES)
+    plain = without_prefixes(tensors, ())
+    if plain.keys() != tensors.keys():
+        # timm also knows the names of the authors of a model, some of which begin with such a prefix.
+        with suppress(ValueError):
+            return _loaded_model(timm, request, path, tensors)
+    return _loaded_model(timm, request, path, plain)
 
 
-def _check_loaded(request: BackboneRequest, in_file: Mapping[str, Any], model: nn.Module) -> None:
-    """Raise if a model has no weights of a file: timm ignores those with other names, and keeps random ones.
+def _loaded_model(timm: Any, request: BackboneRequest, path: str, tensors: dict[str, Tensor]) -> Any:
+    """A model with the tensors of a file.
 
-    timm may rename and reshape weights. So they are compared by value, and without biases, many of which are all 0.
+    Raises:
+        ValueError: if one of its own is not among them: timm ignores tensors with other names, and keeps random ones.
     """
-    by_length: dict[int, list[Tensor]] = {}
-    for value in in_file.values():
-        if isinstance(value, Tensor) and value.ndim > 1:
-            by_length.setdefault(value.numel(), []).append(value)
-    for parameter in model.parameters():
-        for value in by_length.get(parameter.numel(), ()):
-            if parameter.ndim > 1 and torch.equal(parameter.flatten(), value.flatten().to(parameter.dtype)):
-                return
-    raise ValueError(
-        f"{request.owner}: `weights` must be a file with the weights of timm/{request.name}, got {request.weights}, "
-        "which has none of them."
-    )
+    network = f"timm/{request.name}"
+    # Where the number of classes differs, timm leaves out the classifier, and loads what it can.
+    weights = {"pretrained": True, "pretrained_cfg_overlay": {"state_dict": tensors, "num_classes": -1}}
+    try:
+        with _noted_loading() as missing:
+            model = _flexible_model(timm, request, request.name, weights)
+    except (AttributeError, LookupError, RuntimeError, ValueError) as error:  # of what timm does with strange names
+        raise other_weights(request.owner, path, network, error) from None
+    model.pretrained_cfg.pop("state_dict", None)  # else the model keeps and copies them
+    check_loaded(request.owner, path, network, model, missing.get(model, model.state_dict().keys()))
+    return model
+
+
+@contextmanager
+def _noted_loading() -> Iterator[dict[nn.Module, Collection[str]]]:
+    """The names that have been missing when the weights of modules that are built meanwhile were loaded."""
+    missing: dict[nn.Module, Collection[str]] = {}
+    handles: dict[nn.Module, Any] = {}
+
+    def note(module: nn.Module, result: Any) -> None:
+        missing[module] = list(result.missing_keys)
+
+    def watch(module: nn.Module, name: str, child: nn.Module | None) -> None:
+        if module not in handles:
+            handles[module] = module.register_load_state_dict_post_hook(note)
+
+    registration = register_module_module_registration_hook(watch)
+    try:
+        yield missing
+    finally:
+        registration.remove()
+        for handle in handles.values():
+            handle.remove()
 
 
 def _prefix_tokens(model: Any) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_retrieval.checks import short_repr
 from lightning_retrieval.models.embedder import Embedder
 from lightning_retrieval.training.full_sharding import whole_tensor
 
@@ -40,11 +41,17 @@ def add_base_weights(owner: str, module: nn.Module, checkpoint: dict[str, Any]) 
         checkpoint: changed in place.
 
     Raises:
-        ValueError: if the weights are others than those that the adapters were trained with.
+        ValueError: if the weights are others than those that the adapters were trained with, or the checkpoint does not
+            say which these were.
     """
     if BASE_WEIGHTS not in checkpoint:
         return
     names = checkpoint[BASE_WEIGHTS]
+    if not isinstance(names, dict) or not all(isinstance(value, float) for value in names.values()):
+        raise ValueError(
+            f"{owner}: the checkpoint must have numbers by the names of weights as {BASE_WEIGHTS}, got "
+            f"{short_repr(names)}."
+        )
     found = module.state_dict()
     missing = [name for name in names if name not in found]
     if missing:

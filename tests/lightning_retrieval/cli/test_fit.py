@@ -203,7 +203,46 @@ def test_a_package_that_a_config_needs_is_named_in_one_sentence(option, message,
 
 
 @pytest.mark.refusal
-def test_another_error_of_a_config_keeps_its_traceback(tmp_path):
-    path = write_example(tmp_path, **{"backbone: glyph_net": "backbone: glyph_ne"})
-    with pytest.raises(ValueError, match="close names are 'glyph_net'"):
-        main(["fit", "--config", str(path)])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gradient_clip_val: 1.0": "chunk_size: 0"}, "RetrievalModule: `chunk_size` must be an integer >= 1, got 0."),
+        (
+            {"embedding_dim: 128": "embedding_dim: null"},
+            "Embedder: `embedding_dim` must be an integer >= 1, got None (NoneType).",
+        ),
+        ({"tau: 0.01": "tau: -1"}, "SmoothAPLoss: `tau` must be a finite number > 0, got -1.0."),
+        (
+            {"every_n_epochs: 8": "every_n_epochs: 0"},
+            "RetrievalGallery: `every_n_epochs` must be an integer >= 1, got 0.",
+        ),
+        ({"backbone: glyph_net": "backbone: glyph_ne"}, "got 'glyph_ne'; close names are 'glyph_net'."),
+    ],
+)
+def test_an_invalid_value_is_named_in_one_sentence(tmp_path, capsys, changes, message):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["fit", "--config", str(write_example(tmp_path, **changes))])
+    printed = capsys.readouterr().err
+    assert printed.splitlines()[-1].startswith("error: ")
+    assert printed.endswith(f"{message}\n")
+    assert "Traceback" not in printed
+
+
+FAULTY = """
+from lightning_retrieval import SmoothAPLoss
+
+class Faulty(SmoothAPLoss):
+    def __init__(self):
+        super().__init__()
+        int("my: own mistake")
+"""
+
+
+@pytest.mark.refusal
+def test_an_error_of_a_class_of_the_user_keeps_its_traceback(tmp_path, monkeypatch):
+    (tmp_path / "faulty_loss.py").write_text(FAULTY)
+    monkeypatch.syspath_prepend(tmp_path)
+    changes = {"lightning_retrieval.SmoothAPLoss\n      init_args:\n        tau: 0.01": "faulty_loss.Faulty"}
+    with pytest.raises(ValueError, match="my: own mistake"):
+        main(["fit", "--config", str(write_example(tmp_path, **changes))])
+    sys.modules.pop("faulty_loss")

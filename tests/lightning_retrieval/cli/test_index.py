@@ -76,3 +76,28 @@ def test_invalid_arguments_are_reported_in_one_sentence(glyphs, colour, indexed,
         capsys, *indexing(indexed, to[1], "--batch_size=0")
     )
     assert not (tmp_path / "index").exists()
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "subprocess.Popen",
+            "must name a function of yours from a PIL image to a tensor, got 'subprocess.Popen', which",
+        ),
+        ("os.system", "must name a function of yours from a PIL image to a tensor, got 'os.system', which is part of"),
+        (
+            "torch.nn.Linear",
+            "must name a function from a PIL image to a tensor, got 'torch.nn.Linear', which is a class",
+        ),
+        ("torch.linalg.inv", "got 'torch.linalg.inv', which raises TypeError for a black image of 224 x 224 pixels ("),
+        ("numpy.shape", "got 'numpy.shape', which returns tuple; end it with v2.ToImage() and"),
+        ("numpy.nothing", "must name a function that can be imported, got numpy.nothing ("),
+    ],
+)
+def test_invalid_function_in_place_of_a_transform(indexed, tmp_path, capsys, name, message):
+    printed = error_of(capsys, *indexing(indexed, tmp_path / "index", f"--transform={name}"))
+    assert printed.startswith("index: `--transform` ")
+    assert message in printed
+    assert not (tmp_path / "index").exists()

@@ -83,6 +83,11 @@ def test_a_checkpoint_is_loaded_without_the_weights_of_timm(monkeypatch):
         ),
         (
             ValueError,
+            r"`backbone_name` must be .* got 'hf-hub:a/b' \(no model of timm\)",
+            {"backbone_name": "hf-hub:a/b"},
+        ),
+        (
+            ValueError,
             "`backbone_name` must have maps of stride 4, 8, 16 and 32, got strides",
             {"backbone_name": "dla46_c"},
         ),

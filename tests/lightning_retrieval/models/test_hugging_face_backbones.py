@@ -1,9 +1,12 @@
 """Backbones of transformers: what they return is what the model of a folder computes."""
 
+import json
+
 import pytest
 import torch
 
 from lightning_retrieval.models import Embedder
+from lightning_retrieval.models.pretrained import without_pretrained_weights
 from tests.lightning_retrieval.models.hugging_face_folders import CONFIGS, SMALL, write_folder
 
 transformers = pytest.importorskip("transformers")
@@ -148,4 +151,104 @@ def test_invalid_weights_of_a_hub_that_cannot_be_reached(tmp_path):
     write_folder(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"`weights` asks for 'DEFAULT' of hf/.*, which could not be loaded \(OSError"):
+        of_folder(tmp_path)
+
+
+CODE = """
+from pathlib import Path
+import transformers
+
+Path({marker!r}).touch()
+
+
+class Config(transformers.PretrainedConfig):
+    model_type = "own"
+
+
+class Net(transformers.PreTrainedModel):
+    config_class = Config
+"""
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A folder as of a hub, whose config names Python code that writes a file, and a user who says yes to all."""
+    folder, marker = tmp_path / "repository", tmp_path / "marker"
+    folder.mkdir()
+    names = {"AutoConfig": "own_code.Config", "AutoModel": "own_code.Net"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": names}))
+    (folder / "own_code.py").write_text(CODE.format(marker=str(marker)))
+    monkeypatch.setattr("builtins.input", lambda *args: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return folder, marker
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("weights", [None, "DEFAULT"])
+@pytest.mark.parametrize("arguments", [{}, {"trust_remote_code": False}])
+def test_invalid_model_whose_code_is_in_its_repository(repository, weights, arguments):
+    with pytest.raises(
+        ValueError, match=r"`backbone` must be a model whose code is part of transformers, got hf/.*repos"
+    ):
+        Embedder(f"hf/{repository[0]}", 8, weights=weights, backbone_args=arguments)
+    assert not repository[1].exists()
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("lora", [None, 2])
+def test_invalid_trust_in_the_code_of_a_repository(repository, tmp_path, lora):
+    settings = {"backbone": f"hf/{repository[0]}", "backbone_args": {"trust_remote_code": True}, "lora": lora}
+    with pytest.raises(
+        ValueError, match=r"^Embedder: `backbone_args` must not have trust_remote_code, got True for hf/"
+    ):
+        Embedder(**settings)
+    Embedder("glyph_net", 8).save_pretrained(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved/config.json").read_text())
+    config["init_args"] |= settings
+    (tmp_path / "saved/config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"trust_remote_code"):
+        Embedder.from_pretrained(tmp_path / "saved")
+    assert not repository[1].exists()
+
+
+def test_a_model_of_transformers_whose_repository_also_has_code(repository):
+    """The code of transformers is used, and the config that is kept names no other."""
+    write_folder(repository[0])
+    config = json.loads((repository[0] / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "own_code.Config", "AutoModel": "own_code.Net"}
+    (repository[0] / "config.json").write_text(json.dumps(config))
+    embedder = of_folder(repository[0])
+    assert type(embedder.backbone.model).__name__ == "Dinov2Model"
+    assert not repository[1].exists()
+    assert "auto_map" not in embedder.backbone_args
+    with without_pretrained_weights():
+        Embedder(**embedder.init_args())
+
+
+def test_a_file_cannot_ask_for_pretrained_weights_of_a_part():
+    """Detectors of older releases of transformers download them when they are built."""
+    config = {"model_type": "vit", **SMALL, "use_pretrained_backbone": True}
+    with without_pretrained_weights():
+        embedder = Embedder("hf/a/b", 8, backbone_args=config)
+    assert embedder.backbone.model.config.use_pretrained_backbone is False
+
+
+def test_a_name_without_a_config_is_looked_up_on_disk_while_a_file_is_loaded(tmp_path):
+    write_folder(tmp_path)
+    with without_pretrained_weights():
+        embedder = Embedder(f"hf/{tmp_path}", 8, weights="DEFAULT")
+        with pytest.raises(ValueError, match=r"asks for the Hugging Face hub id 'a/b' \(which is no local folder\)"):
+            Embedder("hf/a/b", 8)
+    assert embedder.preparation.mean == (0.4, 0.5, 0.6)
+
+
+@pytest.mark.refusal
+def test_invalid_folder_without_one_tensor(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    state = dict(write_folder(tmp_path).state_dict())
+    del state["encoder.layer.1.mlp.fc2.bias"], state["embeddings.mask_token"]  # the second one is for pretraining only
+    safetensors.save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"got 'DEFAULT' of hf/.*, loaded \d+ of \d+ .* no encoder.layer.1.mlp.fc2.bias"
+    ):
         of_folder(tmp_path)

@@ -86,6 +86,11 @@ def test_the_description_builds_the_same_adapters():
         ({"lora": 0}, ValueError, "`lora` must be an integer >= 1, got 0"),
         ({"lora": {"r": 0}}, ValueError, r"`lora\['r'\]` must be an integer >= 1, got 0"),
         ({"lora": {"rank": 3}}, ValueError, "must be a rank or arguments of peft.LoraConfig, got {'rank': 3}"),
+        (
+            {"lora": {"megatron_config": {}, "megatron_core": "os"}},
+            ValueError,
+            "`lora` must not have megatron_config, got",
+        ),
         ({"lora": {"target_modules": ["q"]}}, ValueError, r"arguments of peft.LoraConfig, got .*\(.*not found"),
     ],
 )

@@ -107,8 +107,53 @@ def test_invalid_file_with_the_weights_of_another_model(tmp_path):
     # timm ignores weights with other names; the bias has the value of every initialisation.
     other = {"layers.0.weight": torch.randn(48, 48), "layers.0.bias": torch.zeros(48)}
     torch.save(other, tmp_path / "other.pth")
-    with pytest.raises(ValueError, match=r"the weights of timm/vit_tiny_patch16_224, got .*other.pth, which has none"):
+    with pytest.raises(ValueError, match=r"the weights of timm/vit_tiny_patch16_224, got .*other.pth, loaded 0 of 30"):
         Embedder("timm/vit_tiny_patch16_224", 8, weights=str(tmp_path / "other.pth"), backbone_args=VIT)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("name", "missing"), [("vit_tiny_patch16_224", "blocks.1.mlp.fc2.bias"), ("resnet18", "bn1.running_mean")]
+)
+def test_invalid_file_without_one_tensor(name, missing, tmp_path):
+    state = timm.create_model(name, **SMALL[name]).state_dict()
+    del state[missing]
+    torch.save(state, tmp_path / "part.pth")
+    with pytest.raises(
+        ValueError, match=rf"of timm/{name}, got .*, loaded (29 of 30|99 of 100) tensors; it has no {missing}"
+    ):
+        small(name, weights=str(tmp_path / "part.pth"))
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model.", "backbone.", "module.model."])
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
+def test_prefixes_of_names_in_a_file_are_removed(name, prefix, tmp_path):
+    state = timm.create_model(name, **SMALL[name]).state_dict()
+    named = {f"{prefix}{part}": value for part, value in state.items()}
+    torch.save({"state_dict": {**named, "loss.weight": torch.ones(2)}}, tmp_path / "run.ckpt")
+    embedder = small(name, weights=str(tmp_path / "run.ckpt"))
+    loaded = dict(embedder.backbone.model.named_parameters())
+    same = [name for name, value in loaded.items() if value.equal(state[name])]
+    resampled = set(loaded) - set(same)
+    assert all("pos_embed" in name or "relative_position_bias_table" in name for name in resampled)
+    assert "state_dict" not in embedder.backbone.model.pretrained_cfg  # else each copy of the model had them twice
+
+
+def test_the_classifier_of_a_file_and_averaged_weights(tmp_path):
+    """Files of timm's trainings have both; its evaluation uses the averaged ones."""
+    last, averaged = (timm.create_model("resnet18", num_classes=3).state_dict() for _ in range(2))
+    torch.save({"state_dict": last, "state_dict_ema": averaged}, tmp_path / "last.pth.tar")
+    loaded = small("resnet18", weights=str(tmp_path / "last.pth.tar")).backbone.model.state_dict()
+    assert all(value.equal(averaged[name]) for name, value in loaded.items())
+
+
+def test_where_weights_came_from_is_not_kept(tmp_path):
+    """A file with these arguments would not be loaded again."""
+    state = timm.create_model("resnet18", num_classes=0).state_dict()
+    torch.save(state, tmp_path / "w.pth")
+    embedder = Embedder("timm/resnet18", 8, backbone_args={"checkpoint_path": str(tmp_path / "w.pth"), "in_chans": 3})
+    assert embedder.backbone.model.conv1.weight.equal(state["conv1.weight"])
+    assert embedder.init_args()["backbone_args"] == {"in_chans": 3}
 
 
 def test_the_description_builds_the_same_network():
@@ -124,6 +169,7 @@ def test_the_description_builds_the_same_network():
 def test_weights_are_not_loaded_while_a_checkpoint_is():
     with without_pretrained_weights():
         embedder = Embedder("timm/vit_tiny_patch16_224", 8, weights="DEFAULT", backbone_args=VIT)
+        Embedder("timm/vit_tiny_patch16_224", 8, backbone_args={**VIT, "pretrained": True})
     assert embedder.weights == "DEFAULT"
 
 

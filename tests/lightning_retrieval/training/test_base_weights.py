@@ -2,12 +2,15 @@
 
 import copy
 import functools
+import socket
 
 import pytest
 import torch
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from tests.lightning_retrieval.cli.glyph_commands import save_checkpoint
+from tests.lightning_retrieval.models.hugging_face_folders import SMALL
 from tests.lightning_retrieval.training.small_training import Log, fit, trainer
 
 timm = pytest.importorskip("timm")
@@ -128,3 +131,82 @@ def test_invalid_weights_that_are_not_those_of_the_adapters(weights, tmp_path):
         RetrievalModule.load_from_checkpoint(path, weights_only=True, embedder=embedder)
     with pytest.raises(ValueError, match=r"RetrievalModule: the checkpoint is one of adapters for another backbone"):
         RetrievalModule.load_from_checkpoint(path, weights_only=True, embedder=Embedder("glyph_net", 8))
+
+
+@pytest.fixture
+def no_network(monkeypatch, tmp_path):
+    """No socket can be opened and no cache has weights; the list of what was tried."""
+    tried = []
+
+    def refused(*args, **kwargs):
+        tried.append(args)
+        raise OSError("no network")
+
+    for name in ("socket", "create_connection", "getaddrinfo"):
+        monkeypatch.setattr(socket, name, refused)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "empty"))
+    return tried
+
+
+def other_weights_of_timm(*args, **kwargs):
+    return timm.create_model("vit_tiny_patch16_224", img_size=32, **VIT).state_dict()
+
+
+@pytest.mark.refusal  # by the type checker: the checkpoint hands the constructor descriptions of objects
+@pytest.mark.parametrize("lora", [None, 2])
+@pytest.mark.parametrize(
+    ("backbone", "arguments"),
+    [
+        ("timm/vit_tiny_patch16_224", {**VIT, "pretrained": True}),
+        ("squeezenet1_1", {}),
+        ("hf/google/some-model", {"model_type": "vit", **SMALL}),
+    ],
+)
+def test_a_checkpoint_of_pretrained_weights_is_loaded_without_a_network(
+    backbone, arguments, lora, weights, tmp_path, monkeypatch, no_network
+):
+    if lora is not None and backbone == "squeezenet1_1":
+        lora = {"r": 2, "target_modules": ["features.3.squeeze"]}
+    with monkeypatch.context() as patched:
+        patched.setattr(timm.models._builder, "load_state_dict_from_hf", other_weights_of_timm)
+        embedder = Embedder(backbone, 8, image_size=32, backbone_args=arguments, lora=lora)
+    embedder.weights = "DEFAULT"  # as after a training that began with these
+    if lora is not None:  # whose frozen weights are in the checkpoint
+        embedder.weights = None
+    path = save_checkpoint(tmp_path / "m.ckpt", RetrievalModule(embedder, SmoothAPLoss()))
+    saved = torch.load(path, weights_only=True)
+    saved["hyper_parameters"]["embedder"]["init_args"]["backbone_args"] |= arguments  # as earlier releases kept them
+    torch.save(saved, path)
+    again = RetrievalModule.load_from_checkpoint(path, weights_only=True)
+    assert all(value.equal(again.embedder.state_dict()[name]) for name, value in embedder.state_dict().items())
+    assert no_network == []
+
+
+@pytest.mark.refusal  # by the type checker: the checkpoint hands the constructor descriptions of objects
+@pytest.mark.parametrize("named", ["file", "DEFAULT"])
+def test_adapters_get_the_weights_of_a_file_or_a_tag_again(weights, named, tmp_path, monkeypatch, no_network):
+    def of_the_hub(*args, **kwargs):
+        return torch.load(weights, weights_only=True)
+
+    path = saved(make_module(weights), tmp_path)
+    if named == "DEFAULT":
+        content = torch.load(path, weights_only=True)
+        content["hyper_parameters"]["embedder"]["init_args"]["weights"] = named
+        torch.save(content, path)
+        with pytest.raises(ValueError, match="asks for 'DEFAULT' of timm/vit_tiny_patch16_224, which could not be"):
+            RetrievalModule.load_from_checkpoint(path, weights_only=True)
+        assert no_network
+        monkeypatch.setattr(timm.models._builder, "load_state_dict_from_hf", of_the_hub)
+    again = RetrievalModule.load_from_checkpoint(path, weights_only=True).embedder.backbone.model
+    assert again.blocks[0].mlp.fc1.weight.equal(of_the_hub()["blocks.0.mlp.fc1.weight"])
+
+
+@pytest.mark.refusal
+def test_invalid_numbers_of_base_weights(weights, tmp_path):
+    path = saved(make_module(weights), tmp_path)
+    content = torch.load(path, weights_only=True)
+    content["base_weights"] = dict.fromkeys(content["base_weights"], "a")
+    torch.save(content, path)
+    with pytest.raises(ValueError, match=r"RetrievalModule: the checkpoint must have numbers by the names of weights"):
+        RetrievalModule.load_from_checkpoint(path, weights_only=True)
