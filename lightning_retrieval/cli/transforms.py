@@ -12,6 +12,7 @@ from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.features import image_channels
 from lightning_retrieval.training.described_transforms import (
     Transform,
+    check_described_transform,
     describe_transform,
     named_transform,
     rebuild_transform,
@@ -47,7 +48,10 @@ def choose_transform(
             than the user named, or it needs images with another number of channels, or what the user named is no
             function from images to tensors.
     """
-    of_model = (recorded or {}).get("function")
+    of_model = None
+    if recorded is not None:
+        check_described_transform(owner, recorded)
+        of_model = recorded.get("function")
     if requested is not None and of_model in (None, requested):  # else another function is invalid anyway
         _check_not_of_python(owner, requested)
     channels = image_channels(module)
