@@ -255,8 +255,15 @@ class RetrievalModule(ManualTraining):
         super().on_train_epoch_start()
         self._frozen_backbone.set_epoch(self.embedder, self.current_epoch)
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Compute the gradient of the loss in chunks, sum it over the processes, and step; all state changes here."""
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Compute the gradient of the loss in chunks, sum it over the processes, and step; all state changes here.
+
+        Override it for work before or after the step. A further loss is a term of `loss`: the step has ended when this
+        returns, and a loss with a graph that an override returns raises an error.
+
+        Returns:
+            The loss of the global batch, without a graph, on the CPU.
+        """
         images, labels, ids = self.unpack_batch(batch)
         sharded = ShardedParts(self)
         self.zero_grad()
@@ -296,6 +303,7 @@ class RetrievalModule(ManualTraining):
         step.remember()
         self._step_due_schedulers(batch_idx, stepped)
         self._log_step(terms, step.images)
+        return terms["train/loss"]
 
     def _chunk_size_for(self, images: Tensor) -> int:
         """Number of images of a batch that are embedded at a time."""
