@@ -21,7 +21,7 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.whitening import Whitening
-from lightning_retrieval.training.batches import Unpacked, unpack
+from lightning_retrieval.training.batches import Unpacked, check_first_batch, unpack
 from lightning_retrieval.training.chunk_size_search import ChunkSizeSearch
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.described_transforms import preparation_of
@@ -269,6 +269,7 @@ class RetrievalModule(ManualTraining):
         self.zero_grad()
         if self._is_first_step:
             check_processes(self)
+            check_first_batch(self, labels, ids)
         step = TrainingStep(
             type(self).__name__,
             self.loss,
@@ -295,15 +296,19 @@ class RetrievalModule(ManualTraining):
                 last_backward=gradients.overlapped,
             )
         if self._is_first_step:
-            report_first_step(self, step, chunk_size)
-            self.preparation = getattr(self.trainer.datamodule, "described_preparation", None)  # type: ignore[attr-defined]
-            self._is_first_step = False
+            self._finish_first_step(step, chunk_size)
         terms = step.finish(part, gradients)
         stepped = self._step_optimizers()
         step.remember()
         self._step_due_schedulers(batch_idx, stepped)
         self._log_step(terms, step.images)
         return terms["train/loss"]
+
+    def _finish_first_step(self, step: TrainingStep, chunk_size: int) -> None:
+        """Report what the first step of a run has shown."""
+        report_first_step(self, step, chunk_size)
+        self.preparation = getattr(self.trainer.datamodule, "described_preparation", None)  # type: ignore[attr-defined]
+        self._is_first_step = False
 
     def _chunk_size_for(self, images: Tensor) -> int:
         """Number of images of a batch that are embedded at a time."""
