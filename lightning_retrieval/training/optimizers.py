@@ -16,6 +16,7 @@ from lightning_retrieval.training.full_sharding import sharded_modules
 
 FIRST_STEPS = 10  # layers that are dropped at random, and branches, have a gradient in one of them
 MOST_NAMES = 5  # in a message
+PRETRAINING_ONLY = ("mask_token",)  # last part of the names of parameters that DINOv2 has, and no embedding needs
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,9 @@ def check_optimized(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     names = [name for name, parameter in _trained(module) if id(parameter) not in optimized]
     if names:
         raise ValueError(
-            f"{type(module).__name__}: each parameter that requires a gradient must be in an optimizer, got "
-            f"{len(names)} that are in none: {_listed(names)}; let configure_optimizers give them to one, create or "
-            "unfreeze them before it is called, or call requires_grad_(False) on those that should not learn."
+            f"{type(module).__name__}: each parameter that requires a gradient must be in an optimizer, but "
+            f"{_listed(names)} are in none; create or unfreeze them before `configure_optimizers`, which must list "
+            "them, add a parameter group for them, or call requires_grad_(False) on those that should not learn."
         )
 
 
@@ -152,12 +153,13 @@ class GradientWatch:
         Args:
             module: owner of the parameters; its class name is the prefix of the warning.
         """
-        names = [name for name, _ in module.named_parameters() if name in (self._names or ())]
+        without = self._names or set()
         self._names = None
+        names = [name for name, _ in module.named_parameters() if name in without and not _is_of_pretraining(name)]
         if names and rank() == 0:
             warnings.warn(
-                f"{type(module).__name__}: {len(names)} parameters have had no gradient in the first {self._steps} "
-                f"steps, so they do not learn: {_listed(names)}; use them in `forward` or in a term of `loss`, or call "
+                f"{type(module).__name__}: {_listed(names)} have had no gradient in the first {self._steps} steps, so "
+                "they do not learn; use these parameters in `forward` or in a term of `loss`, or call "
                 "requires_grad_(False) on them (layers that are rarely used need neither).",
                 stacklevel=2,
             )
@@ -174,7 +176,11 @@ def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    listed = ", ".join(names[:MOST_NAMES])
+    listed = ", ".join(f"`{name}`" for name in names[:MOST_NAMES])
     if len(names) > MOST_NAMES:
-        listed += ", ..."
+        listed += f" and {len(names) - MOST_NAMES} other parameters"
     return listed
+
+
+def _is_of_pretraining(name: str) -> bool:
+    return name.rpartition(".")[2] in PRETRAINING_ONLY
