@@ -151,6 +151,7 @@ class RetrievalMetrics(EmbeddingMetric):
         self._extra = [extra_metric(owner, name) for name in self.extra_metrics]
         self.alpha = check_positive(owner, "alpha", alpha)
         self.ranked_images = 0  # number of images in the longest list of the last `compute`
+        self.has_one_label = False  # whether all images of the last `compute` have the same label
 
     def compute(self) -> dict[str, Tensor]:
         """All metrics at once.
@@ -161,7 +162,7 @@ class RetrievalMetrics(EmbeddingMetric):
             relevant candidate. With labels of several levels also `"H-AP"`, `"ASI"` and `"NDCG-levels"`, over the
             queries with a candidate of any level, and `"mAP/level1"` and so on: mAP if images that share the label of
             this level are relevant. `"mAP/16d"` and so on: the same metrics of the first 16 dimensions, for each of
-            `dims`. NaN, with a warning, if all queries are skipped; 1, with a warning, if there is only one label.
+            `dims`. NaN, with a warning, if all queries are skipped.
         """
         collected, _ = self._gather_collected()
         owner = type(self).__name__
@@ -175,11 +176,10 @@ class RetrievalMetrics(EmbeddingMetric):
                 shortened = merge_duplicates(owner, collected.shortened(dim))
                 means = self._means(shortened, self._query_values(shortened))
             results |= {f"{name}/{dim}d": mean for name, mean in means.items()}
+        self.has_one_label = bool((rows.labels[:, 0] == rows.labels[0, 0]).all())
         is_skipped = self._cached_values["AP"].isnan()
         if bool(is_skipped.all()):
             self._warn_of_no_positive(len(is_skipped))
-        elif bool((rows.labels[:, 0] == rows.labels[0, 0]).all()):
-            self._warn_of_one_label(rows.labels[:, 0])
         results["skipped_queries"] = is_skipped.sum().double()
         return results
 
@@ -227,13 +227,6 @@ class RetrievalMetrics(EmbeddingMetric):
             every_query_in_gallery = bool((lists.self_index >= 0).all())
             self.ranked_images = len(lists.gallery_ids) - int(every_query_in_gallery)
         return query_values(lists, self._table(rows))
-
-    def _warn_of_one_label(self, labels: Int[Tensor, " row"]) -> None:
-        warnings.warn(
-            f"{type(self).__name__}: all {len(labels)} images have the label {int(labels[0])}, so each list has only "
-            "relevant images and the metrics are 1 whatever the embeddings; check the labels.",
-            stacklevel=3,
-        )
 
     def _warn_of_no_positive(self, queries: int) -> None:
         cure = "the gallery is empty"

@@ -39,18 +39,6 @@ def test_no_query_with_a_positive(kwargs, queries):
     assert all(value.isnan() for value in found.values())
 
 
-def test_one_label_for_all_images_warns_that_the_metrics_are_1():
-    metrics = RetrievalMetrics(ks=(1,))
-    metrics.update(torch.randn(4, 3), torch.full((4,), 7), ids=torch.arange(4))
-    with pytest.warns(
-        UserWarning, match="RetrievalMetrics: all 4 images have the label 7, so each list has only relevant"
-    ):
-        found = metrics.compute()
-    assert found["mAP"] == 1
-    metrics.update(torch.randn(1, 3), torch.tensor([8]), ids=torch.tensor([4]))
-    assert metrics.compute()["skipped_queries"] == 1
-
-
 def test_no_tensor_is_as_large_as_the_score_matrix(monkeypatch):
     monkeypatch.setattr(labelled_lists, "_MAX_BLOCK_POSITIVES", 1)
     x, labels = torch.randn(1500, 4), torch.arange(1500) % 300
