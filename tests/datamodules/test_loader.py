@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 from lightning_retrieval import HAPLoss, RetrievalModule, SmoothAPLoss
@@ -479,6 +479,19 @@ def test_a_sampler_of_the_user_warns_of_other_labels():
     train_one_step(OwnSampler(LABELS), label, int)
     with pytest.raises(ValueError, match="each image must have an id of its own"):
         train_one_step(OwnSampler(LABELS), label, lambda index: index // 2)
+
+
+def test_images_that_could_not_be_read_are_neither_missing_ids_nor_missing_labels():
+    for id_of, raises in ((int, False), (lambda index: index // 2, True)):
+        loader = RetrievalDataLoader(
+            Items(label, id_of), SAMPLERS["pk"](LABELS), collate_fn=lambda items: default_collate(items[1:])
+        )
+        module = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss())
+        if raises:
+            with pytest.raises(ValueError, match=r"got \d different `ids` for 9 images .* first batch; let"):
+                fit(module, loader, max_steps=1)
+        else:
+            assert fit(module, loader, max_steps=1).global_step == 1
 
 
 def message_of_a_rank(rank: int, world_size: int) -> str:
