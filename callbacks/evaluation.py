@@ -236,6 +236,7 @@ class RetrievalEvaluation(pl.Callback):
         for evaluation_set in self.sets:
             results.update(evaluation_set.compute())
             _warn_of_large_ks(evaluation_set)
+            _warn_of_one_label(evaluation_set)
         self.results[stage] = _as_floats(results)
         log_without_sync(pl_module, results)
 
@@ -275,4 +276,13 @@ def _warn_of_large_ks(evaluation_set: EvaluationSet) -> None:
         rank_zero_warn(
             f"RetrievalEvaluation: {evaluation_set.prefix}{', '.join(too_large)} have a k above the number of ranked "
             f"images, {metrics.ranked_images}, so they are 1; give smaller `ks`."
+        )
+
+
+def _warn_of_one_label(evaluation_set: EvaluationSet) -> None:
+    metrics = evaluation_set.metrics
+    if isinstance(metrics, RetrievalMetrics) and metrics.has_one_label and metrics.ranked_images > 0:
+        rank_zero_warn(
+            f"RetrievalEvaluation: all images of the set of {evaluation_set.prefix}mAP have the same label, so each "
+            "list holds relevant images only and the metrics are 1 whatever the embeddings are; check the labels."
         )

@@ -1,15 +1,19 @@
 """The data loader for training, which gives each rank its shard of every global batch."""
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from lightning_retrieval.checks import check_instance, short_repr
 from lightning_retrieval.datamodules.rank_sampler import RankBatchSampler
-from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
+from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers
+from lightning_retrieval.distributed import rank
 
 
 def resume_position(trainer: pl.Trainer) -> dict[str, int]:
@@ -68,8 +72,10 @@ def loader_settings(
         num_workers: number of processes that load images.
         pin_memory: whether batches are copied to page-locked memory; if None, only if there is a GPU.
         persistent_workers: whether the workers are kept between epochs; if None, they are.
-        collate_fn: makes a batch of items, or None.
+        collate_fn: makes a batch of items; None for `collate_images`.
     """
+    if collate_fn is None:
+        collate_fn = collate_images
     if pin_memory is None:
         pin_memory = torch.cuda.is_available()
     if persistent_workers is None:
@@ -80,6 +86,49 @@ def loader_settings(
         "pin_memory": pin_memory,
         "collate_fn": collate_fn,
     }
+
+
+def check_image_sizes(owner: str, items: Any, cure: str) -> None:
+    """Raise unless the images of a batch have the same size.
+
+    Args:
+        owner: prefix of the error message.
+        items: of a dataset: dicts with `images`, tuples that begin with an image, or images; others are not checked.
+        cure: the end of the error message.
+
+    Raises:
+        ValueError: the message names the first image of each size by its id, or else by its position in the batch.
+    """
+    found: dict[tuple[int, ...], str] = {}
+    for position, item in enumerate(items):
+        image, id_ = item, None
+        if isinstance(item, Mapping):
+            image, id_ = item.get("images"), item.get("ids")
+        elif isinstance(item, (tuple, list)) and item:
+            image, id_ = item[0], next(iter(item[2:]), None)
+        if not isinstance(image, (Tensor, np.ndarray)):
+            continue
+        which = f"position {position}"
+        if id_ is not None:
+            which = f"id {int(id_)}"
+        found.setdefault(tuple(image.shape), which)
+    if len(found) > 1:
+        sizes = ", ".join(f"{size} of {which}" for size, which in list(found.items())[:3])
+        raise ValueError(f"{owner}: images of a batch must have the same size, got {sizes}; {cure}.")
+
+
+def collate_images(items: Any) -> Any:
+    """Make a batch as `default_collate` does, after a check of the sizes of the images.
+
+    Args:
+        items: of a dataset.
+
+    Raises:
+        ValueError: if the images differ in size.
+    """
+    cure = "let the transform crop or resize them to one size, or give a `collate_fn` that pads them"
+    check_image_sizes("RetrievalDataLoader", items, cure)
+    return default_collate(items)
 
 
 class RetrievalDataLoader(DataLoader[Any]):
@@ -105,7 +154,8 @@ class RetrievalDataLoader(DataLoader[Any]):
     Raises:
         TypeError: if `batch_sampler` is not a `GlobalBatchSampler`, or `epoch` or `start` is not an integer.
         ValueError: if `dataset` does not have one item for each label of `batch_sampler`, or `epoch` or `start` is out
-            of its range; during the iteration, if a batch has fewer images than there are processes.
+            of its range; during the iteration, if a batch has fewer images than there are processes, or images of
+            different sizes and no `collate_fn`.
 
     Example:
         >>> from lightning_retrieval.datamodules import PKSampler
@@ -139,6 +189,8 @@ class RetrievalDataLoader(DataLoader[Any]):
         _check_size(dataset, batch_sampler)
         self._fixed_start = start is not None
         self._rank_sampler = RankBatchSampler(batch_sampler, epoch=epoch, start=0 if start is None else start)
+        if kwargs.get("collate_fn") is None:
+            kwargs["collate_fn"] = collate_images
         super().__init__(dataset, batch_sampler=self._rank_sampler, **kwargs)
 
     @property  # type: ignore[override]
@@ -159,6 +211,28 @@ class RetrievalDataLoader(DataLoader[Any]):
         for batch in super().__iter__():
             self._rank_sampler.next_batch += 1
             yield batch
+
+    def check_first_batch(self, labels: Tensor, ids: Tensor | None) -> None:
+        """Compare the first batch of the last iteration with what the sampler drew. `RetrievalModule` calls it.
+
+        Args:
+            labels: of the global batch, (batch,) or (batch, levels).
+            ids: of the global batch, (batch,), or None.
+
+        Raises:
+            ValueError: if several images have one id, or the sampler was made with other labels. The latter is a
+                warning for a sampler whose `draws_classes` is False.
+        """
+        sampler, drawn = self._rank_sampler.batch_sampler, self._rank_sampler.first_drawn
+        if ids is not None:
+            _check_ids(sampler, drawn, ids.tolist())
+        problem = _difference_of_labels(sampler, drawn, labels.reshape(len(labels), -1), ids)
+        if problem is None:
+            return
+        if sampler.draws_classes:
+            raise ValueError(problem)
+        if rank() == 0:
+            warnings.warn(problem, stacklevel=2)
 
     def state_dict(self) -> dict[str, int]:
         """The epoch and the batch at which to continue, which is the one after the last batch returned."""
@@ -188,3 +262,86 @@ def _check_size(dataset: Any, batch_sampler: GlobalBatchSampler) -> None:
         f"RetrievalDataLoader: `dataset` must have one item for each of the {batch_sampler.dataset_size} labels that "
         f"the batch sampler was made with, got {found}."
     )
+
+
+def _check_ids(sampler: GlobalBatchSampler, drawn: Sequence[int], ids: Sequence[int]) -> None:
+    """Raise if several images have the same id. An image that was drawn several times has the same id each time.
+
+    Args:
+        sampler: of the global batches.
+        drawn: dataset indices of a global batch.
+        ids: of the batch that arrived, which may lack images that could not be read.
+    """
+    images, different = len(set(drawn)), len(set(ids))
+    missing = max(0, len(drawn) - len(ids))
+    if different >= images - missing:
+        return
+    example = ""
+    if not missing:
+        first: dict[int, int] = {}
+        for index, id_ in zip(drawn, ids):
+            if first.setdefault(id_, index) != index:
+                example = f" (id {id_} for the images {first[id_]} and {index} of the data set)"
+                break
+    raise ValueError(
+        f"RetrievalDataLoader: each image must have an id of its own, got {different} different `ids` for {images} "
+        f"images that {sampler.name} drew for the first batch{example}; let the data set return the index of each "
+        "image as its id, or no ids."
+    )
+
+
+def _difference_of_labels(
+    sampler: GlobalBatchSampler, drawn: Sequence[int], labels: Tensor, ids: Tensor | None
+) -> str | None:
+    """The message of an error if the labels of a batch make other classes than those of the sampler.
+
+    Args:
+        sampler: of the global batches.
+        drawn: dataset indices of a global batch.
+        labels: (batch, levels) of the batch that arrived; it is enough that one level has the classes of the sampler.
+        ids: of that batch, or None. If they are dataset indices, they say which row is which image.
+    """
+    if len(labels) != len(drawn):  # images could not be read, or there are several rows for each
+        return None
+    images = np.array(drawn)
+    if ids is not None and sorted(ids.tolist()) == sorted(drawn):
+        images = ids.numpy()
+    classes = sampler.classes_of(images.tolist())
+    if classes is None:
+        return None
+    pairs = [_contradiction(classes, labels[:, level].numpy()) for level in range(labels.shape[1])]
+    if None in pairs:
+        return None
+    one, other = pairs[0] or (0, 0)
+    finest = labels[:, 0].numpy()
+    verdict = "different classes"
+    if classes[one] == classes[other]:
+        verdict = "one class"
+    return (
+        f"RetrievalDataLoader: `batch_sampler` must be made with the labels of the data set, got a first batch with "
+        f"{_p_and_k(finest)} where {sampler.name} drew {_p_and_k(classes)}; the images {images[one]} and "
+        f"{images[other]} have the labels {finest[one]} and {finest[other]}, but are of {verdict} for the sampler; "
+        "give it the labels that the data set returns."
+    )
+
+
+def _contradiction(classes: Integers, labels: Integers) -> tuple[int, int] | None:
+    """Two rows that share a class and no label, or a label and no class; None if there are none."""
+    first_of_class: dict[int, int] = {}
+    first_of_label: dict[int, int] = {}
+    for row, (class_, label) in enumerate(zip(classes.tolist(), labels.tolist())):
+        same_class = first_of_class.setdefault(class_, row)
+        same_label = first_of_label.setdefault(label, row)
+        if labels[same_class] != label:
+            return same_class, row
+        if classes[same_label] != class_:
+            return same_label, row
+    return None
+
+
+def _p_and_k(classes: Integers) -> str:
+    counts = np.unique(classes, return_counts=True)[1]
+    of_each = f"{counts.min()}"
+    if counts.min() != counts.max():
+        of_each = f"{counts.min()} to {counts.max()}"
+    return f"P = {len(counts)} classes of K = {of_each} images"

@@ -40,6 +40,7 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
     def __init__(self, batch_sampler: GlobalBatchSampler, *, epoch: int, start: int) -> None:
         # The base class's __init__ is not called: it stores rank and world size, but the process group may come later.
         self.batch_sampler = batch_sampler
+        self.first_drawn: list[int] = []  # the first global batch of the last iteration that has begun
         self.set_position(epoch, start)
 
     def set_position(self, epoch: int, start: int) -> None:
@@ -78,12 +79,15 @@ class RankBatchSampler(DistributedSampler[list[SeededIndex]]):
         seed, epoch = self.batch_sampler.seed, self.batch_sampler.epoch
         world = world_size()
         this_rank = rank()
-        for number, batch in itertools.islice(enumerate(self.batch_sampler), self.first_batch, None):
+        first = self.first_batch
+        for number, batch in itertools.islice(enumerate(self.batch_sampler), first, None):
             if len(batch) < world:
                 raise ValueError(
                     f"RetrievalDataLoader: a batch must have an image for each process, got {len(batch)} images for "
                     f"{world} processes; enlarge the batch or use fewer processes."
                 )
+            if number == first:
+                self.first_drawn = batch
             begin, end = shard_bounds(len(batch), this_rank, world)
             seeds = augmentation_seeds(seed, epoch, number, np.arange(begin, end)).tolist()
             yield [SeededIndex(index, item_seed) for index, item_seed in zip(batch[begin:end], seeds, strict=True)]

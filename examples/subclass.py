@@ -1,4 +1,4 @@
-"""A subclass of RetrievalModule: another embedding, another optimizer, batches of another format.
+"""A subclass of RetrievalModule: another embedding, another optimizer, batches of another format, a further loss.
 
 python examples/subclass.py
 """
@@ -9,9 +9,21 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss, WeightedSum
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import Glyphs
+
+
+class ClassificationLoss(torch.nn.Module):
+    """The cross entropy of a linear classifier. Its parameters belong to the loss, and are trained with the network."""
+
+    def __init__(self, dim: int, num_classes: int) -> None:
+        super().__init__()
+        self.dim, self.num_classes = dim, num_classes
+        self.head = torch.nn.Linear(dim, num_classes)
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        return torch.nn.functional.cross_entropy(self.head(embeddings), labels)
 
 
 class FlipModule(RetrievalModule):
@@ -28,10 +40,14 @@ class FlipModule(RetrievalModule):
         return batch["images"] * 2 - 1, batch["labels"], batch["ids"]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.momentum)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.momentum)  # of the embedder and of the loss
 
 
 if __name__ == "__main__":
-    module = FlipModule(Embedder("glyph_net", embedding_dim=128), SmoothAPLoss(tau=0.01), momentum=0.8)
+    data = Glyphs()
+    data.prepare_data()
+    classifier = ClassificationLoss(dim=128, num_classes=int(data.train_set.labels.max()) + 1)
+    loss = WeightedSum({"ap": (1.0, SmoothAPLoss(tau=0.01)), "classes": (0.1, classifier)})
+    module = FlipModule(Embedder("glyph_net", embedding_dim=128), loss, momentum=0.8)
     trainer = pl.Trainer(max_epochs=1, limit_train_batches=10, callbacks=[RetrievalEvaluation()], logger=False)
-    trainer.fit(module, datamodule=Glyphs())
+    trainer.fit(module, datamodule=data)

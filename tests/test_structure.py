@@ -42,6 +42,7 @@ LAZY = {
 }
 # Only these modules of the core may import Lightning, so that a plain PyTorch loop can use the rest.
 MAY_IMPORT_LIGHTNING = {
+    "lightning_retrieval/training/batches.py",
     "lightning_retrieval/training/chunk_size_search.py",
     "lightning_retrieval/training/checkpoint_files.py",
     "lightning_retrieval/training/checkpointed_module.py",

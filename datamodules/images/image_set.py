@@ -24,6 +24,7 @@ from lightning_retrieval.datamodules.images.image_file import read_image, read_p
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
 from lightning_retrieval.datamodules.images.uint8_batches import UNNORMALIZED
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, seeded_item
+from lightning_retrieval.datamodules.loader import check_image_sizes
 from lightning_retrieval.models.colours import check_colour
 from lightning_retrieval.models.pixels import Pixels
 from lightning_retrieval.models.reduced_scale import Size
@@ -125,12 +126,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         found = [item for item in items if "skipped" not in item]
         if not found:
             found = [_placeholder_of_batch(items)]
-        sizes = {tuple(item["images"].shape) for item in found}
-        if len(sizes) > 1:
-            raise ValueError(
-                f"ImageSet: images of a batch must have the same size, got {sorted(sizes)[:3]}; use a transform that "
-                "crops, or eval_batch_size=1."
-            )
+        check_image_sizes("ImageSet", found, "use a transform that crops, or eval_batch_size=1")
         batch: dict[str, Any] = default_collate(found)
         return batch
 

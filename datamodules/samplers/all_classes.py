@@ -66,6 +66,8 @@ class AllClassesSampler(GlobalBatchSampler):
         Loss, ICCV 2019, section 4.2. How the images beyond the first of each class are chosen is our own choice.
     """
 
+    draws_classes = True
+
     def __init__(self, labels: Labels, *, batch_size: int, seed: int = 0) -> None:
         self.batch_size = check_integer(self.name, "batch_size", batch_size, 2)
         super().__init__(labels, seed=seed)

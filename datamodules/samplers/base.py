@@ -8,7 +8,7 @@ process and in many.
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,9 +111,13 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
         ValueError: if the labels are empty or not one-dimensional, or no class has two images.
 
     Relations:
+        `RetrievalDataLoader` compares the first batch with these labels: what differs is an error if `draws_classes` is
+        True, as in the samplers of this library that draw several images of a class, else a warning.
         `.sampler` is the sampler itself. So Lightning's `set_epoch` also reaches it through a plain
         `DataLoader(dataset, batch_sampler=...)` in one process. With several processes use `RetrievalDataLoader`.
     """
+
+    draws_classes: ClassVar[bool] = False
 
     def __init__(self, labels: Labels, *, seed: int = 0) -> None:
         self.seed = check_seed(self.name, "seed", seed)
@@ -147,6 +151,21 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
         """Position in `images` at which each class starts."""
         starts: Integers = np.cumsum(self.class_sizes) - self.class_sizes
         return starts
+
+    def classes_of(self, batch: Sequence[int]) -> Integers | None:
+        """The class of each image of a batch, as an index of `class_labels`; None if these are not known.
+
+        Args:
+            batch: dataset indices, as the sampler draws them.
+        """
+        drawn, position_in_drawn = np.unique(np.array(batch), return_inverse=True)
+        positions = np.flatnonzero(np.isin(self.images, drawn))
+        if len(positions) != len(drawn):  # a subclass draws others than the images that take part
+            return None
+        classes = np.searchsorted(self.class_starts, positions, side="right") - 1
+        by_index = np.argsort(self.images[positions])
+        of_batch: Integers = classes[by_index][position_in_drawn]
+        return of_batch
 
     @property
     def sampler(self) -> "GlobalBatchSampler":

@@ -76,6 +76,8 @@ class CategorySampler(GlobalBatchSampler):
         Cakir, He, Xia, Kulis and Sclaroff, Deep Metric Learning to Rank, CVPR 2019, section 4.2 (two categories).
     """
 
+    draws_classes = True
+
     def __init__(
         self,
         labels: Labels,

@@ -50,6 +50,8 @@ class PKSampler(GlobalBatchSampler):
         Hermans, Beyer and Leibe, In Defense of the Triplet Loss for Person Re-Identification, 2017 (P and K).
     """
 
+    draws_classes = True
+
     def __init__(self, labels: Labels, *, classes_per_batch: int, samples_per_class: int, seed: int = 0) -> None:
         self.classes_per_batch = check_integer(self.name, "classes_per_batch", classes_per_batch, 1)
         self.samples_per_class = check_integer(self.name, "samples_per_class", samples_per_class, 2)

@@ -1,6 +1,6 @@
 """Batches of random images, for training that has no classes of images, such as that of a detector."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -39,6 +39,9 @@ class RandomBatchSampler(GlobalBatchSampler):
                 f"{num_images} images."
             )
         super().__init__(np.zeros(num_images, np.int64), seed=seed)
+
+    def classes_of(self, batch: Sequence[int]) -> None:
+        """None: the images have no classes."""
 
     def __len__(self) -> int:
         return self.num_images // self.batch_size

@@ -218,6 +218,6 @@ class RetrievalLoss(BatchLoss, ABC):
             self._warned_of_no_positive = True
             warnings.warn(
                 f"{self.name}: no row of the batch has a positive, so the loss is 0 and nothing is learned from it; "
-                "put at least two images of a class into each batch (PKSampler does).",
+                "put at least two images of a class, with different ids, into each batch (PKSampler does).",
                 stacklevel=4,
             )

@@ -151,6 +151,7 @@ class RetrievalMetrics(EmbeddingMetric):
         self._extra = [extra_metric(owner, name) for name in self.extra_metrics]
         self.alpha = check_positive(owner, "alpha", alpha)
         self.ranked_images = 0  # number of images in the longest list of the last `compute`
+        self.has_one_label = False  # whether all images of the last `compute` have the same label
 
     def compute(self) -> dict[str, Tensor]:
         """All metrics at once.
@@ -175,6 +176,7 @@ class RetrievalMetrics(EmbeddingMetric):
                 shortened = merge_duplicates(owner, collected.shortened(dim))
                 means = self._means(shortened, self._query_values(shortened))
             results |= {f"{name}/{dim}d": mean for name, mean in means.items()}
+        self.has_one_label = bool((rows.labels[:, 0] == rows.labels[0, 0]).all())
         is_skipped = self._cached_values["AP"].isnan()
         if bool(is_skipped.all()):
             self._warn_of_no_positive(len(is_skipped))

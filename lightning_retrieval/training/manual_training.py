@@ -19,7 +19,7 @@ from lightning_retrieval.training.schedulers import (
     step_plateau_schedulers,
     step_schedulers,
 )
-from lightning_retrieval.training.strategy import broadcast_buffers_before_forward, loss_scale
+from lightning_retrieval.training.strategy import CheckedSteps, broadcast_buffers_before_forward, loss_scale
 from lightning_retrieval.training.throughput import Throughput
 from lightning_retrieval.training.trainer_checks import check_trainer
 from lightning_retrieval.training.whole_checkpoints import WholeCheckpoints
@@ -83,6 +83,7 @@ class ManualTraining(OptimizedModule):
         """Check the flags of the Trainer, at the first moment it is known."""
         owner, strategy = type(self).__name__, self.trainer.strategy
         check_trainer(owner, self.trainer)
+        CheckedSteps(owner, strategy, self).install()
         if isinstance(strategy, ModelParallelStrategy):
             WholeCheckpoints(owner, strategy).install()
         # A step ends with its state complete, so a run can be resumed from a checkpoint that is written after it.
@@ -101,12 +102,14 @@ class ManualTraining(OptimizedModule):
         self._throughput.restart()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Give all ranks the buffers of rank 0."""
+        """Check the optimizers, and give all ranks the buffers of rank 0."""
+        super().on_train_batch_start(batch, batch_idx)
         broadcast_buffers_before_forward(self.trainer)
         _count_begun_epoch(self.trainer)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Clip gradients, here where half-precision gradients have been unscaled and not yet been used."""
+        super().on_before_optimizer_step(optimizer)
         if self.gradient_clip_val is None:
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -22,7 +22,7 @@ from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.plain_data import rebuild, rebuild_optional
-from lightning_retrieval.training.batches import Unpacked, unpack
+from lightning_retrieval.training.batches import Unpacked, check_first_batch, unpack
 from lightning_retrieval.training.chunk_size_search import ChunkSizeSearch
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.described_transforms import preparation_of
@@ -255,13 +255,21 @@ class RetrievalModule(ManualTraining):
         super().on_train_epoch_start()
         self._frozen_backbone.set_epoch(self.embedder, self.current_epoch)
 
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Compute the gradient of the loss in chunks, sum it over the processes, and step; all state changes here."""
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Compute the gradient of the loss in chunks, sum it over the processes, and step; all state changes here.
+
+        Override it for work before or after the step. A further loss is a term of `loss`: the step has ended when this
+        returns, and a loss with a graph that an override returns raises an error.
+
+        Returns:
+            The loss of the global batch, without a graph, on the CPU.
+        """
         images, labels, ids = self.unpack_batch(batch)
         sharded = ShardedParts(self)
         self.zero_grad()
         if self._is_first_step:
             check_processes(self)
+            check_first_batch(self, labels, ids)
         step = TrainingStep(
             type(self).__name__,
             self.loss,
@@ -288,14 +296,19 @@ class RetrievalModule(ManualTraining):
                 last_backward=gradients.overlapped,
             )
         if self._is_first_step:
-            report_first_step(self, step, chunk_size)
-            self.preparation = getattr(self.trainer.datamodule, "described_preparation", None)  # type: ignore[attr-defined]
-            self._is_first_step = False
+            self._finish_first_step(step, chunk_size)
         terms = step.finish(part, gradients)
         stepped = self._step_optimizers()
         step.remember()
         self._step_due_schedulers(batch_idx, stepped)
         self._log_step(terms, step.images)
+        return terms["train/loss"]
+
+    def _finish_first_step(self, step: TrainingStep, chunk_size: int) -> None:
+        """Report what the first step of a run has shown."""
+        report_first_step(self, step, chunk_size)
+        self.preparation = getattr(self.trainer.datamodule, "described_preparation", None)  # type: ignore[attr-defined]
+        self._is_first_step = False
 
     def _chunk_size_for(self, images: Tensor) -> int:
         """Number of images of a batch that are embedded at a time."""

@@ -9,11 +9,21 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_retrieval.checks import check_choice, check_integer, check_string
 from lightning_retrieval.plain_data import rebuild_factory
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
-from lightning_retrieval.training.optimizers import NetworkParts, make_optimizer
+from lightning_retrieval.training.optimizers import GradientWatch, NetworkParts, check_optimized, make_optimizer
+from lightning_retrieval.training.trainer_checks import keeps_parameters
 
 
 class OptimizedModule(CheckpointedModule):
-    """A module with one optimizer over its trainable parameters, and a learning-rate scheduler or none."""
+    """A module with one optimizer over its trainable parameters, and a learning-rate scheduler or none.
+
+    A parameter that requires a gradient and is in no optimizer is an error at the first step of each epoch, since
+    callbacks unfreeze layers between epochs. Parameters without a gradient in the first steps of a run are a warning.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._epoch_of_check: int | None = None  # in which the optimizers were last checked
+        self._gradient_watch = GradientWatch()
 
     def _set_optimizer(
         self,
@@ -60,3 +70,24 @@ class OptimizedModule(CheckpointedModule):
             **scheduler_settings,
         }
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def configure_callbacks(self) -> Any:
+        """Begin a run without what was seen in another."""
+        self._epoch_of_check = None
+        self._gradient_watch = GradientWatch()
+        return super().configure_callbacks()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Check that each parameter is trained, after all callbacks have prepared an epoch."""
+        if self._epoch_of_check != self.current_epoch and keeps_parameters(self.trainer.strategy):
+            check_optimized(self, self.trainer.optimizers)
+            self._epoch_of_check = self.current_epoch
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Look for parameters without a gradient, in the first steps of a run."""
+        if optimizer is self.trainer.optimizers[0]:
+            self._gradient_watch.see(self)
+
+    def on_train_end(self) -> None:
+        """Warn of parameters without a gradient in a run of few steps."""
+        self._gradient_watch.report(self)

@@ -1,6 +1,7 @@
-"""Parameter groups: the head of a network and the layers of its backbone may learn at other rates than the rest."""
+"""The parameters that optimizers train: groups that learn at different rates, and those that nothing trains."""
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +9,14 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.layer_depths import layer_depths
 from lightning_retrieval.training.frozen_backbone import check_backbone
+from lightning_retrieval.training.full_sharding import sharded_modules
+
+FIRST_STEPS = 10  # layers that are dropped at random, and branches, have a gradient in one of them
+MOST_NAMES = 5  # in a message
+PRETRAINING_ONLY = ("mask_token",)  # last part of the names of parameters that DINOv2 has, and no embedding needs
 
 
 @dataclass(frozen=True)
@@ -89,3 +96,91 @@ def _layers(owner: str, module: nn.Module, parts: NetworkParts) -> list[tuple[li
         if parameter.requires_grad:
             layers.setdefault(depths.get(name, last), []).append(parameter)
     return [(layers[depth], parts.layer_decay ** (last - depth)) for depth in sorted(layers)]
+
+
+def check_optimized(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Raise if a parameter requires a gradient, and no optimizer has it: it would never learn.
+
+    Args:
+        module: owner of the parameters; its class name is the prefix of error messages.
+        optimizers: of the run.
+
+    Raises:
+        ValueError: the message names the parameters.
+    """
+    sharded_modules(module)
+    optimized: set[int] = set()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            optimized.update(map(id, group["params"]))
+    names = [name for name, parameter in _trained(module) if id(parameter) not in optimized]
+    if names:
+        raise ValueError(
+            f"{type(module).__name__}: each parameter that requires a gradient must be in an optimizer, but "
+            f"{_listed(names)} are in none; create or unfreeze them before `configure_optimizers`, which must list "
+            "them, add a parameter group for them, or call requires_grad_(False) on those that should not learn."
+        )
+
+
+class GradientWatch:
+    """Parameters that have had no gradient in the first steps of a run, although they are trained."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._names: set[str] | None = None  # of the parameters without a gradient so far
+
+    def see(self, module: nn.Module) -> None:
+        """Look for gradients after a backward pass; after the last of the first steps, `report`.
+
+        Nothing is read from the device.
+
+        Args:
+            module: owner of the parameters.
+        """
+        if self._steps >= FIRST_STEPS:
+            return
+        self._steps += 1
+        without = {name for name, parameter in _trained(module) if parameter.grad is None}
+        if self._names is not None:
+            without &= self._names
+        self._names = without
+        if self._steps == FIRST_STEPS:
+            self.report(module)
+
+    def report(self, module: nn.Module) -> None:
+        """Warn of these parameters, once, in the first process.
+
+        Args:
+            module: owner of the parameters; its class name is the prefix of the warning.
+        """
+        without = self._names or set()
+        self._names = None
+        names = [name for name, _ in module.named_parameters() if name in without and not _is_of_pretraining(name)]
+        if names and rank() == 0:
+            warnings.warn(
+                f"{type(module).__name__}: {_listed(names)} have had no gradient in the first {self._steps} steps, so "
+                "they do not learn; use these parameters in `forward` or in a term of `loss`, or call "
+                "requires_grad_(False) on them (layers that are rarely used need neither).",
+                stacklevel=2,
+            )
+
+
+def _trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The names and parameters that require a gradient, without those of metrics, whose networks only measure."""
+    of_metrics: set[int] = set()
+    for part in module.modules():
+        if isinstance(part, Metric):
+            of_metrics.update(map(id, part.parameters()))
+    named = module.named_parameters()
+    return [(name, value) for name, value in named if value.requires_grad and id(value) not in of_metrics]
+
+
+def _listed(names: Sequence[str]) -> str:
+    listed = ", ".join(f"`{name}`" for name in names[:MOST_NAMES])
+    if len(names) > MOST_NAMES:
+        listed += f" and {len(names) - MOST_NAMES} other parameters"
+    return listed
+
+
+def _is_of_pretraining(name: str) -> bool:
+    return name.rpartition(".")[2] in PRETRAINING_ONLY

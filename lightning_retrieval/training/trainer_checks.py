@@ -71,6 +71,16 @@ def check_trainer(owner: str, trainer: Any) -> None:
         check_model_parallel(owner, trainer)
 
 
+def keeps_parameters(strategy: Any) -> bool:
+    """Whether a strategy gives the optimizers the parameters of the module, and not flat copies of them.
+
+    Args:
+        strategy: of a `pytorch_lightning.Trainer`.
+    """
+    is_known = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy))
+    return is_known and not isinstance(strategy, DeepSpeedStrategy)
+
+
 def check_memory_start(module: Any) -> None:
     """Raise if nothing decides when a memory with `start_step="auto"` begins.
 
@@ -177,8 +187,7 @@ def _check_strategy(owner: str, strategy: Any) -> None:
             f"{owner}: {type(strategy).__name__} trains on a TPU, which has not been tested with this library; use a "
             "GPU or the CPU."
         )
-    is_supported = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy))
-    if not is_supported or isinstance(strategy, DeepSpeedStrategy):
+    if not keeps_parameters(strategy):
         raise ValueError(
             f"{owner}: gradients are summed over whole parameters, which {type(strategy).__name__} does not keep; "
             "use Trainer(strategy='auto') or 'ddp', or ModelParallelStrategy for a large network."

@@ -6,7 +6,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_retrieval import RetrievalMetrics
 from lightning_retrieval.callbacks import RetrievalEvaluation
@@ -23,6 +23,17 @@ def test_metrics_are_those_of_the_whole_set(capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["val/mAP", f"{validated['val/mAP']:.4f}"] in lines
     assert ["test/skipped_queries", "0"] in lines
+
+
+def test_one_label_for_all_images_warns_that_the_metrics_are_1(monkeypatch):
+    module = PointsModule()
+    one_label = TensorDataset(torch.randn(9, 6), torch.full((9,), 7))
+    monkeypatch.setattr(module, "evaluation_loaders", lambda stage: DataLoader(one_label, batch_size=5))
+    with pytest.warns(
+        UserWarning, match="RetrievalEvaluation: all images of the set of val/mAP have the same label, so"
+    ):
+        (validated,) = make_trainer(RetrievalEvaluation((1,))).validate(module, verbose=False)
+    assert validated["val/mAP"] == 1
 
 
 def test_fit_logs_each_epoch_and_skips_the_sanity_check(capsys):

@@ -1,8 +1,9 @@
-"""RetrievalDataLoader: shards, seeds, resumed epochs, and Trainers in one process and in two."""
+"""RetrievalDataLoader: shards, seeds, resumed epochs, the first batch, and Trainers in one process and in two."""
 
 import copy
 import itertools
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,16 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, DistributedSampler
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
+from lightning_retrieval import HAPLoss, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, augmentation_seeds, item_generator
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader, resume_position
+from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler
+from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
+from lightning_retrieval.datamodules.samplers.category import CategorySampler
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
 
 LABELS = [image // 4 for image in range(26)]  # seven classes, the last with two images
@@ -346,3 +352,190 @@ def test_a_dataset_of_another_size_raises(dataset, came):
         ValueError, match=rf"^RetrievalDataLoader: `dataset` must have one item for each of the 6 .*{came}"
     ):
         RetrievalDataLoader(dataset, sampler)
+
+
+# --- the first batch of a run
+
+
+class Items(Dataset):
+    """Random vectors with the labels and the ids that are given, as functions of the index."""
+
+    def __init__(self, label_of, id_of):
+        self.images = torch.randn(len(LABELS), 6, generator=torch.Generator().manual_seed(1))
+        self.label_of, self.id_of = label_of, id_of
+
+    def __len__(self):
+        return len(LABELS)
+
+    def __getitem__(self, index):
+        item = {"images": self.images[index], "labels": torch.tensor(self.label_of(index))}
+        if self.id_of is not None:
+            item["ids"] = torch.tensor(self.id_of(int(index)))
+        return item
+
+
+def label(index):
+    return LABELS[index]
+
+
+class OwnSampler(GlobalBatchSampler):
+    """Batches of a user, in groups of his own."""
+
+    def __len__(self):
+        return 2
+
+    def draw(self, generator):
+        return np.arange(24).reshape(2, 12)
+
+
+SAMPLERS = {
+    "pk": lambda labels: PKSampler(labels, classes_per_batch=3, samples_per_class=3, seed=3),
+    "with replacement": lambda labels: PKSampler(labels, classes_per_batch=2, samples_per_class=6, seed=3),
+    "all classes": lambda labels: AllClassesSampler(labels, batch_size=20),
+    "category": lambda labels: CategorySampler(
+        labels, [0] * len(labels), classes_per_batch=4, samples_per_class=3, categories_per_batch=1
+    ),
+}
+
+
+def train_one_step(sampler, label_of, id_of, start=0, **settings) -> RetrievalModule:
+    torch.manual_seed(0)
+    module = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss())
+    loader = RetrievalDataLoader(Items(label_of, id_of), sampler, start=start)
+    fit(module, loader, **{"max_steps": 1, "max_epochs": 1, **settings})
+    return module
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+@pytest.mark.parametrize(
+    ("label_of", "id_of"),
+    [
+        (label, int),
+        (label, None),
+        (lambda index: 100 - label(index), lambda index: 7 * index - 50),  # other names of the same classes
+        (lambda index: [label(index), label(index) // 2], int),
+        (lambda index: [index // 2, label(index)], int),  # batches of the classes of a coarser level
+    ],
+)
+def test_the_first_batch_is_what_the_sampler_drew(kind, label_of, id_of):
+    loss = HAPLoss() if isinstance(label_of(0), list) else SmoothAPLoss()
+    module = RetrievalModule(nn.Linear(6, 4), loss)
+    loader = RetrievalDataLoader(Items(label_of, id_of), SAMPLERS[kind](LABELS), start=1)
+    assert fit(module, loader, max_steps=1).global_step == 1
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("kind", "id_of"),
+    [
+        ("pk", lambda index: 0),
+        ("pk", lambda index: index % 4),
+        ("pk", label),
+        *((kind, lambda index: index // 2) for kind in SAMPLERS),
+    ],
+)
+def test_ids_that_repeat_raise_before_the_first_step(kind, id_of):
+    message = (
+        r"^RetrievalDataLoader: each image must have an id of its own, got \d+ different `ids` for \d+ images that "
+    )
+    message += r"\w+Sampler drew for the first batch \(id \d+ for the images \d+ and \d+ of"
+    with pytest.raises(ValueError, match=message) as raised:
+        train_one_step(SAMPLERS[kind](LABELS), label, id_of, start=1)
+    shared, one, other = map(int, re.findall(r"id (\d+) for the images (\d+) and (\d+)", str(raised.value))[0])
+    assert id_of(one) == id_of(other) == shared
+    assert one != other
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("kind", "label_of", "id_of"),
+    [
+        ("pk", lambda index: label(index) // 2, int),
+        ("pk", lambda index: index // 2, None),
+        ("pk", lambda index: 0, lambda index: index + 50),
+        *((kind, lambda index: label((index + 1) % 26), int) for kind in SAMPLERS),
+    ],
+)
+def test_labels_that_are_not_those_of_the_sampler_raise_before_the_first_step(kind, label_of, id_of):
+    message = r"^RetrievalDataLoader: `batch_sampler` must be made with the labels of the data set, got a first batch "
+    message += r"with P = \d+ classes of K = .* where \w+Sampler drew P = \d+ classes of K"
+    with pytest.raises(ValueError, match=message) as raised:
+        train_one_step(SAMPLERS[kind](LABELS), label_of, id_of)
+    found = re.findall(r"the images (\d+) and (\d+) have the labels (\d+) and (\d+),", str(raised.value))
+    one, other, of_one, of_other = map(int, found[0])
+    assert (label_of(one), label_of(other)) == (of_one, of_other)
+    assert (label(one) == label(other)) == ("of one class for the sampler" in str(raised.value))
+    assert (label(one) == label(other)) != (of_one == of_other)
+
+
+def test_a_sampler_of_the_user_warns_of_other_labels():
+    """Its groups may differ from the classes on purpose."""
+    groups = [index // 6 for index in range(26)]
+    with pytest.warns(
+        UserWarning, match="with P = 3 classes of K = 4 images where OwnSampler drew P = 2 classes of K = 6"
+    ):
+        module = train_one_step(OwnSampler(groups), label, int)
+    assert module.trainer.global_step == 1
+    train_one_step(OwnSampler(LABELS), label, int)
+    with pytest.raises(ValueError, match="each image must have an id of its own"):
+        train_one_step(OwnSampler(LABELS), label, lambda index: index // 2)
+
+
+def test_images_that_could_not_be_read_are_neither_missing_ids_nor_missing_labels():
+    for id_of, raises in ((int, False), (lambda index: index // 2, True)):
+        loader = RetrievalDataLoader(
+            Items(label, id_of), SAMPLERS["pk"](LABELS), collate_fn=lambda items: default_collate(items[1:])
+        )
+        module = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss())
+        if raises:
+            with pytest.raises(ValueError, match=r"got \d different `ids` for 9 images .* first batch; let"):
+                fit(module, loader, max_steps=1)
+        else:
+            assert fit(module, loader, max_steps=1).global_step == 1
+
+
+def message_of_a_rank(rank: int, world_size: int) -> str:
+    """Ids that differ within each shard of 5 and 4 images, and repeat in the global batch."""
+    sampler = SAMPLERS["pk"](LABELS)
+    ids = {index: position % 5 for position, index in enumerate(next(iter(sampler)))}
+    with pytest.raises(ValueError, match="ids") as raised:
+        train_one_step(sampler, label, lambda index: ids.get(index, index), strategy="ddp", devices=world_size)
+    train_one_step(sampler, label, int, strategy="ddp", devices=world_size)
+    return str(raised.value)
+
+
+@pytest.mark.slow
+def test_ids_that_repeat_in_the_batch_of_all_processes_raise_on_each(run_processes):
+    for message in run_processes(message_of_a_rank, 2, backend=None):
+        assert message.startswith(
+            "RetrievalDataLoader: each image must have an id of its own, got 5 different `ids` for 9"
+        )
+
+
+# --- images of different sizes
+
+
+class Sizes(Items):
+    """The images 3 and 5 are larger."""
+
+    def __init__(self, form):
+        super().__init__(label, int)
+        self.form = form
+
+    def __getitem__(self, index):
+        item = {**super().__getitem__(index), "images": torch.zeros(3, 8, 9 if index in (3, 5) else 8)}
+        parts = {"pair": ("images", "labels"), "triple": ("images", "labels", "ids")}
+        return tuple(item[name] for name in parts[self.form]) if self.form in parts else item
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(("form", "which"), [("dict", "id"), ("triple", "id"), ("pair", "position")])
+def test_images_of_different_sizes_raise(form, which):
+    sampler = PKSampler(LABELS, classes_per_batch=7, samples_per_class=4)
+    message = r"^RetrievalDataLoader: images of a batch must have the same size, got "
+    message += rf"\(3, 8, 8\) of {which} \d+, \(3, 8, 9\) of {which} (\d+); let the transform crop"
+    with pytest.raises(ValueError, match=message) as raised:
+        list(RetrievalDataLoader(Sizes(form), sampler))
+    if which == "id":
+        assert int(re.search(message, str(raised.value))[1]) in (3, 5)
+    assert len(list(RetrievalDataLoader(Sizes(form), sampler, collate_fn=list))) == len(sampler)

@@ -166,7 +166,8 @@ def test_a_batch_of_images_of_several_sizes_raises(tmp_path):
     picture(tmp_path / "b.png", size=(5, 5))
     images = ImageSet(ImageIndex(["a.png", "b.png"], [0, 0]), tmp_path, as_it_is)
     with pytest.raises(
-        ValueError, match=r"must have the same size, got \[\(4, 6, 3\), \(5, 5, 3\)\]; .* eval_batch_size"
+        ValueError,
+        match=r"must have the same size, got \(4, 6, 3\) of id \d+, \(5, 5, 3\) of id \d+; .* eval_batch_size",
     ):
         ImageSet.collate([images[0], images[1]])
 

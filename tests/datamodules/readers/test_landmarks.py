@@ -167,6 +167,7 @@ def test_trains_and_validates(tmp_path, num_workers):
     assert 0 < logged["val/mAP"] <= 1
 
 
+@pytest.mark.filterwarnings("ignore:RetrievalEvaluation. all images of the set of val/mAP have the same label")
 def test_trains_on_the_training_list_alone_with_classes_held_out(tmp_path):
     write_landmarks(tmp_path)
     (tmp_path / "annotations" / "annotation_clean_val.txt").unlink()

@@ -112,7 +112,7 @@ def test_the_size_of_the_checkpoint_of_vit_tiny(dim, resumed, tmp_path):
     model = sum(value.numel() * value.element_size() for value in embedder.state_dict().values())
     module = RetrievalModule(embedder, SmoothAPLoss(), chunk_size=2)
     generator = torch.Generator().manual_seed(7)
-    batch = (torch.randn(2, 3, 224, 224, generator=generator), torch.tensor([0, 0]))
+    batch = (torch.randn(4, 3, 224, 224, generator=generator), torch.tensor([0, 0, 1, 1]))
     run = fit(module, [batch])
     run.save_checkpoint(tmp_path / "resume.ckpt")
     run.save_checkpoint(tmp_path / "model.ckpt", weights_only=True)

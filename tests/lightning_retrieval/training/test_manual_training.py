@@ -1,4 +1,4 @@
-"""What Lightning leaves to a module in manual optimization: clipping of gradients, and epochs of resumed runs."""
+"""What Lightning leaves to a module in manual optimization: clipping, epochs of resumed runs, results of a step."""
 
 import functools
 
@@ -7,6 +7,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.datamodules import RetrievalDataModule
@@ -102,3 +103,79 @@ def test_a_run_that_is_resumed_at_the_end_of_an_epoch_and_again_in_the_next_one(
     for weights, found in (once, twice):
         assert found == steps
         assert torch.equal(weights, whole)
+
+
+class WithExtraLoss(RetrievalModule):
+    """Returns what a function makes of the loss of a step and of a further loss, which nothing back-propagates."""
+
+    def __init__(self, embedder, loss, returned):
+        super().__init__(embedder, loss, optimizer=SGD)
+        self.returned = returned
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return self.returned(loss, self(batch[0]).square().mean())
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda loss, extra: loss + extra,
+        lambda loss, extra: extra,
+        lambda loss, extra: {"loss": extra, "ap": loss},
+    ],
+)
+def test_a_returned_loss_with_a_graph_raises_at_the_first_step(returned):
+    module = WithExtraLoss(net(), SmoothAPLoss(), returned)
+    message = r"^WithExtraLoss: `training_step` must not return .*grad_fn=.*make it a term of `loss`, WeightedSum\("
+    with pytest.raises(ValueError, match=message):
+        fit(module, batches())
+    assert module.trainer.global_step == 1
+
+
+def test_a_step_returns_the_loss_and_an_override_may_return_detached_values():
+    class Outputs(pl.Callback):
+        def __init__(self):
+            self.values = []
+
+        def on_train_batch_end(self, trainer, module, outputs, *_):
+            self.values.append((outputs["loss"].item(), float(trainer.callback_metrics["train/loss"])))
+
+    seen = Outputs()
+    fit(RetrievalModule(net(), SmoothAPLoss(), optimizer=SGD), batches(), callbacks=[seen])
+    for returned, logged in seen.values:
+        assert returned == pytest.approx(logged, abs=1e-6)
+    twice = Outputs()
+    fit(
+        WithExtraLoss(net(), SmoothAPLoss(), lambda loss, extra: 2 * loss + 0 * extra.detach()),
+        batches(),
+        callbacks=[twice],
+    )
+    assert [value for value, _ in twice.values] == pytest.approx([2 * value for value, _ in seen.values])
+    fit(WithExtraLoss(net(), SmoothAPLoss(), lambda loss, extra: None), batches())
+
+
+class OtherManualModule(pl.LightningModule):
+    """A module of another library, which may return a loss that it has back-propagated itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.weight = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def training_step(self, batch, batch_idx):
+        loss = (batch[0] * self.weight).square().mean()
+        self.manual_backward(loss)
+        self.optimizers().step()
+        return loss
+
+
+def test_a_trainer_that_then_trains_another_module_leaves_its_results_as_they_are():
+    run = fit(RetrievalModule(net(), SmoothAPLoss(), optimizer=SGD), batches())
+    run.fit_loop.max_epochs = 2
+    run.fit(OtherManualModule(), DataLoader(batches(), batch_size=None))
+    assert run.state.finished

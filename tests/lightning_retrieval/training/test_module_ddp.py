@@ -15,7 +15,7 @@ from pytorch_metric_learning.losses import ContrastiveLoss, ProxyAnchorLoss
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_retrieval import CrossBatchMemory, Embedder, NestedLoss, RetrievalModule, SmoothAPLoss
+from lightning_retrieval import CrossBatchMemory, Embedder, NestedLoss, RetrievalModule, SmoothAPLoss, WeightedSum
 from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery
 from lightning_retrieval.datamodules import PKSampler, RetrievalDataModule
 from lightning_retrieval.training import module as module_file
@@ -26,6 +26,7 @@ from tests.point_set import Points
 STEPS = 3
 TRAINED = ["smooth-ap", "smooth-ap in chunks", "proxies", "proxies in chunks", "learned tau", "learned tau in chunks"]
 TRAINED += ["nested", "nested third-party in chunks"]
+TRAINED += ["classification head", "classification head in chunks"]
 TRAINED += ["lora and layer decay", "lora and layer decay in chunks", "frozen backbone in chunks"]
 # Batch norms see different shards on each rank, so only the agreement of the ranks can be tested.
 ALL = [*TRAINED, "batch norm", "batch norm in chunks"]
@@ -47,6 +48,17 @@ class LearnedTau(SmoothAPLoss):
         super().__init__()
         del self.tau
         self.tau = nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
+
+
+class ClassificationLoss(nn.Module):
+    """Cross entropy of a classifier that the loss owns, as in docs/extending.md."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 7).double()
+
+    def forward(self, embeddings, labels):
+        return nn.functional.cross_entropy(self.head(embeddings), labels)
 
 
 class Recorder(pl.Callback):
@@ -91,6 +103,8 @@ def make_loss(name: str) -> nn.Module:
         return ProxyAnchorLoss(7, 4).double()
     if name.startswith("learned tau"):
         return LearnedTau()
+    if name.startswith("classification head"):
+        return WeightedSum({"ap": (1.0, SmoothAPLoss(tau=0.1)), "classes": (0.5, ClassificationLoss())})
     if name.startswith("nested third-party"):
         return NestedLoss(ContrastiveLoss(), (2, 4))
     if name.startswith("nested"):

@@ -1,7 +1,12 @@
-"""Parameter groups: the head's learning rate, frozen parameters."""
+"""Parameter groups: the head's learning rate, frozen parameters; parameters that nothing trains."""
+
+import functools
+import warnings
 
 import pytest
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import BaseFinetuning
 from torch import nn
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
@@ -99,3 +104,90 @@ def test_layer_decay_without_a_backbone_raises():
         module.configure_optimizers()
     with pytest.raises(ValueError, match=r"`layer_decay` must be .*, got 2"):
         RetrievalModule(net(), SmoothAPLoss(), layer_decay=2)
+
+
+class Partial(RetrievalModule):
+    """Its own `configure_optimizers` forgets the parameters of a head that it has added."""
+
+    def __init__(self, *arguments, **settings):
+        super().__init__(*arguments, **settings)
+        self.extra_head = nn.Linear(4, 3).double()
+
+    def configure_optimizers(self):
+        first, second = self.embedder[0].parameters(), self.embedder[3].parameters()
+        return [torch.optim.SGD(first, lr=0.1), torch.optim.SGD(second, lr=0.1)]
+
+
+@pytest.mark.refusal
+def test_a_parameter_in_no_optimizer_raises_before_the_first_step():
+    module = Partial(net(), SmoothAPLoss(), chunk_size=3)
+    message = r"^Partial: each parameter that .* but `extra_head\.weight`, `extra_head\.bias` are in none; "
+    with pytest.raises(ValueError, match=message):
+        fit(module, batches())
+    assert_same(module.embedder, net())
+    module.extra_head.requires_grad_(False)
+    assert fit(module, batches()).global_step == 6  # of two optimizers
+
+
+class Unfreeze(BaseFinetuning):
+    """Trains the first layer from the second epoch on, and may forget to give it to the optimizer."""
+
+    def __init__(self, forgets):
+        super().__init__()
+        self.forgets = forgets
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.embedder[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1 and self.forgets:
+            pl_module.embedder[0].requires_grad_(True)
+        elif epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.embedder[0], optimizer)
+
+
+def test_a_layer_that_is_unfrozen_later_must_be_given_to_the_optimizer():
+    for forgets in (False, True):
+        module = RetrievalModule(net(), SmoothAPLoss(), optimizer=SGD)
+        run = functools.partial(fit, module, batches(), max_epochs=2, callbacks=[Unfreeze(forgets)])
+        if forgets:
+            with pytest.raises(ValueError, match=r"but `embedder\.0\.weight`, `embedder\.0\.bias` are in none; "):
+                run()
+        else:
+            run()
+        assert torch.equal(module.embedder[0].weight, net()[0].weight) == forgets
+
+
+class WithUnused(RetrievalModule):
+    """A head that is used in the steps of these numbers, and in no others."""
+
+    def __init__(self, used_in):
+        super().__init__(net(), SmoothAPLoss(), optimizer=SGD)
+        self.extra_head = nn.Linear(4, 4).double()
+        self.mask_token = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        self.used_in = used_in
+
+    def forward(self, images):
+        embeddings = super().forward(images)
+        if self.global_step in self.used_in:
+            return embeddings + self.extra_head(embeddings)
+        return embeddings
+
+
+@pytest.mark.parametrize(("steps", "used_in", "warns"), [(12, (), 10), (12, (9,), None), (12, (10,), 10), (3, (), 3)])
+def test_parameters_without_a_gradient_in_the_first_steps_are_named_in_one_warning(steps, used_in, warns):
+    seen = []
+
+    class StepsWithAWarning(pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            seen.append(len(caught))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(WithUnused(used_in), batches(steps), callbacks=[StepsWithAWarning()])
+    messages = [str(warning.message) for warning in caught if "no gradient" in str(warning.message)]
+    expected = "WithUnused: `extra_head.weight`, `extra_head.bias` have had no gradient in the first "
+    expected += f"{warns} steps, so they do not learn; use these"
+    assert [message[: len(expected)] for message in messages] == [expected] * (warns is not None)
+    if warns == 10:
+        assert seen[8] < seen[9] == seen[-1]
