@@ -59,7 +59,7 @@ class COCOMetrics(DetectionMetric):
         _check_backend()
 
     def compute(self) -> dict[str, Tensor]:
-        """`AP`, `AP50` and `AP50_per_class`, which is NaN for a class without objects; the others are if no class has any."""
+        """`AP`, `AP50` and `AP50_per_class`, which is NaN for a class without objects; all are if no class has any."""
         found = self._found(*self.images_once())
         return {name: value.to(self.device) for name, value in found.items()}
 
