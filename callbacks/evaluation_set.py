@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lightning_retrieval.callbacks.loaders import batch_indices
 from lightning_retrieval.checks import is_integer
-from lightning_retrieval.distributed import world_size
 from lightning_retrieval.metrics import EmbeddingMetric
 from lightning_retrieval.ranking.roles import Role, has_role
 
@@ -75,7 +74,7 @@ class EvaluationSet:
         try:
             check_step_outputs(module_name, outputs)
         except TypeError as error:
-            if world_size() == 1 or not self.metrics.sync_on_compute:
+            if not self.metrics.must_defer_errors:
                 raise
             self.metrics.defer_error(str(error))
             return

@@ -14,10 +14,10 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 
-def world_size() -> int:
-    """Number of processes, 1 without a process group."""
+def world_size(group: Any = None) -> int:
+    """Number of processes of a group, or of all if it is None; 1 without any group."""
     if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
+        return dist.get_world_size(group)
     return 1
 
 
@@ -80,6 +80,11 @@ class Shard:
     count: int = 1
     group: Any = None
     device: torch.device | None = None
+
+    def add_up(self, values: Tensor) -> None:
+        """Replace values by the sum of those of all processes that share the work. A collective operation."""
+        if self.count > 1:
+            dist.all_reduce(values, group=self.group)
 
 
 UNSHARDED = Shard()

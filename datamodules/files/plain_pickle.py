@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+MOST_LEVELS = 20  # of lists within lists; what walks deeper ones would exceed Python's limit of recursion
 PLAIN_KINDS = "biufcSU"  # of dtypes: bool, integers, floats, complex numbers, bytes and text
 
 # NumPy's own functions, wherever the installed version has them.
@@ -28,11 +29,12 @@ def load_plain_pickle(owner: str, path: Path) -> Any:
         path: the file.
 
     Raises:
-        ValueError: if the pickle asks for anything else, which the message names, or cannot be unpickled.
+        ValueError: if the pickle asks for anything else, which the message names, cannot be unpickled, or nests lists
+            and the like in more than `MOST_LEVELS` levels.
     """
     with path.open("rb") as file:
         try:
-            return _PlainUnpickler(file).load()
+            value = _PlainUnpickler(file).load()
         except _ForbiddenError as forbidden:
             raise ValueError(
                 f"{owner}: {path} must contain only plain values and NumPy arrays of numbers and text, got "
@@ -42,6 +44,28 @@ def load_plain_pickle(owner: str, path: Path) -> Any:
             raise ValueError(
                 f"{owner}: {path} must be a pickle, got a file that cannot be read as one ({error})."
             ) from None
+    if _is_nested_deeply(value):
+        raise ValueError(
+            f"{owner}: {path} is damaged: its lists must be nested in at most {MOST_LEVELS} levels, got more; download "
+            "the file from its official source."
+        )
+    return value
+
+
+def _is_nested_deeply(value: Any) -> bool:
+    """Whether lists and the like are nested in more than `MOST_LEVELS` levels, or contain themselves."""
+    level: list[Any] = [[value]]
+    for _ in range(MOST_LEVELS + 1):
+        inner: dict[int, Any] = {}  # by id: a list may occur several times
+        for outer in level:
+            parts = outer
+            if isinstance(outer, dict):
+                parts = (*outer.keys(), *outer.values())
+            for part in parts:
+                if isinstance(part, (list, tuple, dict, set, frozenset)):
+                    inner[id(part)] = part
+        level = list(inner.values())
+    return len(level) > 0
 
 
 class _ForbiddenError(Exception):

@@ -106,7 +106,10 @@ class DetectionAPLoss(nn.Module):
         self._warned = False
 
     def forward(self, class_logits: Float[Tensor, "roi level"], labels: Int[Tensor, " roi"]) -> Float[Tensor, ""]:
-        """The loss of a batch, whose scores then enter the memory; 0 if no RoI of the batch shows an object.
+        """The loss of a batch, whose scores then enter the memory.
+
+        If no RoI of the batch shows an object, the loss is that of the lists with the memory, in which the batch should
+        come after the objects of past batches; 0 if there are none.
 
         Args:
             class_logits: of each RoI, for the background and classes 1 to C.
@@ -120,10 +123,11 @@ class DetectionAPLoss(nn.Module):
             batch = gather_batch("DetectionAPLoss", class_logits, labels, None, gather=True, own_queries=False)
             class_logits, labels = batch.embeddings, batch.labels
         scores, targets = foreground_lists(class_logits, labels)
-        if not bool(targets.any()):
+        if len(scores) == 0:
             return 0 * scores.sum()
         value = self.map_loss(scores, targets)
-        if scores.requires_grad and not self._warned and bool(value > LARGE_LOSS):
+        # A batch without objects has no gradient if it comes after those of past batches, as it should.
+        if scores.requires_grad and not self._warned and bool((value > LARGE_LOSS) & targets.any()):
             scores.register_hook(self._warn_of_zero_gradient)
         loss: Tensor = self.weight * value
         return loss

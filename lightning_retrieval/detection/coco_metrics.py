@@ -7,12 +7,17 @@ class without objects has no AP, and is skipped in the mean. torchmetrics' `Mean
 
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.detection.detection_metric import DetectionMetric
+from lightning_retrieval.detection.detection_metric import DetectionMetric, Images
 from lightning_retrieval.optional_packages import optional_import
+
+# As in pycocotools, in float64: an overlap or a recall often equals one of them, and torchmetrics' are float32.
+OVERLAPS = np.linspace(0.5, 0.95, 10).tolist()
+RECALLS = np.linspace(0.0, 1.0, 101).tolist()
 
 
 class COCOMetrics(DetectionMetric):
@@ -54,17 +59,29 @@ class COCOMetrics(DetectionMetric):
         _check_backend()
 
     def compute(self) -> dict[str, Tensor]:
-        """`AP`, `AP50` and `AP50_per_class`, which is NaN for a class without objects."""
+        """`AP`, `AP50` and `AP50_per_class`, which is NaN for a class without objects; all are if no class has any."""
+        found = self._found(*self.images_once())
+        return {name: value.to(self.device) for name, value in found.items()}
+
+    def _found(self, detections: Images, targets: Images) -> dict[str, Tensor]:
         from torchmetrics.detection import MeanAveragePrecision
 
-        metric = MeanAveragePrecision(backend="faster_coco_eval", extended_summary=True, sync_on_compute=False)
+        counted = sum(int((target["ignored"] == 0).sum()) for target in targets)
+        if counted == 0:  # for which torchmetrics has -1 or, without any image, an error
+            nothing = torch.tensor(torch.nan)
+            return {"AP": nothing, "AP50": nothing, "AP50_per_class": nothing.repeat(self.classes)}
+        metric = MeanAveragePrecision(
+            iou_thresholds=OVERLAPS,
+            rec_thresholds=RECALLS,
+            backend="faster_coco_eval",
+            extended_summary=True,
+            sync_on_compute=False,
+        )
         metric.warn_on_many_detections = False
-        detections, targets = self.images_once()
         metric.update(detections, [{**target, "iscrowd": target["ignored"]} for target in targets])
         result = metric.compute()
         per_class = _average_precision_per_class(result["precision"], result["classes"].flatten(), self.classes)
-        found = {"AP": result["map"], "AP50": result["map_50"], "AP50_per_class": per_class}
-        return {name: value.to(self.device) for name, value in found.items()}
+        return {"AP": result["map"], "AP50": result["map_50"], "AP50_per_class": per_class}
 
 
 def _average_precision_per_class(

@@ -22,6 +22,7 @@ from lightning_retrieval.checks import (
 from lightning_retrieval.distributed import rank
 
 MAX_IMAGES = 1 << 40  # of one process, in one evaluation
+LEAST_ID = -(1 << 63)
 # Of each image: key and id. Of each box: the box and its score; and key, whether it is a detection, label, ignored.
 STATES = {"_images": (2, torch.int64), "_boxes": (5, torch.float32), "_box_facts": (4, torch.int64)}
 
@@ -126,8 +127,8 @@ class DetectionMetric(Metric):
                 ignored |= _one_for_each(owner, "targets", target, name, labels) != 0
         key = rank() * MAX_IMAGES + self._updates
         self._updates += 1
-        # An image without an id gets one that no other image has.
-        image_id = _image_id(owner, target.get("image_id", -1 - key))
+        # An image without an id gets one that no other image has; equal scores of such images stay in their order.
+        image_id = _image_id(owner, target.get("image_id", LEAST_ID + key))
         self._images.append(torch.tensor([[key, image_id]], device=self.device))
         self._add_boxes(key, 0, boxes, torch.ones_like(boxes[:, 0]), labels, ignored)
         self._add_boxes(key, 1, found_boxes, scores, found_labels, torch.zeros_like(found_labels))
@@ -183,7 +184,7 @@ def _image_id(owner: str, value: Any) -> int:
         image_id = operator.index(value)
     except TypeError:
         raise TypeError(f"{owner}: `targets` must have an integer as `image_id`, got {short_repr(value)}.") from None
-    if not -(1 << 63) <= image_id < 1 << 63:
+    if not LEAST_ID <= image_id < -LEAST_ID:
         raise ValueError(f"{owner}: `targets` must have an `image_id` of at most 64 bits, got {short_repr(value)}.")
     return image_id
 

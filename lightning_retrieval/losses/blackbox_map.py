@@ -28,7 +28,6 @@ from lightning_retrieval.checks import (
     check_positive,
 )
 from lightning_retrieval.losses.blackbox import LARGEST_MARGIN, SortedLists, positive_ranks, sort_lists
-from lightning_retrieval.losses.blackbox_ap import BlackboxAPLoss
 from lightning_retrieval.losses.score_lists import ScoreLists
 
 
@@ -139,9 +138,9 @@ class BlackboxMAPLoss(nn.Module):
             lambda_, past = self._lambda_of(weight), self._sorted_memory
             loss = weight * map_loss(class_scores, lists, lambda_=lambda_, past=past)
         if self.interclass_coef > 0:
-            one_list = BlackboxAPLoss(self._lambda_of(self.interclass_coef), self.margin)
-            L_APC = one_list.from_scores(scores.reshape(1, -1), targets.reshape(1, -1))
-            loss = loss + self.interclass_coef * L_APC
+            one_list, weight = scores.reshape(1, -1), self.interclass_coef
+            L_APC = map_loss(one_list, self._sort(one_list, targets.reshape(1, -1)), lambda_=self._lambda_of(weight))
+            loss = loss + weight * L_APC
         first = max(0, len(self.memory) + 1 - self.batch_memory)  # the oldest batch that stays
         self.memory = [*self.memory, (scores.detach(), targets)][first:]
         self._sorted_memory = [*self._sorted_memory, lists][first:]

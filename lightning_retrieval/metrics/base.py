@@ -46,8 +46,8 @@ class EmbeddingMetric(Metric):
 
     If there are several processes, each keeps about an equal part of the rows, and gathers the rest piece by piece.
 
-    Subclasses and callbacks may use `gather`, `query_gallery`, `is_relevant`, `is_candidate` and `defer_error`. A
-    subclass may override `is_relevant` and `is_candidate`.
+    Subclasses and callbacks may use `gather`, `query_gallery`, `is_relevant`, `is_candidate`, `must_defer_errors` and
+    `defer_error`. A subclass may override `is_relevant` and `is_candidate`.
 
     Args:
         query_expansion: from (queries, gallery, self_index) to new queries, such as
@@ -132,7 +132,7 @@ class EmbeddingMetric(Metric):
             optional = {"ids": ids, "instances": instances, "cameras": cameras}
             self._append(embeddings, labels, is_query, is_gallery, optional)
         except (TypeError, ValueError) as error:
-            if world_size() == 1 or not self.sync_on_compute:
+            if not self.must_defer_errors:
                 raise
             self.defer_error(str(error))
 
@@ -200,6 +200,8 @@ class EmbeddingMetric(Metric):
             kept_on = torch.device("cpu") if self.embeddings_on_cpu else self.device
             report = Report(self._error, self._settings())
             collected = gather_over_processes(owner, collected, report, shard=shard, embeddings_device=kept_on)
+        elif self._error is not None:
+            raise ValueError(self._error)
         if collected is None:
             raise ValueError(nothing_to_compute(owner))
         return collected, shard
@@ -236,6 +238,11 @@ class EmbeddingMetric(Metric):
         other_label = lists.query_labels[queries, :1] != lists.gallery_labels[gallery, 0]
         other_camera = lists.query_cameras[queries, None] != lists.gallery_cameras[gallery]
         return is_other & (other_label | other_camera)
+
+    @property
+    def must_defer_errors(self) -> bool:
+        """Whether other processes would wait in `compute` for a process that raises an error before."""
+        return self.sync_on_compute and world_size(self.process_group) > 1
 
     def defer_error(self, message: str) -> None:
         """Store an error message of this process; `compute` then raises it on all processes."""

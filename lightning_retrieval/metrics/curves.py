@@ -1,14 +1,13 @@
 """What the pictures of an evaluation set show: precision at each recall, and the scores of positive and negative pairs.
 
-Both are collective operations if there are several processes, like `compute`, and have the same result for any number
-of them.
+Both are collective operations of the metric's processes, like `compute`, and have the same result for any number of
+them.
 """
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.distributed import sum_over_ranks
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.retrieval import RetrievalMetrics
 from lightning_retrieval.ranking.float64 import float64_device
@@ -28,7 +27,7 @@ def mean_precision(metrics: RetrievalMetrics, steps: int = 100) -> Float[Tensor,
         metrics: holds the embeddings of the set.
         steps: number of steps from recall 0 to 1.
     """
-    rows, _ = metrics.gather()
+    rows, shard = metrics.gather()
     lists = metrics.query_gallery(rows._replace(labels=rows.labels[:, :1]))
     shape = (len(lists.query_ids), steps + 1)
     values = torch.full(shape, torch.nan, dtype=torch.float64, device=float64_device(rows.ids.device))
@@ -36,7 +35,7 @@ def mean_precision(metrics: RetrievalMetrics, steps: int = 100) -> Float[Tensor,
         values.zero_()
         for ranks in lists.positive_ranks():
             values[ranks.queries] = interpolated_precision(ranks, steps)
-    values = sum_over_ranks(values)  # other processes have zeros for each query: the sum is exact
+    shard.add_up(values)  # other processes have zeros for each query: the sum is exact
     return values[~values[:, 0].isnan()].mean(0)
 
 
@@ -56,7 +55,7 @@ def pair_counts(metrics: EmbeddingMetric, bins: int) -> Int[Tensor, "2 bins"]:
         metrics: holds the embeddings of the set.
         bins: number of bins.
     """
-    rows, _ = metrics.gather()
+    rows, shard = metrics.gather()
     lists = metrics.query_gallery(rows)
     device = rows.ids.device
     counts = torch.zeros(2 * bins, dtype=torch.int64, device=device)
@@ -74,4 +73,5 @@ def pair_counts(metrics: EmbeddingMetric, bins: int) -> Int[Tensor, "2 bins"]:
             bin_index += bins * ~is_relevant
             is_candidate = metrics.is_candidate(lists, block, part)
             counts += torch.bincount(bin_index[is_candidate], minlength=2 * bins)
-    return sum_over_ranks(counts).view(2, bins)
+    shard.add_up(counts)
+    return counts.view(2, bins)

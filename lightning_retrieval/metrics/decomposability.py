@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.distributed import Shard, sum_over_ranks
+from lightning_retrieval.distributed import Shard
 from lightning_retrieval.metrics.definitions import average_precision
 from lightning_retrieval.metrics.gathering import Rows
 from lightning_retrieval.metrics.query_gallery import query_gallery
@@ -26,8 +26,8 @@ _AP = QueryMetric(average_precision, "AP", "mAP")
 def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -> Float[Tensor, ""]:
     """Mean AP of the queries within batches of the set, minus mAP of the set.
 
-    This is a collective operation if there are several processes, like `compute`, and has the same result for any
-    number of them.
+    This is a collective operation of the metric's processes, like `compute`, and has the same result for any number of
+    them.
 
     Args:
         metrics: holds the embeddings of the set.
@@ -47,7 +47,8 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
         )
         ap = query_values(lists, [_AP])["AP"]
         sums[index] = torch.stack([ap.nansum(), (~ap.isnan()).sum()])
-    total, queries = sum_over_ranks(sums).sum(0)  # other processes have zeros for each batch: the sum is exact
+    shard.add_up(sums)  # other processes have zeros for each batch: the sum is exact
+    total, queries = sums.sum(0)
     gap: Tensor = total / queries - metrics.compute()["mAP"]
     return gap
 

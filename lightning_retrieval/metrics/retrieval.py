@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Int
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
@@ -48,13 +47,11 @@ def query_values(lists: QueryGallery, metrics: Sequence[QueryMetric]) -> dict[st
     columns = {"ids": lists.query_ids[by_id].to(device), "labels": lists.query_labels[by_id, 0].to(device)}
     for metric, row in zip(metrics, table):
         columns[metric.per_query] = row
-    shard = lists.query_rows.shard
     if lists.is_empty:
         table.fill_(torch.nan)
     else:
         _rank_shard(lists, metrics, by_id.argsort().to(device), columns)
-        if shard.count > 1:
-            dist.all_reduce(table, group=shard.group)  # other processes have zeros for each query: the sum is exact
+        lists.query_rows.shard.add_up(table)  # other processes have zeros for each query: the sum is exact
     return columns
 
 

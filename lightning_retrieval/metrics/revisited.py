@@ -23,13 +23,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_retrieval.checks import check_integer, short_repr
-from lightning_retrieval.distributed import Shard
 from lightning_retrieval.metrics.base import EmbeddingMetric, Indices
 from lightning_retrieval.metrics.query_gallery import QueryGallery, query_gallery
 from lightning_retrieval.metrics.revisited_lists import SETUPS, Kind, ListedImages, QueryLists
@@ -235,17 +233,13 @@ class RevisitedMetrics(EmbeddingMetric):
             column = listed.column[rows] - begin
             inside = (column >= 0) & (column < _BLOCK_COLUMNS)
             scores[rows] += torch.where(inside, block.gather(1, column.clamp(0, _BLOCK_COLUMNS - 1)), 0.0)
-        self._sum_over_shards(scores, shard)  # all but one shard have 0 for each image: the sum is exact
+        shard.add_up(scores)  # all but one shard have 0 for each image: the sum is exact
         is_positive = listed.kind < Kind.JUNK
         bounds, order = scores.masked_fill(~is_positive, torch.inf).sort(1)
         for rows, _, block in _score_blocks(queries, ranked.gallery_rows):
             counts[rows] += count_at_least(block, bounds[rows])
-        self._sum_over_shards(counts, shard)
+        shard.add_up(counts)
         return scores, torch.zeros_like(counts).scatter_(1, order, counts)
-
-    def _sum_over_shards(self, values: Tensor, shard: Shard) -> None:
-        if shard.count > 1:
-            dist.all_reduce(values, group=self.process_group)
 
 
 def _score_blocks(

@@ -97,8 +97,15 @@ def _fits(embed: Callable[[Tensor], Tensor], chunks: tuple[Tensor, ...], reserve
 
 
 def _free_memory(device: torch.device) -> None:
-    """Free the memory of a failed trial. Its exception must be deleted first: the traceback references its tensors."""
+    """Free the memory of a failed trial. Its exception must be deleted first: the traceback references its tensors.
+
+    Autograd's thread of the device holds both for a while after a backward pass has failed there. It takes up another
+    pass only when it has let go of them.
+    """
     if device.type != "cpu":
+        with torch.enable_grad():
+            nothing = torch.empty(0, device=device, requires_grad=True)
+            nothing.clone().backward(torch.empty_like(nothing))
         gc.collect()
         torch.get_device_module(device).empty_cache()
 

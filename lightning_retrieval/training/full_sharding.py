@@ -9,7 +9,7 @@ FSDP2 would divide this sum by the number of processes. Here the losses of the p
 gradient is the sum.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,14 +79,52 @@ def shard_blocks(network: nn.Module, mesh: Any) -> None:
     Args:
         network: is called as a whole; changed in place. A parameter that is a single number (shape ()) stays whole.
         mesh: of one dimension, a `torch.distributed.DeviceMesh`.
+
+    Raises:
+        ValueError: if blocks share a parameter, or one of them and the rest; the message names it.
     """
     from torch.distributed.fsdp import fully_shard
 
     scalars = {parameter for parameter in network.parameters() if parameter.ndim == 0}
-    for block in dict.fromkeys(blocks_of(network)):  # a layer may be in several lists
+    blocks = list(dict.fromkeys(blocks_of(network)))  # a layer may be in several lists
+    _check_nothing_is_shared(network, blocks, scalars)
+    for block in blocks:
         fully_shard(block, mesh=mesh, ignored_params=scalars)
     # By default the outermost module keeps its parameters gathered after an evaluation.
     fully_shard(network, mesh=mesh, ignored_params=scalars, reshard_after_forward=True)
+
+
+def _check_nothing_is_shared(network: nn.Module, blocks: Sequence[nn.Module], scalars: Set[nn.Parameter]) -> None:
+    """Raise if a parameter belongs to several of the parts that are divided one after the other.
+
+    FSDP2 has an error without a name for a layer that is in two parts, and none for layers that share a parameter: it
+    would train two copies of it.
+    """
+    name_of = {module: name for name, module in network.named_modules()}
+    first: dict[nn.Parameter, tuple[int, str]] = {}  # the part in which each parameter occurs first, and its name there
+    divided = set[nn.Module]()
+    for number, part in enumerate([*blocks, network]):
+        for module in _modules_outside(part, divided):
+            for local_name, parameter in module.named_parameters(recurse=False):
+                first_part, name = first.setdefault(parameter, (number, f"{name_of[module]}.{local_name}"))
+                if first_part != number and parameter not in scalars:
+                    raise ValueError(
+                        f"{type(network).__name__}: FSDP2 must find each parameter in one block of layers only, got "
+                        f"`{name.lstrip('.')}` in several; train with strategy='ddp', or override `shard_network` of "
+                        "the module to divide these blocks together."
+                    )
+        divided.add(part)
+
+
+def _modules_outside(part: nn.Module, divided: Set[nn.Module]) -> Iterator[nn.Module]:
+    """A module and all within it, without those that are divided already, and without what is in these."""
+    waiting, seen = [part], {*divided}
+    while waiting:
+        module = waiting.pop()
+        if module not in seen:
+            seen.add(module)
+            yield module
+            waiting += reversed([*module.children()])
 
 
 def broadcast_state(module: nn.Module, device: torch.device) -> None:

@@ -142,6 +142,25 @@ def test_what_could_run_code_raises_with_its_name(tmp_path, name, protocol):
 
 
 @refusal
+@pytest.mark.parametrize(
+    "data", [b"]" * 10_000 + b"a" * 9_999, b")" + b"\x85" * 10_000, b"]2a"], ids=["list", "tuple", "list in itself"]
+)
+def test_a_pickle_that_is_nested_too_deeply_is_damaged(tmp_path, data):
+    """As a whole, and where a box should be."""
+    path = tmp_path / "gnd_roxford5k.pkl"
+    truth = ground_truth()
+    truth["gnd"][0]["bbx"] = "here"
+    box = pickle.dumps("here", 2)[2:-3]
+    inside = pickle.dumps(truth, 2).replace(box, data)
+    for content in (data + b".", inside):
+        path.write_bytes(content)
+        with pytest.raises(
+            ValueError, match=r"^RevisitedOxford: .*gnd_roxford5k.pkl is damaged: its lists must be nested"
+        ):
+            RevisitedOxford(tmp_path).prepare_data()
+
+
+@refusal
 @pytest.mark.parametrize("data", [b"", b"\x80\x04", b"no pickle", b"cos\nsystem\n(S'true'\ntR", pickle.dumps([1])[:-1]])
 def test_a_file_that_is_not_a_pickle_raises(tmp_path, data):
     (tmp_path / "gnd_roxford5k.pkl").write_bytes(data)

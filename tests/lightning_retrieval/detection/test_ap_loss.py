@@ -44,7 +44,7 @@ def loss_by_loops(batches, interclass_coef):
             of_classes.append(ap_loss_by_loops([row[k] for row in score_rows], [label == k for label in labels]))
     rows = len(batches[-1][1])
     one_list = [(row[k], label == k) for row, label in zip(score_rows[-rows:], labels[-rows:]) for k in classes]
-    L_APC = ap_loss_by_loops(*zip(*one_list))
+    L_APC = ap_loss_by_loops(*zip(*one_list)) if any(labels[-rows:]) else 0.0
     return (1 - interclass_coef) * sum(of_classes) / len(of_classes) + interclass_coef * L_APC
 
 
@@ -104,15 +104,31 @@ def test_half_precision(dtype):
     assert logits.grad.dtype == dtype
 
 
-def test_a_batch_without_objects_has_no_loss_and_leaves_the_memory():
+def test_a_batch_without_objects_is_ranked_below_the_objects_in_memory():
+    """Section 4.3 of the paper; such a batch has no list of L_APC."""
+    loss, background = DetectionAPLoss(weight=2.5), torch.zeros(6, dtype=torch.long)
+    nothing = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    assert loss(nothing, background).item() == 0  # there are no objects yet
+    past, logits = make_batch(8), torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    loss(*past)
+    value = loss(logits, background)
+    whole = [(nothing.detach(), background), past, (logits.detach(), background)]
+    assert value.item() == pytest.approx(2.5 * loss_by_loops(whole, 1 / 3), abs=1e-12)
+    value.backward()
+    # A gradient step raises the scores of the background, of those RoIs that come before an object.
+    assert (logits.grad[:, 0] <= 0).all()
+    assert (logits.grad[:, 0] < 0).any()
+    assert len(loss.map_loss.memory) == 3
+
+
+def test_a_batch_without_regions_has_no_loss_and_leaves_the_memory():
     loss = DetectionAPLoss()
     loss(*make_batch(5))
-    for rows in (4, 0):
-        logits = torch.randn(rows, 4, requires_grad=True)
-        value = loss(logits, torch.zeros(rows, dtype=torch.long))
-        value.backward()
-        assert value.item() == 0
-        assert logits.grad.tolist() == [[0.0] * 4] * rows
+    logits = torch.randn(0, 4, requires_grad=True)
+    value = loss(logits, torch.zeros(0, dtype=torch.long))
+    value.backward()
+    assert value.item() == 0
+    assert logits.grad.shape == (0, 4)
     assert len(loss.map_loss.memory) == 1
 
 

@@ -1,10 +1,11 @@
 """COCO's AP by torchmetrics against loops over the definition, pycocotools, and two processes."""
 
+import contextlib
+import io
 import sys
 
 import pytest
 import torch
-from torchmetrics.detection import MeanAveragePrecision
 from torchvision.ops import box_iou
 
 from lightning_retrieval.detection import COCOMetrics
@@ -73,15 +74,80 @@ def test_values_are_those_of_loops():
     assert result["AP"].item() == pytest.approx(sum(map(sum, table)) / 30, abs=1e-6)
 
 
+def small_set(seed):
+    """Integer boxes and numbers of objects with a factor of 100, so that overlaps and recalls equal thresholds."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator)
+
+    objects, images = (4, 5, 8, 10, 20, 25, 40, 50)[int(integers(0, 8))], int(integers(1, 5))
+    detections, targets = [], []
+    for count in torch.arange(objects).tensor_split(images):
+        corner = integers(0, 60, len(count), 2)
+        boxes = torch.cat([corner, corner + integers(4, 21, len(count), 2)], 1)
+        labels = integers(1, CLASSES, len(count))
+        found = torch.cat([boxes + integers(-1, 2, len(count), 4), boxes.flip(0)])
+        scores = integers(1, 100, len(found)) / 128  # some are equal
+        ignored = integers(0, 8, len(count)) == 0
+        detections.append({"boxes": found.float(), "scores": scores, "labels": torch.cat([labels, labels])})
+        targets.append({"boxes": boxes.float(), "labels": labels, "iscrowd": ignored})
+    return detections, targets
+
+
+def coco_rows(images):
+    """The boxes of all images in COCO's format."""
+    rows = []
+    for number, image in enumerate(images):
+        corners = image["boxes"].double()
+        boxes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1).tolist()
+        columns = [image["labels"].tolist(), boxes]
+        columns += [image[name].tolist() if name in image else [0] * len(boxes) for name in ("scores", "iscrowd")]
+        for label, box, score, ignored in zip(*columns):
+            row = {"id": len(rows) + 1, "image_id": number, "category_id": label, "bbox": box, "score": score}
+            rows.append({**row, "area": box[2] * box[3], "iscrowd": int(ignored)})
+    return rows
+
+
+def ap_by_pycocotools(detections, targets):
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    truth, found = COCO(), COCO()
+    with contextlib.redirect_stdout(io.StringIO()):
+        for coco, rows in ((truth, coco_rows(targets)), (found, coco_rows(detections))):
+            images = [{"id": number} for number in range(len(targets))]
+            categories = [{"id": label} for label in range(1, CLASSES + 1)]
+            coco.dataset = {"info": {}, "images": images, "categories": categories, "annotations": rows}
+            coco.createIndex()
+        evaluation = COCOeval(truth, found, "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return evaluation.stats[:2]
+
+
 def test_values_are_those_of_pycocotools():
     pytest.importorskip("pycocotools")
-    detections, targets = make_images(30, seed=1)
-    metrics, theirs = COCOMetrics(CLASSES), MeanAveragePrecision(backend="pycocotools")
+    for seed in range(200):
+        detections, targets = small_set(seed)
+        metrics = COCOMetrics(CLASSES)
+        metrics.update(detections, targets)
+        result = metrics.compute()
+        expected = ap_by_pycocotools(detections, targets)
+        assert [result["AP"].item(), result["AP50"].item()] == pytest.approx(expected, abs=1e-6), seed
+
+
+@pytest.mark.parametrize("images", [0, 1, 4])
+def test_ap_without_an_object_that_counts_is_nan(images):
+    detections, targets = make_images(images)
+    for target in targets:
+        target["iscrowd"] = torch.ones_like(target["labels"])
+    metrics = COCOMetrics(CLASSES)
     metrics.update(detections, targets)
-    theirs.update(detections, targets)
-    ours, expected = metrics.compute(), theirs.compute()
-    assert ours["AP"].item() == pytest.approx(expected["map"].item(), abs=1e-6)
-    assert ours["AP50"].item() == pytest.approx(expected["map_50"].item(), abs=1e-6)
+    result = metrics.compute()
+    assert {name: value.shape for name, value in result.items()} == {"AP": (), "AP50": (), "AP50_per_class": (CLASSES,)}
+    assert all(bool(value.isnan().all()) for value in result.values())
 
 
 def test_a_reset_forgets_everything_and_images_without_ids_count_each():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_retrieval import DatabaseAugmentation, QueryExpansion
 from lightning_retrieval.callbacks.gallery import nearest_images
@@ -148,13 +149,14 @@ def pictures(metrics):
     }
 
 
-def tables(this, world):
-    """All results of all cases."""
+def tables(this, world, group=None):
+    """All results of all cases, by the processes of a group."""
     with pytest.MonkeyPatch.context() as patch:
         for module, name, size in SIZES:
             patch.setattr(module, name, size)
         results = {}
         for name, (metrics, x, labels, given) in cases().items():
+            metrics.process_group = group
             for part in rows_of_process(this, world, len(x)).split(100):
                 metrics.update(x[part], labels[part], part, **{key: rows[part] for key, rows in given.items()})
             results[name] = dict(metrics.compute())
@@ -183,6 +185,36 @@ def test_tables_are_bit_equal_to_those_of_one_process(case, processes, alone):
         assert found[case].keys() == expected.keys()
         for name, values in expected.items():
             assert torch.equal(found[case][name].nan_to_num(-1.0), values.nan_to_num(-1.0)), name
+
+
+def group_and_loner(this, world):
+    """Two of three processes share one evaluation; the first has its own, and a shard that it keeps to itself."""
+    pair, loner = dist.new_group([1, 2]), dist.new_group([0])
+    if this > 0:
+        return tables(this - 1, 2, pair)
+    x, labels = points()
+    ids = torch.arange(ROWS)
+    refused = RetrievalMetrics(process_group=loner)
+    with pytest.raises(ValueError, match=r"^RetrievalMetrics: `ids` must "):
+        refused.update(x, labels, ids[1:])
+    found = []
+    for settings in ({"process_group": loner}, {"sync_on_compute": False}):
+        metrics = RetrievalMetrics(**settings)
+        metrics.update(x, labels, ids)
+        found.append(pictures(metrics))
+    return found
+
+
+def test_a_group_of_the_processes_has_its_own_evaluation(run_processes, alone):
+    loners, *pair = run_processes(group_and_loner, 3, timeout=300)
+    assert len(pair) == 2
+    for found in pair:
+        for case, expected in alone.items():
+            for name, values in expected.items():
+                assert torch.equal(found[case][name].nan_to_num(-1.0), values.nan_to_num(-1.0)), (case, name)
+    for found in loners:
+        for name, values in found.items():
+            assert torch.equal(values, alone["plain"][name]), name
 
 
 def test_the_cases_are_no_trivial_ones(alone):

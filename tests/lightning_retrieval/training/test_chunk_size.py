@@ -220,6 +220,22 @@ def test_an_embedder_without_a_tensor_has_no_largest_chunk():
 
 
 @pytest.mark.gpu
+def test_a_backward_pass_that_fails_has_freed_its_memory_before_the_next_trial():
+    """A layer whose backward pass is in Python, as that of checkpointed layers, fails on the device's own thread."""
+    x = torch.rand(64, 1 << 12, device="cuda")  # 16 KiB for each row
+    scale, allocated = torch.ones((), device="cuda", requires_grad=True), []
+
+    def embed(chunk):
+        allocated.append(torch.cuda.memory_allocated())
+        return FailsInBackward.apply(scale * chunk, 4)
+
+    gc.freeze()  # a short collection leaves the device's thread no time to let go by itself
+    for _ in range(10):
+        assert largest_chunk_size(embed, x, reserve=1 << 20) == 4
+    assert max(allocated) - min(allocated) < 1 << 14
+
+
+@pytest.mark.gpu
 def test_largest_chunk_on_a_gpu():
     mib = 1 << 20
     x = torch.rand(64, mib // 4, device="cuda")  # 1 MiB for each row

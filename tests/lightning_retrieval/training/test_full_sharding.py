@@ -266,6 +266,61 @@ def test_blocks_are_the_elements_of_the_outermost_lists(monkeypatch):
     assert blocks_of(nn.ModuleDict({"a": nn.Sequential(residual), "b": nn.Sequential(residual)})) == [residual] * 2
 
 
+SHARED = {
+    "nothing": None,
+    "block": None,
+    "layer of two blocks": "layers.0.linear.weight",
+    "weight of two blocks": "layers.0.linear.weight",
+    "layer of a block and the rest": "layers.1.linear.weight",
+    "weight of a block and the rest": "layers.1.linear.weight",
+}
+
+
+class Part(nn.ModuleDict):
+    """FSDP2 divides only what can be called."""
+
+    def forward(self, x):
+        return x
+
+
+def message_of_shared(this, shared):
+    """What is raised for two blocks and a rest that share a layer, or only its weight."""
+    first, second = (Part({"linear": nn.Linear(400, 400)}) for _ in range(2))
+    net = Part({"layers": nn.ModuleList([first, second]), "rest": nn.Linear(400, 400)})
+    if shared == "layer of two blocks":
+        second["linear"] = first["linear"]
+    elif shared == "weight of two blocks":
+        second["linear"].weight = first["linear"].weight
+    elif shared == "weight of a block and the rest":
+        net["rest"].weight = second["linear"].weight
+    elif shared == "layer of a block and the rest":
+        net["rest"] = second["linear"]
+    elif shared == "block":
+        net["layers"].append(first)
+        net["rest"] = first
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    try:
+        shard_blocks(net, mesh)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def messages_of_shared(this, world):
+    return {shared: message_of_shared(this, shared) for shared in SHARED}
+
+
+@pytest.mark.refusal
+def test_a_parameter_in_several_blocks_is_named(run_processes):
+    found, other = run_processes(messages_of_shared, 2)
+    assert found == other
+    assert found["nothing"] is found["block"] is None  # the block is divided once
+    for shared, name in SHARED.items():
+        if name is not None:
+            assert found[shared].startswith("ValueError: Part: FSDP2 must find each parameter in one block of ")
+            assert f"got `{name}` in several; train with strategy='ddp'" in found[shared]
+
+
 def test_nothing_is_divided_in_one_process():
     module = network()
     sharded = ShardedParts(module)
