@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightning_retrieval.checks import check_string, first_line
+from lightning_retrieval.checks import check_path, check_string, first_line
 from lightning_retrieval.optional_packages import optional_import
 
 OWNER = "MilvusStore"  # prefix of error messages
@@ -156,7 +156,7 @@ def _lite_file(uri: str, may_create: bool) -> Path:
             f"{OWNER}: `uri` must be a path that ends in {SUFFIX}, for Milvus Lite, or an address such as "
             f"http://localhost:19530, got {uri!r}."
         )
-    file = Path(os.path.abspath(os.path.expanduser(uri)))
+    file = Path(os.path.abspath(check_path(OWNER, "uri", uri)))
     if file.exists() and not file.is_dir():
         raise ValueError(
             f"{OWNER}: `uri` must be what Milvus Lite writes, which is a folder, got {uri}, which is a file; give "
