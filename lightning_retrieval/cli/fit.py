@@ -173,6 +173,8 @@ class RetrievalCLI(LightningCLI):
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EmbeddingWriter):
                 rank_zero_info(f"The embeddings are in {callback.output}.")
+                if callback.renewed > 0:
+                    rank_zero_info(f"Made again, because images in them have changed: {callback.renewed} files.")
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run it; if Ctrl-C has ended it, exit as programs do then, where Lightning exits with 1."""
