@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -67,13 +69,21 @@ class MilvusConnection:
             raise ValueError(
                 f"{OWNER}: the connection to {self.shown} must be open for {method}; open the index again."
             )
-        from pymilvus.exceptions import ErrorCode, MilvusException
-
         seconds = CALLING
         if method in LONG:
             seconds = LONG_CALLING
+        return self.checked(method, partial(getattr(self._client, method), *args, timeout=seconds, **settings))
+
+    def checked(self, method: str, call: Callable[[], Any]) -> Any:
+        """The result of a call that belongs to a method of the client.
+
+        Raises:
+            OSError: if Milvus reports an error.
+        """
+        from pymilvus.exceptions import ErrorCode, MilvusException
+
         try:
-            return getattr(self._client, method)(*args, timeout=seconds, **settings)
+            return call()
         except MilvusException as error:
             cure = ""
             if error.code == ErrorCode.COLLECTION_NOT_FOUND:

@@ -37,7 +37,7 @@ from lightning_retrieval.search.milvus_collection import (
 )
 from lightning_retrieval.search.milvus_connection import OWNER, MilvusConnection, is_file, shown_uri
 from lightning_retrieval.search.milvus_factory import EXACT, index_kind, search_parameters
-from lightning_retrieval.search.milvus_rows import check_directions, check_path_bytes, id_batches, insertions
+from lightning_retrieval.search.milvus_rows import all_ids, check_directions, check_path_bytes, id_batches, insertions
 from lightning_retrieval.search.recall import measure_recall
 from lightning_retrieval.search.rows import (
     Rows,
@@ -150,6 +150,15 @@ class MilvusStore:
         """Number of rows in the index."""
         (row,) = self._call("query", output_fields=["count(*)"])
         return int(row["count(*)"])
+
+    @property
+    def ids(self) -> Int[Tensor, " rows"]:
+        """The ids of all rows, sorted.
+
+        Raises:
+            OSError: if Milvus reports an error.
+        """
+        return torch.from_numpy(np.sort(all_ids(self._connection, self.collection)))
 
     def add(
         self,
