@@ -188,9 +188,9 @@ class RetrievalCLI(LightningCLI):
 
     @contextmanager
     def _locked_run_folder(self, subcommand: str) -> Iterator[None]:
-        """Let no other start log, save or continue in the folder that `--run_folder` names; the first process locks it.
+        """Let no other start log, save or continue in the folder that `--run_folder` names.
 
-        The lock is taken before a checkpoint is looked for, because a run that goes on writes newer ones.
+        The first process takes the lock, before a checkpoint is looked for: a run that goes on writes newer ones.
         """
         given = self._get(self.config_init, "run_folder")
         with ExitStack() as stack:

@@ -111,7 +111,11 @@ def _parser() -> argparse.ArgumentParser:
         "--embeddings", type=Path, metavar="DIR", help="instead of these two: folder that `embed` wrote"
     )
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="INDEX", help="new folder for the index, or an index to replace or update"
+        "--output",
+        type=Path,
+        required=True,
+        metavar="INDEX",
+        help="new folder for the index, or an index to replace or update",
     )
     earlier = parser.add_mutually_exclusive_group()
     earlier.add_argument(

@@ -64,9 +64,9 @@ def index_images(
 
     Raises:
         FileNotFoundError: if the checkpoint or the folder does not exist.
-        ValueError: if no image can be read, an argument is invalid, or, without `overwrite`, an earlier index holds rows
-            that the new one would not hold: of other images or of another model. With `update`, if it is of another
-            model, or rows cannot be removed from an index of its kind.
+        ValueError: if no image can be read, an argument is invalid, or, without `overwrite`, an earlier index holds
+            rows that the new one would not hold: of other images or of another model. With `update`, if it is of
+            another model, or rows cannot be removed from an index of its kind.
         OSError: if the store cannot be reached, which is tried before any image is embedded.
 
     Cost:

@@ -45,7 +45,7 @@ class EarlierRows:
     def __init__(self, owner: str, index: EmbeddingStore, name: str, about: Mapping[str, Any]) -> None:
         self.ids = index.ids
         self.difference = _difference(index.about, about)
-        """What the embeddings are of that cannot be those of the new index; None if they can."""
+        """Why no row can be one of the new index; None if rows can."""
         self._owner = owner
         self._name = name
         self._rows = row_keys(self.ids, _all_paths(index))
@@ -56,12 +56,12 @@ class EarlierRows:
         why = self.difference
         if why is None:
             lost = _not_in(self._rows, row_keys(ids, paths))
-            why = "whose images are not among the new ones"
+            why = "their images are not among the new ones"
             cure += ", or `update` to add the images that are new and remove the rows of those that are gone"
         if lost > 0:
             raise ValueError(
-                f"{self._owner}: `output` must be new, or an index whose rows are all in the new one, got {self._name}, "
-                f"{lost} of whose {len(self.ids)} rows would be lost, {why}; give {cure}, or give another path."
+                f"{self._owner}: `output` must be new, or an index whose rows are all in the new one, but {lost} of the "
+                f"{len(self.ids)} rows of {self._name} are not, because {why}; give {cure}, or give another path."
             )
 
     def gone(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> Int[Tensor, " gone"]:
@@ -72,8 +72,8 @@ class EarlierRows:
         """
         if self.difference is not None and len(self.ids) > 0:
             raise ValueError(
-                f"{self._owner}: `update` must be given for an index of the same model and images, got {self._name}, "
-                f"with {len(self.ids)} rows {self.difference}; give `overwrite` to replace it, or give another path."
+                f"{self._owner}: `update` must be given for an index of the same model and images, got {self._name}: it "
+                f"has {len(self.ids)} rows, and {self.difference}; give `overwrite` to replace it, or another path."
             )
         rows = row_keys(ids, paths)
         for keys in (rows, self._rows):
@@ -119,14 +119,14 @@ def _difference(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> str | N
     """What the rows of an earlier index are of, if they are not of the same model and images as a new one."""
     made = json.loads(json.dumps(dict(about)))  # as the earlier one was read
     if MODEL[0] not in earlier:
-        return "which something else than this command has made"
+        return "something else than this command has made them"
     if earlier[MODEL[0]] != made.get(MODEL[0]):
-        return "which are of another model"
+        return "they are of another model"
     if earlier.get(MODEL[1]) != made.get(MODEL[1]):
-        return "which are of images that were prepared otherwise"
+        return "they are of images that were prepared otherwise"
     folders = [os.path.realpath(str(described.get("images"))) for described in (earlier, made)]
     if folders[0] != folders[1]:
-        return f"which are of images in {earlier.get('images')}"
+        return f"they are of images in {earlier.get('images')}"
     return None
 
 
@@ -274,10 +274,13 @@ class MilvusCollection:
             OSError: if Milvus reports an error.
         """
         name = self._place[1]
-        with _told_as_unreadable(self._owner, name), suppress(FileNotFoundError):
-            with closing(MilvusStore(*self._place)) as store:
+        with _told_as_unreadable(self._owner, name):
+            try:
+                store = MilvusStore(*self._place)
+            except FileNotFoundError:
+                return None
+            with closing(store):
                 return EarlierRows(self._owner, store, name, about)
-        return None
 
     @contextmanager
     def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:
@@ -426,8 +429,8 @@ def _check_settings(owner: str, index: Any, settings: Mapping[str, Any]) -> None
         found = getattr(index, name)
         if given not in (found, DEFAULTS[name]):
             raise ValueError(
-                f"{owner}: `{name}` must be that of the index with `update`, {found!r}, or not be given, got {given!r}; "
-                "give `overwrite` to build the index anew."
+                f"{owner}: `{name}` must be that of the index with `update`, {found!r}, or not be given, got "
+                f"{given!r}; give `overwrite` to build the index anew."
             )
 
 

@@ -122,7 +122,9 @@ def test_a_damaged_file_is_named_before_an_image_is_embedded(glyphs, tmp_path, m
     (tmp_path / "e" / "part-00002.npy").unlink()
     (tmp_path / "e" / "part-00001.npy").write_bytes(b"")
     monkeypatch.setattr(EmbeddingFolder, "write", None)  # calling it fails in another way
-    with pytest.raises(ValueError, match=r"^embed_images: .*part-00001\.npy is damaged \(it is empty\); delete it, and"):
+    with pytest.raises(
+        ValueError, match=r"^embed_images: .*part-00001\.npy is damaged \(it is empty\); delete it, and"
+    ):
         embedded(glyphs, tmp_path / "e")
 
 

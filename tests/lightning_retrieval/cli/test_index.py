@@ -49,7 +49,7 @@ def test_unreadable_images_are_named_and_the_others_indexed(glyphs, tmp_path, ca
 
 
 def changed_by_hand(folder):
-    """Two rows of images removed, and three rows of no image of the folder added; the ids of the images that are left."""
+    """Remove two rows of images, and add three of no image of the folder; the ids of the images that are left."""
     changed = RetrievalIndex.load(folder)
     changed.remove(changed.ids[[3, 5]])
     left = changed.ids
@@ -79,8 +79,8 @@ def test_rows_that_were_added_by_hand_are_only_lost_where_that_is_asked_for(kind
     before = files_of(tmp_path / "index")
     assert index(args[1:]) == 2
     assert capsys.readouterr().err == (
-        "index: `--output` must be new, or an index whose rows are all in the new one, got "
-        f"{tmp_path / 'index'}, 3 of whose 41 rows would be lost, whose images are not among the new ones; give "
+        "index: `--output` must be new, or an index whose rows are all in the new one, but 3 of the 41 rows of "
+        f"{tmp_path / 'index'} are not, because their images are not among the new ones; give "
         "`--overwrite` to replace it, or `--update` to add the images that are new and remove the rows of those that "
         "are gone, or give another path.\n"
     )
@@ -92,8 +92,8 @@ def test_rows_that_were_added_by_hand_are_only_lost_where_that_is_asked_for(kind
     assert updated.ids.tolist() == [*left.tolist(), 40, 41]  # after the largest id that is left
     paths = dict(zip(updated.paths(updated.ids), updated.embeddings()))
     assert paths.keys() == set(expected.paths(expected.ids))
-    for path, embedding in zip(expected.paths(expected.ids), expected.embeddings()):
-        torch.testing.assert_close(paths[path], embedding, rtol=0, atol=1e-6)
+    for path, row in zip(expected.paths(expected.ids), expected.embeddings()):
+        torch.testing.assert_close(paths[path], row, rtol=0, atol=1e-6)
 
     changed_by_hand(tmp_path / "index")
     assert finish(capsys, [*args, "--overwrite"]) == 0
@@ -119,7 +119,7 @@ def test_an_update_embeds_only_the_images_that_are_new(indexed, tmp_path, capsys
     (tmp_path / "images" / paths[7]).rename(tmp_path / "images" / "new.png")
     (tmp_path / "images" / "bad.png").write_text("no image")
     printed = error_of(capsys, *args[:-1])
-    assert f"got {tmp_path / 'index'}, 1 of whose 40 rows would be lost" in printed
+    assert f"but 1 of the 40 rows of {tmp_path / 'index'} are not, because their images are not" in printed
     real, seen = embedding.ImageEmbedder.embed_items, []
 
     def counted(self, items, names):
@@ -149,8 +149,11 @@ def test_an_index_of_something_else_is_only_replaced_where_that_is_asked_for(ind
     capsys.readouterr()
     model = ["index", f"--checkpoint={retrained}", f"--images={indexed / 'images'}", f"--output={index_folder}"]
     for args, why in (
-        (indexing(other, index_folder), f"40 of whose 40 rows would be lost, which are of images in {indexed}"),
-        (model, "40 of whose 40 rows would be lost, which are of another model; give `--overwrite` to replace it, or"),
+        (
+            indexing(other, index_folder),
+            f"40 of the 40 rows of {index_folder} are not, because they are of images in {indexed}",
+        ),
+        (model, "are not, because they are of another model; give `--overwrite` to replace it, or give another path."),
     ):
         assert why in error_of(capsys, *args)
         printed = error_of(capsys, *args, "--update")
@@ -159,12 +162,14 @@ def test_an_index_of_something_else_is_only_replaced_where_that_is_asked_for(ind
     by_hand.add(torch.eye(24))
     by_hand.save(tmp_path / "by hand")
     printed = error_of(capsys, *indexing(indexed, tmp_path / "by hand"))
-    assert "24 of whose 24 rows would be lost, which something else than this command has made; give" in printed
+    assert "are not, because something else than this command has made them; give `--overwrite`" in printed
     with pytest.raises(SystemExit, match=r"^2$"):
         index(indexing(indexed, index_folder, "--update", "--overwrite")[1:])
     assert "not allowed with argument --update" in capsys.readouterr().err
     printed = error_of(capsys, *indexing(indexed, index_folder, "--update", "--shards=2"))
-    assert "`--shards` must be that of the index with `--update`, 1, or not be given, got 2; give `--overwrite`" in printed
+    assert (
+        "`--shards` must be that of the index with `--update`, 1, or not be given, got 2; give `--overwrite`" in printed
+    )
     assert files_of(index_folder) == before
 
     (index_folder / "manifest.json").write_text("{")
@@ -184,7 +189,7 @@ def test_rows_of_images_that_cannot_be_read_any_more_are_not_lost(indexed, tmp_p
     assert finish(capsys, indexing(tmp_path, tmp_path / "index")) == 0
     (tmp_path / "images" / paths_of(tmp_path / "images")[9]).write_bytes(b"damaged")
     printed = error_of(capsys, *indexing(tmp_path, tmp_path / "index"))
-    assert ", 1 of whose 40 rows would be lost, whose images are not among the new ones; give" in printed
+    assert f"but 1 of the 40 rows of {tmp_path / 'index'} are not, because their images are not among" in printed
     assert len(RetrievalIndex.load(tmp_path / "index")) == 40
 
 

@@ -186,7 +186,7 @@ def test_rows_that_were_added_by_hand_are_only_lost_where_that_is_asked_for(inde
     changed.close()
     capsys.readouterr()
     assert index(args) == 2
-    assert "got glyphs, 2 of whose 41 rows would be lost, whose images are not among" in capsys.readouterr().err
+    assert "but 2 of the 41 rows of glyphs are not, because their images are not among" in capsys.readouterr().err
     assert index([*args, "--update", "--factory=HNSW"]) == 2
     assert "`--factory` must be that of the index with `--update`, 'Flat', or not be given" in capsys.readouterr().err
     for more in (["--update"], [], ["--overwrite"]):

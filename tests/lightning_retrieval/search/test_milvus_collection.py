@@ -125,5 +125,7 @@ def test_invalid_dimensions(tmp_path, dim):
 )
 def test_metadata_that_no_index_has(store, client, damaged):
     made_elsewhere(client, "cats_1", damaged, dimension=4)
-    with pytest.raises(ValueError, match=r"^MilvusStore: 'cats_1' in .*photos\.db is damaged, its metadata are invalid"):
+    with pytest.raises(
+        ValueError, match=r"^MilvusStore: 'cats_1' in .*photos\.db is damaged, its metadata are invalid"
+    ):
         MilvusStore(store.uri, "cats_1")

@@ -35,7 +35,9 @@ def test_a_kind_that_the_file_has_not():
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("parameters", ["ef", "ef=", "ef=0", "ef=-3", "ef=many", "ef=1;k=2", "ef=1,,k=2", HUGE, f"ef={'9' * 5000}"])
+@pytest.mark.parametrize(
+    "parameters", ["ef", "ef=", "ef=0", "ef=-3", "ef=many", "ef=1;k=2", "ef=1,,k=2", HUGE, f"ef={'9' * 5000}"]
+)
 def test_wrong_parameters(parameters):
     with pytest.raises(ValueError, match=r"^MilvusStore: `parameters` must be assignments of positive numbers"):
         search_parameters(parameters)
