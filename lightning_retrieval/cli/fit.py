@@ -201,8 +201,8 @@ class RetrievalCLI(LightningCLI):
                     stack.enter_context(folder_lock(f"lightning-retrieval {subcommand}", folder))
                 except OSError as error:
                     self.parser.error(
-                        f"lightning-retrieval {subcommand}: `--run_folder` must be a folder that can be written to, got "
-                        f"{folder} ({reason(error)}); give another path."
+                        f"lightning-retrieval {subcommand}: `--run_folder` must be a folder that can be written to, "
+                        f"got {folder} ({reason(error)}); give another path."
                     )
                 except ValueError as error:
                     self.parser.error(str(error))

@@ -60,8 +60,8 @@ class EarlierRows:
             cure += ", or `update` to add the images that are new and remove the rows of those that are gone"
         if lost > 0:
             raise ValueError(
-                f"{self._owner}: `output` must be new, or an index whose rows are all in the new one, but {lost} of the "
-                f"{len(self.ids)} rows of {self._name} are not, because {why}; give {cure}, or give another path."
+                f"{self._owner}: `output` must be new, or an index whose rows are all in the new one, but {lost} of "
+                f"the {len(self.ids)} rows of {self._name} are not, because {why}; give {cure}, or give another path."
             )
 
     def gone(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> Int[Tensor, " gone"]:
@@ -72,8 +72,8 @@ class EarlierRows:
         """
         if self.difference is not None and len(self.ids) > 0:
             raise ValueError(
-                f"{self._owner}: `update` must be given for an index of the same model and images, got {self._name}: it "
-                f"has {len(self.ids)} rows, and {self.difference}; give `overwrite` to replace it, or another path."
+                f"{self._owner}: `update` must be given for an index of the same model and images, got {self._name}: "
+                f"it has {len(self.ids)} rows, and {self.difference}; give `overwrite` to replace it, or another path."
             )
         rows = row_keys(ids, paths)
         for keys in (rows, self._rows):
