@@ -16,7 +16,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("lightning_retrieval", "callbacks", "datamodules")
 LIMITS = {
-    "lines of a file": 350,
+    "lines of a file": 600,
     "lines of a function body": 40,
     "cyclomatic complexity": 14,
     "conditional expressions in 1,000 lines": 16,

@@ -166,7 +166,11 @@ class RetrievalCLI(LightningCLI):
         if output is None:
             trainer.callbacks.append(_WriterToRunFolder("embeddings"))
         else:
-            trainer.callbacks.append(EmbeddingWriter(output))
+            try:
+                trainer.callbacks.append(EmbeddingWriter(output))
+            except ValueError as error:
+                owner = "lightning-retrieval predict"
+                self.parser.error(str(error).replace("EmbeddingWriter: `output`", f"{owner}: `--output`"))
 
     def after_predict(self) -> None:
         """Say where the embeddings are."""

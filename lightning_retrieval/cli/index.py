@@ -117,19 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="INDEX",
         help="new folder for the index, or an index to replace or update",
     )
-    earlier = parser.add_mutually_exclusive_group()
-    earlier.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace an index that is there; without it, one with rows that the new one would not hold is kept, and "
-        "the command stops",
-    )
-    earlier.add_argument(
-        "--update",
-        action="store_true",
-        help="change an index that is there: embed and add the images that it lacks, and remove the rows whose images "
-        "are gone; images that have changed under their names keep their embeddings",
-    )
+    _add_replacement_options(parser)
     add_store_option(parser, "--output")
     add_transform_option(parser)
     parser.add_argument(
@@ -148,3 +136,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_embedding_options(parser)
     return parser
+
+
+def _add_replacement_options(parser: argparse.ArgumentParser) -> None:
+    earlier = parser.add_mutually_exclusive_group()
+    earlier.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace an index that is there; without it, one with rows that the new one would not hold is kept, and "
+        "the command stops",
+    )
+    earlier.add_argument(
+        "--update",
+        action="store_true",
+        help="change an index that is there: embed and add the images that it lacks, and remove the rows whose images "
+        "are gone; images that have changed under their names keep their embeddings",
+    )

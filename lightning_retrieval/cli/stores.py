@@ -42,7 +42,7 @@ class EarlierRows:
         about: of the new index.
     """
 
-    def __init__(self, owner: str, index: EmbeddingStore, name: str, about: Mapping[str, Any]) -> None:
+    def __init__(self, owner: str, index: EmbeddingStore, name: str, *, about: Mapping[str, Any]) -> None:
         self.ids = index.ids
         self.difference = _difference(index.about, about)
         """Why no row can be one of the new index; None if rows can."""
@@ -176,7 +176,7 @@ class FaissFolder:
             return None
         with _told_as_unreadable(self._owner, self._folder):
             index = RetrievalIndex.load(self._folder, mapped=True, verify=False)
-            return EarlierRows(self._owner, index, str(self._folder), about)
+            return EarlierRows(self._owner, index, str(self._folder), about=about)
 
     @contextmanager
     def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:
@@ -280,7 +280,7 @@ class MilvusCollection:
             except FileNotFoundError:
                 return None
             with closing(store):
-                return EarlierRows(self._owner, store, name, about)
+                return EarlierRows(self._owner, store, name, about=about)
 
     @contextmanager
     def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:

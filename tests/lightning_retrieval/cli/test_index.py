@@ -225,4 +225,8 @@ def test_invalid_arguments_are_reported_in_one_sentence(glyphs, colour, indexed,
     assert "`--batch_size` must be an integer >= 1, got 0" in error_of(
         capsys, *indexing(indexed, to[1], "--batch_size=0")
     )
+    for command_of in (indexing(indexed, "n" * 500), ["embed", *images, *model, "--output", tmp_path / ("n" * 500)]):
+        printed = error_of(capsys, *command_of)
+        assert ": a path must have names of at most 255 bytes, got " in printed
+        assert printed.endswith("nn..., which is longer; shorten it.\n")
     assert not (tmp_path / "index").exists()
