@@ -30,16 +30,16 @@ class EmbeddingWriter(pl.Callback):
 
     Args:
         output: folder of the embeddings: new, or one that was begun with the same model and images; files that are
-            there are not written again.
+            there are not written again, unless the size or the modification time of one of their images has changed.
         file_format: `"parquet"`, or `"npy"` with a JSON file beside each.
         shard_size: number of images of a file, >= 1.
         dtype: type of the numbers in the files, `"float32"` or `"float16"`, which takes half of the space.
 
     Raises:
         ValueError: if a value is out of its range; when the prediction begins, on all processes, if the folder holds
-            embeddings of another model or of other images, or something else, if processes have different images, or if
-            there are several processes and the loader does not give all images in order; with any batch, if ids or
-            labels do not fit the embeddings, or images do not come in the order of their ids.
+            embeddings of another model or of other images, a damaged file, or something else, if processes have
+            different images, or if there are several processes and the loader does not give all images in order; with
+            any batch, if ids or labels do not fit the embeddings, or images do not come in the order of their ids.
         ModuleNotFoundError: when the prediction begins, if pyarrow is not installed and the format is Parquet.
         TypeError: if `predict_step` returns no dict with `embeddings`.
         ConnectionError: at the end, if another process has ended early.
@@ -84,6 +84,8 @@ class EmbeddingWriter(pl.Callback):
         self.dtype = check_choice(self.owner, "dtype", dtype, DTYPES)
         self.written = 0
         """Number of files that the last prediction has written, in all processes."""
+        self.renewed = 0
+        """Number of these files that were there, with images that have changed since."""
         self._begun: list[_BegunSet] = []
         self._current: _BegunSet | None = None
 
@@ -122,6 +124,7 @@ class EmbeddingWriter(pl.Callback):
         """Wait until all processes have written their files."""
         if self._begun:
             self.written = sum(len(begun.shared.missing) for begun in self._begun)
+            self.renewed = sum(len(begun.shared.changed) for begun in self._begun)
             self._wait()
         self._forget(trainer)
 
@@ -150,7 +153,9 @@ class EmbeddingWriter(pl.Callback):
         """The loader of one set, whose folder is begun or continued."""
         is_dealt = is_in_order(loader) and trainer.limit_predict_batches == 1.0
         images = self.describe_set(trainer, pl_module, loader.dataset)
-        shared = share_folder(self.owner, self.output / name, lambda: self._manifest(trainer, loader, images))
+        shared = share_folder(
+            self.owner, self.output / name, lambda: self._manifest(trainer, loader, images), images.image_files
+        )
         self._begun.append(_BegunSet(shared, images))
         if not is_dealt:
             images.begin([range(shared.folder.manifest.images)])
@@ -229,7 +234,8 @@ class _BegunSet:
         """Collect the rows of a batch."""
         dim = self.images.dim_of(outputs)
         if self.collector is None:
-            self.collector = ShardCollector(self.shared.begin(dim))
+            shared = self.shared
+            self.collector = ShardCollector(shared.begin(dim), shared.missing, shared.image_files)
         self.images.collect(outputs, self.collector)
 
     def finish(self) -> None:

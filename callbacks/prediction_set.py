@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_retrieval.search.embedding_folder import digest_of_files
 from lightning_retrieval.search.embedding_shards import ShardRows
 from lightning_retrieval.search.files import file_digest
 from lightning_retrieval.search.shard_collector import ShardCollector
@@ -31,6 +32,9 @@ class PredictionSet(Protocol):
 
     def fields(self, images: int) -> Iterator[Sequence[Any]]:
         """What says of each of the first images what is embedded, such as its path, box and label."""
+
+    def image_files(self, positions: range) -> str:
+        """The digest of the files of the images at these positions, see `digest_of_files`; "" if there are none."""
 
     def begin(self, ranges: Sequence[range]) -> None:
         """Expect the images at these positions."""
@@ -73,6 +77,13 @@ class LoadedSet:
             if isinstance(labels, Tensor):
                 fields.append(labels[position].tolist())
             yield fields
+
+    def image_files(self, positions: range) -> str:
+        """The digest of the files of the images at these positions; "" for a data set without image files."""
+        root = getattr(self.dataset, "root", None)
+        if self.index is None or root is None:
+            return ""
+        return digest_of_files(Path(root, self.index.paths[position]) for position in positions)
 
     def begin(self, ranges: Sequence[range]) -> None:
         """Expect the images at these positions."""

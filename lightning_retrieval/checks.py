@@ -17,6 +17,7 @@ from torch import Tensor
 # Settings outside of these make float32 overflow or underflow somewhere in a formula, so that a loss becomes NaN.
 SMALLEST, LARGEST = 1e-12, 1e12
 LARGEST_INTEGER = 2**63 - 1  # of a tensor of int64
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of the usual file systems
 
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -203,12 +204,24 @@ def check_path(owner: str, name: str, value: str | os.PathLike[str]) -> Path:
     text = os.fspath(value)
     if not text or "\0" in text:
         raise ValueError(f"{owner}: `{name}` must be the path of a file or a folder, got {text!r}.")
+    _check_lengths(owner, name, os.fsdecode(text))
     try:
         return Path(text).expanduser()
     except RuntimeError:
         raise ValueError(
             f"{owner}: `{name}` must not begin with ~, because the home folder is not known, got {text!r}."
         ) from None
+
+
+def _check_lengths(owner: str, name: str, path: str) -> None:
+    """Raise if the path is too long for a file system, which would say so in the middle of the work."""
+    longest = max((len(part.encode(errors="replace")) for part in Path(path).parts), default=0)
+    length = len(path.encode(errors="replace"))
+    if longest > LONGEST_NAME or length > LONGEST_PATH:
+        raise ValueError(
+            f"{owner}: `{name}` must have names of at most {LONGEST_NAME} bytes, and {LONGEST_PATH} in all, got "
+            f"{short_repr(path)}, whose longest name has {longest}; give a shorter one."
+        )
 
 
 def check_tensor(owner: str, name: str, value: Any) -> None:

@@ -55,10 +55,13 @@ def _summary(done: "EmbeddedFolder") -> str:
     found = ""
     if done.written < shards:
         found = f", {shards - done.written} of which were there"
+    renewed = ""
+    if done.renewed > 0:
+        renewed = f"; made again, because images in them have changed: {done.renewed}"
     files = f"{shards} {manifest.file_format} files"
     if shards == 1:
         files = f"1 {manifest.file_format} file"
-    return f"{rows} embeddings of {manifest.dim} dimensions in {files}{found}"
+    return f"{rows} embeddings of {manifest.dim} dimensions in {files}{found}{renewed}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,7 +79,11 @@ def _parser() -> argparse.ArgumentParser:
         "optionally, `label` and `box`",
     )
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="new folder, or one that this command began"
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="new folder, or one that this command began; files of it whose images have changed are made again",
     )
     parser.add_argument(
         "--root", type=Path, metavar="DIR", help="folder that the table's paths are relative to, default the table's"

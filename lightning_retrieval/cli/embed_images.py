@@ -31,12 +31,14 @@ class EmbeddedFolder:
         written: number of shards that were written; the others were there before.
         unreadable: the images that could not be read, of all shards.
         rank: of this process. All processes return the same.
+        renewed: number of the shards that were written although they were there, because images have changed since.
     """
 
     folder: EmbeddingFolder
     written: int
     unreadable: list[UnreadableImage]
     rank: int = 0
+    renewed: int = 0
 
 
 def embed_images(
@@ -59,7 +61,8 @@ def embed_images(
     """Embed images into a folder of Parquet or .npy files, of which those that are there are not made again.
 
     With several devices or nodes, Lightning starts a process for each, which calls this function again. Each process
-    embeds whole files, so the files are the same for any number of processes, and so may a run that continues.
+    embeds whole files, so the files are the same for any number of processes, and so may a run that continues. A file
+    that is there is made again if the size or the modification time of one of its images is not that of then.
 
     Args:
         checkpoint: of a `RetrievalModule`.
@@ -80,8 +83,8 @@ def embed_images(
     Raises:
         FileNotFoundError: if the checkpoint or the images do not exist.
         ModuleNotFoundError: if pyarrow is missing.
-        ValueError: if the folder holds embeddings of another model or list, processes have different images, or an
-            argument is invalid.
+        ValueError: if the folder holds embeddings of another model or list, or a damaged file, processes have different
+            images, or an argument is invalid.
         ConnectionError: if another process has ended early.
 
     Cost:
@@ -108,4 +111,4 @@ def embed_images(
         run_embedding(trainer, task, embedder.loader(listed.root, listed.index))
     folder = EmbeddingFolder.load(OWNER, output)
     unreadable = [UnreadableImage(path, reason) for path, reason in folder.unreadable()]
-    return EmbeddedFolder(folder, writer.written, unreadable, trainer.global_rank)
+    return EmbeddedFolder(folder, writer.written, unreadable, trainer.global_rank, writer.renewed)

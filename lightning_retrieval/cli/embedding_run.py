@@ -22,6 +22,7 @@ from lightning_retrieval.checks import first_line
 from lightning_retrieval.cli.embedding import EmbeddedBatch, ImageEmbedder, LoadedImage, default_device, unusable_device
 from lightning_retrieval.cli.image_list import ListedImages
 from lightning_retrieval.export.onnx_file import errors_only
+from lightning_retrieval.search.embedding_folder import digest_of_files
 from lightning_retrieval.search.embedding_shards import ShardRows
 from lightning_retrieval.search.shard_collector import ShardCollector
 
@@ -69,6 +70,10 @@ class ListedSet:
     def fields(self, images: int) -> Iterator[Sequence[Any]]:
         """Path, label and box of each image."""
         return self.listed.fields()
+
+    def image_files(self, positions: range) -> str:
+        """The digest of the files of the images at these positions."""
+        return digest_of_files(self.listed.root / self.listed.index.paths[position] for position in positions)
 
     def begin(self, ranges: Sequence[range]) -> None:
         """Nothing to do: a batch says which images it has."""

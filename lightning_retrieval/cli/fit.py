@@ -1,6 +1,8 @@
 """`lightning-retrieval fit`, `validate`, `test` and `predict`: LightningCLI with compact help."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +21,7 @@ from lightning_retrieval.cli.messages import invalid_argument_message, missing_p
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # --model DetectionModule
 from lightning_retrieval.plain_data import load_function
+from lightning_retrieval.search.files import folder_lock, reason
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule, module_of_checkpoint
 from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # --model RetrievalModule
@@ -86,7 +89,12 @@ class RetrievalCLI(LightningCLI):
         folder = self._get(self.config_init, "run_folder")
         if folder is not None:
             configured = self._get(self.config_init, "trainer").get("logger")
-            kwargs["logger"] = [ResumableCSVLogger(folder), *other_loggers(configured)]
+            try:
+                logger = ResumableCSVLogger(folder)
+            except ValueError as error:
+                owner = f"lightning-retrieval {self.subcommand}"
+                self.parser.error(str(error).replace("ResumableCSVLogger: `folder`", f"{owner}: `--run_folder`"))
+            kwargs["logger"] = [logger, *other_loggers(configured)]
         return super().instantiate_trainer(**kwargs)
 
     def _parse_ckpt_path(self) -> None:
@@ -183,22 +191,51 @@ class RetrievalCLI(LightningCLI):
         if output is None:
             trainer.callbacks.append(_WriterToRunFolder("embeddings"))
         else:
-            trainer.callbacks.append(EmbeddingWriter(output))
+            try:
+                trainer.callbacks.append(EmbeddingWriter(output))
+            except ValueError as error:
+                owner = "lightning-retrieval predict"
+                self.parser.error(str(error).replace("EmbeddingWriter: `output`", f"{owner}: `--output`"))
 
     def after_predict(self) -> None:
         """Say where the embeddings are."""
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EmbeddingWriter):
                 rank_zero_info(f"The embeddings are in {callback.output}.")
+                if callback.renewed > 0:
+                    rank_zero_info(f"Made again, because images in them have changed: {callback.renewed} files.")
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run it; if Ctrl-C has ended it, exit as programs do then, where Lightning exits with 1."""
-        try:
-            super()._run_subcommand(subcommand)
-        except SystemExit:
-            if self.trainer.interrupted:
-                sys.exit(EXIT_CODE)
-            raise
+        with self._locked_run_folder(subcommand):
+            try:
+                super()._run_subcommand(subcommand)
+            except SystemExit:
+                if self.trainer.interrupted:
+                    sys.exit(EXIT_CODE)
+                raise
+
+    @contextmanager
+    def _locked_run_folder(self, subcommand: str) -> Iterator[None]:
+        """Let no other start log, save or continue in the folder that `--run_folder` names.
+
+        The first process takes the lock, before a checkpoint is looked for: a run that goes on writes newer ones.
+        """
+        given = self._get(self.config_init, "run_folder")
+        with ExitStack() as stack:
+            if given is not None and self.trainer.global_rank == 0:
+                folder = Path(given).expanduser()
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    stack.enter_context(folder_lock(f"lightning-retrieval {subcommand}", folder))
+                except OSError as error:
+                    self.parser.error(
+                        f"lightning-retrieval {subcommand}: `--run_folder` must be a folder that can be written to, "
+                        f"got {folder} ({reason(error)}); give another path."
+                    )
+                except ValueError as error:
+                    self.parser.error(str(error))
+            yield
 
     def after_fit(self) -> None:
         if not self.config[self.config.subcommand].test_after_fit:

@@ -27,6 +27,8 @@ EMBEDDINGS_SETTINGS = (
     "parameters",
     "shards",
     "rows_in_memory",
+    "overwrite",
+    "update",
 )  # those of `index_embeddings`
 
 
@@ -109,8 +111,13 @@ def _parser() -> argparse.ArgumentParser:
         "--embeddings", type=Path, metavar="DIR", help="instead of these two: folder that `embed` wrote"
     )
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="INDEX", help="new folder for the index, or an index to replace"
+        "--output",
+        type=Path,
+        required=True,
+        metavar="INDEX",
+        help="new folder for the index, or an index to replace or update",
     )
+    _add_replacement_options(parser)
     add_store_option(parser, "--output")
     add_transform_option(parser)
     parser.add_argument(
@@ -129,3 +136,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_embedding_options(parser)
     return parser
+
+
+def _add_replacement_options(parser: argparse.ArgumentParser) -> None:
+    earlier = parser.add_mutually_exclusive_group()
+    earlier.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace an index that is there; without it, one with rows that the new one would not hold is kept, and "
+        "the command stops",
+    )
+    earlier.add_argument(
+        "--update",
+        action="store_true",
+        help="change an index that is there: embed and add the images that it lacks, and remove the rows whose images "
+        "are gone; images that have changed under their names keep their embeddings",
+    )

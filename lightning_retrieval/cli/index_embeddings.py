@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import torch
+
 from lightning_retrieval.cli.embedding import UnreadableImage
-from lightning_retrieval.cli.stores import new_index
+from lightning_retrieval.cli.stores import Replacement, new_index
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from lightning_retrieval.search.embedding_store import EmbeddingStore
 from lightning_retrieval.search.folder_rows import FolderRows
@@ -20,6 +22,8 @@ def index_embeddings(
     parameters: str = "",
     shards: int = 1,
     rows_in_memory: int | None = None,
+    overwrite: bool = False,
+    update: bool = False,
 ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
     """Index the rows of a folder of embeddings, with their ids and paths, and save the index.
 
@@ -32,13 +36,17 @@ def index_embeddings(
         shards: number of parts of the index, for faiss.
         rows_in_memory: build the index on disk, with the codes of this many rows in memory, see
             `RetrievalIndex.build_on_disk`; if None, build it in memory.
+        overwrite: replace an earlier index, whatever it holds.
+        update: change an earlier index of the same model and images: add the rows that it lacks, with ids after its
+            largest, and remove those that are not in the folder. If there is no earlier index, make one.
 
     Returns:
         The index, and the images that could not be read when they were embedded.
 
     Raises:
         FileNotFoundError: if the folder holds no embeddings.
-        ValueError: if some of its files are missing or damaged, or an argument is invalid.
+        ValueError: if some of its files are missing or damaged, an argument is invalid, or, without `overwrite`, an
+            earlier index holds rows that the new one would not hold. With `update`, as for `index_images`.
         OSError: if the store cannot be reached, which is tried first.
 
     Cost:
@@ -59,6 +67,20 @@ def index_embeddings(
             "images could be read."
         )
     new.check_paths(rows.paths)
-    index = new.write(manifest.dim, manifest.about, rows, rows.ids, rows.paths)
+    replaced = Replacement(OWNER, new, manifest.about, overwrite=overwrite, update=update)
+    if replaced.is_update:
+        index = _update(replaced, rows)
+    else:
+        replaced.check_kept(rows.ids, rows.paths)
+        index = new.write(manifest.dim, manifest.about, rows, rows.ids, rows.paths)
     unreadable = [UnreadableImage(path, reason) for path, reason in folder.unreadable()]
     return index, unreadable
+
+
+def _update(replaced: Replacement, rows: FolderRows) -> EmbeddingStore:
+    """Bring the earlier index up to date."""
+    with replaced.updated(rows.ids, rows.paths) as (index, is_new):
+        positions = torch.from_numpy(is_new).nonzero()[:, 0]
+        if len(positions) > 0:
+            index.add(rows[positions], paths=rows.paths[positions.numpy()])
+    return index

@@ -1,9 +1,11 @@
 """Text that the commands print: paths with unusual characters, and error messages in terms of the command line."""
 
+import errno
 import re
 from collections.abc import Iterable, Iterator
 
 TENSORBOARD = "TensorBoardLogger needs TensorBoard; install it with pip install 'lightning-retrieval[tensorboard]'."
+SHOWN = 100  # characters of a path that is too long
 FUNCTIONS = ("embed_images", "export_model", "index_embeddings", "index_images", "search_images")  # of the commands
 
 
@@ -30,6 +32,9 @@ def command_line_message(command: str, error: Exception, arguments: Iterable[str
         >>> command_line_message("index", error, ["images"])
         'index: `--images` must be a folder, got x.'
     """
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        shown = printable(str(error.filename))[:SHOWN]
+        return f"{command}: a path must have names of at most 255 bytes, got {shown}..., which is longer; shorten it."
     message = str(error)
     owner, separator, sentence = message.partition(": ")
     if owner in FUNCTIONS:

@@ -1,13 +1,19 @@
 """Where the commands write and read an index: a folder of faiss' files, or, with `--store`, a collection of Milvus."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from jaxtyping import Int
+from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_retrieval.checks import check_bool, first_line
 from lightning_retrieval.search.disk_lists import check_lists, check_rows_in_memory
 from lightning_retrieval.search.embedding_store import EmbeddingStore
 from lightning_retrieval.search.index import RetrievalIndex
@@ -15,10 +21,113 @@ from lightning_retrieval.search.milvus_collection import check_dim, check_store
 from lightning_retrieval.search.milvus_connection import OWNER
 from lightning_retrieval.search.milvus_rows import check_path_bytes
 from lightning_retrieval.search.milvus_store import MilvusStore
-from lightning_retrieval.search.rows import Rows
-from lightning_retrieval.search.storage import check_folder
+from lightning_retrieval.search.rows import Rows, plain_values
+from lightning_retrieval.search.storage import MANIFEST, check_folder
 
 KIND = "milvus:"
+BLOCK = 1 << 16  # rows whose paths are read at a time
+DEFAULTS = {"factory": "Flat", "parameters": "", "shards": 1}
+MODEL = ("checkpoint_sha256", "preparation")  # what an index records of its embeddings, which must be equal
+
+
+class EarlierRows:
+    """The rows of an index that a command is about to replace or to change.
+
+    A row is known by its path, or by its id if it has no path.
+
+    Args:
+        owner: prefix of error messages.
+        index: the earlier index.
+        name: how messages refer to it.
+        about: of the new index.
+    """
+
+    def __init__(self, owner: str, index: EmbeddingStore, name: str, *, about: Mapping[str, Any]) -> None:
+        self.ids = index.ids
+        self.difference = _difference(index.about, about)
+        """Why no row can be one of the new index; None if rows can."""
+        self._owner = owner
+        self._name = name
+        self._rows = row_keys(self.ids, _all_paths(index))
+
+    def check_kept(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> None:
+        """Raise if there are rows that are not among those of the new index, whose ids and paths are given."""
+        lost, cure = len(self.ids), "`overwrite` to replace it"
+        why = self.difference
+        if why is None:
+            lost = _not_in(self._rows, row_keys(ids, paths))
+            why = "their images are not among the new ones"
+            cure += ", or `update` to add the images that are new and remove the rows of those that are gone"
+        if lost > 0:
+            raise ValueError(
+                f"{self._owner}: `output` must be new, or an index whose rows are all in the new one, but {lost} of "
+                f"the {len(self.ids)} rows of {self._name} are not, because {why}; give {cure}, or give another path."
+            )
+
+    def gone(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> Int[Tensor, " gone"]:
+        """The ids of rows that are not among these, which are all there is.
+
+        Raises:
+            ValueError: if the rows are of something else, or cannot be told apart.
+        """
+        if self.difference is not None and len(self.ids) > 0:
+            raise ValueError(
+                f"{self._owner}: `update` must be given for an index of the same model and images, got {self._name}: "
+                f"it has {len(self.ids)} rows, and {self.difference}; give `overwrite` to replace it, or another path."
+            )
+        rows = row_keys(ids, paths)
+        for keys in (rows, self._rows):
+            if len(np.unique(keys)) < len(keys):
+                raise ValueError(
+                    f"{self._owner}: `update` must be given for rows with different paths, got some with the same path "
+                    "in the index or in the new rows; give `overwrite` to replace the index."
+                )
+        return self.ids[torch.from_numpy(~np.isin(self._rows, rows))]
+
+    def is_new(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> NDArray[np.bool_]:
+        """Of each of these rows, whether the index does not hold it."""
+        return ~np.isin(row_keys(ids, paths), self._rows)
+
+
+def row_keys(ids: Int[Tensor, " rows"], paths: Iterable[str]) -> NDArray[np.int64]:
+    """A number for each row, by which two indexes are compared in this process: the hash of its path, or of its id."""
+    keys = np.empty(len(ids), np.int64)
+    for row, path in enumerate(paths):
+        known_by: Any = path
+        if not path:
+            known_by = ("id", int(ids[row]))
+        keys[row] = hash(known_by)
+    return keys
+
+
+def _all_paths(index: EmbeddingStore) -> Iterator[str]:
+    """The paths of all rows, in the order of their ids."""
+    for ids in index.ids.split(BLOCK):
+        yield from index.paths(ids)
+
+
+def _not_in(keys: NDArray[np.int64], others: NDArray[np.int64]) -> int:
+    """How many keys the others lack; one that is there twice must be twice among the others."""
+    distinct, counts = np.unique(keys, return_counts=True)
+    other_distinct, other_counts = np.unique(others, return_counts=True)
+    _, at, other_at = np.intersect1d(distinct, other_distinct, assume_unique=True, return_indices=True)
+    counts[at] = np.maximum(0, counts[at] - other_counts[other_at])
+    return int(counts.sum())
+
+
+def _difference(earlier: Mapping[str, Any], about: Mapping[str, Any]) -> str | None:
+    """What the rows of an earlier index are of, if they are not of the same model and images as a new one."""
+    made = json.loads(json.dumps(dict(about)))  # as the earlier one was read
+    if MODEL[0] not in earlier:
+        return "something else than this command has made them"
+    if earlier[MODEL[0]] != made.get(MODEL[0]):
+        return "they are of another model"
+    if earlier.get(MODEL[1]) != made.get(MODEL[1]):
+        return "they are of images that were prepared otherwise"
+    folders = [os.path.realpath(str(described.get("images"))) for described in (earlier, made)]
+    if folders[0] != folders[1]:
+        return f"they are of images in {earlier.get('images')}"
+    return None
 
 
 class FaissFolder:
@@ -40,6 +149,7 @@ class FaissFolder:
         self, owner: str, folder: Path, *, factory: str, parameters: str, shards: int, rows_in_memory: int | None
     ) -> None:
         check_folder(owner, folder)
+        self._owner = owner
         RetrievalIndex(1, shards=shards)
         if rows_in_memory is not None:
             check_rows_in_memory(rows_in_memory)
@@ -55,6 +165,42 @@ class FaissFolder:
 
     def check_paths(self, paths: Sequence[str]) -> None:
         """All paths can be stored."""
+
+    def earlier_rows(self, about: Mapping[str, Any]) -> EarlierRows | None:
+        """The rows of the index that is there; None if there is none, or a killed process has not completed it.
+
+        Raises:
+            ValueError: if it cannot be read.
+        """
+        if not (self._folder / MANIFEST).exists():
+            return None
+        with _told_as_unreadable(self._owner, self._folder):
+            index = RetrievalIndex.load(self._folder, mapped=True, verify=False)
+            return EarlierRows(self._owner, index, str(self._folder), about=about)
+
+    @contextmanager
+    def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:
+        """The index that is there; its rows are changed in the block, and it is saved at the end.
+
+        Raises:
+            ValueError: if the settings are not those of the index, or another process has changed it meanwhile.
+        """
+        if self._rows_in_memory is not None:
+            raise ValueError(
+                f"{self._owner}: `rows_in_memory` must not be given with `update`, which reads the index into memory, "
+                f"got {self._rows_in_memory}."
+            )
+        before = (self._folder / MANIFEST).read_bytes()
+        index = RetrievalIndex.load(self._folder)
+        _check_settings(self._owner, index, self._settings)
+        yield index
+        index.about = plain_values(self._owner, about)
+        if (self._folder / MANIFEST).read_bytes() != before:
+            raise ValueError(
+                f"{self._owner}: {self._folder} must not be changed by another process during an update, but was; run "
+                "the command again."
+            )
+        index.save(self._folder)
 
     def write(
         self, dim: int, about: Mapping[str, Any], embeddings: Rows, ids: Int[Tensor, " rows"], paths: Sequence[str]
@@ -108,6 +254,7 @@ class MilvusCollection:
             )
         with _named_as("output"):
             check_store(uri, name, factory, parameters)
+        self._owner = owner
         self._place = (uri, name)
         self._settings = {"factory": factory, "parameters": parameters}
 
@@ -118,6 +265,33 @@ class MilvusCollection:
     def check_paths(self, paths: Sequence[str]) -> None:
         """Raise if Milvus cannot hold these paths."""
         check_path_bytes(paths)
+
+    def earlier_rows(self, about: Mapping[str, Any]) -> EarlierRows | None:
+        """The rows of the index of this name; None if there is none.
+
+        Raises:
+            ValueError: if it cannot be read.
+            OSError: if Milvus reports an error.
+        """
+        name = self._place[1]
+        with _told_as_unreadable(self._owner, name):
+            try:
+                store = MilvusStore(*self._place)
+            except FileNotFoundError:
+                return None
+            with closing(store):
+                return EarlierRows(self._owner, store, name, about=about)
+
+    @contextmanager
+    def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:
+        """The index of this name, whose rows are changed in the block; it keeps what it says about itself."""
+        store = MilvusStore(*self._place)
+        try:
+            _check_settings(self._owner, store, self._settings)
+            yield store
+        except BaseException:
+            store.close()
+            raise
 
     def write(
         self, dim: int, about: Mapping[str, Any], embeddings: Rows, ids: Int[Tensor, " rows"], paths: Sequence[str]
@@ -165,6 +339,99 @@ def new_index(
     if store is None:
         return FaissFolder(owner, output, **settings, rows_in_memory=rows_in_memory)
     return MilvusCollection(owner, str(output), _uri(owner, store), **settings, rows_in_memory=rows_in_memory)
+
+
+class Replacement:
+    """What becomes of an earlier index where a command writes a new one.
+
+    Args:
+        owner: prefix of error messages.
+        new: where the new index is written.
+        about: of the new index.
+        overwrite: replace an earlier index, whatever it holds.
+        update: change an earlier index, if there is one.
+
+    Raises:
+        ValueError: if both are asked for, or the earlier index cannot be read.
+        TypeError: if one of them is not a bool.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        new: FaissFolder | MilvusCollection,
+        about: Mapping[str, Any],
+        *,
+        overwrite: bool,
+        update: bool,
+    ) -> None:
+        self._overwrite = check_bool(owner, "overwrite", overwrite)
+        if check_bool(owner, "update", update) and overwrite:
+            raise ValueError(f"{owner}: `overwrite` must not be given with `update`; give one of them.")
+        self._new = new
+        self._about = about
+        self._earlier: EarlierRows | None = None
+        if update:
+            self._earlier = new.earlier_rows(about)
+        self.is_update = self._earlier is not None
+        """Whether there is an index to update."""
+
+    def check_kept(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> None:
+        """Raise if an earlier index, as it is now, has rows that are not among those of the new one.
+
+        Raises:
+            ValueError: if it has, or cannot be read.
+        """
+        if self._overwrite:
+            return
+        earlier = self._new.earlier_rows(self._about)
+        if earlier is not None:
+            earlier.check_kept(ids, paths)
+
+    @contextmanager
+    def updated(
+        self, ids: Int[Tensor, " rows"], paths: Sequence[str]
+    ) -> Iterator[tuple[EmbeddingStore, NDArray[np.bool_]]]:
+        """The earlier index without the rows that are gone, and of each of these rows whether it is to be added.
+
+        Raises:
+            ValueError: if it is of something else, or rows cannot be removed from an index of its kind.
+        """
+        earlier = self._earlier
+        if earlier is None:
+            raise ValueError("Replacement: there must be an earlier index to update.")
+        gone = earlier.gone(ids, paths)
+        with self._new.updated(self._about) as index:
+            if len(gone) > 0:
+                index.remove(gone)
+            yield index, earlier.is_new(ids, paths)
+
+
+@contextmanager
+def _told_as_unreadable(owner: str, name: str | Path) -> Iterator[None]:
+    """Say of an index that cannot be read how it is replaced: its rows may be worth more than to be replaced unasked.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(
+            f"{owner}: `output` must be new, or an index that can be read, got {name} ({first_line(error)}); give "
+            "`overwrite` to replace it, or give another path."
+        ) from None
+
+
+def _check_settings(owner: str, index: Any, settings: Mapping[str, Any]) -> None:
+    """Raise if settings are given that are not those of an index that is updated."""
+    for name, given in settings.items():
+        found = getattr(index, name)
+        if given not in (found, DEFAULTS[name]):
+            raise ValueError(
+                f"{owner}: `{name}` must be that of the index with `update`, {found!r}, or not be given, got "
+                f"{given!r}; give `overwrite` to build the index anew."
+            )
 
 
 @contextmanager

@@ -12,8 +12,8 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,9 @@ from lightning_retrieval.search.embedding_shards import (
     DTYPES,
     FILE_FORMATS,
     ShardRows,
+    read_metadata,
     read_npy,
     read_parquet,
-    read_unreadable,
     shard_suffixes,
     stored_rows,
     write_json,
@@ -85,6 +85,18 @@ def digest_of_list(fields: Iterable[Sequence[Any]]) -> str:
     return digest.hexdigest()
 
 
+def digest_of_files(files: Iterable[Path]) -> str:
+    """SHA-256 of the sizes and modification times of files, of which some may not exist."""
+    digest = hashlib.sha256()
+    for file in files:
+        found = None
+        with suppress(OSError):
+            status = file.stat()
+            found = (status.st_size, status.st_mtime_ns)
+        digest.update(f"{found}\n".encode())
+    return digest.hexdigest()
+
+
 class EmbeddingFolder:
     """The shards in a folder, some of which may be missing; `create` or `load` makes one.
 
@@ -111,8 +123,7 @@ class EmbeddingFolder:
         if folder.check_begun():
             return folder
         path.mkdir(parents=True, exist_ok=True)
-        content = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
-        text = json.dumps(content, indent=1) + "\n"
+        text = _manifest_text(asdict(manifest))
         _write_atomically(owner, path / MANIFEST, lambda stream: stream.write(text.encode()))
         return folder
 
@@ -178,6 +189,7 @@ class EmbeddingFolder:
         """
         rows = replace(stored_rows(self.owner, rows, self.manifest.dtype), origin=self._origin(shard))
         if self.manifest.file_format == "npy":
+            self._file(shard).unlink(missing_ok=True)  # of images that have changed, which is not that of the new JSON
             _write_atomically(self.owner, self._file(shard, ".json"), partial(write_json, rows))
             _write_atomically(self.owner, self._file(shard), partial(write_npy, rows))
         else:
@@ -202,10 +214,22 @@ class EmbeddingFolder:
         return rows
 
     def _read(self, file: Path) -> ShardRows:
-        try:
+        with self._named(file):
             if self.manifest.file_format == "npy":
                 return read_npy(file)
             return read_parquet(self.owner, file)
+
+    @contextmanager
+    def _named(self, file: Path) -> Iterator[None]:
+        """Name the file of a shard in the error if it cannot be read because it is damaged.
+
+        Raises:
+            ValueError: if the file is damaged.
+        """
+        try:
+            if file.stat().st_size == 0:
+                raise ValueError("it is empty")
+            yield
         except ModuleNotFoundError:
             raise
         except Exception as error:  # pyarrow and NumPy raise errors of many kinds for damaged files
@@ -215,13 +239,39 @@ class EmbeddingFolder:
             ) from None
 
     def unreadable(self) -> list[tuple[str, str]]:
-        """Path and reason of each image that could not be read, of all shards that are complete."""
+        """Path and reason of each image that could not be read, of all shards that are complete.
+
+        Raises:
+            ValueError: if a file is damaged.
+        """
         found = []
         for shard in range(len(self)):
-            file = self._file(shard)
-            if file.exists():
-                found += read_unreadable(self.owner, file)
+            if self._file(shard).exists():
+                found += self._metadata(shard)[0]
         return found
+
+    def changed(self, image_files: Callable[[range], str]) -> list[int]:
+        """Numbers of the complete shards with images whose files have changed since they were embedded.
+
+        Args:
+            image_files: the digest of the image files at some positions, see `digest_of_files`.
+
+        Raises:
+            ValueError: if a file is damaged.
+        """
+        changed = []
+        for shard in range(len(self)):
+            if not self._file(shard).exists():
+                continue
+            recorded = self._metadata(shard)[1]
+            if recorded and recorded != image_files(self.positions(shard)):
+                changed.append(shard)
+        return changed
+
+    def _metadata(self, shard: int) -> tuple[list[tuple[str, str]], str]:
+        file = self._file(shard)
+        with self._named(file):
+            return read_metadata(self.owner, file)
 
     def _names(self, shards: Sequence[int]) -> str:
         """The files of some shards, of which an error message shows the first."""
@@ -270,19 +320,46 @@ def _read_manifest(owner: str, path: Path) -> EmbeddingManifest:
             "writes one."
         )
     try:
-        content = dict(json.loads(file.read_text(encoding="utf-8")))
-    except (TypeError, ValueError):
+        text = file.read_bytes().decode()
+        content = dict(json.loads(text))
+    except (TypeError, ValueError, RecursionError):
         raise ValueError(f"{owner}: {file} is damaged, it is not valid JSON; give another folder.") from None
     found = content.pop("format", None), content.pop("version", None)
+    has_digest = content.pop("sha256", None) is not None  # earlier releases wrote none
     try:
         if found != (FORMAT, VERSION):
             raise TypeError
-        return EmbeddingManifest(**content)
+        manifest = EmbeddingManifest(**content)
+        _check_kinds(manifest)
     except TypeError:
         raise ValueError(
             f"{owner}: {file} must be the manifest of embeddings that this release can read (version {VERSION}), which "
             "it is not; give another folder."
         ) from None
+    if has_digest and text != _manifest_text(content):
+        raise ValueError(
+            f"{owner}: {file} is damaged, its checksum is not that of its content; restore it from a copy, or give "
+            "another folder."
+        )
+    return manifest
+
+
+def _manifest_text(content: Mapping[str, Any]) -> str:
+    """The content of a manifest's file, with a checksum."""
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"format": FORMAT, "version": VERSION, "sha256": digest, **content}, indent=1) + "\n"
+
+
+def _check_kinds(manifest: EmbeddingManifest) -> None:
+    """Raise TypeError for a manifest that this library does not write."""
+    counts = (manifest.images, manifest.dim, manifest.shard_size - 1)
+    texts = (manifest.images_sha256, manifest.model_sha256, manifest.precision)
+    is_valid = min(counts) >= 0 and all(type(count) is int for count in counts)
+    if not is_valid or manifest.file_format not in FILE_FORMATS or manifest.dtype not in DTYPES:
+        raise TypeError
+    for values, kind in (((manifest.preparation, manifest.about), dict), (texts, str)):
+        if not all(isinstance(value, kind) for value in values):
+            raise TypeError
 
 
 def _check_same(owner: str, path: Path, found: EmbeddingManifest, wanted: EmbeddingManifest) -> None:

@@ -20,7 +20,7 @@ from lightning_retrieval.search.files import DigestStream
 
 FILE_FORMATS = ("parquet", "npy")
 DTYPES = ("float32", "float16")
-UNREADABLE, ORIGIN = b"unreadable", b"origin"  # in the metadata of a Parquet file
+UNREADABLE, ORIGIN, IMAGE_FILES = b"unreadable", b"origin", b"image_files"  # in the metadata of a Parquet file
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class ShardRows:
         labels: one for each row, None where it is not known.
         unreadable: path and reason of each image of the shard that could not be read, and therefore has no row.
         origin: which shard of which folder the rows are of, see `EmbeddingFolder`.
+        image_files: digest of the sizes and times of the image files, see `digest_of_files`; "" if it is not known.
     """
 
     ids: Int64[np.ndarray, " rows"]
@@ -42,6 +43,7 @@ class ShardRows:
     labels: list[str | None]
     unreadable: list[tuple[str, str]] = field(default_factory=list)
     origin: str = ""
+    image_files: str = ""
 
 
 def shard_suffixes(file_format: str) -> tuple[str, ...]:
@@ -91,7 +93,7 @@ def write_parquet(owner: str, rows: ShardRows, stream: DigestStream) -> None:
         "label": pyarrow.array(rows.labels, pyarrow.string()),
         "embedding": pyarrow.FixedSizeListArray.from_arrays(values, dim),
     }
-    metadata = {UNREADABLE: json.dumps(rows.unreadable), ORIGIN: rows.origin}
+    metadata = {UNREADABLE: json.dumps(rows.unreadable), ORIGIN: rows.origin, IMAGE_FILES: rows.image_files}
     table = pyarrow.table(columns).replace_schema_metadata(metadata)
     buffer = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(table, buffer, compression="zstd", use_dictionary=["label"], write_page_checksum=True)
@@ -111,6 +113,7 @@ def read_parquet(owner: str, path: Path) -> ShardRows:
         table.column("label").to_pylist(),
         _pairs(json.loads(table.schema.metadata[UNREADABLE])),
         table.schema.metadata[ORIGIN].decode(),
+        table.schema.metadata.get(IMAGE_FILES, b"").decode(),
     )
 
 
@@ -127,6 +130,7 @@ def write_json(rows: ShardRows, stream: DigestStream) -> None:
         "labels": rows.labels,
         "unreadable": rows.unreadable,
         "origin": rows.origin,
+        "image_files": rows.image_files,
         "sha256": _digest(rows.embeddings),
     }
     stream.write(json.dumps(content).encode())
@@ -144,15 +148,18 @@ def read_npy(path: Path) -> ShardRows:
         raise ValueError("the checksum of its embeddings is wrong")
     ids = np.array(content["ids"], dtype=np.int64)
     unreadable = _pairs(content["unreadable"])
-    return ShardRows(ids, embeddings, content["paths"], content["labels"], unreadable, content["origin"])
+    image_files = content.get("image_files", "")  # which earlier releases did not write
+    return ShardRows(ids, embeddings, content["paths"], content["labels"], unreadable, content["origin"], image_files)
 
 
-def read_unreadable(owner: str, path: Path) -> list[tuple[str, str]]:
-    """Only the images of a shard that could not be read."""
+def read_metadata(owner: str, path: Path) -> tuple[list[tuple[str, str]], str]:
+    """Only the images of a shard that could not be read, and the digest of its image files."""
     if path.suffix == ".npy":
-        return _pairs(json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["unreadable"])
+        content = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        return _pairs(content["unreadable"]), content.get("image_files", "")
     pyarrow = load_pyarrow(owner)
-    return _pairs(json.loads(pyarrow.parquet.read_schema(path).metadata[UNREADABLE]))
+    metadata = pyarrow.parquet.read_schema(path).metadata
+    return _pairs(json.loads(metadata[UNREADABLE])), metadata.get(IMAGE_FILES, b"").decode()
 
 
 def _pairs(listed: list[list[str]]) -> list[tuple[str, str]]:

@@ -25,6 +25,10 @@ class EmbeddingStore(Protocol):
     def __len__(self) -> int:
         """Number of rows."""
 
+    @property
+    def ids(self) -> Int[Tensor, " rows"]:
+        """The ids of all rows, sorted."""
+
     def add(
         self,
         embeddings: Rows,

@@ -12,6 +12,8 @@ LOCK = "lock"
 CHUNK = 1 << 20  # bytes read at a time
 UNCHANGED = "what was saved there before is unchanged, so free space on the disk and save again"
 
+_locks: set[IO[str]] = set()  # open files whose locks this process holds
+
 
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, which is read in chunks."""
@@ -103,6 +105,8 @@ def flush(path: Path) -> None:
 def folder_lock(owner: str, folder: Path, name: str = LOCK, *, shared: bool = False) -> Iterator[IO[str]]:
     """Hold the lock of a folder; the operating system releases it if the process ends.
 
+    Forked children, such as the workers of a data loader, do not hold it: they may outlive a process that is killed.
+
     Args:
         owner: prefix of error messages.
         folder: an existing folder.
@@ -114,7 +118,26 @@ def folder_lock(owner: str, folder: Path, name: str = LOCK, *, shared: bool = Fa
     """
     with (folder / name).open("a+") as file:
         take_lock(owner, folder, file, shared=shared)
-        yield file
+        _locks.add(file)
+        try:
+            yield file
+        finally:
+            _locks.discard(file)
+
+
+def _close_locks() -> None:
+    """In a forked child, close the files whose locks belong to its parent.
+
+    Another file takes their descriptors, so that whoever closes the objects of Python closes nothing else.
+    """
+    for file in _locks:
+        other = os.open(os.devnull, os.O_RDWR)
+        os.dup2(other, file.fileno(), inheritable=False)
+        os.close(other)
+    _locks.clear()
+
+
+os.register_at_fork(after_in_child=_close_locks)
 
 
 def take_lock(owner: str, folder: Path, file: IO[str], *, shared: bool) -> None:

@@ -14,7 +14,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.checks import check_bool, check_integer, check_path
+from lightning_retrieval.checks import (
+    check_bool,
+    check_integer,
+    check_not_negative,
+    check_path,
+    first_line,
+    short_repr,
+)
 from lightning_retrieval.search.disk_lists import ROWS_IN_MEMORY, add_on_disk, check_disk_build
 from lightning_retrieval.search.faiss_index import new_faiss_index, set_search_parameters
 from lightning_retrieval.search.id_table import IdTable, check_new_rows, integer_ids
@@ -317,15 +324,35 @@ class RetrievalIndex:
         check_bool(OWNER, "mapped", mapped)
         check_bool(OWNER, "verify", verify)
         path = check_path(OWNER, "folder", folder)
-        return read_folder(OWNER, path, verify, functools.partial(cls._read, mapped=mapped))
+        return read_folder(OWNER, path, verify, functools.partial(cls._read, path, mapped=mapped))
 
     @classmethod
-    def _read(cls, files: Mapping[str, Path], settings: dict[str, Any], mapped: bool) -> "RetrievalIndex":
-        """The index in files that `read_folder` has checked."""
-        recall = settings.pop("recall")
-        index = cls(**settings)
-        index.faiss_indexes = [read_shard(files[shard_name(number)], mapped) for number in range(index.shards)]
-        index._table = IdTable.read(files, mapped)
+    def _read(cls, folder: Path, files: Mapping[str, Path], settings: dict[str, Any], mapped: bool) -> "RetrievalIndex":
+        """The index in files that `read_folder` has checked.
+
+        Raises:
+            ValueError: if the manifest has settings that do not belong to these files.
+        """
+        missing = [name for name in SETTINGS if name not in settings]
+        try:
+            if missing:
+                raise KeyError(missing[0])
+            recall = _check_recall(settings.pop("recall"))
+            count = check_integer(OWNER, "shards", settings["shards"], least=1, most=MOST_SHARDS)
+            shards = [read_shard(files[shard_name(number)], mapped) for number in range(count)]
+            table = IdTable.read(files, mapped)
+            _check_rows(shards, table, settings["dim"])  # before anything of this dimension is made
+            index = cls(**settings)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            reason = first_line(error).removeprefix(f"{OWNER}: ")
+            if isinstance(error, KeyError):
+                reason = f"{error} is missing"
+            raise ValueError(
+                f"{OWNER}: {folder} is damaged, its manifest and its files do not fit ({reason}); build the index "
+                "again."
+            ) from None
+        index._table = table
+        index.faiss_indexes = shards
         index.recall = recall
         index.mapped = mapped
         return index
@@ -346,3 +373,20 @@ class RetrievalIndex:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, faiss_indexes=shards_from_bytes(state["faiss_indexes"]))
+
+
+def _check_recall(recall: Any) -> float | None:
+    """The recall in a manifest; raise unless it is None, or a number from 0 to 1."""
+    if recall is None:
+        return None
+    return check_not_negative(OWNER, "recall", recall, most=1)
+
+
+def _check_rows(shards: Sequence[Any], table: IdTable, dim: Any) -> None:
+    """Raise unless shards have this dimension, and the table an id and a path for each of their rows."""
+    dims = {shard.d for shard in shards}
+    if dims != {dim} or isinstance(dim, bool):
+        raise ValueError(f"`dim` is {short_repr(dim)}, but the embeddings have {sorted(dims)} numbers")
+    rows = sum(shard.ntotal for shard in shards)
+    if not rows == len(table.ids) == len(table.paths):
+        raise ValueError(f"{rows} embeddings, {len(table.ids)} ids and {len(table.paths)} paths")

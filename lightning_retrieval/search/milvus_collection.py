@@ -10,7 +10,7 @@ import re
 import secrets
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_retrieval.checks import check_integer, check_string
 from lightning_retrieval.search.milvus_connection import OWNER, MilvusConnection, is_file
@@ -18,12 +18,14 @@ from lightning_retrieval.search.milvus_factory import index_kind, search_paramet
 
 PROPERTY = "lightning_retrieval"  # of a collection: its metadata as JSON
 RECALL = "lightning_retrieval_recall"
+ROWS = "lightning_retrieval_rows"  # number of rows of an index that is not being changed, in Milvus Lite
 VERSION = 1
 ID, EMBEDDING, PATH = "id", "embedding", "path"
 METRIC = "COSINE"
 LEAST_DIM, LARGEST_DIM = 2, 32_768  # of Milvus
 LONGEST_PATH = 65_535  # bytes, of Milvus
 LONGEST_NAME = 200  # characters; Milvus' limit is 255
+Number = TypeVar("Number", int, float)
 REBUILD = "build the index again, or give the name of another"
 
 
@@ -110,12 +112,14 @@ def create_collection(
     return collection
 
 
-def read_collection(connection: MilvusConnection, name: str) -> tuple[str, Metadata, float | None]:
-    """The name of the collection behind an index, its metadata and its recall.
+def read_collection(connection: MilvusConnection, name: str) -> tuple[str, Metadata, float | None, int | None]:
+    """The name of the collection behind an index, its metadata, its recall and its number of rows.
+
+    The last two are None if they are not recorded.
 
     Raises:
         FileNotFoundError: if there is none of this name.
-        ValueError: if it is not an index, or its fields, its metric or its version are others.
+        ValueError: if it is not an index, is damaged, or its fields, its metric or its version are others.
     """
     check_name(name)
     if not connection.call("has_collection", name):
@@ -136,12 +140,17 @@ def read_collection(connection: MilvusConnection, name: str) -> tuple[str, Metad
             f"{OWNER}: {name!r} in {connection.shown} has format version {values.get('version')!r}, but this release "
             f"reads version {VERSION}; {REBUILD}."
         )
-    metadata = Metadata(**values)
+    damage = ValueError(f"{OWNER}: {name!r} in {connection.shown} is damaged, its metadata are invalid; {REBUILD}.")
+    metadata = _metadata(values)
+    if metadata is None:
+        raise damage
     _check_fields(connection, collection, described["fields"], metadata.dim)
-    recall = properties.get(RECALL)
-    if recall is not None:
-        recall = float(recall)
-    return collection, metadata, recall
+    try:
+        recall = _number(properties, RECALL, float)
+        rows = _number(properties, ROWS, int)
+    except ValueError:
+        raise damage from None
+    return collection, metadata, recall, rows
 
 
 def publish_collection(connection: MilvusConnection, collection: str, name: str) -> None:
@@ -170,11 +179,33 @@ def _values(text: str) -> dict[str, Any]:
     """The metadata in a property; without values if the text is damaged."""
     try:
         values = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     if not isinstance(values, dict):
         return {}
     return values
+
+
+def _metadata(values: dict[str, Any]) -> Metadata | None:
+    """The metadata with these values; None if they are not those of an index."""
+    try:
+        metadata = Metadata(**values)
+        index_kind(metadata.factory)
+        search_parameters(metadata.parameters)
+    except (TypeError, ValueError):
+        return None
+    is_valid = isinstance(metadata.name, str) and type(metadata.dim) is int and isinstance(metadata.about, dict)
+    if not is_valid:
+        return None
+    return metadata
+
+
+def _number(properties: dict[str, str], name: str, kind: type[Number]) -> Number | None:
+    """A number in a property, which is empty while it is not known; raise ValueError if it is something else."""
+    text = properties.get(name)
+    if not text:
+        return None
+    return kind(text)
 
 
 def _collection_of(connection: MilvusConnection, name: str) -> str:

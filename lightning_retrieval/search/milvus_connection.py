@@ -11,11 +11,13 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from lightning_retrieval.checks import check_string, first_line
+from lightning_retrieval.checks import check_path, check_string, first_line
 from lightning_retrieval.optional_packages import optional_import
 
 OWNER = "MilvusStore"  # prefix of error messages
@@ -67,13 +69,21 @@ class MilvusConnection:
             raise ValueError(
                 f"{OWNER}: the connection to {self.shown} must be open for {method}; open the index again."
             )
-        from pymilvus.exceptions import ErrorCode, MilvusException
-
         seconds = CALLING
         if method in LONG:
             seconds = LONG_CALLING
+        return self.checked(method, partial(getattr(self._client, method), *args, timeout=seconds, **settings))
+
+    def checked(self, method: str, call: Callable[[], Any]) -> Any:
+        """The result of a call that belongs to a method of the client.
+
+        Raises:
+            OSError: if Milvus reports an error.
+        """
+        from pymilvus.exceptions import ErrorCode, MilvusException
+
         try:
-            return getattr(self._client, method)(*args, timeout=seconds, **settings)
+            return call()
         except MilvusException as error:
             cure = ""
             if error.code == ErrorCode.COLLECTION_NOT_FOUND:
@@ -156,7 +166,7 @@ def _lite_file(uri: str, may_create: bool) -> Path:
             f"{OWNER}: `uri` must be a path that ends in {SUFFIX}, for Milvus Lite, or an address such as "
             f"http://localhost:19530, got {uri!r}."
         )
-    file = Path(os.path.abspath(os.path.expanduser(uri)))
+    file = Path(os.path.abspath(check_path(OWNER, "uri", uri)))
     if file.exists() and not file.is_dir():
         raise ValueError(
             f"{OWNER}: `uri` must be what Milvus Lite writes, which is a folder, got {uri}, which is a file; give "

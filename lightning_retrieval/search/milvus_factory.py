@@ -3,12 +3,13 @@
 import re
 from typing import Any
 
-from lightning_retrieval.checks import check_string
+from lightning_retrieval.checks import check_string, short_repr
 from lightning_retrieval.search.milvus_connection import OWNER
 
 EXACT = "FLAT"
 LITE_KINDS = ("FLAT", "HNSW", "HNSW_SQ", "IVF_FLAT", "IVF_SQ8", "AUTOINDEX")  # of Milvus Lite, which accepts any name
 KINDS = (*LITE_KINDS, "IVF_PQ", "IVF_RABITQ", "HNSW_PQ", "HNSW_PRQ", "SCANN", "DISKANN", "GPU_CAGRA", "GPU_IVF_FLAT")
+LARGEST = 999_999_999  # of a parameter; Milvus reads integers of 32 bits
 EXAMPLES = "'Flat', 'HNSW,M=32,efConstruction=200' or 'IVF_FLAT,nlist=1024'"
 
 
@@ -30,7 +31,7 @@ def index_kind(factory: str, *, of_lite: bool = False) -> tuple[str, dict[str, A
     if kind not in KINDS or values is None:
         raise ValueError(
             f"{OWNER}: `factory` must be a type of index that Milvus has, and how it is built, such as {EXAMPLES}, got "
-            f"{factory!r}."
+            f"{short_repr(factory)}."
         )
     if of_lite and kind not in LITE_KINDS:
         raise ValueError(
@@ -51,8 +52,8 @@ def search_parameters(parameters: str) -> dict[str, Any]:
     values = _assignments(parameters)
     if values is None:
         raise ValueError(
-            f"{OWNER}: `parameters` must be assignments of positive numbers, such as 'ef=64' or 'nprobe=16', got "
-            f"{parameters!r}."
+            f"{OWNER}: `parameters` must be assignments of positive numbers, at most {LARGEST}, such as 'ef=64' or "
+            f"'nprobe=16', got {short_repr(parameters)}."
         )
     return values
 
@@ -67,16 +68,16 @@ def _assignments(text: str) -> dict[str, Any] | None:
         if match is None:
             return None
         number = _number(match[2])
-        if number is None or number <= 0:
+        if number is None or not 0 < number <= LARGEST:
             return None
         values[match[1]] = number
     return values
 
 
 def _number(text: str) -> int | float | None:
-    if text.isdecimal():
-        return int(text)
     try:
+        if text.isdecimal():
+            return int(text)
         return float(text)
-    except ValueError:
+    except ValueError:  # several points, or more digits than Python reads
         return None

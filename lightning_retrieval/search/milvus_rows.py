@@ -1,13 +1,14 @@
 """Rows on their way into Milvus: what it cannot hold is refused, and the rest is divided into requests."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.search.milvus_collection import EMBEDDING, ID, LONGEST_PATH, PATH
-from lightning_retrieval.search.milvus_connection import OWNER
+from lightning_retrieval.search.milvus_connection import OWNER, MilvusConnection
 from lightning_retrieval.search.rows import Rows, normalized_blocks
 
 BATCH_ROWS, BATCH_BYTES = 10_000, 1 << 24  # of one insertion
@@ -30,6 +31,19 @@ def insertions(embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str]) -
 def id_batches(ids: NDArray[np.int64]) -> Iterator[list[int]]:
     for first in range(0, len(ids), BATCH_IDS):
         yield ids[first : first + BATCH_IDS].tolist()
+
+
+def all_ids(connection: MilvusConnection, collection: str) -> NDArray[np.int64]:
+    """The ids of all rows of a collection, in any order.
+
+    Raises:
+        OSError: if Milvus reports an error.
+    """
+    found = [np.zeros(0, np.int64)]
+    with closing(connection.call("query_iterator", collection, batch_size=BATCH_ROWS, output_fields=[ID])) as rows:
+        while batch := connection.checked("query_iterator", rows.next):
+            found.append(np.array([row[ID] for row in batch], np.int64))
+    return np.concatenate(found)
 
 
 def check_path_bytes(paths: Sequence[str]) -> None:

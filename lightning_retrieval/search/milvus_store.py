@@ -1,7 +1,7 @@
 """An index in Milvus: embedded in a file (Milvus Lite), or on a server or a cluster."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,9 @@ from lightning_retrieval.search.milvus_collection import (
     ID,
     METRIC,
     PATH,
+    REBUILD,
     RECALL,
+    ROWS,
     Metadata,
     check_dim,
     check_replaceable,
@@ -35,7 +37,7 @@ from lightning_retrieval.search.milvus_collection import (
 )
 from lightning_retrieval.search.milvus_connection import OWNER, MilvusConnection, is_file, shown_uri
 from lightning_retrieval.search.milvus_factory import EXACT, index_kind, search_parameters
-from lightning_retrieval.search.milvus_rows import check_directions, check_path_bytes, id_batches, insertions
+from lightning_retrieval.search.milvus_rows import all_ids, check_directions, check_path_bytes, id_batches, insertions
 from lightning_retrieval.search.recall import measure_recall
 from lightning_retrieval.search.rows import (
     Rows,
@@ -68,7 +70,8 @@ class MilvusStore:
         ModuleNotFoundError: if pymilvus or milvus-lite is not installed.
         FileNotFoundError: if there is no such file, or no such index in the store.
         ConnectionError: if nothing answers at the address, or another process has opened the file.
-        ValueError: if `name` is that of a collection that is not an index, or whose dimension or metric was changed.
+        ValueError: if `name` is that of a collection that is not an index, or whose dimension or metric was changed; if
+            the index is in a file, and has not the number of rows that it had when it was published or changed last.
         TypeError: if `uri` or `name` is not a string.
 
     Example:
@@ -94,8 +97,10 @@ class MilvusStore:
         self.uri = uri
         self._connection = MilvusConnection(uri, may_create=False)
         try:
-            self.collection, metadata, self.recall = read_collection(self._connection, name)
+            self.collection, metadata, self.recall, rows = read_collection(self._connection, name)
             self._connection.load(self.collection)
+            self._counts_rows = rows is not None  # whether the number of rows is recorded
+            self._check_count(name, rows)
         except BaseException:
             self._connection.close()
             raise
@@ -146,6 +151,15 @@ class MilvusStore:
         (row,) = self._call("query", output_fields=["count(*)"])
         return int(row["count(*)"])
 
+    @property
+    def ids(self) -> Int[Tensor, " rows"]:
+        """The ids of all rows, sorted.
+
+        Raises:
+            OSError: if Milvus reports an error.
+        """
+        return torch.from_numpy(np.sort(all_ids(self._connection, self.collection)))
+
     def add(
         self,
         embeddings: Rows,
@@ -180,9 +194,10 @@ class MilvusStore:
 
         added = 0
         try:
-            for rows_of_a_request in insertions(embeddings, new_ids, paths):
-                self._call("insert", data=rows_of_a_request)
-                added += len(rows_of_a_request)
+            with self._changed_rows():
+                for rows_of_a_request in insertions(embeddings, new_ids, paths):
+                    self._call("insert", data=rows_of_a_request)
+                    added += len(rows_of_a_request)
         except OSError as error:
             raise OSError(f"{error} {added} of {rows} rows were added before.") from None
         if stored == 0 and rows > 0 and not self._is_exact:
@@ -247,8 +262,9 @@ class MilvusStore:
         """
         removed = np.unique(integer_ids(OWNER, ids))
         refuse_unknown(OWNER, np.setdiff1d(removed, list(self._fields(removed, ID))))
-        for part in id_batches(removed):
-            self._call("delete", ids=part)
+        with self._changed_rows():
+            for part in id_batches(removed):
+                self._call("delete", ids=part)
 
     def paths(self, ids: Int[Tensor, " rows"]) -> list[str]:
         """The paths of rows, "" for rows without one.
@@ -275,6 +291,9 @@ class MilvusStore:
             OSError: if Milvus reports an error.
         """
         self._call("flush")
+        if self._connection.file is not None:
+            self._record_rows(str(len(self)))
+            self._counts_rows = True
         publish_collection(self._connection, self.collection, self.name)
 
     def drop(self) -> None:
@@ -299,6 +318,30 @@ class MilvusStore:
     def _call(self, method: str, **settings: Any) -> Any:
         """Call a method of the client for this collection."""
         return self._connection.call(method, self.collection, **settings)
+
+    def _check_count(self, name: str, rows: int | None) -> None:
+        """Raise if the index has another number of rows than is recorded.
+
+        Milvus Lite opens a collection whose list of files is damaged without the rows in these files.
+        """
+        if rows is not None and len(self) != rows:
+            raise ValueError(
+                f"{OWNER}: {name!r} in {self._connection.shown} is damaged, or another program has changed it: it must "
+                f"hold {rows} rows, but holds {len(self)}; {REBUILD}."
+            )
+
+    @contextmanager
+    def _changed_rows(self) -> Iterator[None]:
+        """Record the number of rows after a change; meanwhile it is not known, in case that the process is killed."""
+        if not self._counts_rows:
+            yield
+            return
+        self._record_rows("")
+        yield
+        self._record_rows(str(len(self)))
+
+    def _record_rows(self, rows: str) -> None:
+        self._call("alter_collection_properties", properties={ROWS: rows})
 
     def _nearest(self, queries: NDArray[np.float32], k: int) -> Any:
         """The hits of each query. The metric is named, because Milvus Lite would take any that a client asks for."""

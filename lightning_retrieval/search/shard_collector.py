@@ -1,6 +1,7 @@
 """Collect embeddings that arrive in the order of the images, and write each shard as soon as it is complete."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +14,22 @@ class ShardCollector:
     """Collects the rows of one shard at a time; never more, so that memory does not grow with their number.
 
     Args:
-        folder: where shards are written. A shard that is there already is not written again.
+        folder: where shards are written.
+        missing: numbers of the shards that are written; if None, of those that are not there already.
+        image_files: by the number of a shard, the digest of its image files, which is kept with it.
     """
 
-    def __init__(self, folder: EmbeddingFolder) -> None:
+    def __init__(
+        self,
+        folder: EmbeddingFolder,
+        missing: Iterable[int] | None = None,
+        image_files: Mapping[int, str] | None = None,
+    ) -> None:
         self.folder = folder
-        self._missing = set(folder.missing())
+        if missing is None:
+            missing = folder.missing()
+        self._missing = set(missing)
+        self._image_files = image_files or {}
         self._shard: int | None = None
         self._last = -1  # position of the last row
         self._clear()
@@ -53,7 +64,8 @@ class ShardCollector:
         """Write the last shard."""
         shard = self._shard
         if shard is not None and shard in self._missing:
-            self.folder.write(shard, self._collected())
+            image_files = self._image_files.get(shard, "")
+            self.folder.write(shard, replace(self._collected(), image_files=image_files))
             self._missing.remove(shard)
         self._shard = None
         self._clear()

@@ -21,17 +21,23 @@ class SharedFolder:
 
     Args:
         folder: whose manifest may not know the length of an embedding yet.
-        missing: numbers of the shards that no earlier run has written, the same list on all ranks.
+        missing: numbers of the shards that no earlier run has written, or that are written again, the same list on all
+            ranks.
+        changed: numbers of those that are written again, because image files have changed since.
+        image_files: by the number of a shard of this process, the digest of its image files; without an entry if it is
+            not known.
     """
 
     folder: EmbeddingFolder
     missing: list[int]
+    changed: list[int]
+    image_files: dict[int, str]
     _lock: ExitStack = field(repr=False)
 
     @property
     def shards(self) -> list[int]:
         """Numbers of the shards that this process writes, in ascending order."""
-        return self.missing[rank() :: world_size()]
+        return _dealt(self.missing)
 
     @property
     def ranges(self) -> Iterator[range]:
@@ -53,26 +59,42 @@ class SharedFolder:
         self._lock.close()
 
 
-def share_folder(owner: str, path: Path, describe: Callable[[], EmbeddingManifest]) -> SharedFolder:
+def share_folder(
+    owner: str,
+    path: Path,
+    describe: Callable[[], EmbeddingManifest],
+    image_files: Callable[[range], str] | None = None,
+) -> SharedFolder:
     """Deal out the shards of a folder that are missing. All processes call this, and raise if one of them does.
 
     Args:
         owner: prefix of error messages.
         path: of the folder, on a file system that all processes share.
         describe: what this process is going to embed; its `dim` may be 0 if it is not known yet.
+        image_files: the digest of the image files at some positions, see `digest_of_files`. Shards that were written
+            with another digest are written again. If None, images are not compared.
 
     Raises:
-        ValueError: if processes have different images or models, the folder holds embeddings of something else, another
-            run is writing to it, or a process does not see it.
+        ValueError: if processes have different images or models, the folder holds embeddings of something else or a
+            damaged file, another run is writing to it, or a process does not see it.
         OSError: if the folder cannot be written to.
     """
     manifests = together(describe)
     manifest = manifests[0]
     _check_agreement(owner, manifests)
     with ExitStack() as stack:
-        missing, token = together(lambda: _begin(owner, path, manifest, stack))[0]
+        missing, changed, token = together(lambda: _begin(owner, path, manifest, image_files, stack))[0]
         together(lambda: _join(owner, path, token, stack))
-        return SharedFolder(EmbeddingFolder(owner, path, manifest), missing, stack.pop_all())
+        folder = EmbeddingFolder(owner, path, manifest)
+        digests = {}
+        if image_files is not None:  # before an image is read, so that one that changes meanwhile is embedded again
+            digests = {shard: image_files(folder.positions(shard)) for shard in _dealt(missing)}
+        return SharedFolder(folder, missing, changed, digests, stack.pop_all())
+
+
+def _dealt(missing: list[int]) -> list[int]:
+    """The part of the missing shards that this process writes."""
+    return missing[rank() :: world_size()]
 
 
 def _check_agreement(owner: str, manifests: list[EmbeddingManifest]) -> None:
@@ -92,10 +114,16 @@ def _check_agreement(owner: str, manifests: list[EmbeddingManifest]) -> None:
         )
 
 
-def _begin(owner: str, path: Path, manifest: EmbeddingManifest, stack: ExitStack) -> tuple[list[int], str]:
-    """On rank 0: lock the folder. The shards that are missing in it, and a random text in the file of the lock."""
+def _begin(
+    owner: str,
+    path: Path,
+    manifest: EmbeddingManifest,
+    image_files: Callable[[range], str] | None,
+    stack: ExitStack,
+) -> tuple[list[int], list[int], str]:
+    """On rank 0: lock the folder. The shards to write, those that are written again, and a random text in the lock."""
     if rank() > 0:
-        return [], ""
+        return [], [], ""
     check_output(owner, path)
     path.mkdir(parents=True, exist_ok=True)
     folder = EmbeddingFolder(owner, path, manifest)
@@ -107,7 +135,10 @@ def _begin(owner: str, path: Path, manifest: EmbeddingManifest, stack: ExitStack
     file.flush()
     flush(path / LOCK)  # other machines read it
     take_lock(owner, path, file, shared=True)
-    return folder.missing(), token
+    changed = []
+    if image_files is not None:
+        changed = folder.changed(image_files)
+    return sorted([*folder.missing(), *changed]), changed, token
 
 
 def _join(owner: str, path: Path, token: str, stack: ExitStack) -> None:

@@ -212,7 +212,7 @@ def _read_manifest(owner: str, folder: Path) -> dict[str, Any]:
         )
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter for lists in lists, thousands deep
         raise ValueError(f"{owner}: {path} is damaged, it is not valid JSON; {REBUILD}.") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(
@@ -224,9 +224,29 @@ def _read_manifest(owner: str, folder: Path) -> dict[str, Any]:
             f"{VERSION}; {REBUILD}, or use the release that wrote it."
         )
     body = {"files": manifest.get("files"), "settings": manifest.get("settings")}
-    if _digest(body) != manifest.get("sha256"):
+    try:
+        digest = _digest(body)
+    except RecursionError:
+        digest = ""
+    if digest != manifest.get("sha256"):
         raise ValueError(f"{owner}: {path} is damaged, its checksum is not the one written in it; {REBUILD}.")
+    if not (_lists_files(body["files"]) and isinstance(body["settings"], dict)):
+        raise ValueError(f"{owner}: {path} is damaged, it does not list files and settings; {REBUILD}.")
     return manifest
+
+
+def _lists_files(files: Any) -> bool:
+    """Whether this names files of one inner folder, each with its size and checksum."""
+    if not isinstance(files, dict):
+        return False
+    folders = set()
+    for name, fingerprint in files.items():
+        folder, _, file = name.partition("/")
+        folders.add(folder)
+        is_plain = re.fullmatch("files-[0-9a-f]{8}", folder) and re.fullmatch(r"\w[\w.-]*", file)
+        if not is_plain or not isinstance(fingerprint, dict) or fingerprint.keys() != {"bytes", "sha256"}:
+            return False
+    return len(folders) <= 1
 
 
 def _may_be_replaced(folder: Path) -> bool:
@@ -235,7 +255,7 @@ def _may_be_replaced(folder: Path) -> bool:
     if manifest.exists():
         try:
             content = json.loads(manifest.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # perhaps the damaged manifest of an index
+        except (OSError, ValueError, RecursionError):  # perhaps the damaged manifest of an index
             has_inner = any(_is_inner(path) for path in folder.iterdir())
             return has_inner and not _has_other_files(folder)
         return isinstance(content, dict) and content.get("format") == FORMAT

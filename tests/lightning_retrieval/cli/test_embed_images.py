@@ -2,6 +2,7 @@
 
 import csv
 import os
+import shutil
 import signal
 import tempfile
 
@@ -86,6 +87,45 @@ def test_a_run_that_was_killed_continues(glyphs, tmp_path, monkeypatch):
     for found, expected in zip(all_rows(tmp_path / "e"), all_rows(tmp_path / "whole")):
         assert found.paths == expected.paths
         assert torch.allclose(torch.from_numpy(found.embeddings), torch.from_numpy(expected.embeddings), atol=1e-6)
+
+
+@FORMATS
+def test_images_that_have_changed_are_embedded_again(glyphs, tmp_path, capsys, file_format):
+    """Under the same names, of a complete shard and of a missing one; shards without such images are kept."""
+    if file_format == "parquet":
+        pytest.importorskip("pyarrow")
+    shutil.copytree(glyphs[0] / "images", tmp_path / "images")
+    args = [f"--checkpoint={glyphs[0] / 'model.ckpt'}", f"--images={tmp_path / 'images'}", "--shard_size=16"]
+    args += [f"--format={file_format}", f"--output={tmp_path / 'e'}"]
+    assert command(capsys, "embed", *args)[0] == 0
+    (tmp_path / "e" / f"part-00002.{file_format}").unlink()
+    paths = sorted(paths_of(tmp_path / "images"))
+    kept = (tmp_path / "e" / f"part-00001.{file_format}").stat().st_mtime_ns
+    for path in (paths[3], paths[35]):
+        image = Image.open(tmp_path / "images" / path).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        image.save(tmp_path / "images" / path)
+    code, out, err = command(capsys, "embed", *args)
+    assert (code, err) == (0, "")
+    printed = f"40 embeddings of 24 dimensions in 3 {file_format} files, 1 of which were there"
+    assert out == f"{tmp_path / 'e'}: {printed}; made again, because images in them have changed: 1\n"
+    assert (tmp_path / "e" / f"part-00001.{file_format}").stat().st_mtime_ns == kept
+    embed_images(glyphs[0] / "model.ckpt", tmp_path / "images", tmp_path / "whole", file_format="npy", device="cpu")
+    (expected,) = all_rows(tmp_path / "whole")
+    found = np.concatenate([rows.embeddings for rows in all_rows(tmp_path / "e")])
+    np.testing.assert_allclose(found, expected.embeddings, atol=1e-6)
+    assert "3 of which were there\n" in command(capsys, "embed", *args)[1]
+
+
+@pytest.mark.refusal
+def test_a_damaged_file_is_named_before_an_image_is_embedded(glyphs, tmp_path, monkeypatch):
+    embedded(glyphs, tmp_path / "e")
+    (tmp_path / "e" / "part-00002.npy").unlink()
+    (tmp_path / "e" / "part-00001.npy").write_bytes(b"")
+    monkeypatch.setattr(EmbeddingFolder, "write", None)  # calling it fails in another way
+    with pytest.raises(
+        ValueError, match=r"^embed_images: .*part-00001\.npy is damaged \(it is empty\); delete it, and"
+    ):
+        embedded(glyphs, tmp_path / "e")
 
 
 def embed_until_killed(rank, world_size, folder, output, dying):

@@ -1,5 +1,6 @@
 """An index of a folder of embeddings is that of the images themselves."""
 
+import re
 import shutil
 
 import pytest
@@ -139,7 +140,7 @@ def test_a_bad_file_is_named_before_an_index_is_made(embeddings, tmp_path):
 def test_a_file_of_another_model_is_refused(embeddings, tmp_path):
     shutil.copytree(embeddings, tmp_path / "e")
     manifest = tmp_path / "e" / "_manifest.json"
-    text = manifest.read_text()
+    text = re.sub(r'"sha256": "\w+",', "", manifest.read_text())  # as earlier releases wrote it
     manifest.write_text(text.replace('"model_sha256": "', '"model_sha256": "f'))
     with pytest.raises(ValueError, match=r"part-00000.npy must hold shard 0 .* of another model, of other images, or "):
         index_embeddings(tmp_path / "e", tmp_path / "i")

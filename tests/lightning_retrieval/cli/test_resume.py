@@ -4,6 +4,8 @@ import csv
 import os
 import shutil
 import signal
+import time
+from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
@@ -11,6 +13,7 @@ import torch
 
 from lightning_retrieval.cli.main import main
 from tests.lightning_retrieval.cli.example_config import IGNORED, SMALL, write_example
+from tests.processes import start_processes, wait_for
 
 pytestmark = [
     pytest.mark.slow,
@@ -185,3 +188,68 @@ def test_a_folder_of_another_run_is_refused(tmp_path, capsys):
         "lightning-retrieval fit: `--run_folder` must be the folder of a run of this model and data, or a new one, got "
         f"{run}, whose config.yaml has others; choose another folder."
     ) in capsys.readouterr().err
+
+
+class Stay(pl.Callback):
+    """Stays in the first step, when the workers of the data loader are running."""
+
+    def on_train_batch_start(self, trainer, *_):
+        (trainer.logger.log_dir / Path("training")).touch()
+        time.sleep(600)
+
+
+def stay_in_the_first_step(rank, world_size, folder):
+    stay = "--trainer.callbacks+=tests.lightning_retrieval.cli.test_resume.Stay"
+    fit(folder / "first", f"--run_folder={folder / 'run'}", stay, "--data.init_args.num_workers=1")
+
+
+def test_a_second_start_in_one_folder_stops_and_a_start_after_a_kill_does_not(tmp_path, capsys):
+    """The workers of the data loader outlive a process that is killed, and must not keep the folder locked."""
+    run = tmp_path / "run"
+    (tmp_path / "processes").mkdir()
+    (started,) = start_processes(stay_in_the_first_step, 1, tmp_path, folder=tmp_path / "processes")
+    try:
+        while not (run / "training").exists():
+            assert started.wait(0.1) is None, started.output()
+        for command in ("fit", "validate"):
+            with pytest.raises(SystemExit, match=r"^2$"):
+                main([command, "--config", str(write_example(tmp_path)), *SHORT[:-1], f"--run_folder={run}"])
+            message = f"lightning-retrieval {command}: {run} is being written to by another process; wait until it has"
+            assert message in capsys.readouterr().err
+    finally:
+        started.end()
+    workers = "--data.init_args.num_workers=1"
+    fit(tmp_path, f"--run_folder={run}", workers, "--trainer.max_epochs=1")
+    fit(tmp_path, f"--run_folder={run}", workers)  # the lock of a start that has ended is released in the same process
+    assert torch.load(run / "checkpoints/last.ckpt", weights_only=True)["global_step"] == 6
+
+
+def run_on_two_ranks(rank, world_size, folder, run):
+    (folder / str(rank)).mkdir(parents=True)
+    fit(folder / str(rank), f"--run_folder={run}", "--trainer.strategy=ddp", "--trainer.devices=2")
+
+
+@pytest.mark.distributed
+def test_the_processes_of_one_run_share_its_folder(tmp_path):
+    for start in ("first", "again"):
+        (tmp_path / start).mkdir()
+        folders = (tmp_path / f"configs-{start}", tmp_path / "run")
+        processes = start_processes(run_on_two_ranks, 2, *folders, folder=tmp_path / start)
+        try:
+            assert wait_for(processes, 240) == [0, 0], processes[0].output() + processes[1].output()
+        finally:
+            for one in processes:
+                one.end()
+
+
+@pytest.mark.refusal
+def test_a_run_folder_that_cannot_be_is_reported_in_one_sentence(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for folder, message in (
+        ("n" * 500, "`--run_folder` must have names of at most 255 bytes, and 4095 in all, got '"),
+        ("file", "`--run_folder` must be the path of a folder, got the file "),
+        ("file/run", "`--run_folder` must be a folder that can be written to, got "),
+    ):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            fit(tmp_path, f"--run_folder={tmp_path / folder}")
+        assert f"lightning-retrieval fit: {message}" in capsys.readouterr().err

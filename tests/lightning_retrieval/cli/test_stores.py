@@ -174,3 +174,23 @@ def test_paths_that_milvus_cannot_hold_are_refused_after_the_first_batch(indexed
         (tmp_path / "images" / name).write_bytes(source.read_bytes())
     with pytest.raises(ValueError, match=r"^MilvusStore: `paths` must be valid Unicode, got '.udcff\.png'; rename "):
         index_images(indexed / "model.ckpt", tmp_path / "images", Path("glyphs"), store=f"milvus:{tmp_path / 'a.db'}")
+
+
+def test_rows_that_were_added_by_hand_are_only_lost_where_that_is_asked_for(indexed, embeddings, tmp_path, capsys):
+    uri = str(tmp_path / "photos.db")
+    args = ["--embeddings", str(embeddings), "--output=glyphs", f"--store=milvus:{uri}"]
+    assert index(args) == 0
+    changed = MilvusStore(uri, "glyphs")
+    changed.remove(torch.tensor([3]))
+    changed.add(torch.eye(2, 24), paths=["mine/a.png", "mine/b.png"])
+    changed.close()
+    capsys.readouterr()
+    assert index(args) == 2
+    assert "but 2 of the 41 rows of glyphs are not, because their images are not among" in capsys.readouterr().err
+    assert index([*args, "--update", "--factory=HNSW"]) == 2
+    assert "`--factory` must be that of the index with `--update`, 'Flat', or not be given" in capsys.readouterr().err
+    for more in (["--update"], [], ["--overwrite"]):
+        assert index([*args, *more]) == 0
+        made, expected = MilvusStore(uri, "glyphs"), RetrievalIndex.load(indexed / "index")
+        assert sorted(made.paths(made.ids)) == sorted(expected.paths(expected.ids))
+        made.close()

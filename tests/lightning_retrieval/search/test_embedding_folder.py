@@ -1,6 +1,7 @@
 """Folders of embeddings: rows come back as they were written, a file that exists is complete, damage is named."""
 
 import dataclasses
+import json
 import os
 
 import numpy as np
@@ -151,3 +152,65 @@ def test_a_damaged_shard_is_named(tmp_path, file_format):
 def test_the_digest_of_a_list_depends_on_order_paths_labels_and_boxes():
     lists = [[["a", None], ["b", "x"]], [["b", "x"], ["a", None]], [["a", "x"], ["b", None]], [["a", None], ["b", [1]]]]
     assert len({digest_of_list(fields) for fields in lists}) == 4
+
+
+@pytest.mark.refusal
+@FORMATS
+def test_an_emptied_shard_is_named(tmp_path, file_format):
+    folder, _ = begun(tmp_path, file_format)
+    for suffix in {".parquet", ".npy", ".json"} & {file.suffix for file in folder.path.glob("part-*")}:
+        file = folder.path / f"part-00002{suffix}"
+        content = file.read_bytes()
+        file.write_bytes(b"")
+        for use in (lambda: folder.read(2), folder.unreadable, lambda: folder.changed(lambda positions: "")):
+            with pytest.raises(ValueError, match=r"^me: .*part-00002\.\w+ is damaged \(.+\); delete it, and run the"):
+                use()
+        file.write_bytes(content)
+    assert_same(folder.read(2), rows_of(folder, 2))
+
+
+@pytest.mark.refusal
+def test_every_bit_of_a_manifest_counts(tmp_path):
+    about = {"checkpoint": "é\udcff.ckpt", "scale": 1e-05}
+    manifest = dataclasses.replace(MANIFEST, about=about, preparation={"a": [1.5, None]})
+    EmbeddingFolder.create("me", tmp_path, manifest)
+    file = tmp_path / "_manifest.json"
+    whole = file.read_bytes()
+    assert EmbeddingFolder("me", tmp_path, manifest).check_begun()
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"^me: .*_manifest\.json (is damaged|must be the manifest)"):
+            EmbeddingFolder.load("me", tmp_path)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    "forged",
+    ["[" * 100_000, *({name: 0} for name in ("shard_size", "dtype", "about", "model_sha256")), {"images": "5"}],
+)
+def test_a_forged_manifest_is_refused(tmp_path, forged):
+    EmbeddingFolder.create("me", tmp_path, MANIFEST)
+    file = tmp_path / "_manifest.json"
+    text = forged
+    if isinstance(forged, dict):
+        content = {**json.loads(file.read_text()), **forged}
+        del content["sha256"]
+        text = json.dumps(content)
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"^me: .*_manifest\.json (is damaged|must be the manifest)"):
+        EmbeddingFolder.load("me", tmp_path)
+
+
+def test_a_manifest_of_an_earlier_release_opens(tmp_path):
+    folder, written = begun(tmp_path, "npy")
+    for file in (folder.path / "_manifest.json", *folder.path.glob("part-*.json")):
+        content = json.loads(file.read_text())
+        content.pop("image_files", None)
+        if file.name == "_manifest.json":
+            del content["sha256"]
+        file.write_text(json.dumps(content))
+    again = EmbeddingFolder.create("me", folder.path, folder.manifest)
+    assert (again.missing(), again.changed(lambda positions: "another")) == ([1], [])
+    assert_same(again.read(0), written)

@@ -108,3 +108,24 @@ def test_invalid_dimensions(tmp_path, dim):
     with pytest.raises(ValueError, match=rf"^MilvusStore: `dim` must be an integer (>= 2|from 2 to 32768), got {dim}"):
         MilvusStore.create(str(tmp_path / "a.db"), "birds", dim)
     assert not (tmp_path / "a.db").exists()
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {**METADATA, "dim": "4"},
+        {**METADATA, "dim": None},
+        {**METADATA, "factory": 7},
+        {**METADATA, "parameters": "ef"},
+        {**METADATA, "about": []},
+        {**METADATA, "more": 1},
+        {"version": 1},
+    ],
+)
+def test_metadata_that_no_index_has(store, client, damaged):
+    made_elsewhere(client, "cats_1", damaged, dimension=4)
+    with pytest.raises(
+        ValueError, match=r"^MilvusStore: 'cats_1' in .*photos\.db is damaged, its metadata are invalid"
+    ):
+        MilvusStore(store.uri, "cats_1")

@@ -4,6 +4,8 @@ import pytest
 
 from lightning_retrieval.search.milvus_factory import index_kind, search_parameters
 
+HUGE = "ef=999999999999999999999"
+
 
 def test_kinds_and_their_parameters():
     assert index_kind("Flat") == ("FLAT", {})
@@ -33,7 +35,9 @@ def test_a_kind_that_the_file_has_not():
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("parameters", ["ef", "ef=", "ef=0", "ef=-3", "ef=many", "ef=1;k=2", "ef=1,,k=2"])
+@pytest.mark.parametrize(
+    "parameters", ["ef", "ef=", "ef=0", "ef=-3", "ef=many", "ef=1;k=2", "ef=1,,k=2", HUGE, f"ef={'9' * 5000}"]
+)
 def test_wrong_parameters(parameters):
     with pytest.raises(ValueError, match=r"^MilvusStore: `parameters` must be assignments of positive numbers"):
         search_parameters(parameters)

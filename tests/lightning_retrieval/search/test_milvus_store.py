@@ -1,6 +1,10 @@
 """An index in Milvus Lite gives the results of exact search, and refuses what Milvus accepts in silence."""
 
+import json
+import os
 import shutil
+import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +14,7 @@ from lightning_retrieval import MilvusStore, RetrievalIndex
 from lightning_retrieval.search import milvus_rows, milvus_store
 from lightning_retrieval.search.embedding_store import EmbeddingStore
 from tests.lightning_retrieval.search.vectors import DIM, ROWS, built, exact, vectors
+from tests.processes import start_processes
 
 pymilvus = pytest.importorskip("pymilvus")
 pytest.importorskip("milvus_lite")
@@ -206,3 +211,65 @@ def test_a_copy_of_the_file_holds_the_index(filled, tmp_path, opened):
     filled.close()
     shutil.copytree(tmp_path / "photos.db", tmp_path / "copy.db")
     assert len(opened(MilvusStore(str(tmp_path / "copy.db"), "birds"))) == ROWS
+
+
+def list_of_files(uri):
+    """Milvus Lite's list of the files of the only collection, and its backup."""
+    (file,) = Path(uri).rglob("manifest.json")
+    return file, file.with_name("manifest.json.prev")
+
+
+def add_and_die(rank, world_size, uri):
+    store = MilvusStore(uri, "birds")
+    real = store._call
+
+    def call_and_die(method, **settings):
+        result = real(method, **settings)
+        if method == "insert":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    store._call = call_and_die
+    store.add(vectors(3, seed=1))
+
+
+@pytest.mark.refusal
+def test_a_list_of_files_without_the_rows_is_damage(filled, tmp_path, opened):
+    uri = str(tmp_path / "photos.db")
+    filled.publish()
+    filled.close()
+    for file in list_of_files(uri):
+        content = json.loads(file.read_text())
+        for partition in content["partitions"].values():
+            partition["data_files"] = []
+        file.write_text(json.dumps(content))
+    with pytest.raises(
+        ValueError, match=rf"^MilvusStore: 'birds' in .*photos\.db is damaged, .* {ROWS} rows, but holds 0; build the"
+    ):
+        MilvusStore(uri, "birds")
+    new = opened(MilvusStore.create(uri, "birds", DIM))  # in its place
+    new.publish()
+    assert len(opened(MilvusStore(uri, "birds"))) == 0
+
+
+def test_the_number_of_rows_is_recorded_with_each_change(filled, tmp_path, opened):
+    """An index without a recorded number, such as one that a killed process was changing, opens as well."""
+    uri = str(tmp_path / "photos.db")
+    filled.publish()
+    filled.add(vectors(10, seed=1))
+    filled.remove(torch.tensor([1000, 999]))
+    filled.close()
+    assert len(opened(MilvusStore(uri, "birds"))) == ROWS + 8
+    opened(MilvusStore(uri, "birds"))._call("alter_collection_properties", properties={"lightning_retrieval_rows": ""})
+    assert len(opened(MilvusStore(uri, "birds"))) == ROWS + 8
+
+
+@pytest.mark.distributed
+def test_an_index_that_a_killed_process_was_changing_opens(filled, tmp_path, opened):
+    uri = str(tmp_path / "photos.db")
+    filled.publish()
+    filled.close()
+    (tmp_path / "processes").mkdir()
+    (started,) = start_processes(add_and_die, 1, uri, folder=tmp_path / "processes")
+    assert started.wait(120) == -signal.SIGKILL, started.output()
+    assert len(opened(MilvusStore(uri, "birds"))) in (ROWS, ROWS + 3)

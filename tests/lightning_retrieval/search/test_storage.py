@@ -177,6 +177,61 @@ def test_damaged_manifests_raise(tmp_path):
             RetrievalIndex.load(tmp_path)
 
 
+def forge(manifest, **changes):
+    """Change the settings or the files of a manifest, and renew its digest; None removes a value."""
+    content = json.loads(manifest.read_text())
+    for name, value in changes.items():
+        place = content if name in content else content["settings"]
+        place[name] = value
+        if value is None:
+            del place[name]
+    content["sha256"] = storage._digest({"files": content.get("files"), "settings": content.get("settings")})
+    manifest.write_text(json.dumps(content))
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"dim": value} for value in (8, 17, 10**12, "16", True, [16], None)),
+        *({"recall": value} for value in ("high", 2, None)),
+        *({"shards": value} for value in (1, 3, 0, -1, 10**12, "2", None)),
+        *({"about": value} for value in ("text", [1])),
+        *({"factory": value} for value in (7, "Flatt", None)),
+        *({"parameters": value} for value in (7, "nprobe=0", "size=3", None)),
+        *({"settings": value} for value in ([], "text", 7, {})),
+        *(
+            {"files": value}
+            for value in ([], "text", {"../a/ids.npy": {"bytes": 1, "sha256": ""}}, {"files-0badf00d/a": 1})
+        ),
+        {"more": 1},
+    ],
+)
+def test_forged_manifests_raise(changes, tmp_path):
+    built(rows=50, shards=2).save(tmp_path)
+    forge(tmp_path / "manifest.json", **changes)
+    with pytest.raises(
+        ValueError, match=rf"^RetrievalIndex: {re.escape(str(tmp_path))}\S* is damaged, .*; build the index"
+    ):
+        RetrievalIndex.load(tmp_path)
+    built(rows=60).save(tmp_path)  # in its place
+    assert len(RetrievalIndex.load(tmp_path)) == 60
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("depth", [600, 100_000])
+def test_nested_manifests_raise(depth, tmp_path):
+    built(rows=50).save(tmp_path)
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"about": {}', '"about": ' + "[" * depth + "]" * depth))
+    with pytest.raises(ValueError, match=r"^RetrievalIndex: .*manifest\.json is damaged, .*; build the index again\.$"):
+        RetrievalIndex.load(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"^RetrievalIndex: `folder` must have names of at most 255 bytes, and 4095 in"
+    ):
+        RetrievalIndex.load(tmp_path / ("n" * 500))
+
+
 @pytest.mark.refusal
 def test_other_files_are_not_replaced(tmp_path):
     (tmp_path / "thesis.tex").write_text("years")
