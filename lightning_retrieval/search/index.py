@@ -52,8 +52,8 @@ SETTINGS = ("dim", "factory", "parameters", "shards", "about", "recall")  # save
 class EditLock:
     """Lets any number of threads read at the same time, and one thread edit while no other reads.
 
-    Threads that begin to read while another waits to edit wait for it, so that readers never keep it waiting for ever. A
-    thread that reads or edits must not begin to read or edit again.
+    Threads that begin to read while another waits to edit wait for it, so that readers never keep it waiting for ever.
+    A thread that reads or edits must not begin to read or edit again.
     """
 
     def __init__(self) -> None:

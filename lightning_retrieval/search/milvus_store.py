@@ -328,7 +328,10 @@ class MilvusStore:
         return self._connection.call(method, self.collection, **settings)
 
     def _nearest(self, queries: NDArray[np.float32], k: int, fields: list[str]) -> Any:
-        """The hits of each query, with these fields. The metric is named, because Milvus Lite would take any that a client asks for."""
+        """The hits of each query, with these fields.
+
+        The metric is named, because Milvus Lite would take any that a client asks for.
+        """
         parameters = {"metric_type": METRIC, "params": search_parameters(self.parameters)}
         return self._call(
             "search", data=list(queries), limit=k, anns_field=EMBEDDING, search_params=parameters, output_fields=fields
