@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypedDict, get_args, runtime_checkable
 
 from jaxtyping import Int
 from pytorch_lightning.trainer.states import TrainerFn
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_retrieval.checks import check_flag, check_integer, short_repr
+from lightning_retrieval.datamodules.arguments import ShownArguments, refuse_unknown_arguments
 from lightning_retrieval.datamodules.arrays import as_array
 from lightning_retrieval.datamodules.files.data_report import Count, DataReport
 from lightning_retrieval.datamodules.files.shared_arrays import digest_of_arrays
@@ -69,7 +70,25 @@ def check_unchanged(owner: str, before: Mapping[str, Any], now: Mapping[str, Any
     )
 
 
-class RetrievalDataModule(CheckpointedDataModule, ABC):
+class LoaderSettings(TypedDict, total=False):
+    """Arguments of `RetrievalDataModule` whose defaults all data modules share."""
+
+    classes_per_batch: int
+    samples_per_class: int
+    num_workers: int
+    seed: int | None
+    sampler: SamplerName | GlobalBatchSampler
+    pin_memory: bool | None
+    persistent_workers: bool | None
+
+
+class RetrievalSettings(LoaderSettings, total=False):
+    """Arguments of `RetrievalDataModule`."""
+
+    eval_batch_size: int
+
+
+class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
     """Base class of the data modules: training batches of P classes with K images each, and evaluation in order.
 
     A subclass defines the three sets `train_set`, `val_set` and `test_set`; the latter two may be dicts of several sets
@@ -114,7 +133,9 @@ class RetrievalDataModule(CheckpointedDataModule, ABC):
         sampler: SamplerName | GlobalBatchSampler = "pk",
         pin_memory: bool | None = None,
         persistent_workers: bool | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown_arguments(type(self), unknown)
         super().__init__()
         owner = type(self).__name__
         self.classes_per_batch = check_integer(owner, "classes_per_batch", classes_per_batch, least=1)

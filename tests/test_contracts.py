@@ -26,6 +26,7 @@ from torchmetrics import Metric
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import BoxIndex, ImageIndex
+from lightning_retrieval.datamodules.arguments import UNKNOWN, ShownArguments
 from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
 from lightning_retrieval.detection import (
@@ -366,6 +367,14 @@ def sections(docstring):
     return dict(zip(parts[1::2], parts[2::2]))
 
 
+def own_parameters(thing):
+    """The parameters of the signature. A data module's `settings` stand for those of its base class."""
+    if isinstance(thing, type) and issubclass(thing, ShownArguments):
+        _, *parameters = inspect.signature(thing.__init__).parameters.values()
+        return [parameter for parameter in parameters if parameter.name != UNKNOWN]
+    return list(inspect.signature(thing).parameters.values())
+
+
 def documented_arguments(docstring):
     return re.findall(r"^    (\w+): ", sections(docstring).get("Args", ""), flags=re.MULTILINE)
 
@@ -384,7 +393,7 @@ def test_the_docstring_lists_the_arguments_of_the_signature(name):
     docstring = PUBLIC[name].__doc__
     assert docstring
     assert docstring.strip().splitlines()[0].rstrip().endswith((".", ":", ";", ","))
-    parameters = [name for name in inspect.signature(PUBLIC[name]).parameters if name not in ("args", "kwargs")]
+    parameters = [each.name for each in own_parameters(PUBLIC[name]) if each.name not in ("args", "kwargs")]
     assert [name for name in documented_arguments(docstring) if name != "kwargs"] == parameters
 
 
@@ -410,7 +419,7 @@ def test_the_docstring_has_an_example(name):
 def settings_that_are_no_attributes(made, settings):
     """Settings that were given, or that have a default, and that the object does not have as they were given."""
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(type(made)).parameters.values()
+    parameters = own_parameters(type(made))
     expected = {parameter.name: parameter.default for parameter in parameters if parameter.kind not in variable}
     expected |= settings
     return {key for key, value in expected.items() if not has_attribute(made, key, value)}

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 from torch.utils.data import DataLoader
 
 from lightning_retrieval.checks import check_flag, check_integer, check_path
+from lightning_retrieval.datamodules.arguments import ShownArguments, Unpack, refuse_unknown_arguments
 from lightning_retrieval.datamodules.boxes.box_index import BoxIndex
 from lightning_retrieval.datamodules.boxes.box_set import BoxSet, collate_boxes
 from lightning_retrieval.datamodules.files.data_report import DataReport
@@ -19,7 +20,17 @@ from lightning_retrieval.training.checkpointed_module import CheckpointedDataMod
 from lightning_retrieval.training.random_state import seed_of_run
 
 
-class DetectionDataModule(CheckpointedDataModule, ABC):
+class DetectionSettings(TypedDict, total=False):
+    """Arguments of `DetectionDataModule`."""
+
+    batch_size: int
+    eval_batch_size: int
+    num_workers: int
+    seed: int | None
+    pin_memory: bool | None
+
+
+class DetectionDataModule(ShownArguments, CheckpointedDataModule, ABC):
     """Base class of the data modules for detectors: random global batches for training, evaluation in order.
 
     A subclass defines `class_names` and the sets `train_set`, `val_set` and `test_set`, whose items are pairs of an
@@ -50,7 +61,9 @@ class DetectionDataModule(CheckpointedDataModule, ABC):
         num_workers: int = 0,
         seed: int | None = None,
         pin_memory: bool | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown_arguments(type(self), unknown)
         super().__init__()
         owner = type(self).__name__
         self.batch_size = check_integer(owner, "batch_size", batch_size, least=1)
@@ -128,7 +141,7 @@ class BoxDataModule(DetectionDataModule):
     # (images, objects that are not difficult) of each split as published, for `check`
     published_objects: ClassVar[Mapping[str, tuple[int, int]]] = MappingProxyType({})
 
-    def __init__(self, root: str | Path, **settings: Any) -> None:
+    def __init__(self, root: str | Path, **settings: Unpack[DetectionSettings]) -> None:
         super().__init__(**settings)
         self.root = check_path(type(self).__name__, "root", root)
 

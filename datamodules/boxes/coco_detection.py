@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_retrieval.checks import check_path
+from lightning_retrieval.datamodules.arguments import Unpack
 from lightning_retrieval.datamodules.boxes.box_index import BoxIndex
-from lightning_retrieval.datamodules.boxes.box_module import BoxDataModule
+from lightning_retrieval.datamodules.boxes.box_module import BoxDataModule, DetectionSettings
 from lightning_retrieval.datamodules.files.lists import leaves_root
 
 OWNER = "CocoDetection"
@@ -63,7 +64,13 @@ class CocoDetection(BoxDataModule):
     """
 
     def __init__(
-        self, root: str | Path, *, train: str | Path, test: str | Path, val: str | Path | None = None, **settings: Any
+        self,
+        root: str | Path,
+        *,
+        train: str | Path,
+        test: str | Path,
+        val: str | Path | None = None,
+        **settings: Unpack[DetectionSettings],
     ) -> None:
         super().__init__(root, **settings)
         self.files = {"train": check_path(OWNER, "train", train), "test": check_path(OWNER, "test", test)}

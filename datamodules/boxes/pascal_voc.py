@@ -3,11 +3,12 @@
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_retrieval.checks import check_choice, check_strings
+from lightning_retrieval.datamodules.arguments import Unpack
 from lightning_retrieval.datamodules.boxes.box_index import BoxIndex
-from lightning_retrieval.datamodules.boxes.box_module import BoxDataModule
+from lightning_retrieval.datamodules.boxes.box_module import BoxDataModule, DetectionSettings
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import check_not_empty, check_unique, read_columns
 
@@ -53,7 +54,9 @@ class PascalVOC(BoxDataModule):
         Everingham et al., The Pascal Visual Object Classes (VOC) Challenge, IJCV 2010.
     """
 
-    def __init__(self, root: str | Path, *, train_sets: Sequence[Year] = ("VOC2007",), **settings: Any) -> None:
+    def __init__(
+        self, root: str | Path, *, train_sets: Sequence[Year] = ("VOC2007",), **settings: Unpack[DetectionSettings]
+    ) -> None:
         super().__init__(root, **settings)
         check_strings("PascalVOC", "train_sets", train_sets)
         for year in train_sets:

@@ -1,7 +1,7 @@
 """GlyphScenes: images with boxes around characters, drawn when they are needed, for detectors that train quickly."""
 
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_retrieval.checks import check_choice, check_integer, check_not_negative
+from lightning_retrieval.datamodules.arguments import refuse_unknown_arguments
 from lightning_retrieval.datamodules.boxes.box_module import DetectionDataModule
 from lightning_retrieval.datamodules.boxes.box_set import Item
 from lightning_retrieval.datamodules.files.data_report import DataReport
@@ -101,7 +102,9 @@ class GlyphScenes(DetectionDataModule):
         num_workers: int = 0,
         seed: int | None = None,
         pin_memory: bool | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown_arguments(type(self), unknown)
         super().__init__(
             batch_size=batch_size,
             eval_batch_size=eval_batch_size,

@@ -12,6 +12,7 @@ from torch.nn.functional import affine_grid, grid_sample
 from torch.utils.data import Dataset
 
 from lightning_retrieval.checks import check_bool, check_choice, check_instance, check_path
+from lightning_retrieval.datamodules.arguments import refuse_unknown_arguments
 from lightning_retrieval.datamodules.base import RetrievalDataModule
 from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.glyphs.class_table import table_counts, table_differences
@@ -122,7 +123,9 @@ class Glyphs(RetrievalDataModule):
         augment: bool = True,
         channels: Literal[1, 3] = 1,
         cache_dir: str | Path | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown_arguments(type(self), unknown)
         super().__init__(
             classes_per_batch=classes_per_batch,
             samples_per_class=samples_per_class,

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_retrieval.checks import check_mapping, check_path, check_seed, check_string
+from lightning_retrieval.datamodules.arguments import Unpack
 from lightning_retrieval.datamodules.images.classes import check_test_fraction, class_numbers, split_by_class
 from lightning_retrieval.datamodules.images.hugging_face_rows import (
     OWNER,
@@ -18,7 +19,7 @@ from lightning_retrieval.datamodules.images.hugging_face_rows import (
 )
 from lightning_retrieval.datamodules.images.hugging_face_set import HuggingFaceSet, row_path
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ImageSettings
 
 _DEFAULT_TEST_FRACTION = 0.5
 _VALIDATION_NAMES = ("validation", "valid", "dev")  # that the data sets of the hub use for "val"
@@ -82,7 +83,7 @@ class HuggingFaceImages(ImageDataModule):
         split_names: Mapping[str, str] | None = None,
         test_fraction: float | None = None,
         split_seed: int = 0,
-        **settings: Any,
+        **settings: Unpack[ImageSettings],
     ) -> None:
         check_path(OWNER, "path", path)
         super().__init__(path, **settings)

@@ -2,15 +2,15 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from lightning_retrieval.checks import check_bool, check_seed
+from lightning_retrieval.datamodules.arguments import Unpack
 from lightning_retrieval.datamodules.images.class_folders import SPLITS, ClassFolders, is_split, list_folder
 from lightning_retrieval.datamodules.images.classes import check_test_fraction, split_by_class
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ImageSettings
 
 
 def index_of_classes(classes: Mapping[str, Sequence[str]], categories: Sequence[str] | None) -> ImageIndex:
@@ -87,7 +87,7 @@ class ImageFolder(ImageDataModule):
         test_fraction: float = 0.5,
         categories: bool = False,
         split_seed: int = 0,
-        **settings: Any,
+        **settings: Unpack[ImageSettings],
     ) -> None:
         super().__init__(root, **settings)
         self.test_fraction = check_test_fraction("ImageFolder", test_fraction)

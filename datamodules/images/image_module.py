@@ -19,7 +19,8 @@ from lightning_retrieval.checks import (
     check_flag,
     check_path,
 )
-from lightning_retrieval.datamodules.base import RetrievalDataModule
+from lightning_retrieval.datamodules.arguments import Unpack
+from lightning_retrieval.datamodules.base import LoaderSettings, RetrievalDataModule, RetrievalSettings
 from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.files.record_warnings import record_warnings
 from lightning_retrieval.datamodules.images.classes import split_by_class
@@ -40,6 +41,30 @@ from lightning_retrieval.models.colours import check_colour
 from lightning_retrieval.models.pixels import Interpolation
 from lightning_retrieval.training.albumentations_transform import of_pil_images
 from lightning_retrieval.training.described_transforms import describe_transform
+
+
+class ReadingSettings(LoaderSettings, total=False):
+    """Arguments of `ImageDataModule` and `RetrievalDataModule` whose defaults all data modules of images share."""
+
+    train_transform: Transform | None
+    eval_transform: Transform | None
+    resize: int | tuple[int, int] | None
+    mean: Sequence[float] | None
+    std: Sequence[float] | None
+    interpolation: Interpolation | None
+    background: str | tuple[int, int, int] | None
+    reduced_scale: bool | None
+    on_error: OnError
+    load_truncated: bool
+    val_fraction: float
+    cache_dir: str | Path | None
+
+
+class ImageSettings(ReadingSettings, RetrievalSettings, total=False):
+    """Arguments of `ImageDataModule` but `root`, and of `RetrievalDataModule`."""
+
+    transform: PaperName | None
+    image_size: int | tuple[int, int] | None
 
 
 class ImageDataModule(RetrievalDataModule):
@@ -106,7 +131,7 @@ class ImageDataModule(RetrievalDataModule):
         load_truncated: bool = False,
         val_fraction: float = 0.0,
         cache_dir: str | Path | None = None,
-        **settings: Any,
+        **settings: Unpack[RetrievalSettings],
     ) -> None:
         super().__init__(**settings)
         owner = type(self).__name__

@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.checks import check_path, check_seed
+from lightning_retrieval.datamodules.arguments import Unpack
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.images.classes import check_test_fraction, class_numbers, split_by_class
 from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ROLES, ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.images.table_columns import (
     check_unique_images,
     parse_boxes,
@@ -137,7 +138,7 @@ class ImageTable(ImageDataModule):
         *,
         test_fraction: float = 0.5,
         split_seed: int = 0,
-        **settings: Any,
+        **settings: Unpack[ImageSettings],
     ) -> None:
         super().__init__(root, **settings)
         self.table = check_path("ImageTable", "table", table)

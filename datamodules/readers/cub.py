@@ -5,9 +5,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from lightning_retrieval.checks import check_bool
+from lightning_retrieval.datamodules.arguments import Unpack
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import (
     ListLines,
@@ -20,7 +20,7 @@ from lightning_retrieval.datamodules.files.lists import (
 )
 from lightning_retrieval.datamodules.images.classes import class_numbers
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ImageSettings
 
 PATHS, CLASSES, BOXES = "images.txt", "image_class_labels.txt", "bounding_boxes.txt"
 NUM_CLASSES = 200
@@ -71,7 +71,7 @@ class CUB200(ImageDataModule):
     boxes_before_rotation = True
     published_counts = MappingProxyType({"train": [(5_864, 100)], "test": [(5_924, 100)]})
 
-    def __init__(self, root: str | Path, *, boxes: bool = False, **settings: Any) -> None:
+    def __init__(self, root: str | Path, *, boxes: bool = False, **settings: Unpack[ImageSettings]) -> None:
         super().__init__(root, **settings)
         self.boxes = check_bool(type(self).__name__, "boxes", boxes)
 

@@ -5,11 +5,12 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pytorch_lightning.utilities import rank_zero_info
 
 from lightning_retrieval.checks import check_integer
+from lightning_retrieval.datamodules.arguments import Unpack
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import (
     check_not_empty,
@@ -21,7 +22,7 @@ from lightning_retrieval.datamodules.files.lists import (
 )
 from lightning_retrieval.datamodules.images.classes import class_numbers
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ImageSettings
 
 LISTS = ("ijbc_1N_gallery_G1.csv", "ijbc_1N_gallery_G2.csv", "ijbc_1N_probe_mixed.csv")
 CROPS = "meta/ijbc_face_tid_mid.txt"  # of the re-pack: file name, template and media id of each crop
@@ -89,7 +90,7 @@ class IJBC(ImageDataModule):
         `least_instances=5`: Brown et al., "Smooth-AP", ECCV 2020, whose list of images is not published.
     """
 
-    def __init__(self, root: str | Path, *, least_instances: int = 5, **settings: Any) -> None:
+    def __init__(self, root: str | Path, *, least_instances: int = 5, **settings: Unpack[ImageSettings]) -> None:
         super().__init__(root, **settings)
         self.least_instances = check_integer("IJBC", "least_instances", least_instances, least=1)
 

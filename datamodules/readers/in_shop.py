@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.checks import check_bool
+from lightning_retrieval.datamodules.arguments import Unpack
 from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import (
@@ -23,7 +24,7 @@ from lightning_retrieval.datamodules.files.lists import (
 )
 from lightning_retrieval.datamodules.images.classes import class_numbers
 from lightning_retrieval.datamodules.images.image_index import ROLES, ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ImageSettings
 
 PARTITION, BOXES = "list_eval_partition.txt", "list_bbox_inshop.txt"
 PARTITION_HEADER = ("image_name", "item_id", "evaluation_status")
@@ -90,7 +91,9 @@ class InShop(ImageDataModule):
         }
     )
 
-    def __init__(self, root: str | Path, *, boxes: bool = False, high_res: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, root: str | Path, *, boxes: bool = False, high_res: bool = False, **settings: Unpack[ImageSettings]
+    ) -> None:
         super().__init__(root, **settings)
         owner = type(self).__name__
         self.boxes = check_bool(owner, "boxes", boxes)

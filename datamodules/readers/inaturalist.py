@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.checks import check_strings
+from lightning_retrieval.datamodules.arguments import Unpack
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import ListLines, check_unique, find_missing, read_lines
 from lightning_retrieval.datamodules.images.classes import class_numbers
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ImageSettings
 
 LEVELS = ("species", "genus", "family", "order", "class", "phylum", "kingdom")
 LISTS = {"train": "Inaturalist_train_set1.txt", "test": "Inaturalist_test_set1.txt"}
@@ -80,7 +81,9 @@ class INaturalist(ImageDataModule):
 
     published_counts = MappingProxyType({"train": [(325_846, 5_690)], "test": [(136_093, 2_452)]})
 
-    def __init__(self, root: str | Path, *, levels: Sequence[str] | None = None, **settings: Any) -> None:
+    def __init__(
+        self, root: str | Path, *, levels: Sequence[str] | None = None, **settings: Unpack[ImageSettings]
+    ) -> None:
         super().__init__(root, **settings)
         self.levels: tuple[str, ...] | None = None
         if levels is not None:

@@ -6,10 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from lightning_retrieval.checks import check_string
+from lightning_retrieval.datamodules.arguments import Unpack
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import (
     ListLines,
@@ -20,7 +21,7 @@ from lightning_retrieval.datamodules.files.lists import (
 )
 from lightning_retrieval.datamodules.images.classes import class_numbers
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ImageSettings
 
 LISTS = {"train": "annotation_clean_train.txt", "test": "annotation_clean_val.txt"}
 
@@ -81,7 +82,7 @@ class LandmarksClean(ImageDataModule):
     published_counts = MappingProxyType({"train": [(42_410, 586)], "test": [(6_382, 554)]})
     shared_classes = True
 
-    def __init__(self, root: str | Path, *, images: str = "images", **settings: Any) -> None:
+    def __init__(self, root: str | Path, *, images: str = "images", **settings: Unpack[ImageSettings]) -> None:
         super().__init__(root, **settings)
         self.images = check_string("LandmarksClean", "images", images)
 

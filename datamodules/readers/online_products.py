@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_retrieval.datamodules.arguments import Unpack
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import (
     ListLines,
@@ -20,7 +21,7 @@ from lightning_retrieval.datamodules.files.lists import (
 )
 from lightning_retrieval.datamodules.images.classes import class_numbers
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ImageSettings
 
 COLUMNS = ("image_id", "class_id", "super_class_id", "path")
 
@@ -78,7 +79,7 @@ class StanfordOnlineProducts(ImageDataModule):
 
     published_counts = MappingProxyType({"train": [(59_551, 11_318)], "test": [(60_502, 11_316)]})
 
-    def __init__(self, root: str | Path, **settings: Any) -> None:
+    def __init__(self, root: str | Path, **settings: Unpack[ImageSettings]) -> None:
         super().__init__(root, **settings)
 
     def sources(self) -> list[Path]:

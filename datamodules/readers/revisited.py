@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_retrieval.checks import check_bool, check_integer, check_path
+from lightning_retrieval.datamodules.arguments import Unpack
 from lightning_retrieval.datamodules.files.data_report import DataReport
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import (
@@ -25,7 +26,7 @@ from lightning_retrieval.datamodules.files.lists import (
     read_lines,
 )
 from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ROLES, ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ReadingSettings
 from lightning_retrieval.datamodules.images.image_set import ImageSet
 from lightning_retrieval.datamodules.images.transforms import PaperName
 from lightning_retrieval.datamodules.readers.revisited_ground_truth import MAX_PIXELS, GroundTruth, read_ground_truth
@@ -88,7 +89,7 @@ class _Revisited(ImageDataModule):
         image_size: int = 1024,
         transform: PaperName | None = "ap_gem",
         eval_batch_size: int = 1,
-        **settings: Any,
+        **settings: Unpack[ReadingSettings],
     ) -> None:
         owner = type(self).__name__
         folder = common = check_path(owner, "root", root)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_retrieval.checks import check_bool, check_choice, check_strings
+from lightning_retrieval.datamodules.arguments import Unpack
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import (
     ListLines,
@@ -20,7 +21,7 @@ from lightning_retrieval.datamodules.files.lists import (
 )
 from lightning_retrieval.datamodules.images.classes import class_numbers
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.images.image_set import ImageSet
 from lightning_retrieval.metrics import RandomGalleryMetrics
 
@@ -114,7 +115,7 @@ class VehicleID(ImageDataModule):
         sizes: Size | Sequence[Size] = ("small", "medium", "large"),
         protocol: ProtocolName = "retrieval",
         select_by_vid: bool = False,
-        **settings: Any,
+        **settings: Unpack[ImageSettings],
     ) -> None:
         super().__init__(root, **settings)
         owner = type(self).__name__

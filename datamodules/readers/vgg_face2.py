@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.checks import check_bool
+from lightning_retrieval.datamodules.arguments import Unpack
 from lightning_retrieval.datamodules.files.find import find_file
 from lightning_retrieval.datamodules.files.lists import (
     ListLines,
@@ -23,7 +23,7 @@ from lightning_retrieval.datamodules.files.lists import (
 from lightning_retrieval.datamodules.images.classes import class_numbers
 from lightning_retrieval.datamodules.images.image_file import image_suffixes
 from lightning_retrieval.datamodules.images.image_index import ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule
+from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ImageSettings
 
 SPLITS = ("train", "test")
 BOX_HEADER = ["NAME_ID", "X", "Y", "W", "H"]
@@ -76,7 +76,7 @@ class VGGFace2(ImageDataModule):
 
     published_counts = MappingProxyType({"train": [(3_141_890, 8_631)], "test": [(169_396, 500)]})
 
-    def __init__(self, root: str | Path, *, boxes: bool = False, **settings: Any) -> None:
+    def __init__(self, root: str | Path, *, boxes: bool = False, **settings: Unpack[ImageSettings]) -> None:
         super().__init__(root, **settings)
         self.boxes = check_bool(type(self).__name__, "boxes", boxes)
 

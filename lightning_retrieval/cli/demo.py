@@ -1,7 +1,9 @@
 """`lightning-retrieval demo`: arguments. The page, which needs torch and Gradio, is imported after parsing."""
 
 import argparse
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from lightning_retrieval.cli.embedding_options import (
     EXPECTED_ERRORS,
@@ -11,9 +13,16 @@ from lightning_retrieval.cli.embedding_options import (
     report_error,
 )
 
+HOST_HELP = (
+    "address to serve on, which is also the only name under which the page answers, default 127.0.0.1: this machine "
+    "only; 0.0.0.0 serves the page to the network, under any name"
+)
+
 
 def demo(args: Sequence[str]) -> int:
     """Serve a page on which an index is searched by uploading an image, or by clicking a result, until Ctrl-C.
+
+    Files of visitors are deleted after some minutes, and at the end.
 
     Args:
         args: `--index INDEX` and further settings of the search and of the server.
@@ -23,19 +32,32 @@ def demo(args: Sequence[str]) -> int:
     """
     options = _parser().parse_args(args)
     try:
-        _serve(options)
+        with _ended_by_sigterm():
+            _serve(options)
+    except KeyboardInterrupt:
+        return 0
     except EXPECTED_ERRORS as error:
         return report_error("demo", error, vars(options))
     return 0
 
 
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM does what Ctrl-C does, so that the files of visitors are deleted."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _serve(options: argparse.Namespace) -> None:
-    from lightning_retrieval.cli.demo_page import serve_demo
+    from lightning_retrieval.cli.demo_page import delete_files_from_time_to_time, private_uploads, serve_demo
     from lightning_retrieval.cli.search_images import ImageSearcher, image_folder
     from lightning_retrieval.cli.stores import opened_index
 
     import_modules("demo", options.import_module)
-    with opened_index("demo", options.index, options.store) as index:
+    with private_uploads() as uploads, opened_index("demo", options.index, options.store) as index:
         images = image_folder(options.images, index)
         if not images.is_dir():
             raise ValueError(
@@ -51,7 +73,10 @@ def _serve(options: argparse.Namespace) -> None:
         )
         page = serve_demo(searcher, images, k=min(options.k, len(index)), host=options.host, port=options.port)
         print(f"The page is at {page.local_url}; Ctrl-C ends it.", flush=True)
-        page.block_thread()
+        try:
+            delete_files_from_time_to_time(uploads)
+        finally:
+            page.close(verbose=False)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_index_options(parser, images_help="folder of the index's images, if it was moved")
     parser.add_argument("-k", type=_positive, default=20, help="number of results, default 20")
-    parser.add_argument("--host", default="127.0.0.1", help="address to serve on, default 127.0.0.1: this machine only")
+    parser.add_argument("--host", default="127.0.0.1", help=HOST_HELP)
     parser.add_argument("--port", type=_port, default=7860, help="port to serve on, default 7860")
     add_embedding_options(parser)
     return parser

@@ -1,8 +1,13 @@
 """The page of `lightning-retrieval demo`, made with Gradio: upload, results with scores, search by a result."""
 
-from collections.abc import Sequence
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
@@ -11,6 +16,15 @@ from lightning_retrieval.cli.search_images import Hit, ImageSearcher
 from lightning_retrieval.datamodules.images.image_file import read_image
 from lightning_retrieval.optional_packages import optional_import
 
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+MEGABYTES, MEGAPIXELS = 20, 64  # of an upload, at most
+KEPT, PAUSE = 600.0, 30.0  # seconds that a file of a visitor is kept, and between two looks for older ones
+UPLOADS = "GRADIO_TEMP_DIR"  # environment variable: where Gradio keeps uploads and the images that it shows
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+ALL_ADDRESSES = frozenset({"0.0.0.0", "::"})
+NO_IMAGE = "There is no image to search for; choose an image file."
 SIDE = 320  # pixels of the longer side of a shown image, about
 CSS = """
 .gradio-container {width: 100%; max-width: 72rem !important; margin: 0 auto}
@@ -43,6 +57,8 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
     """
     gradio = _import_gradio()
     fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["monospace"]}  # none that a browser has to download
+    from starlette.middleware import Middleware
+
     page = make_page(searcher, images, k)
     try:
         page.launch(
@@ -52,6 +68,9 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
             css=CSS,
             show_error=True,
             footer_links=[],
+            max_file_size=f"{MEGABYTES}mb",  # of which the page informs before it uploads
+            app_kwargs={"middleware": [Middleware(RequestCheck, host=host)]},
+            ssr_mode=False,  # its server would answer before the check
             quiet=True,  # Gradio would recommend an argument of its own, which the command does not have
             prevent_thread_lock=True,
         )
@@ -63,6 +82,114 @@ def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port
     return page
 
 
+@contextmanager
+def private_uploads() -> Iterator[Path]:
+    """A folder for the files of visitors that only this user can read, deleted at the end of the `with` block."""
+    before = os.environ.get(UPLOADS)
+    with tempfile.TemporaryDirectory(prefix="demo-", dir=before, ignore_cleanup_errors=True) as folder:
+        os.environ[UPLOADS] = folder
+        try:
+            yield Path(folder)
+        finally:
+            del os.environ[UPLOADS]
+            if before is not None:
+                os.environ[UPLOADS] = before
+
+
+def delete_files_from_time_to_time(folder: Path) -> None:
+    """Delete old files until Ctrl-C."""
+    while True:
+        time.sleep(PAUSE)
+        delete_old_files(folder, time.time() - KEPT)
+
+
+def delete_old_files(folder: Path, before: float) -> None:
+    """Delete what was last changed before this time; Gradio's `delete_cache` leaves uploads that were broken off."""
+    for path in sorted(folder.rglob("*"), reverse=True):  # files before their folders
+        try:
+            if path.lstat().st_ctime >= before:
+                continue
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink()
+        except OSError:  # a folder with a new file, or a file that Gradio has moved
+            continue
+
+
+class RequestCheck:
+    """Refuses requests under a foreign name, and large ones, before Gradio sees them.
+
+    A page of another site can let its own name point to this machine (DNS rebinding). The browser then takes the demo
+    for a part of that site, but says in the header `Host` which name it has asked for.
+
+    Args:
+        app: what answers other requests.
+        host: address that the page is served on. All names are right if it is that of all interfaces.
+    """
+
+    def __init__(self, app: "ASGIApp", host: str) -> None:
+        self.app = app
+        self.host = host.lower().strip("[]").rstrip(".")
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Answer a request."""
+        from starlette.responses import PlainTextResponse
+
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        names = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        lengths = [value.decode("latin-1") for name, value in scope["headers"] if name == b"content-length"]
+        if not is_allowed_host(names, self.host):
+            sentence = (
+                f"demo: the page is for {self.host} only, got another name in the address; give that name with "
+                "`--host`, or serve all names with `--host 0.0.0.0`."
+            )
+            await _refuse(PlainTextResponse(sentence, 421), scope, receive, send)
+        elif scope["type"] == "http" and scope["method"] == "POST" and not _is_small(lengths):
+            sentence = f"demo: an upload must have at most {MEGABYTES} MB, and say its size; choose a smaller image."
+            await _refuse(PlainTextResponse(sentence, 413), scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
+async def _refuse(response: Any, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    """Answer with a sentence; a WebSocket is closed before it is opened."""
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+    else:
+        await response(scope, receive, send)
+
+
+def is_allowed_host(headers: Sequence[str], host: str) -> bool:
+    """Whether a request asks for the page by a name that it is served under.
+
+    Args:
+        headers: the values of all headers `Host` of the request.
+        host: address that the page is served on.
+
+    Example:
+        >>> is_allowed_host(["localhost:7860"], "127.0.0.1"), is_allowed_host(["evil.example:7860"], "127.0.0.1")
+        (True, False)
+    """
+    if host in ALL_ADDRESSES:
+        return True
+    allowed = {host}
+    if host in LOOPBACK:
+        allowed |= LOOPBACK
+    if len(headers) != 1:
+        return False
+    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]@/\s]+)(:[0-9]*)?", headers[0])
+    return found is not None and found[1].lower().strip("[]").removesuffix(".") in allowed
+
+
+def _is_small(lengths: Sequence[str]) -> bool:
+    """Whether a request says the size of what it sends, once, and that is allowed."""
+    most = MEGABYTES * 2**20 + 2**16  # of a file, and of its name and the borders of the form
+    return len(lengths) == 1 and lengths[0].isdecimal() and int(lengths[0]) <= most
+
+
 def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
     """The page as Gradio's `Blocks`; arguments as for `serve_demo`."""
     gradio = _import_gradio()
@@ -70,10 +197,13 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
     def found(file: str, shown: str) -> tuple[Any, ...]:
         """What the page shows for a query: the picture, a line of text, the results and their files."""
         try:
+            if is_too_large(Path(file)):
+                return without_results(
+                    f"**{shown}** has too many pixels; choose one of at most {MEGAPIXELS} megapixels."
+                )
             query = thumbnail(Path(file))
         except Exception:  # Pillow's readers raise errors of many kinds for damaged files
-            sentence = f"**{shown}** cannot be read as an image; choose another file."
-            return gradio.skip(), sentence, gradio.skip(), gradio.skip()
+            return without_results(f"**{shown}** cannot be read as an image; choose another file.")
         results, _ = searcher.search([file], k)
         hits = results[0].hits
         text = f"**{shown}**: {len(hits)} nearest of {len(searcher.index):,} images. Click one to search for it."
@@ -81,7 +211,12 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
         gallery = gradio.Gallery(value=captioned(hits, images), selected_index=None)
         return query, text, gallery, [hit.path for hit in hits]
 
-    def search_by_upload(file: str) -> tuple[Any, ...]:
+    def without_results(sentence: str) -> tuple[Any, ...]:
+        return gradio.skip(), sentence, gradio.skip(), gradio.skip()
+
+    def search_by_upload(file: str | None) -> tuple[Any, ...]:
+        if file is None:
+            return without_results(NO_IMAGE)
         return found(file, printable(Path(file).name))
 
     # Gradio passes the event to an argument of this type.
@@ -104,11 +239,25 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
         gallery = _empty_gallery(gradio)
         paths = gradio.State([])
         shown = [query, text, gallery, paths]
-        # Without the progress that covers what is shown, and stays there.
-        upload.upload(search_by_upload, upload, shown, api_name="search", show_progress="hidden")
-        clicked = gallery.select(search_by_result, paths, shown, api_visibility="private", show_progress="hidden")
+        # The line of text shows the place in the queue and the time, and no progress covers what is shown.
+        progress = {"show_progress": "minimal", "show_progress_on": text}
+        upload.upload(search_by_upload, upload, shown, api_name="search", **progress)
+        clicked = gallery.select(search_by_result, paths, shown, api_visibility="private", **progress)
+        _explain_missing_input(gradio, page)
         clicked.then(None, js="() => window.scrollTo({top: 0})")  # to the new query, which is above the results
     return page
+
+
+def _explain_missing_input(gradio: Any, page: Any) -> None:
+    """Let a request of the route `search` with an empty list of arguments get a sentence instead of Gradio's report."""
+    validate = page.validate_inputs
+
+    def validate_inputs(function: Any, inputs: list[Any]) -> None:
+        if function.inputs and not inputs:
+            raise gradio.Error(NO_IMAGE)
+        validate(function, inputs)
+
+    page.validate_inputs = validate_inputs
 
 
 def _empty_gallery(gradio: Any) -> Any:
@@ -122,12 +271,19 @@ def _empty_gallery(gradio: Any) -> Any:
         buttons=[],
         interactive=False,
         elem_id="results",
+        format="jpeg",  # Gradio's WebP takes as long to encode as the search takes
     )
+
+
+def is_too_large(file: Path) -> bool:
+    """Whether an image has too many pixels; only its header is read."""
+    with Image.open(file) as image:
+        return image.width * image.height > MEGAPIXELS * 10**6
 
 
 def thumbnail(file: Path) -> Image.Image:
     """The image at about `SIDE` pixels. Each pixel of a small image becomes a square, which a browser does not blur."""
-    image = read_image(file)
+    image = read_image(file, least_size=(SIDE, SIDE))
     factor = SIDE // max(image.size)
     if factor > 1:
         return image.resize((factor * image.width, factor * image.height), Image.Resampling.NEAREST)

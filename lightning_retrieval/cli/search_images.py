@@ -112,12 +112,12 @@ class ImageSearcher:
             raise ValueError(
                 f"{OWNER}: none of the {len(queries)} queries can be read, the first: {embedded.unreadable[0]}."
             )
-        similarities, ids = self.index.search(embedded.embeddings, k)
+        similarities, ids, paths = self.index.search_with_paths(embedded.embeddings, k)
         results = []
-        for position, row, row_similarities in zip(embedded.positions, ids, similarities.tolist()):
+        for position, row, row_paths, row_similarities in zip(embedded.positions, ids, paths, similarities.tolist()):
             found = row[row >= 0]  # an approximate index may find fewer than k
             hits = []
-            columns = zip(found.tolist(), self.index.paths(found), row_similarities)
+            columns = zip(found.tolist(), row_paths, row_similarities)
             for rank, (image_id, path, similarity) in enumerate(columns, start=1):
                 hits.append(Hit(rank, image_id, path, similarity))
             results.append(QueryResult(queries[position], hits))

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from lightning_retrieval.checks import check_choice, first_line
+from lightning_retrieval.checks import check_choice, check_instance, first_line
 from lightning_retrieval.models.preparation import Preparation
 
 OWNER = "export_program"
@@ -89,7 +89,9 @@ def export_program(program: EmbeddingProgram) -> ExportedProgram:
 
     Raises:
         ValueError: if the network cannot be traced, such as one whose forward depends on the values in a tensor.
+        TypeError: if `program` is not an `EmbeddingProgram`.
     """
+    check_instance(OWNER, "program", program, EmbeddingProgram)
     images = program.random_images(EXAMPLE_IMAGES).clone()
     dynamic = {0: Dim("batch", min=1)}
     try:

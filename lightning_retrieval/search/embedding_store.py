@@ -42,6 +42,11 @@ class EmbeddingStore(Protocol):
     ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
         """The cosine similarities and the ids of the k nearest rows of each query, nearest first."""
 
+    def search_with_paths(
+        self, queries: Float[Tensor, "query dim"], k: int
+    ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]]]:
+        """The same with the paths of the rows that each query has found, of one state of the index."""
+
     def remove(self, ids: Int[Tensor, " rows"]) -> None:
         """Remove rows."""
 

@@ -162,6 +162,11 @@ class IdTable:
         """
         return [self.paths[position] for position in self.positions(ids).tolist()]
 
+    def paths_of_found(self, ids: NDArray[np.int64]) -> list[str]:
+        """The paths of the rows that a search has found; "" for -1, which stands for no row."""
+        found = self.paths_of(ids[ids >= 0])
+        return found + [""] * (len(ids) - len(found))  # -1 comes last
+
     def positions(self, ids: NDArray[np.int64]) -> NDArray[np.intp]:
         """The positions of these ids in the table.
 

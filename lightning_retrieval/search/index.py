@@ -5,7 +5,9 @@ rank by.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,39 @@ MOST_SHARDS = 10_000  # each is a file
 SETTINGS = ("dim", "factory", "parameters", "shards", "about", "recall")  # saved in the manifest
 
 
+class EditLock:
+    """Lets any number of threads read at the same time, and one thread edit while no other reads.
+
+    Threads that begin to read while another waits to edit wait for it, so that readers never keep it waiting for ever.
+    A thread that reads or edits must not begin to read or edit again.
+    """
+
+    def __init__(self) -> None:
+        self._entrance = threading.Lock()  # held for the whole of an edit
+        self._nobody_reads = threading.Condition()
+        self._readers = 0
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """No thread edits in the `with` block."""
+        with self._entrance, self._nobody_reads:
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._nobody_reads:
+                self._readers -= 1
+                self._nobody_reads.notify_all()
+
+    @contextmanager
+    def editing(self) -> Iterator[None]:
+        """No other thread reads or edits in the `with` block."""
+        with self._entrance:
+            with self._nobody_reads:
+                self._nobody_reads.wait_for(lambda: self._readers == 0)
+            yield
+
+
 class RetrievalIndex:
     """Embeddings with ids and, optionally, paths: add, search, remove, save and load.
 
@@ -90,6 +125,11 @@ class RetrievalIndex:
     Cost:
         `docs/scaling.md` lists the bytes of a row and the time of a search for each kind of factory string.
 
+    Threads:
+        Threads may search, add and remove at the same time. Each call sees the index before or after each of the
+        others, and searches run in parallel. `search_with_paths` is one call, so another thread cannot remove a row
+        between the search and the look-up of its path.
+
     Relations:
         `lightning-retrieval index` and `search` do the same for the images in a folder. Metrics need no index:
         `RetrievalMetrics` ranks exactly. `faiss_indexes` gives access to features of faiss that this class lacks.
@@ -115,6 +155,7 @@ class RetrievalIndex:
         """Whether the files are mapped into memory; such an index cannot be changed."""
         self.faiss_indexes = self._empty_shards()
         self._table = IdTable.empty()
+        self._lock = EditLock()
 
     def __len__(self) -> int:
         """Number of rows in the index."""
@@ -148,6 +189,10 @@ class RetrievalIndex:
                 there are too few rows for the training, faiss cannot add rows, or the index is memory-mapped.
             TypeError: if embeddings are not floating point, ids are not integers, or `paths` is no sequence of strings.
         """
+        with self._lock.editing():
+            self._add(embeddings, ids, paths)
+
+    def _add(self, embeddings: Rows, ids: Tensor | None, paths: Sequence[str] | None) -> None:
         check_not_mapped(self.mapped, "add to")
         new_ids = check_new_rows(self._table, self.dim, embeddings, ids, paths)
         is_first = len(self) == 0 and len(new_ids) > 0
@@ -160,7 +205,7 @@ class RetrievalIndex:
             raise
         self._table.add(new_ids, paths)
         if is_first and self.factory != "Flat":
-            self.recall = measure_recall(self.search, embeddings, new_ids)
+            self.recall = measure_recall(self._search, embeddings, new_ids)
 
     def search(
         self, queries: Float[Tensor, "query dim"], k: int
@@ -179,6 +224,31 @@ class RetrievalIndex:
             ValueError: if shapes do not fit, a query is not finite, or `k` is out of range.
             TypeError: if queries are not floating point, or `k` is not an integer.
         """
+        with self._lock.reading():
+            return self._search(queries, k)
+
+    def search_with_paths(
+        self, queries: Float[Tensor, "query dim"], k: int
+    ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]]]:
+        """As `search`, with the path of each row that is found, also if another thread removes rows meanwhile.
+
+        Args:
+            queries: as for `search`, as is `k`.
+            k: number of rows for each query.
+
+        Returns:
+            The similarities, the ids, and for each query the paths of its rows; "" for rows without a path, and where
+            an approximate index finds fewer than k rows.
+
+        Raises:
+            ValueError: as in `search`.
+            TypeError: as in `search`.
+        """
+        with self._lock.reading():
+            similarities, ids = self._search(queries, k)
+            return similarities, ids, [self._table.paths_of_found(row) for row in ids.numpy()]
+
+    def _search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         check_queries(OWNER, queries, self.dim)
         k = check_results(OWNER, k, len(self))
         return search_shards(self.faiss_indexes, self.dim, queries, k)
@@ -209,15 +279,21 @@ class RetrievalIndex:
         Cost:
             Memory for the training rows, `rows_in_memory` codes, ids and paths; space on the disk for the codes twice.
         """
+        with self._lock.editing():
+            self._build_on_disk(check_path(OWNER, "folder", folder), embeddings, ids, paths, rows_in_memory)
+
+    def _build_on_disk(
+        self, folder: Path, embeddings: Rows, ids: Tensor | None, paths: Sequence[str] | None, rows_in_memory: int
+    ) -> None:
         check_not_mapped(self.mapped, "add to")
         check_disk_build(self.faiss_indexes[0], self.factory, embeddings, len(self), rows_in_memory)
         new_ids = check_new_rows(self._table, self.dim, embeddings, ids, paths)
         try:
-            with new_version(OWNER, check_path(OWNER, "folder", folder)) as version:
+            with new_version(OWNER, folder) as version:
                 train_shards(self.faiss_indexes, self.factory, embeddings)
                 self.faiss_indexes = add_on_disk(self.faiss_indexes, embeddings, new_ids, rows_in_memory, version)
                 self._table.add(new_ids, paths)
-                self.recall = measure_recall(self.search, embeddings, new_ids)
+                self.recall = measure_recall(self._search, embeddings, new_ids)
                 version.write_all(self._table.writers())
                 version.publish({name: getattr(self, name) for name in SETTINGS})
         except BaseException:
@@ -238,9 +314,10 @@ class RetrievalIndex:
         """
         # A new index raises before any shard is changed.
         new = new_faiss_index(self.dim, self.factory, self.parameters)
-        for index in [new, *self.faiss_indexes]:
-            set_search_parameters(index, self.factory, parameters)
-        self.parameters = join_parameters(self.parameters, parameters)
+        with self._lock.editing():
+            for index in [new, *self.faiss_indexes]:
+                set_search_parameters(index, self.factory, parameters)
+            self.parameters = join_parameters(self.parameters, parameters)
 
     def remove(self, ids: Int[Tensor, " rows"]) -> None:
         """Remove rows, with their ids and paths.
@@ -255,9 +332,10 @@ class RetrievalIndex:
         """
         check_not_mapped(self.mapped, "remove from")
         removed = np.unique(integer_ids(OWNER, ids))
-        positions = self._table.positions(removed)
-        remove_from_shards(self.faiss_indexes, self.factory, removed)
-        self._table.remove(positions)
+        with self._lock.editing():
+            positions = self._table.positions(removed)
+            remove_from_shards(self.faiss_indexes, self.factory, removed)
+            self._table.remove(positions)
 
     def paths(self, ids: Int[Tensor, " rows"]) -> list[str]:
         """The paths of rows, "" for rows without one.
@@ -268,7 +346,9 @@ class RetrievalIndex:
         Raises:
             ValueError: if an id is not in the index.
         """
-        return self._table.paths_of(integer_ids(OWNER, ids))
+        wanted = integer_ids(OWNER, ids)
+        with self._lock.reading():
+            return self._table.paths_of(wanted)
 
     def embeddings(self, ids: Int[Tensor, " rows"] | None = None) -> Float[Tensor, "rows dim"]:
         """The embeddings of rows, L2-normalised, as the index stores them.
@@ -286,9 +366,10 @@ class RetrievalIndex:
             4 D bytes for each row of the result, and for the duration of the call a table of all ids: 16 bytes for each
             row of the index, with IVF about 80.
         """
-        wanted = integer_ids(OWNER, self.ids if ids is None else ids)
-        self._table.positions(wanted)  # raises for an unknown id
-        return rebuild_rows(self.faiss_indexes, self.dim, wanted)
+        with self._lock.editing():  # an IVF index gets a table of all ids for the duration of the call
+            wanted = integer_ids(OWNER, self.ids if ids is None else ids)
+            self._table.positions(wanted)  # raises for an unknown id
+            return rebuild_rows(self.faiss_indexes, self.dim, wanted)
 
     def save(self, folder: str | Path) -> None:
         """Write the index into a folder. An existing index in it stays complete until the new one is complete.
@@ -303,8 +384,9 @@ class RetrievalIndex:
         """
         check_not_mapped(self.mapped, "save")
         path = check_path(OWNER, "folder", folder)
-        writers = {**self._table.writers(), **shard_writers(self.faiss_indexes)}
-        write_folder(OWNER, path, writers, {name: getattr(self, name) for name in SETTINGS})
+        with self._lock.reading():
+            writers = {**self._table.writers(), **shard_writers(self.faiss_indexes)}
+            write_folder(OWNER, path, writers, {name: getattr(self, name) for name in SETTINGS})
 
     @classmethod
     def load(cls, folder: str | Path, mapped: bool = False, verify: bool = True) -> "RetrievalIndex":
@@ -369,10 +451,13 @@ class RetrievalIndex:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickle and copy, with each faiss index as bytes."""
-        return {**vars(self), "faiss_indexes": shards_to_bytes(self.faiss_indexes)}
+        with self._lock.reading():
+            state = {**vars(self), "faiss_indexes": shards_to_bytes(self.faiss_indexes)}
+        del state["_lock"]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, faiss_indexes=shards_from_bytes(state["faiss_indexes"]))
+        vars(self).update(state, faiss_indexes=shards_from_bytes(state["faiss_indexes"]), _lock=EditLock())
 
 
 def _check_recall(recall: Any) -> float | None:

@@ -221,20 +221,47 @@ class MilvusStore:
             TypeError: if queries are not floating point, or `k` is not an integer.
             OSError: if Milvus reports an error.
         """
+        similarities, ids, _ = self._search(queries, k, [ID])
+        return similarities, ids
+
+    def search_with_paths(
+        self, queries: Float[Tensor, "query dim"], k: int
+    ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]]]:
+        """As `search`, with the path of each row that is found, also if it is removed meanwhile, by any process.
+
+        Args:
+            queries: as for `search`, as is `k`.
+            k: number of rows for each query.
+
+        Returns:
+            The similarities, the ids, and for each query the paths of its rows; "" for rows without a path, and where
+            an approximate index finds fewer than k rows.
+
+        Raises:
+            ValueError: as in `search`.
+            TypeError: as in `search`.
+            OSError: if Milvus reports an error.
+        """
+        return self._search(queries, k, [ID, PATH])
+
+    def _search(self, queries: Tensor, k: int, fields: list[str]) -> tuple[Tensor, Tensor, list[list[str]]]:
+        """The similarities, ids and paths of the nearest rows; "" for paths that are not among the fields."""
         check_rows(OWNER, "queries", queries, self.dim)
         check_finite_rows(OWNER, "queries", queries, np.arange(len(queries)))
         check_directions("queries", queries)
         k = check_integer(OWNER, "k", k, least=1, most=MOST_RESULTS)
         similarities = np.full((len(queries), k), -np.inf, np.float32)
         ids = np.full((len(queries), k), -1, np.int64)
+        paths = [[""] * k for _ in range(len(queries))]
         for begin in range(0, len(queries), BATCH_QUERIES):
             batch = normalized_rows(queries[begin : begin + BATCH_QUERIES])
-            for row, hits in enumerate(self._nearest(batch, k), start=begin):
+            for row, hits in enumerate(self._nearest(batch, k, fields), start=begin):
                 similarities[row, : len(hits)] = [hit["distance"] for hit in hits]
                 ids[row, : len(hits)] = [hit[ID] for hit in hits]
+                paths[row][: len(hits)] = [hit.get(PATH, "") for hit in hits]
         if (ids < 0).any():
             check_results(OWNER, k, len(self))
-        return torch.from_numpy(similarities), torch.from_numpy(ids)
+        return torch.from_numpy(similarities), torch.from_numpy(ids), paths
 
     def set_parameters(self, parameters: str) -> None:
         """Change the search parameters of this object; those of the store stay as they are.
@@ -343,11 +370,14 @@ class MilvusStore:
     def _record_rows(self, rows: str) -> None:
         self._call("alter_collection_properties", properties={ROWS: rows})
 
-    def _nearest(self, queries: NDArray[np.float32], k: int) -> Any:
-        """The hits of each query. The metric is named, because Milvus Lite would take any that a client asks for."""
+    def _nearest(self, queries: NDArray[np.float32], k: int, fields: list[str]) -> Any:
+        """The hits of each query, with these fields.
+
+        The metric is named, because Milvus Lite would take any that a client asks for.
+        """
         parameters = {"metric_type": METRIC, "params": search_parameters(self.parameters)}
         return self._call(
-            "search", data=list(queries), limit=k, anns_field=EMBEDDING, search_params=parameters, output_fields=[ID]
+            "search", data=list(queries), limit=k, anns_field=EMBEDDING, search_params=parameters, output_fields=fields
         )
 
     def _new_ids(self, ids: Tensor | None, rows: int, stored: int) -> NDArray[np.int64]:

@@ -18,9 +18,10 @@ def served(monkeypatch):
 
     def serve(searcher, images, **settings):
         calls.append((images, settings))
-        return SimpleNamespace(local_url="http://127.0.0.1:7861/", block_thread=lambda: None)
+        return SimpleNamespace(local_url="http://127.0.0.1:7861/", close=lambda verbose: None)
 
     monkeypatch.setattr(demo_page, "serve_demo", serve)
+    monkeypatch.setattr(demo_page, "delete_files_from_time_to_time", lambda folder: None)
     return calls
 
 

@@ -1,14 +1,27 @@
 """The page of `demo`, in a real browser: upload, search by a result, errors, in light and dark, on a phone's width."""
 
+import io
+import json
+import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 
+import httpx
 import pytest
 from PIL import Image
 
-from lightning_retrieval.cli.demo_page import SIDE, captioned, thumbnail
+from lightning_retrieval.cli.demo_page import (
+    MEGABYTES,
+    NO_IMAGE,
+    SIDE,
+    captioned,
+    delete_old_files,
+    is_allowed_host,
+    thumbnail,
+)
 from lightning_retrieval.cli.search_images import Hit
 from tests.browser import Browser
 from tests.lightning_retrieval.cli.glyph_commands import paths_of
@@ -64,21 +77,119 @@ def test_a_port_that_is_in_use(indexed):
     assert done.stderr.endswith(f"demo: the page cannot be served on {where}; give another `--port` or `--host`.\n")
 
 
+@pytest.mark.parametrize(
+    ("host", "allowed", "refused"),
+    [
+        ("127.0.0.1", ["localhost", "LocalHost.:80", "127.0.0.1:7860", "[::1]:1"], ["evil.example", "10.0.0.5:7860"]),
+        ("localhost", ["localhost:7860"], ["localhost.evil.example", "localhost@evil.example", "localhost:80:80", ""]),
+        ("10.0.0.5", ["10.0.0.5:7860"], ["localhost", "evil.example", "[10.0.0.5", "10.0.0.5 evil"]),
+        ("photos.lan", ["photos.lan", "PHOTOS.lan:1"], ["lan", "10.0.0.5"]),
+        ("0.0.0.0", ["localhost", "photos.lan:7860", "10.0.0.5"], []),
+        ("::", ["[fd00::1]:7860", "photos.lan"], []),
+    ],
+)
+def test_the_names_that_the_page_answers(host, allowed, refused):
+    assert all(is_allowed_host([name], host) for name in allowed)
+    assert not any(is_allowed_host([name], host) for name in refused)
+    if refused:
+        assert not is_allowed_host([], host)
+        assert not is_allowed_host([allowed[0], "evil.example"], host)
+
+
+def test_old_files_are_deleted_with_their_folders(tmp_path):
+    for name in ("old/a.png", "tmp123", "new/b.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    time.sleep(0.05)
+    begin = time.time()
+    time.sleep(0.05)
+    (tmp_path / "new" / "b.png").write_text("new")
+    delete_old_files(tmp_path, begin)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["b.png"]
+    for _ in range(2):  # a folder is old once it has not changed for that time
+        delete_old_files(tmp_path, time.time() + 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Server:
+    """A page that is being served."""
+
+    def __init__(self, indexed, folder):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.address, self.uploads = f"http://127.0.0.1:{port}", folder / "uploads"
+        self.uploads.mkdir()
+        program = [sys.executable, "-m", "lightning_retrieval.cli", "demo", f"--index={indexed / 'index'}", "-k12"]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("GRADIO_TEMP_DIR", str(self.uploads))
+            self.started = StartedCommand([*program, f"--port={port}", "--device=cpu"], folder)
+        end = time.monotonic() + 120
+        while f"The page is at {self.address}/; Ctrl-C ends it." not in self.started.output():
+            assert self.started.process.poll() is None, self.started.output()
+            assert time.monotonic() < end, self.started.output()
+            time.sleep(0.2)
+
+    def search(self, *data):
+        """What the route `search` answers."""
+        route = f"{self.address}/gradio_api/call/search"
+        event = httpx.post(route, json={"data": data}).json()["event_id"]
+        _, answer = httpx.get(f"{route}/{event}", timeout=60).text.strip().splitlines()
+        return json.loads(answer.removeprefix("data: "))
+
+    def upload(self, name, content):
+        """The answer to an upload."""
+        return httpx.post(f"{self.address}/gradio_api/upload", files={"files": (name, content)}, timeout=60)
+
+    def search_for(self, name, content):
+        """The answer to an upload and a search for it."""
+        (path,) = self.upload(name, content).json()
+        return self.search({"path": path, "meta": {"_type": "gradio.FileData"}})
+
+
 @pytest.fixture
-def address(indexed, tmp_path):
+def server(indexed, tmp_path):
     """A page that is being served."""
     pytest.importorskip("gradio")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    program = [sys.executable, "-m", "lightning_retrieval.cli", "demo", f"--index={indexed / 'index'}", "-k12"]
-    started = StartedCommand([*program, f"--port={port}", "--device=cpu"], tmp_path)
-    end = time.monotonic() + 120
-    while f"The page is at http://127.0.0.1:{port}/; Ctrl-C ends it." not in started.output():
-        assert started.process.poll() is None, started.output()
-        assert time.monotonic() < end, started.output()
-        time.sleep(0.2)
-    yield f"http://127.0.0.1:{port}"
-    started.end()
+    server = Server(indexed, tmp_path)
+    yield server
+    server.started.end()
+
+
+@pytest.fixture
+def address(server):
+    """Where a page is being served."""
+    return server.address
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_files_of_visitors_are_private_and_deleted_at_the_end(how, server, indexed):
+    image = (indexed / "images" / paths_of(indexed / "images")[5]).read_bytes()
+    assert "12 nearest of 40 images" in server.search_for("5.png", image)[1]
+    (folder,) = server.uploads.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert list(folder.rglob("5.png"))
+    os.kill(server.started.process.pid, how)
+    assert server.started.process.wait(30) == 0
+    assert list(server.uploads.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.refusal
+def test_requests_that_are_refused_with_a_sentence(server):
+    for path in ("", "config", "gradio_api/info", "gradio_api/queue/status"):
+        answer = httpx.get(f"{server.address}/{path}", headers={"Host": "evil.example:7860"})
+        assert (answer.status_code, answer.text[:32]) == (421, "demo: the page is for 127.0.0.1 ")
+    large = server.upload("large.png", b"0" * (MEGABYTES * 2**20 + 2**17))
+    assert large.status_code == 413
+    assert large.text == "demo: an upload must have at most 20 MB, and say its size; choose a smaller image."
+    assert not list(server.uploads.rglob("large.png"))
+    assert server.search(None)[1] == NO_IMAGE
+    assert server.search()["error"] == NO_IMAGE
+    content = io.BytesIO()
+    Image.new("1", (10_000, 10_000)).save(content, "PNG")
+    answer = server.search_for("wide.png", content.getvalue())
+    assert answer[1] == "**wide.png** has too many pixels; choose one of at most 64 megapixels."
 
 
 @pytest.mark.slow

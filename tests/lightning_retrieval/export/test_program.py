@@ -69,3 +69,11 @@ def test_a_forward_that_depends_on_the_data_raises_one_sentence():
     program = EmbeddingProgram(nn.Identity(), Preparation.named("ap_gem"), "float")
     with pytest.raises(ValueError, match=r"^export_program: the preparation must have an `image_size`, got None"):
         export_program(program)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("program", [3, nn.Identity()])
+def test_what_is_no_program_raises_one_sentence(program):
+    message = r"^export_program: `program` must be an instance of EmbeddingProgram, got .+ \((int|Identity)\)\.$"
+    with pytest.raises(TypeError, match=message):
+        export_program(program)

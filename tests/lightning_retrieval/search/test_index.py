@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,16 @@ import torch
 
 from lightning_retrieval import RetrievalIndex
 from lightning_retrieval.search import rows as rows_module
-from tests.lightning_retrieval.search.vectors import DIM, FACTORIES, ROWS, built, exact, memory, vectors
+from tests.lightning_retrieval.search.vectors import (
+    DIM,
+    FACTORIES,
+    ROWS,
+    built,
+    exact,
+    memory,
+    search_while_edited,
+    vectors,
+)
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -264,3 +274,38 @@ def test_parameters_can_be_changed_after_loading(mapped, tmp_path):
         index.set_parameters("nprobe=1,ef=3")
     assert index.search(queries, 9)[1].tolist() == (1000 - exact(vectors(), queries, 9)[1]).tolist()
     assert index.parameters == "nprobe=16"
+
+
+@pytest.mark.parametrize(("factory", "shards"), [("Flat", 1), ("IVF4,Flat", 3)])
+def test_a_search_sees_one_state_while_another_thread_edits(factory, shards):
+    index = RetrievalIndex(DIM, factory, parameters="nprobe=4" * (factory != "Flat"), shards=shards)
+    index.add(vectors(), torch.arange(ROWS), [f"{row}.jpg" for row in range(ROWS)])
+    assert search_while_edited(index, 300) == []
+
+
+def test_an_index_can_be_read_while_another_thread_reads_and_waits_to_edit():
+    index = built()
+    with index._lock.reading():
+        thread = threading.Thread(target=index.remove, args=(index.ids[:1],))
+        reader = threading.Thread(target=index.search, args=(vectors(1), 1))
+        with index._lock.reading():
+            pass
+        thread.start()
+        reader.start()
+        thread.join(0.2)
+        assert thread.is_alive()
+        assert len(index) == ROWS
+    thread.join()
+    reader.join()
+    assert len(index) == ROWS - 1
+
+
+def test_the_paths_of_what_a_search_finds():
+    index, queries = built("IVF16,Flat"), vectors(3, seed=1)
+    similarities, ids, paths = index.search_with_paths(queries, ROWS)  # one list of sixteen is looked at
+    expected, expected_ids = index.search(queries, ROWS)
+    assert torch.equal(similarities, expected)
+    assert torch.equal(ids, expected_ids)
+    assert (ids == -1).any(1).all()
+    for row, found in zip(ids, paths):
+        assert found == index.paths(row[row >= 0]) + [""] * int((row < 0).sum())

@@ -13,7 +13,7 @@ import torch
 from lightning_retrieval import MilvusStore, RetrievalIndex
 from lightning_retrieval.search import milvus_rows, milvus_store
 from lightning_retrieval.search.embedding_store import EmbeddingStore
-from tests.lightning_retrieval.search.vectors import DIM, ROWS, built, exact, vectors
+from tests.lightning_retrieval.search.vectors import DIM, ROWS, built, exact, search_while_edited, vectors
 from tests.processes import start_processes
 
 pymilvus = pytest.importorskip("pymilvus")
@@ -56,6 +56,12 @@ def test_the_results_are_those_of_faiss_and_of_numpy(filled, monkeypatch):
     assert filled.paths(ids[3]) == index.paths(ids[3])
     assert len(filled) == ROWS
     assert filled.recall is None  # exact
+
+
+def test_a_search_sees_one_state_while_another_thread_edits(tmp_path, opened):
+    store = opened(MilvusStore.create(str(tmp_path / "photos.db"), "birds", DIM))
+    store.add(vectors(), torch.arange(ROWS), [f"{row}.jpg" for row in range(ROWS)])
+    assert search_while_edited(store, 10) == []
 
 
 def test_rows_are_added_and_removed_in_several_requests(filled, monkeypatch):

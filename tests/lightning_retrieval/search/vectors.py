@@ -1,6 +1,7 @@
 """Random vectors, their exact ranking by NumPy, indexes of them, and the memory that they take."""
 
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -35,3 +36,40 @@ def built(factory="Flat", rows=ROWS, **settings):
 def memory(field):
     """A size that Linux reports of this process, in bytes; `RssAnon` is memory that no file backs."""
     return 1024 * int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def search_while_edited(index, edits):
+    """Search in three threads while this one removes rows and adds them again; the errors and wrong paths they meet.
+
+    Args:
+        index: of `vectors()`, with the row numbers as ids and in the paths.
+        edits: how many times rows are removed and added.
+    """
+    wrong, searches, is_over = [], [], threading.Event()
+
+    def search(seed):
+        queries = vectors(8, seed=seed)
+        while not is_over.is_set():
+            try:
+                _, ids, paths = index.search_with_paths(queries, 20)
+                expected = [["" if row < 0 else f"{row}.jpg" for row in rows] for rows in ids.tolist()]
+                if paths != expected:
+                    wrong.append((paths, expected))
+            except Exception as error:
+                wrong.append(error)
+            searches.append(seed)
+
+    threads = [threading.Thread(target=search, args=(seed,)) for seed in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for edit in range(edits):
+            rows = torch.randperm(ROWS, generator=torch.Generator().manual_seed(edit))[:200]
+            index.remove(rows)
+            index.add(vectors()[rows], rows, [f"{row}.jpg" for row in rows.tolist()])
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert len(searches) >= edits / 10, "the searches must run between the edits"
+    return wrong
