@@ -390,7 +390,7 @@ def _network_of_torchvision(path: str, arguments: dict[str, Any]) -> _Descriptio
 
 
 @functools.cache
-def _places(cls: type[Any]) -> dict[str, _Place]:
+def _places(cls: Any) -> dict[str, _Place]:
     """What the arguments of a class accept, by its annotations; `**kwargs` are those of its base classes."""
     places: dict[str, _Place] = {}
     for base in cls.__mro__:
@@ -405,7 +405,7 @@ def _places(cls: type[Any]) -> dict[str, _Place]:
 
 def _annotations(cls: type[Any]) -> dict[str, Any]:
     """The annotation of each argument of a constructor, `Any` where there is none or it cannot be evaluated."""
-    constructor: Any = cls.__init__  # type: ignore[misc]
+    constructor: Any = cls.__init__
     names = {**vars(typing), **getattr(inspect.unwrap(constructor), "__globals__", {})}
     annotations = {}
     for parameter in list(inspect.signature(constructor).parameters.values())[1:]:
@@ -420,7 +420,7 @@ def _annotations(cls: type[Any]) -> dict[str, Any]:
 
 
 def _accepts_any(cls: type[Any]) -> bool:
-    constructor: Any = cls.__init__  # type: ignore[misc]
+    constructor: Any = cls.__init__
     kinds = [parameter.kind for parameter in inspect.signature(constructor).parameters.values()]
     return inspect.Parameter.VAR_KEYWORD in kinds
 
@@ -547,7 +547,8 @@ def _is_of_user(module: str) -> bool:
 @functools.cache
 def _required_modules() -> frozenset[str]:
     """The top-level modules of this library and of its requirements with all extras, and of theirs."""
-    pending, found = ["lightning-retrieval"], set()
+    pending = ["lightning-retrieval"]
+    found: set[str] = set()
     while pending:
         distribution = _normalized(pending.pop())
         if distribution in found:

@@ -130,7 +130,8 @@ class CheckpointedModule(pl.LightningModule):
                 described = describe(part)
                 if described["init_args"] is not None:
                     complete[name] = described
-        return without_sources(complete)
+        without: dict[str, Any] = without_sources(complete)
+        return without
 
 
 class CheckpointedDataModule(pl.LightningDataModule):
