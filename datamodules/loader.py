@@ -108,9 +108,11 @@ def check_image_sizes(owner: str, items: Any, cure: str) -> None:
             image, id_ = item[0], next(iter(item[2:]), None)
         if not isinstance(image, (Tensor, np.ndarray)):
             continue
+        if isinstance(id_, Tensor):
+            id_ = id_.tolist()
         which = f"position {position}"
         if id_ is not None:
-            which = f"id {int(id_)}"
+            which = f"id {short_repr(id_)}"
         found.setdefault(tuple(image.shape), which)
     if len(found) > 1:
         sizes = ", ".join(f"{size} of {which}" for size, which in list(found.items())[:3])
