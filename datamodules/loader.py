@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
 from lightning_retrieval.checks import check_instance, short_repr
-from lightning_retrieval.datamodules.rank_sampler import RankBatchSampler
+from lightning_retrieval.datamodules.rank_sampler import RankBatchSampler, shard_bounds
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers
-from lightning_retrieval.distributed import rank
+from lightning_retrieval.distributed import rank, world_size
 
 
 def resume_position(trainer: pl.Trainer) -> dict[str, int]:
@@ -108,9 +108,11 @@ def check_image_sizes(owner: str, items: Any, cure: str) -> None:
             image, id_ = item[0], next(iter(item[2:]), None)
         if not isinstance(image, (Tensor, np.ndarray)):
             continue
+        if isinstance(id_, Tensor):
+            id_ = id_.tolist()
         which = f"position {position}"
         if id_ is not None:
-            which = f"id {int(id_)}"
+            which = f"id {short_repr(id_)}"
         found.setdefault(tuple(image.shape), which)
     if len(found) > 1:
         sizes = ", ".join(f"{size} of {which}" for size, which in list(found.items())[:3])
@@ -212,18 +214,22 @@ class RetrievalDataLoader(DataLoader[Any]):
             self._rank_sampler.next_batch += 1
             yield batch
 
-    def check_first_batch(self, labels: Tensor, ids: Tensor | None) -> None:
+    def check_first_batch(self, labels: Tensor, ids: Tensor | None, *, gathered: bool = True) -> None:
         """Compare the first batch of the last iteration with what the sampler drew. `RetrievalModule` calls it.
 
         Args:
-            labels: of the global batch, (batch,) or (batch, levels).
-            ids: of the global batch, (batch,), or None.
+            labels: (batch,) or (batch, levels).
+            ids: (batch,), or None.
+            gathered: whether they are those of the global batch, and not of this process only.
 
         Raises:
             ValueError: if several images have one id, or the sampler was made with other labels. The latter is a
                 warning for a sampler whose `draws_classes` is False.
         """
         sampler, drawn = self._rank_sampler.batch_sampler, self._rank_sampler.first_drawn
+        if not gathered:
+            begin, end = shard_bounds(len(drawn), rank(), world_size())
+            drawn = drawn[begin:end]
         if ids is not None:
             _check_ids(sampler, drawn, ids.tolist())
         problem = _difference_of_labels(sampler, drawn, labels.reshape(len(labels), -1), ids)

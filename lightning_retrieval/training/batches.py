@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils.data import SequentialSampler
 
 from lightning_retrieval.checks import is_integer
-from lightning_retrieval.distributed import gather_objects
 from lightning_retrieval.host import to_host
 from lightning_retrieval.ranking.labels import finest
+from lightning_retrieval.training.global_batch import GlobalBatch
 
 Unpacked = tuple[Tensor, Tensor, Tensor | None]
 
@@ -43,44 +43,32 @@ def unpack(owner: str, batch: Any) -> Unpacked:
     )
 
 
-def check_first_batch(module: Any, labels: Any, ids: Any) -> None:
-    """Compare labels and ids of a run's first global batch with what the sampler drew, as far as that is known.
+def check_first_batch(module: Any, batch: GlobalBatch) -> None:
+    """Compare labels and ids of a run's first batch with what the sampler drew, as far as that is known.
 
-    All processes must call it. It says nothing about labels and ids of a wrong type, which the step refuses.
+    It says nothing about labels and ids of a wrong type, which the loss refuses.
 
     Args:
         module: a `RetrievalModule` in a run.
-        labels: of this process.
-        ids: of this process, or None.
+        batch: of all processes or, if the module does not gather, of this one.
 
     Raises:
         ValueError: if they contradict the sampler of a `RetrievalDataLoader`; for other loaders there is a warning.
     """
-    shards = gather_objects(_on_host(labels, ids))
-    if None in shards or len({shard[0].shape[1:] for shard in shards}) > 1:
+    if not is_integer(batch.labels) or batch.labels.ndim not in (1, 2):
         return
-    all_labels = torch.cat([shard[0] for shard in shards])
-    all_ids = None
-    if all(shard[1] is not None for shard in shards):
-        all_ids = torch.cat([shard[1] for shard in shards])
+    labels, ids = to_host(batch.labels), None
+    if batch.ids is not None:
+        if not is_integer(batch.ids) or batch.ids.shape != labels.shape[:1]:
+            return
+        ids = to_host(batch.ids)
     owner, loader = type(module).__name__, module.trainer.train_dataloader
     if hasattr(loader, "check_first_batch"):
-        loader.check_first_batch(all_labels, all_ids)
-    elif all_ids is not None:
-        _warn_of_ids(owner, loader, finest(all_labels), all_ids)
+        loader.check_first_batch(labels, ids, gathered=module.gather)
+    elif ids is not None:
+        _warn_of_ids(owner, loader, finest(labels), ids)
     if module.memory is None:
-        _warn_of_one_label(owner, finest(all_labels))
-
-
-def _on_host(labels: Any, ids: Any) -> tuple[Tensor, Tensor | None] | None:
-    """Copies on the CPU; None if labels or ids are not integers of the shapes that a step expects."""
-    if not isinstance(labels, Tensor) or not is_integer(labels) or labels.ndim not in (1, 2):
-        return None
-    if ids is None:
-        return to_host(labels), None
-    if not isinstance(ids, Tensor) or not is_integer(ids) or ids.shape != labels.shape[:1]:
-        return None
-    return to_host(labels), to_host(ids)
+        _warn_of_one_label(owner, finest(labels))
 
 
 def _warn_of_ids(owner: str, loader: Any, labels: Tensor, ids: Tensor) -> None:

@@ -1,5 +1,6 @@
 """The LightningModule that trains any embedding network with any loss of the whole batch's ranked lists."""
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -269,7 +270,6 @@ class RetrievalModule(ManualTraining):
         self.zero_grad()
         if self._is_first_step:
             check_processes(self)
-            check_first_batch(self, labels, ids)
         step = TrainingStep(
             type(self).__name__,
             self.loss,
@@ -281,6 +281,7 @@ class RetrievalModule(ManualTraining):
             memory=self.memory,
             memory_mode=self.memory_mode,
             memory_weight=self.memory_weight,
+            check_batch=functools.partial(check_first_batch, self) if self._is_first_step else None,
         )
         gradients = GradientSum(self.parameters(), self.loss.parameters(), sharded=sharded)
         with step_random_state(self.seed, step.number, rank()), without_gradient_sync(self.trainer):

@@ -1,7 +1,7 @@
 """One training step between the embeddings of a process and the gradients of all processes."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,6 +37,7 @@ class TrainingStep:
         memory: past batches that are ranked with this one, or None.
         memory_mode: how the memory is ranked.
         memory_weight: weight of the second term of the mode `"two_terms"`.
+        check_batch: called with the batch before its loss is computed, or None.
     """
 
     owner: str
@@ -49,12 +50,15 @@ class TrainingStep:
     memory: CrossBatchMemory | None = None
     memory_mode: MemoryMode = "one_list"
     memory_weight: float = 1.0
+    check_batch: Callable[[GlobalBatch], None] | None = None
     batch: GlobalBatch = field(init=False)
     terms: dict[str, Tensor] = field(init=False)  # this process's parts of the terms that are logged
 
     def loss(self, embeddings: Tensor) -> Tensor:
         """Compute this process's part of the loss from its embeddings."""
         self.batch = self._gather(embeddings)
+        if self.check_batch is not None:
+            self.check_batch(self.batch)
         device = embeddings.device
         # A loss that draws random numbers draws the same on all processes.
         random_state = step_random_state(self.seed, self.number, 0)

@@ -501,6 +501,9 @@ def message_of_a_rank(rank: int, world_size: int) -> str:
     with pytest.raises(ValueError, match="ids") as raised:
         train_one_step(sampler, label, lambda index: ids.get(index, index), strategy="ddp", devices=world_size)
     train_one_step(sampler, label, int, strategy="ddp", devices=world_size)
+    ungathered = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss(), gather=False)
+    loader = RetrievalDataLoader(Items(label, int), SAMPLERS["all classes"](LABELS))
+    assert fit(ungathered, loader, max_steps=1, strategy="ddp", devices=world_size).global_step == 1
     return str(raised.value)
 
 
