@@ -16,7 +16,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 PACKAGES = ("lightning_retrieval", "callbacks", "datamodules")
 LIMITS = {
-    "lines of a file": 350,
+    "lines of a file": 600,
     "lines of a function body": 40,
     "cyclomatic complexity": 14,
     "conditional expressions in 1,000 lines": 16,
@@ -215,7 +215,7 @@ def measured(source):
 
 def test_the_counters_see_what_is_over_a_limit():
     too_much = {
-        "lines of a file": "x = 1\n" * 351,
+        "lines of a file": "x = 1\n" * 601,
         "lines of a function body": "def f():\n" + "    x = 1\n" * 41,
         "cyclomatic complexity": "def f(x):\n" + "    if x:\n        pass\n" * 14,
         "conditional expressions in 1,000 lines": "x = 1 if y else 2\n" + "x = 1\n" * 50,
@@ -231,7 +231,7 @@ def test_the_counters_see_what_is_over_a_limit():
 
 def test_the_counters_pass_what_is_at_a_limit():
     allowed = {
-        "lines of a file": "x = 1\n" * 350,
+        "lines of a file": "x = 1\n" * 600,
         "lines of a function body": 'def f():\n    """Doc\n    string."""\n'
         + "    x = 1  # code\n    # comment\n\n" * 40,
         "cyclomatic complexity": "def f(x):\n" + "    if x:\n        pass\n" * 13,
