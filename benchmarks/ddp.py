@@ -22,9 +22,9 @@ since each of the five collectives also takes some time that does not depend on 
 minutes on two cores.
 
 With `--weights`, GlyphNet takes six steps of AdamW on Glyphs, with torch's learning rate of 0.001, in each precision.
-The weights are compared with those of one process that embeds the whole batch of 64 at once: the largest difference of a
-weight, and the norm of all differences divided by that of the change of the weights in these steps. "float32 output" is
-a network whose last layer computes in float32 although the precision is mixed: its embeddings are never rounded.
+The weights are compared with those of one process that embeds the whole batch of 64 at once: the largest difference of
+a weight, and the norm of all differences divided by that of the change of the weights in these steps. "float32 output"
+is a network whose last layer computes in float32 although the precision is mixed: its embeddings are never rounded.
 """
 
 import logging
@@ -169,13 +169,14 @@ class Float32Output(Embedder):
         return embeddings
 
 
-def trained_weights(world: int, chunk_size: int | None, precision: Any, network: type[Embedder]) -> Tensor:
+def trained_weights(world: int, chunk_size: int | None, name: str, steps: int) -> Tensor:
     """The weights before and after the steps of AdamW; no layer of the network mixes the images of a batch."""
+    precision, network = PRECISIONS[name]
     torch.manual_seed(0)
     module = RetrievalModule(network("glyph_net", 64, freeze_batch_norm=True), SmoothAPLoss(), chunk_size=chunk_size)
     before = torch.cat([p.detach().flatten().clone() for p in module.parameters()])
     data = Glyphs(classes_per_batch=BATCH // PER_CLASS, samples_per_class=PER_CLASS)
-    trainer_of(world, precision=precision, max_steps=STEPS, limit_val_batches=0).fit(module, data)
+    trainer_of(world, precision=precision, max_steps=steps, limit_val_batches=0).fit(module, data)
     return torch.stack([before, torch.cat([p.detach().flatten() for p in module.parameters()])])
 
 
@@ -187,7 +188,7 @@ PRECISIONS: dict[str, tuple[Any, type[Embedder]]] = {
 }
 
 
-def weights_of_process(rank: int, world: int, folder: str) -> None:
+def weights_of_process(rank: int, world: int, steps: int, folder: str) -> None:
     """Train in each precision; the first process saves the weights."""
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
@@ -196,19 +197,19 @@ def weights_of_process(rank: int, world: int, folder: str) -> None:
         os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")  # as a launcher sets them
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     found = {}
-    for name, (precision, network) in PRECISIONS.items():
+    for name in PRECISIONS:
         for chunk_size in CHUNK_SIZES if world == 1 else (None,):
-            found[name, chunk_size] = trained_weights(world, chunk_size, precision, network)
+            found[name, chunk_size] = trained_weights(world, chunk_size, name, steps)
     if rank == 0:
         torch.save(found, Path(folder) / f"weights{world}.pt")
     if world > 1:
         dist.destroy_process_group()
 
 
-def compare_weights(folder: str) -> list[dict[str, Any]]:
+def compare_weights(steps: int, folder: str) -> list[dict[str, Any]]:
     """How far the weights are from those of one process that embeds the whole batch at once."""
     for world in (1, 2):
-        run_processes(weights_of_process, (world, folder), world)
+        run_processes(weights_of_process, (world, steps, folder), world)
     alone, shared = (torch.load(Path(folder) / f"weights{world}.pt") for world in (1, 2))
     rows: list[dict[str, Any]] = []
     for name in PRECISIONS:
@@ -286,7 +287,7 @@ def main() -> None:
         sys.exit("--device cuda: this benchmark runs on the CPU only, whose cores its processes share.")
     if options.weights:
         with tempfile.TemporaryDirectory() as folder:
-            rows = compare_weights(folder)
+            rows = compare_weights(2 if options.quick else STEPS, folder)
         report(
             "Weights of GlyphNet after 6 steps, compared with one process without chunks",
             environment("cpu"),

@@ -177,6 +177,20 @@ def test_the_ddp_benchmark_counts_the_bytes_that_the_model_predicts(tmp_path, ru
     assert 0 < two["waiting %"] + two["transfer %"] < 100
 
 
+@pytest.mark.slow
+def test_the_ddp_benchmark_compares_weights(tmp_path, run_python):
+    """The bounds of `docs/large-batches.md`: with rounded products, weights differ more."""
+    file = tmp_path / "results.json"
+    run_python(BENCHMARKS / "ddp.py", "--weights", "--quick", "--json", file, folder=tmp_path)
+    results = json.loads(file.read_text())["results"]
+    ways = ("chunks of 32", "chunks of 5", "2 processes")
+    precisions = ("float32", "bf16-mixed", "bf16-mixed, float32 output")
+    assert [(row["precision"], row["weights"]) for row in results] == [(a, b) for a in precisions for b in ways]
+    for row in results:
+        assert 0 < row["norm"] < (0.02 if row["precision"] == "float32" else 0.3)
+        assert 0 < row["largest"] < 0.0125  # AdamW changes a weight by about 0.001 in a step
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers in the /proc of Linux")
 def test_a_run_on_two_nodes_ends_as_an_undisturbed_one_after_a_worker_is_killed(tmp_path, run_python):
     file = tmp_path / "results.json"
