@@ -231,7 +231,7 @@ def test_the_counters_see_what_is_over_a_limit():
 
 def test_the_counters_pass_what_is_at_a_limit():
     allowed = {
-        "lines of a file": "x = 1\n" * 350,
+        "lines of a file": "x = 1\n" * 600,
         "lines of a function body": 'def f():\n    """Doc\n    string."""\n'
         + "    x = 1  # code\n    # comment\n\n" * 40,
         "cyclomatic complexity": "def f(x):\n" + "    if x:\n        pass\n" * 13,
