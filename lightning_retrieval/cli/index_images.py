@@ -4,6 +4,7 @@ The index records which checkpoint it was made with and how images were prepared
 same way.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -96,7 +97,7 @@ def index_images(
 
 
 def _update(
-    replaced: Replacement, embedder: ImageEmbedder, images: Path, paths: list[str]
+    replaced: Replacement, embedder: ImageEmbedder, images: Path, paths: Sequence[str]
 ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
     """Bring the earlier index up to date; only the images that it lacks are embedded."""
     with replaced.updated(torch.arange(len(paths)), paths) as (index, is_new):
