@@ -194,30 +194,20 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
     """The page as Gradio's `Blocks`; arguments as for `serve_demo`."""
     gradio = _import_gradio()
 
-    def found(file: str, shown: str) -> tuple[Any, ...]:
+    def found(file: str | None, shown: str) -> tuple[Any, ...]:
         """What the page shows for a query: the picture, a line of text, the results and their files."""
-        try:
-            if is_too_large(Path(file)):
-                return without_results(
-                    f"**{shown}** has too many pixels; choose one of at most {MEGAPIXELS} megapixels."
-                )
-            query = thumbnail(Path(file))
-        except Exception:  # Pillow's readers raise errors of many kinds for damaged files
-            return without_results(f"**{shown}** cannot be read as an image; choose another file.")
+        problem = problem_of(file, shown)
+        if file is None or problem is not None:
+            return gradio.skip(), problem, gradio.skip(), gradio.skip()
         results, _ = searcher.search([file], k)
         hits = results[0].hits
         text = f"**{shown}**: {len(hits)} nearest of {len(searcher.index):,} images. Click one to search for it."
         # A new gallery, so that the frame around the image that was clicked before disappears.
         gallery = gradio.Gallery(value=captioned(hits, images), selected_index=None)
-        return query, text, gallery, [hit.path for hit in hits]
-
-    def without_results(sentence: str) -> tuple[Any, ...]:
-        return gradio.skip(), sentence, gradio.skip(), gradio.skip()
+        return thumbnail(Path(file)), text, gallery, [hit.path for hit in hits]
 
     def search_by_upload(file: str | None) -> tuple[Any, ...]:
-        if file is None:
-            return without_results(NO_IMAGE)
-        return found(file, printable(Path(file).name))
+        return found(file, printable(Path(file or "").name))
 
     # Gradio passes the event to an argument of this type.
     def search_by_result(
@@ -275,10 +265,18 @@ def _empty_gallery(gradio: Any) -> Any:
     )
 
 
-def is_too_large(file: Path) -> bool:
-    """Whether an image has too many pixels; only its header is read."""
-    with Image.open(file) as image:
-        return image.width * image.height > MEGAPIXELS * 10**6
+def problem_of(file: str | None, shown: str) -> str | None:
+    """A sentence on why an image cannot be searched for; None if it can. Only the header tells of too many pixels."""
+    if file is None:
+        return NO_IMAGE
+    try:
+        with Image.open(file) as image:
+            if image.width * image.height > MEGAPIXELS * 10**6:
+                return f"**{shown}** has too many pixels; choose one of at most {MEGAPIXELS} megapixels."
+        read_image(Path(file), least_size=(SIDE, SIDE))
+    except Exception:  # Pillow's readers raise errors of many kinds for damaged files
+        return f"**{shown}** cannot be read as an image; choose another file."
+    return None
 
 
 def thumbnail(file: Path) -> Image.Image:
