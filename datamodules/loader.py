@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, default_collate
 
-from lightning_retrieval.checks import check_instance, short_repr
+from lightning_retrieval.checks import check_bool, check_instance, short_repr
 from lightning_retrieval.datamodules.rank_sampler import RankBatchSampler, shard_bounds
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers
 from lightning_retrieval.distributed import rank, world_size
@@ -226,6 +226,7 @@ class RetrievalDataLoader(DataLoader[Any]):
             ValueError: if several images have one id, or the sampler was made with other labels. The latter is a
                 warning for a sampler whose `draws_classes` is False.
         """
+        check_bool(type(self).__name__, "gathered", gathered)
         sampler, drawn = self._rank_sampler.batch_sampler, self._rank_sampler.first_drawn
         if not gathered:
             begin, end = shard_bounds(len(drawn), rank(), world_size())
