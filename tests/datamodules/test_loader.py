@@ -174,9 +174,9 @@ def test_lightning_finds_a_distributed_sampler_and_one_set_epoch():
 def test_the_shards_in_rank_order_are_the_global_batch(monkeypatch, world):
     loader, shards = make(), []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)  # the process group is created after the loader
-    monkeypatch.setattr(dist, "get_world_size", lambda: world)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: world)
     for rank in range(world):
-        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(dist, "get_rank", lambda group=None, rank=rank: rank)
         assert len(loader) == BATCHES
         shards.append([(b["index"].tolist(), b["seed"].tolist()) for b in loader])
     for row, of_ranks in zip(expected(1), zip(*shards, strict=True), strict=True):
@@ -187,8 +187,8 @@ def test_the_shards_in_rank_order_are_the_global_batch(monkeypatch, world):
 @pytest.mark.refusal
 def test_more_processes_than_images_raise(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 10)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 10)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
     with pytest.raises(ValueError, match=r"for each process, got 9 images for 10 processes; enlarge"):
         next(iter(make()))
 
