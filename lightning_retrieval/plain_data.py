@@ -389,7 +389,6 @@ def _network_of_torchvision(path: str, arguments: dict[str, Any]) -> _Descriptio
     return _Description(found, {**given, **{key: None for key in _WEIGHTS if key in accepted}})
 
 
-@functools.cache
 def _places(cls: Any) -> dict[str, _Place]:
     """What the arguments of a class accept, by its annotations; `**kwargs` are those of its base classes."""
     places: dict[str, _Place] = {}
