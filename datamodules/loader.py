@@ -306,19 +306,21 @@ def _difference_of_labels(
         sampler: of the global batches.
         drawn: dataset indices of a global batch.
         labels: (batch, levels) of the batch that arrived; it is enough that one level has the classes of the sampler.
-        ids: of that batch, or None. If they are dataset indices, they say which row is which image.
+        ids: of that batch, or None. They say which row is which image if rows come in another order than they were
+            drawn, and they are dataset indices; ids that are those of another list of these images do not.
     """
     if len(labels) != len(drawn):  # images could not be read, or there are several rows for each
         return None
-    images = np.array(drawn)
+    orders = [np.array(drawn)]
     if ids is not None and sorted(ids.tolist()) == sorted(drawn):
-        images = ids.numpy()
-    classes = sampler.classes_of(images.tolist())
-    if classes is None:
-        return None
-    pairs = [_contradiction(classes, labels[:, level].numpy()) for level in range(labels.shape[1])]
-    if None in pairs:
-        return None
+        orders.append(ids.numpy())
+    for images in orders:
+        classes = sampler.classes_of(images.tolist())
+        if classes is None:
+            return None
+        pairs = [_contradiction(classes, labels[:, level].numpy()) for level in range(labels.shape[1])]
+        if None in pairs:
+            return None
     one, other = pairs[0] or (0, 0)
     finest = labels[:, 0].numpy()
     verdict = "different classes"

@@ -64,7 +64,8 @@ class CheckedSteps:
             ValueError: if the module returns a loss with a graph.
         """
         output = type(self.strategy).training_step(self.strategy, *arguments, **settings)
-        if self.strategy.lightning_module is self.module:  # the Trainer may train another module afterwards
+        is_own = self.strategy.lightning_module is self.module  # the Trainer may train another module afterwards
+        if is_own and not self.module.automatic_optimization:  # Lightning may be asked to back-propagate the output
             self._check(output)
         return output
 

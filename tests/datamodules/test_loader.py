@@ -468,6 +468,20 @@ def test_labels_that_are_not_those_of_the_sampler_raise_before_the_first_step(ki
     assert (label(one) == label(other)) != (of_one == of_other)
 
 
+@pytest.mark.parametrize("form", ["ids of another list", "rows in another order"])
+def test_the_images_of_a_batch_may_have_other_ids_or_another_order(form):
+    """One batch holds the whole data set, so that any order of its indices is one of the batch, too."""
+    sampler = AllClassesSampler(LABELS, batch_size=26)
+    id_of, collate = int, None
+    if form == "ids of another list":
+        id_of = lambda index: (index + 9) % 26  # noqa: E731
+    else:
+        collate = lambda items: default_collate(items[::-1])  # noqa: E731
+    module = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss())
+    loader = RetrievalDataLoader(Items(label, id_of), sampler, collate_fn=collate)
+    assert fit(module, loader, max_steps=1).global_step == 1
+
+
 def test_a_sampler_of_the_user_warns_of_other_labels():
     """Its groups may differ from the classes on purpose."""
     groups = [index // 6 for index in range(26)]

@@ -156,6 +156,24 @@ def test_a_step_returns_the_loss_and_an_override_may_return_detached_values():
     fit(WithExtraLoss(net(), SmoothAPLoss(), lambda loss, extra: None), batches())
 
 
+class AutomaticModule(RetrievalModule):
+    """Lets Lightning back-propagate and step, as a module does that needs no chunks."""
+
+    def __init__(self, embedder, loss, optimizer):
+        super().__init__(embedder, loss, optimizer=optimizer)
+        self.automatic_optimization = True
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(self(batch[0]), batch[1])
+
+
+def test_a_subclass_in_automatic_optimization_returns_its_loss():
+    module = AutomaticModule(net(), SmoothAPLoss(), SGD)
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    fit(module, batches())
+    assert not all(map(torch.equal, before, module.parameters()))
+
+
 class OtherManualModule(pl.LightningModule):
     """A module of another library, which may return a loss that it has back-propagated itself."""
 
