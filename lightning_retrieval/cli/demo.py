@@ -32,7 +32,7 @@ def demo(args: Sequence[str]) -> int:
     """
     options = _parser().parse_args(args)
     try:
-        with _ended_by_sigterm():
+        with _ended_by_signals():
             _serve(options)
     except KeyboardInterrupt:
         return 0
@@ -42,13 +42,16 @@ def demo(args: Sequence[str]) -> int:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does, so that the files of visitors are deleted."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does, so that the files of visitors are deleted, and both also in the background."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _serve(options: argparse.Namespace) -> None:
