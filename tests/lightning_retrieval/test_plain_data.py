@@ -142,9 +142,11 @@ def test_a_class_of_the_users_script_is_found(monkeypatch):
 @pytest.mark.refusal
 def test_a_library_that_the_user_has_not_named_is_no_module_of_the_user(monkeypatch):
     importlib.import_module("torchmetrics.classification")
-    for path in ("torchmetrics.classification.BinaryAccuracy", "unittest.TestCase", f"{__name__}.yaml.YAMLError"):
+    for path in ("torchmetrics.classification.BinaryAccuracy", "unittest.TestCase", f"{__name__}.Callable"):
         with pytest.raises(ValueError, match=r"^Test: `thing` names .*, and a file may name classes only of"):
             find_class("Test", "thing", path)
+    with pytest.raises(ValueError, match=r"^Test: `thing` names the class .*, which cannot be imported"):
+        find_class("Test", "thing", f"{__name__}.yaml.YAMLError")
 
 
 @pytest.mark.refusal
@@ -164,6 +166,35 @@ def test_plain_data_are_not_nested_too_deeply():
 
 
 @pytest.mark.refusal
+def test_plain_data_that_hold_the_same_list_again_and_again_end_in_an_error():
+    value: list = [1]
+    for _ in range(60):
+        value = [value, value]
+    with pytest.raises(ValueError, match=r"^Test: `hyperparameters` must be plain data, got lists or dicts that are"):
+        check_settings("Test", RetrievalModule, {"embedder": LINEAR, "loss": value})
+
+
+@pytest.mark.refusal
+def test_descriptions_are_not_nested_too_deeply():
+    description = LINEAR
+    for _ in range(150):
+        description = {"class_path": "torch.nn.ModuleList", "init_args": {"modules": [description]}}
+    with pytest.raises(ValueError, match=r"^Test: `net` must be plain data, got lists or dicts that are nested"):
+        rebuild("Test", "net", description, nn.Module)
+
+
+@pytest.mark.refusal
+def test_a_path_does_not_lead_through_modules_of_others():
+    """Neither by an import of a module beside the classes, nor by asking a module that makes what it is asked for."""
+    for path in ("torch.nn.parallel.DistributedDataParallel", "timm.data.readers.reader_tfds.ReaderTfds"):
+        with pytest.raises(ValueError, match=rf"^Test: `net` names {path}, and a file may name classes only of"):
+            find_class("Test", "net", path)
+    path = "lightning_retrieval.training.module.torch.classes.evil.Net"
+    with pytest.raises(ValueError, match=r"^Test: `net` names the class .*, which cannot be imported"):
+        find_class("Test", "net", path)
+
+
+@pytest.mark.refusal
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -175,9 +206,12 @@ def test_plain_data_are_not_nested_too_deeply():
         ("cache_dir", "x"),
         ("megatron_config", {"a": 1}),
         ("attn_implementation", "evil/kernels"),
+        ("attn_implementation", {"": "evil/kernels"}),
+        ("_experts_implementation_internal", "evil/kernels"),
         ("weights", "https://example.org/x.pth"),
         ("backbone", "timm/hf-hub:evil/net"),
         ("model_name", "local-dir:net"),
+        ("architecture", "HF-Hub:evil/net"),
     ],
 )
 def test_settings_that_a_file_may_not_make(name, value):
