@@ -82,7 +82,7 @@ def class_path(cls: type) -> str:
     parts = cls.__module__.split(".")
     for length in range(1, len(parts)):
         package = ".".join(parts[:length])
-        if _exposes(package, cls):
+        if getattr(sys.modules.get(package), cls.__qualname__, None) is cls:  # parents of a loaded module are loaded
             return f"{package}.{cls.__qualname__}"
     return f"{cls.__module__}.{cls.__qualname__}"
 
@@ -267,12 +267,6 @@ def import_named_module(owner: str, name: str, module: str) -> None:
 # Objects of descriptions
 
 
-def _exposes(package: str, cls: type) -> bool:
-    """Whether a package has the class under its own name; the parents of a loaded module are loaded too."""
-    module = sys.modules.get(package)
-    return getattr(module, cls.__qualname__, None) is cls
-
-
 @dataclass(frozen=True)
 class _Place:
     """What an argument accepts: objects of `kinds`, callables that make one of `products`, strings as they are."""
@@ -391,15 +385,20 @@ def _network_of_torchvision(path: str, arguments: dict[str, Any]) -> _Descriptio
 
 @functools.cache
 def _places(cls: Any) -> dict[str, _Place]:
-    """What the arguments of a class accept, by its annotations; `**kwargs` are those of its base classes."""
+    """What the arguments of a class accept, by its annotations; `**kwargs` are those of its base classes.
+
+    One without annotation also accepts what its name does in a base class, to which it is usually passed on.
+    """
     places: dict[str, _Place] = {}
-    for base in cls.__mro__:
-        if "__init__" not in vars(base):
-            continue
+    passes_on = True
+    for base in [base for base in cls.__mro__ if "__init__" in vars(base)]:
         for name, annotation in _annotations(base).items():
-            places.setdefault(name, _place(annotation))
-        if not _accepts_any(base):
-            break
+            found = _place(annotation)
+            if places.get(name) == _ANY:
+                places[name] = _Place(_ANY.kinds + found.kinds, found.products, takes_strings=True)
+            elif passes_on:
+                places.setdefault(name, found)
+        passes_on = passes_on and _accepts_any(base)
     return places
 
 

@@ -268,6 +268,20 @@ def test_arguments_are_what_their_annotations_say():
         rebuild("Test", "net", {"class_path": path, "init_args": {"width": LINEAR}}, nn.Module)
 
 
+class OfUser(RetrievalModule):
+    def __init__(self, dim=4, optimizer=torch.optim.AdamW):
+        super().__init__(nn.Linear(4, dim), losses.SmoothAPLoss(), optimizer=optimizer)
+
+
+def test_an_argument_without_annotation_accepts_what_it_does_in_the_base_class():
+    module = OfUser(optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    checked = check_settings("Test", OfUser, dict(module.hparams))
+    assert OfUser(**checked.plain).optimizer.keywords["lr"] == 0.1
+    assert check_settings("Test", OfUser, {"optimizer": "a word"}).checked == {"optimizer": "a word"}
+    with pytest.raises(TypeError, match=r"^Test: `dim` names torch.optim.SGD, which is not a class of the kind"):
+        check_settings("Test", OfUser, {"dim": module.hparams["optimizer"]})
+
+
 @pytest.mark.refusal
 def test_a_string_is_never_called():
     path = f"{__name__}.Wide"
