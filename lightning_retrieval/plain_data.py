@@ -544,23 +544,24 @@ def _is_of_user(module: str) -> bool:
 
 @functools.cache
 def _required_modules() -> frozenset[str]:
-    """The top-level modules of this library and of its requirements with all extras, and of theirs."""
+    """The top-level modules of this library, its requirements with all extras and theirs; of all if none is known."""
+    owners = importlib.metadata.packages_distributions()
     pending = ["lightning-retrieval"]
     found: set[str] = set()
     while pending:
         distribution = _normalized(pending.pop())
         if distribution in found:
             continue
-        try:
+        requirements: list[str] = []
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             requirements = importlib.metadata.requires(distribution) or []
-        except importlib.metadata.PackageNotFoundError:
-            requirements = []
         is_ours = not found
+        if is_ours and not requirements:
+            return frozenset(owners)
         found.add(distribution)
         for requirement in requirements:
             if is_ours or "extra ==" not in requirement:
                 pending.append(requirement)
-    owners = importlib.metadata.packages_distributions()
     return frozenset(name for name, names in owners.items() if found.intersection(map(_normalized, names)))
 
 

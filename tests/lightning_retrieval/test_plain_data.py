@@ -3,6 +3,7 @@
 import collections
 import functools
 import importlib
+import importlib.metadata
 import inspect
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import yaml
 from torch import nn
 
 import lightning_retrieval
-from lightning_retrieval import RetrievalModule, callbacks, datamodules, losses, metrics, models
+from lightning_retrieval import RetrievalModule, callbacks, datamodules, losses, metrics, models, plain_data
 from lightning_retrieval.plain_data import (
     check_plain_data,
     check_settings,
@@ -147,6 +148,19 @@ def test_a_library_that_the_user_has_not_named_is_no_module_of_the_user(monkeypa
             find_class("Test", "thing", path)
     with pytest.raises(ValueError, match=r"^Test: `thing` names the class .*, which cannot be imported"):
         find_class("Test", "thing", f"{__name__}.yaml.YAMLError")
+
+
+@pytest.mark.refusal
+def test_without_known_requirements_no_installed_library_is_a_module_of_the_user(monkeypatch):
+    def requires(_):
+        raise importlib.metadata.PackageNotFoundError
+
+    importlib.import_module("torchmetrics.classification")
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    monkeypatch.setattr(plain_data, "_required_modules", plain_data._required_modules.__wrapped__)  # not the cache
+    assert find_class("Test", "thing", f"{__name__}.Outer") is Outer
+    with pytest.raises(ValueError, match=r"^Test: `thing` names .*, and a file may name classes only of"):
+        find_class("Test", "thing", "torchmetrics.classification.BinaryAccuracy")
 
 
 @pytest.mark.refusal
