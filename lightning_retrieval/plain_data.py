@@ -54,9 +54,10 @@ _PUBLIC_PARENTS = ("timm.data", "torch.nn")  # packages from which some of these
 
 # Settings with which another library would run code, or read a file or an address that the description chooses.
 REFUSED = ("auto_map", "cache_dir", "checkpoint_path", "megatron_config", "pretrained_cfg", "trust_remote_code")
-_KERNELS = "_implementation"  # suffix of settings of transformers that may name code on a hub
+_KERNELS = "_implementation"  # in the names of settings of transformers that may name code on a hub
 _ADDRESSES = ("://", "hf-hub:", "hf_hub:", "local-dir:")  # in names that are looked up elsewhere
 _WEIGHTS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone")  # arguments of torchvision's builders
+_MOST_DEPTH, _MOST_VALUES = 100, 1_000_000  # of plain data
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 _MAIN = ("__main__", "__mp_main__")  # the script of the user, in its process and in those that it has spawned
 
@@ -81,7 +82,7 @@ def class_path(cls: type) -> str:
     parts = cls.__module__.split(".")
     for length in range(1, len(parts)):
         package = ".".join(parts[:length])
-        if _exposes(package, cls):
+        if getattr(sys.modules.get(package), cls.__qualname__, None) is cls:  # parents of a loaded module are loaded
             return f"{package}.{cls.__qualname__}"
     return f"{cls.__module__}.{cls.__qualname__}"
 
@@ -124,9 +125,7 @@ def rebuild_factory(owner: str, name: str, value: Any, kind: type[Any] | Kinds) 
         kind: class, or classes, of what the callable makes.
     """
     if _is_description(value):
-        kinds = kind
-        if not isinstance(kinds, tuple):
-            kinds = (kinds,)
+        kinds = kind if isinstance(kind, tuple) else (kind,)
         check_plain_data(owner, name, value)
         return _checked_description(owner, name, value, _Place(products=kinds)).build()
     if not callable(value):
@@ -188,12 +187,13 @@ def check_plain_data(owner: str, name: str, value: Any, packages: tuple[str, ...
             run code, read a file or open an address.
         TypeError: if something else is in it.
     """
-    try:
-        _check_plain_data(owner, name, value, packages)
-    except RecursionError:
-        raise ValueError(
-            f"{owner}: `{name}` must be plain data, got lists or dicts that are nested too deeply."
-        ) from None
+    pending, seen = [(name, value, 0)], 0
+    while pending:
+        inner, item, depth = pending.pop()
+        seen += 1
+        if depth > _MOST_DEPTH or seen > _MOST_VALUES:  # a list may hold another one twice, which holds another ...
+            raise ValueError(f"{owner}: `{name}` must be plain data, got lists or dicts that are nested too deeply.")
+        pending += [(key, part, depth + 1) for key, part in _checked_parts(owner, inner, item, packages)]
 
 
 def find_class(
@@ -265,12 +265,6 @@ def import_named_module(owner: str, name: str, module: str) -> None:
 
 
 # Objects of descriptions
-
-
-def _exposes(package: str, cls: type) -> bool:
-    """Whether a package has the class under its own name; the parents of a loaded module are loaded too."""
-    module = sys.modules.get(package)
-    return getattr(module, cls.__qualname__, None) is cls
 
 
 @dataclass(frozen=True)
@@ -381,7 +375,7 @@ def _network_of_timm(owner: str, name: str, arguments: dict[str, Any]) -> _Descr
 def _network_of_torchvision(path: str, arguments: dict[str, Any]) -> _Description | None:
     from torchvision import models
 
-    found = _imported_object(path)
+    found = _imported_object(path, PACKAGES)
     if found not in [models.get_model_builder(model) for model in models.list_models()]:
         return None
     given = {key: value for key, value in arguments.items() if key not in _WEIGHTS}
@@ -390,15 +384,20 @@ def _network_of_torchvision(path: str, arguments: dict[str, Any]) -> _Descriptio
 
 
 def _places(cls: Any) -> dict[str, _Place]:
-    """What the arguments of a class accept, by its annotations; `**kwargs` are those of its base classes."""
+    """What the arguments of a class accept, by its annotations; `**kwargs` are those of its base classes.
+
+    One without annotation also accepts what its name does in a base class, to which it is usually passed on.
+    """
     places: dict[str, _Place] = {}
-    for base in cls.__mro__:
-        if "__init__" not in vars(base):
-            continue
+    passes_on = True
+    for base in [base for base in cls.__mro__ if "__init__" in vars(base)]:
         for name, annotation in _annotations(base).items():
-            places.setdefault(name, _place(annotation))
-        if not _accepts_any(base):
-            break
+            found = _place(annotation)
+            if places.get(name) == _ANY:
+                places[name] = _Place(_ANY.kinds + found.kinds, found.products, takes_strings=True)
+            elif passes_on:
+                places.setdefault(name, found)
+        passes_on = passes_on and _accepts_any(base)
     return places
 
 
@@ -472,31 +471,30 @@ def _pass_again(owner: str, name: str, shown: str) -> ValueError:
 # What a file may name
 
 
-def _check_plain_data(owner: str, name: str, value: Any, packages: tuple[str, ...]) -> None:
+def _checked_parts(owner: str, name: str, value: Any, packages: tuple[str, ...]) -> list[tuple[str, Any]]:
+    """What is in a value, with names; raise if the value itself, or its names, may not be in a file."""
+    if isinstance(value, (list, tuple)):
+        return [(name, item) for item in value]
     if isinstance(value, Mapping):
         if isinstance(value.get("class_path"), str) and value.get("init_args", {}) is not None:
             _check_path(owner, name, value["class_path"], packages)
-        for key, item in value.items():
-            inner = str(key)
-            if inner in ("class_path", "init_args", "dict_kwargs"):
-                inner = name
+        own = dict.fromkeys(("class_path", "init_args", "dict_kwargs"), name)
+        parts = [(own.get(str(key), str(key)), item) for key, item in value.items()]
+        for inner, item in parts:
             _check_setting(owner, inner, item)
-            _check_plain_data(owner, inner, item, packages)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _check_plain_data(owner, name, item, packages)
-    elif isinstance(value, str):
-        if any(prefix in value for prefix in _ADDRESSES):
-            raise ValueError(
-                f"{owner}: `{name}` must name no address, since a file does not choose what is downloaded, got "
-                f"{short_repr(value)}; pass the object again, as in load_from_checkpoint(path, embedder=...)."
-            )
-    elif not (value is None or isinstance(value, (bool, int, float))):
+        return parts
+    if not (value is None or isinstance(value, (bool, int, float, str))):
         raise TypeError(f"{owner}: `{name}` must be plain data, got {short_repr(value)} ({type(value).__name__}).")
+    if isinstance(value, str) and any(prefix in value.lower() for prefix in _ADDRESSES):
+        raise ValueError(
+            f"{owner}: `{name}` must name no address, since a file does not choose what is downloaded, got "
+            f"{short_repr(value)}; pass the object again, as in load_from_checkpoint(path, embedder=...)."
+        )
+    return []
 
 
 def _check_setting(owner: str, name: str, value: Any) -> None:
-    is_kernel = name.endswith(_KERNELS) and isinstance(value, str) and not value.isidentifier()
+    is_kernel = _KERNELS in name and not str(value).isidentifier()  # also by names of parts of the network
     if value and (name.startswith(REFUSED) or is_kernel):
         raise ValueError(
             f"{owner}: `{name}` must not be set in a file, since it makes another library run code or read other "
@@ -508,7 +506,8 @@ def _check_path(owner: str, name: str, path: Any, packages: tuple[str, ...]) -> 
     """Raise unless a file may name a path, as it is written; nothing is imported."""
     if not isinstance(path, str):
         raise TypeError(f"{owner}: `{name}` must have a string as class_path, got {short_repr(path)}.")
-    is_path = path == "timm.create_model" or _may_name(path.rpartition(".")[0], (*packages, *_PUBLIC_PARENTS))
+    module = path.rpartition(".")[0]
+    is_path = path == "timm.create_model" or module in _PUBLIC_PARENTS or _may_name(module, packages)
     if "<" not in path and not is_path:
         raise _not_allowed(owner, name, path, packages)
 
@@ -538,30 +537,30 @@ def _is_of_user(module: str) -> bool:
     if module in _MAIN or _is_below(module, named_by_user):
         return True
     top_level = module.partition(".")[0]
-    if top_level not in sys.modules or top_level in sys.stdlib_module_names:
-        return False
-    return top_level not in _required_modules()
+    is_library = top_level in sys.stdlib_module_names or top_level in _required_modules()
+    return top_level in sys.modules and not is_library
 
 
 @functools.cache
 def _required_modules() -> frozenset[str]:
-    """The top-level modules of this library and of its requirements with all extras, and of theirs."""
+    """The top-level modules of this library, its requirements with all extras and theirs; of all if none is known."""
+    owners = importlib.metadata.packages_distributions()
     pending = ["lightning-retrieval"]
     found: set[str] = set()
     while pending:
         distribution = _normalized(pending.pop())
         if distribution in found:
             continue
-        try:
+        requirements: list[str] = []
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             requirements = importlib.metadata.requires(distribution) or []
-        except importlib.metadata.PackageNotFoundError:
-            requirements = []
         is_ours = not found
+        if is_ours and not requirements:
+            return frozenset(owners)
         found.add(distribution)
         for requirement in requirements:
             if is_ours or "extra ==" not in requirement:
                 pending.append(requirement)
-    owners = importlib.metadata.packages_distributions()
     return frozenset(name for name, names in owners.items() if found.intersection(map(_normalized, names)))
 
 
@@ -573,23 +572,25 @@ def _normalized(requirement: str) -> str:
 
 def _look_up(path: str, packages: tuple[str, ...]) -> Any:
     """What a path leads to; modules are imported only if they are in one of the packages."""
-    found = _imported_object(path)
+    found = _imported_object(path, packages)
     module, _, attribute = path.rpartition(".")
     if found is not None:
         return found
-    if "__main__" in path or not _is_below(module, (*packages, *_PUBLIC_PARENTS)):
+    if "__main__" in path or not (module in _PUBLIC_PARENTS or _is_below(module, packages)):
         raise ImportError(f"{module} has no {attribute}")
     return getattr(importlib.import_module(module), attribute)
 
 
-def _imported_object(path: str) -> Any:
-    """What a path leads to in the modules that are imported already; None if it leads nowhere."""
+def _imported_object(path: str, packages: tuple[str, ...]) -> Any:
+    """What a path leads to in imported modules; not through one that a file may not name, which can import others."""
     parts = path.split(".")
     for length in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:length]))
         if found is not None:
             for part in parts[length:]:
                 found = getattr(found, part, None)
+                if isinstance(found, types.ModuleType) and not _may_name(found.__name__, packages):
+                    return None
             return found
     return None
 

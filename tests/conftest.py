@@ -33,7 +33,7 @@ MAY_CHANGE = {
     "LD_LIBRARY_PATH",  # OpenCV, when faster-coco-eval or albumentations first imports it
 }
 # Threads that a library starts once and keeps.
-KEPT_THREADS = {"TMonitor"}  # tqdm monitors its progress bars
+KEPT_THREADS = {"TMonitor", "fsspecIO"}  # by class or name: tqdm monitors its progress bars, fsspec reads addresses
 # Processes that Python's multiprocessing keeps once something was spawned.
 KEPT_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 GRACE = 5.0  # seconds that threads and processes have to end
@@ -233,7 +233,7 @@ def _still_alive(threads, processes):
         left = [
             f"the thread {thread.name} ({type(thread).__name__})"
             for thread in threading.enumerate()
-            if thread not in threads and type(thread).__name__ not in KEPT_THREADS
+            if thread not in threads and not {type(thread).__name__, thread.name} & KEPT_THREADS
         ]
         left += [f"the process {pid} ({command})" for pid, command in _children().items() if pid not in processes]
         if not left or time.monotonic() > deadline:

@@ -1,6 +1,7 @@
 """Transforms of albumentations, which take and return a dict of arrays, as functions of a PIL image."""
 
 import json
+import os
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ class AlbumentationsTransform:
         Raises:
             ModuleNotFoundError: if albumentations is not installed.
         """
+        os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # else its import asks PyPI for a newer version
         with optional_import(
             f"{owner}: the model was evaluated with a transform of albumentations, which is not installed; install "
             "it: pip install 'lightning-retrieval[albumentations]'."

@@ -3,6 +3,7 @@
 import collections
 import functools
 import importlib
+import importlib.metadata
 import inspect
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import yaml
 from torch import nn
 
 import lightning_retrieval
-from lightning_retrieval import RetrievalModule, callbacks, datamodules, losses, metrics, models
+from lightning_retrieval import RetrievalModule, callbacks, datamodules, losses, metrics, models, plain_data
 from lightning_retrieval.plain_data import (
     check_plain_data,
     check_settings,
@@ -142,9 +143,24 @@ def test_a_class_of_the_users_script_is_found(monkeypatch):
 @pytest.mark.refusal
 def test_a_library_that_the_user_has_not_named_is_no_module_of_the_user(monkeypatch):
     importlib.import_module("torchmetrics.classification")
-    for path in ("torchmetrics.classification.BinaryAccuracy", "unittest.TestCase", f"{__name__}.yaml.YAMLError"):
+    for path in ("torchmetrics.classification.BinaryAccuracy", "unittest.TestCase", f"{__name__}.Callable"):
         with pytest.raises(ValueError, match=r"^Test: `thing` names .*, and a file may name classes only of"):
             find_class("Test", "thing", path)
+    with pytest.raises(ValueError, match=r"^Test: `thing` names the class .*, which cannot be imported"):
+        find_class("Test", "thing", f"{__name__}.yaml.YAMLError")
+
+
+@pytest.mark.refusal
+def test_without_known_requirements_no_installed_library_is_a_module_of_the_user(monkeypatch):
+    def requires(_):
+        raise importlib.metadata.PackageNotFoundError
+
+    importlib.import_module("torchmetrics.classification")
+    monkeypatch.setattr(importlib.metadata, "requires", requires)
+    monkeypatch.setattr(plain_data, "_required_modules", plain_data._required_modules.__wrapped__)  # not the cache
+    assert find_class("Test", "thing", f"{__name__}.Outer") is Outer
+    with pytest.raises(ValueError, match=r"^Test: `thing` names .*, and a file may name classes only of"):
+        find_class("Test", "thing", "torchmetrics.classification.BinaryAccuracy")
 
 
 @pytest.mark.refusal
@@ -164,6 +180,35 @@ def test_plain_data_are_not_nested_too_deeply():
 
 
 @pytest.mark.refusal
+def test_plain_data_that_hold_the_same_list_again_and_again_end_in_an_error():
+    value: list = [1]
+    for _ in range(60):
+        value = [value, value]
+    with pytest.raises(ValueError, match=r"^Test: `hyperparameters` must be plain data, got lists or dicts that are"):
+        check_settings("Test", RetrievalModule, {"embedder": LINEAR, "loss": value})
+
+
+@pytest.mark.refusal
+def test_descriptions_are_not_nested_too_deeply():
+    description = LINEAR
+    for _ in range(150):
+        description = {"class_path": "torch.nn.ModuleList", "init_args": {"modules": [description]}}
+    with pytest.raises(ValueError, match=r"^Test: `net` must be plain data, got lists or dicts that are nested"):
+        rebuild("Test", "net", description, nn.Module)
+
+
+@pytest.mark.refusal
+def test_a_path_does_not_lead_through_modules_of_others():
+    """Neither by an import of a module beside the classes, nor by asking a module that makes what it is asked for."""
+    for path in ("torch.nn.parallel.DistributedDataParallel", "timm.data.readers.reader_tfds.ReaderTfds"):
+        with pytest.raises(ValueError, match=rf"^Test: `net` names {path}, and a file may name classes only of"):
+            find_class("Test", "net", path)
+    path = "lightning_retrieval.training.module.torch.classes.evil.Net"
+    with pytest.raises(ValueError, match=r"^Test: `net` names the class .*, which cannot be imported"):
+        find_class("Test", "net", path)
+
+
+@pytest.mark.refusal
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -175,9 +220,12 @@ def test_plain_data_are_not_nested_too_deeply():
         ("cache_dir", "x"),
         ("megatron_config", {"a": 1}),
         ("attn_implementation", "evil/kernels"),
+        ("attn_implementation", {"": "evil/kernels"}),
+        ("_experts_implementation_internal", "evil/kernels"),
         ("weights", "https://example.org/x.pth"),
         ("backbone", "timm/hf-hub:evil/net"),
         ("model_name", "local-dir:net"),
+        ("architecture", "HF-Hub:evil/net"),
     ],
 )
 def test_settings_that_a_file_may_not_make(name, value):
@@ -232,6 +280,20 @@ def test_arguments_are_what_their_annotations_say():
     assert (made.norm.func, made.norm.keywords) == (nn.Linear, LINEAR["init_args"])
     with pytest.raises(TypeError, match=r"^Test: `width` names torch.nn.Linear, which is not a class of the kind"):
         rebuild("Test", "net", {"class_path": path, "init_args": {"width": LINEAR}}, nn.Module)
+
+
+class OfUser(RetrievalModule):
+    def __init__(self, dim=4, optimizer=torch.optim.AdamW):
+        super().__init__(nn.Linear(4, dim), losses.SmoothAPLoss(), optimizer=optimizer)
+
+
+def test_an_argument_without_annotation_accepts_what_it_does_in_the_base_class():
+    module = OfUser(optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    checked = check_settings("Test", OfUser, dict(module.hparams))
+    assert OfUser(**checked.plain).optimizer.keywords["lr"] == 0.1
+    assert check_settings("Test", OfUser, {"optimizer": "a word"}).checked == {"optimizer": "a word"}
+    with pytest.raises(TypeError, match=r"^Test: `dim` names torch.optim.SGD, which is not a class of the kind"):
+        check_settings("Test", OfUser, {"dim": module.hparams["optimizer"]})
 
 
 @pytest.mark.refusal

@@ -233,6 +233,31 @@ def test_a_file_cannot_ask_for_pretrained_weights_of_a_part():
     assert embedder.backbone.model.config.use_pretrained_backbone is False
 
 
+@pytest.mark.refusal
+@pytest.mark.parametrize("kind", ["dpt", "upernet", "maskformer"])
+def test_a_file_cannot_ask_for_another_model_of_a_hub(kind, monkeypatch):
+    """Configs of older releases name their backbone, whose config transformers would download."""
+    monkeypatch.setattr("socket.getaddrinfo", lambda *args: pytest.fail("opens a connection"))
+    arguments = {"model_type": kind, "backbone": "evil/net"}
+    message = r"^Embedder: `backbone_args` asks for another model in a config of"
+    with pytest.raises(ValueError, match=message), without_pretrained_weights():
+        Embedder("hf/none", 8, backbone_args=arguments)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("lora", [None, 2])
+def test_invalid_kernels_of_a_repository(lora, tmp_path):
+    """Their Python would run."""
+    write_folder(tmp_path, "vit")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "attn_implementation": "evil/kernels"}))
+    message = r"^Embedder: `backbone` must be a model whose code is .* names kernels of a repository, 'evil/kernels'"
+    with pytest.raises(ValueError, match=message):
+        of_folder(tmp_path, lora=lora)
+    with pytest.raises(ValueError, match=message), without_pretrained_weights():
+        Embedder(f"hf/{tmp_path}", 8, weights="DEFAULT", lora=lora)
+
+
 def test_a_name_without_a_config_is_looked_up_on_disk_while_a_file_is_loaded(tmp_path):
     write_folder(tmp_path)
     with without_pretrained_weights():

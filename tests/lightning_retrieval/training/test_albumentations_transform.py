@@ -1,5 +1,7 @@
 """Transforms of albumentations as functions of PIL images."""
 
+import os
+import subprocess
 import sys
 
 import numpy as np
@@ -55,3 +57,23 @@ def test_a_missing_package_is_named(monkeypatch):
         ModuleNotFoundError, match=r"^index: .* albumentations, which is not installed; install it: pip"
     ):
         AlbumentationsTransform.from_dict("index", {"albumentations": {}})
+
+
+REBUILT = """
+import socket, sys
+asked = []
+socket.getaddrinfo = lambda *address, **_: asked.append(address) or []
+from lightning_retrieval.training.albumentations_transform import AlbumentationsTransform
+assert "albumentations" not in sys.modules
+described = {"__version__": "2.0.8", "transform": {"__class_fullname__": "ToGray", "p": 1}}
+AlbumentationsTransform.from_dict("Test", {"albumentations": described})
+assert not asked, asked
+"""
+
+
+def test_a_file_that_names_transforms_opens_no_connection():
+    """The import of albumentations would ask PyPI for a newer version."""
+    pytest.importorskip("albumentations")
+    environment = {name: value for name, value in os.environ.items() if name != "NO_ALBUMENTATIONS_UPDATE"}
+    done = subprocess.run([sys.executable, "-c", REBUILT], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,9 +1,13 @@
 """A damaged checkpoint is refused by name wherever it is loaded, and an intact one is loaded."""
 
+import functools
+import http.server
 import io
 import os
+import pickle
 import random
 import re
+import threading
 import zipfile
 
 import pytest
@@ -168,3 +172,34 @@ def test_other_paths_are_left_to_lightning(tmp_path):
 def test_an_instance_cannot_load(intact):
     with pytest.raises(TypeError, match="cannot be called on an instance"):
         new_module().load_from_checkpoint(intact)
+
+
+class Writes:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return (open, (self.marker, "w"))
+
+
+@pytest.mark.refusal
+def test_a_trainer_unpickles_no_code_of_an_address(tmp_path, monkeypatch):
+    """Of a file on another machine, Lightning would unpickle anything: `Trainer.fit(..., ckpt_path="https://...")`."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
+    torch.save({"state_dict": Writes(tmp_path / "marker")}, tmp_path / "model.ckpt")
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    trainer, module = new_trainer(), new_module()
+    module.trainer = trainer
+    module.configure_callbacks()
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with pytest.raises(pickle.UnpicklingError, match=r"^Weights only load failed"):
+                trainer.strategy.load_checkpoint(f"http://127.0.0.1:{server.server_port}/model.ckpt", weights_only=None)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert not (tmp_path / "marker").exists()
