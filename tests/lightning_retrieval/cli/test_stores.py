@@ -92,9 +92,10 @@ def test_demo_serves_it(indexed, store, monkeypatch):
     def serve(searcher, images, **settings):
         hits = searcher.search([str(indexed / "images" / "1" / "deeper" / "12.bmp")], 3)[0][0].hits
         calls.append((images, settings["k"], hits[0].path))
-        return SimpleNamespace(local_url="http://127.0.0.1:7860/", block_thread=lambda: None)
+        return SimpleNamespace(local_url="http://127.0.0.1:7860/", close=lambda verbose: None)
 
     monkeypatch.setattr(demo_page, "serve_demo", serve)
+    monkeypatch.setattr(demo_page, "delete_files_from_time_to_time", lambda folder: None)
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["demo", "--index=glyphs", store, "--device=cpu"])
     assert calls == [(indexed / "images", 20, "1/deeper/12.bmp")]
