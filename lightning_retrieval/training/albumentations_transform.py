@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,8 @@ import torch
 from PIL import Image
 
 from lightning_retrieval.optional_packages import optional_import
+
+UPDATE = "NO_ALBUMENTATIONS_UPDATE"  # variable of the environment
 
 
 class AlbumentationsTransform:
@@ -49,10 +53,12 @@ class AlbumentationsTransform:
         Raises:
             ModuleNotFoundError: if albumentations is not installed.
         """
-        os.environ.setdefault("NO_ALBUMENTATIONS_UPDATE", "1")  # else its import asks PyPI for a newer version
-        with optional_import(
-            f"{owner}: the model was evaluated with a transform of albumentations, which is not installed; install "
-            "it: pip install 'lightning-retrieval[albumentations]'."
+        with (
+            _without_a_question_to_pypi(),
+            optional_import(
+                f"{owner}: the model was evaluated with a transform of albumentations, which is not installed; install "
+                "it: pip install 'lightning-retrieval[albumentations]'."
+            ),
         ):
             import albumentations  # type: ignore[import-untyped]
         return cls(albumentations.from_dict(described["albumentations"]))
@@ -63,3 +69,15 @@ def of_pil_images(transform: Any) -> Any:
     if f"{type(transform).__module__}.".startswith("albumentations."):
         return AlbumentationsTransform(transform)
     return transform
+
+
+@contextmanager
+def _without_a_question_to_pypi() -> Iterator[None]:
+    """Import albumentations without the connection by which it looks for a newer version."""
+    given = os.environ.get(UPDATE)
+    os.environ[UPDATE] = given or "1"
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[UPDATE]
