@@ -193,6 +193,15 @@ def test_ckpt_path(marker, tmp_path, capsys, subcommand):
         assert not marker.exists(), name
 
 
+def test_ckpt_path_of_another_file(marker, tmp_path, capsys):
+    for content in (Writes(str(marker)), [1]):
+        torch.save(content, tmp_path / "model.ckpt")
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main(["test", f"--config={write_example(tmp_path)}", f"--ckpt_path={tmp_path / 'model.ckpt'}"])
+        assert "`--ckpt_path` must be a checkpoint of " in capsys.readouterr().err
+        assert not marker.exists()
+
+
 @pytest.mark.filterwarnings("ignore:RetrievalEvaluation. (val|test) metrics cover 2 of:UserWarning")
 def test_run_folder(marker, tmp_path, capsys):
     """The checkpoint of a run folder gives weights to the model of the user's config, and nothing else."""

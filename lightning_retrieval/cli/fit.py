@@ -16,6 +16,7 @@ from lightning_retrieval.callbacks.csv_logger import ResumableCSVLogger, other_l
 from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
 from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInterrupt
 from lightning_retrieval.callbacks.run_continuation import RowsBeforeCheckpoints, SameCheckpoint
+from lightning_retrieval.checks import first_line
 from lightning_retrieval.cli.help import CompactHelpFormatter
 from lightning_retrieval.cli.messages import invalid_argument_message, missing_package_message
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
@@ -111,7 +112,17 @@ class RetrievalCLI(LightningCLI):
         except ValueError as error:
             self.parser.error(str(error))
         if path and Path(path).is_file():
-            self._checkpoint = torch.load(path, map_location="meta", weights_only=True)
+            self._checkpoint = self._read_checkpoint(path)
+
+    def _read_checkpoint(self, path: str) -> dict[str, Any]:
+        """The content of a checkpoint without the values of its tensors; stop if it is something else."""
+        try:
+            content = torch.load(path, map_location="meta", weights_only=True)
+        except Exception as error:  # of what a file may not unpickle
+            self.parser.error(f"`--ckpt_path` must be a checkpoint of plain values, got {path} ({first_line(error)}).")
+        if not isinstance(content, dict):
+            self.parser.error(f"`--ckpt_path` must be a checkpoint of Lightning, got {path}, which holds no dict.")
+        return content
 
     def instantiate_classes(self) -> None:
         """Create the objects of the config; one sentence if an argument is invalid or a package missing."""
