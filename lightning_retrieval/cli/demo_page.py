@@ -25,6 +25,7 @@ UPLOADS = "GRADIO_TEMP_DIR"  # environment variable: where Gradio keeps uploads 
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 ALL_ADDRESSES = frozenset({"0.0.0.0", "::"})
 NO_IMAGE = "There is no image to search for; choose an image file."
+NOT_UPLOADED = "The image must be an uploaded file, since the demo fetches nothing from an address; upload it first."
 SIDE = 320  # pixels of the longer side of a shown image, about
 CSS = """
 .gradio-container {width: 100%; max-width: 72rem !important; margin: 0 auto}
@@ -233,18 +234,24 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
         progress = {"show_progress": "minimal", "show_progress_on": text}
         upload.upload(search_by_upload, upload, shown, api_name="search", **progress)
         clicked = gallery.select(search_by_result, paths, shown, api_visibility="private", **progress)
-        _explain_missing_input(gradio, page)
+        _check_inputs(gradio, page)
         clicked.then(None, js="() => window.scrollTo({top: 0})")  # to the new query, which is above the results
     return page
 
 
-def _explain_missing_input(gradio: Any, page: Any) -> None:
-    """Let a request of the route `search` with an empty list of arguments get a sentence instead of Gradio's report."""
+def _check_inputs(gradio: Any, page: Any) -> None:
+    """Let a request of the route `search` without an image, or with one of another server, get a sentence.
+
+    Gradio would fetch an image from any address of the web, of any size.
+    """
     validate = page.validate_inputs
 
     def validate_inputs(function: Any, inputs: list[Any]) -> None:
         if function.inputs and not inputs:
             raise gradio.Error(NO_IMAGE)
+        files = [value for value in inputs if isinstance(value, dict)]
+        if not all(os.path.isabs(str(file.get("path"))) for file in files):
+            raise gradio.Error(NOT_UPLOADED)
         validate(function, inputs)
 
     page.validate_inputs = validate_inputs

@@ -16,7 +16,7 @@ from lightning_retrieval.callbacks.csv_logger import ResumableCSVLogger, other_l
 from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
 from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInterrupt
 from lightning_retrieval.callbacks.run_continuation import RowsBeforeCheckpoints, SameCheckpoint
-from lightning_retrieval.checks import first_line
+from lightning_retrieval.checks import check_path, first_line
 from lightning_retrieval.cli.help import CompactHelpFormatter
 from lightning_retrieval.cli.messages import invalid_argument_message, missing_package_message
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
@@ -107,8 +107,11 @@ class RetrievalCLI(LightningCLI):
         self._checkpoint: dict[str, Any] = {}
         subcommand = self.config.subcommand
         path = self.config[subcommand].get("ckpt_path")
+        owner = f"lightning-retrieval {subcommand}"
         try:
-            check_checkpoint(f"lightning-retrieval {subcommand}", path)
+            if path:
+                check_path(owner, "--ckpt_path", path)
+            check_checkpoint(owner, path)
         except ValueError as error:
             self.parser.error(str(error))
         if path and Path(path).is_file():

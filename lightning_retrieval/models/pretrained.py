@@ -190,7 +190,14 @@ def read_weights(owner: str, path: str, keys: tuple[str, ...] = ("state_dict", "
             content = content[key]
     if not isinstance(content, Mapping):
         raise ValueError(f"{owner}: `weights` must be a file of tensors by name, got {path} ({short_repr(content)}).")
-    return {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+    tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+    if not tensors:  # for which timm would fetch the weights of its hub
+        found = ", ".join(sorted(map(str, content))[:SHOWN_NAMES])
+        raise ValueError(
+            f"{owner}: `weights` must be a file of tensors by name, got {path}, which has none, but the entries "
+            f"{found}; save the state_dict of the network."
+        )
+    return tensors
 
 
 def hub_error(owner: str, argument: str, what: str, error: Exception) -> ValueError:

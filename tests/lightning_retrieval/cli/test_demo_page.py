@@ -16,6 +16,7 @@ from PIL import Image
 from lightning_retrieval.cli.demo_page import (
     MEGABYTES,
     NO_IMAGE,
+    NOT_UPLOADED,
     SIDE,
     captioned,
     delete_old_files,
@@ -186,6 +187,8 @@ def test_requests_that_are_refused_with_a_sentence(server):
     assert not list(server.uploads.rglob("large.png"))
     assert server.search(None)[1] == NO_IMAGE
     assert server.search()["error"] == NO_IMAGE
+    for path in ("http://example.com/a.png", "HTTPS://example.com/a.png", None):
+        assert server.search({"path": path, "meta": {"_type": "gradio.FileData"}})["error"] == NOT_UPLOADED
     content = io.BytesIO()
     Image.new("1", (10_000, 10_000)).save(content, "PNG")
     answer = server.search_for("wide.png", content.getvalue())

@@ -228,6 +228,13 @@ def test_an_invalid_value_is_named_in_one_sentence(tmp_path, capsys, changes, me
     assert "Traceback" not in printed
 
 
+@pytest.mark.refusal
+def test_a_checkpoint_whose_name_is_too_long_is_named_in_one_sentence(tmp_path, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["test", "--config", str(write_example(tmp_path)), f"--ckpt_path={'n' * 500}"])
+    assert "lightning-retrieval test: `--ckpt_path` must have names of at most 255 bytes" in capsys.readouterr().err
+
+
 FAULTY = """
 from lightning_retrieval import SmoothAPLoss
 

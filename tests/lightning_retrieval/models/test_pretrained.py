@@ -72,6 +72,15 @@ def test_invalid_files(tmp_path):
         Embedder("resnet18", weights=str(tmp_path / "other.pth"))
 
 
+@pytest.mark.refusal
+@pytest.mark.parametrize("backbone", ["resnet18", "timm/resnet18"])
+def test_invalid_file_whose_tensors_are_in_an_unknown_entry(tmp_path, backbone):
+    """timm takes no tensors as the wish for those of its hub."""
+    torch.save({"teacher": get_model("resnet18").state_dict(), "epoch": 3}, tmp_path / "w.pth")
+    with pytest.raises(ValueError, match=r"^Embedder: `weights` .*w.pth, which has none, but the entries epoch, tea"):
+        Embedder(backbone, 8, weights=str(tmp_path / "w.pth"))
+
+
 @pytest.mark.parametrize("prefix", ["module.", "model.", "backbone.", "_orig_mod.model.backbone."])
 def test_prefixes_of_names_are_removed_with_what_is_not_of_the_backbone(tmp_path, prefix):
     state = get_model("squeezenet1_1").state_dict()
