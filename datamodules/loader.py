@@ -315,9 +315,10 @@ def _difference_of_labels(
     if ids is not None and sorted(ids.tolist()) == sorted(drawn):
         orders.append(ids.numpy())
     for images in orders:
-        classes = sampler.classes_of(images.tolist())
-        if classes is None:
+        found = sampler.classes_of(images.tolist())
+        if found is None:
             return None
+        classes = found
         pairs = [_contradiction(classes, labels[:, level].numpy()) for level in range(labels.shape[1])]
         if None in pairs:
             return None
