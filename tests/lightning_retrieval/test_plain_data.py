@@ -290,7 +290,7 @@ class OfUser(RetrievalModule):
 def test_an_argument_without_annotation_accepts_what_it_does_in_the_base_class():
     module = OfUser(optimizer=functools.partial(torch.optim.SGD, lr=0.1))
     checked = check_settings("Test", OfUser, dict(module.hparams))
-    assert OfUser(**checked.plain).optimizer.keywords["lr"] == 0.1
+    assert checked.arguments()["optimizer"].keywords["lr"] == 0.1
     assert check_settings("Test", OfUser, {"optimizer": "a word"}).checked == {"optimizer": "a word"}
     with pytest.raises(TypeError, match=r"^Test: `dim` names torch.optim.SGD, which is not a class of the kind"):
         check_settings("Test", OfUser, {"dim": module.hparams["optimizer"]})
