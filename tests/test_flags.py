@@ -20,6 +20,7 @@ ARGUMENTS = {
         "ids": torch.arange(2),
     },
     "Embedder.push_to_hub": {"repo_id": "me/birds"},
+    "RetrievalDataLoader.check_first_batch": {"labels": torch.zeros(2).long(), "ids": None},
     "RetrievalIndex.load": {"folder": "birds.index"},
     "RetrievalModule.embed": {"images": torch.zeros(2, 8)},
     "load_from_checkpoint": {"checkpoint_path": "last.ckpt"},

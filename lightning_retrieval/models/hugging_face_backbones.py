@@ -6,8 +6,7 @@ that a checkpoint builds the same network without a network connection.
 """
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier", "poole
 MASK_TOKEN = "mask_token"  # of pretraining; not all weights of a hub have it, and no embedding depends on it
 # Entries of a config that do not describe the network.
 NOT_KEPT = ("_name_or_path", "architectures", "auto_map", "id2label", "label2id", "transformers_version")
-KERNELS = ("_attn_implementation", "_experts_implementation")  # attributes of a config
+KERNELS = ("_implementation", "_implementation_internal")  # ends of the names of settings
 NO_CODE = {"trust_remote_code": False}  # of a repository, nor a question at the terminal whether to run it
 
 
@@ -103,10 +102,9 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
             f"{short_repr(request.arguments['trust_remote_code'])} for hf/{request.name}; to run code of a repository "
             "that you trust, build the model with transformers and give the module as `backbone`."
         )
-    with _offline_while_skipped():
-        config = _config(transformers, request)
-        image_size = _image_size(config)
-        model = _model(transformers, request, config)
+    config = _config(transformers, request)
+    image_size = _image_size(config)
+    model = _model(transformers, request, config)
     _check_vision_model(request, model)
     size = height_and_width(image_size)
     default = "gem"
@@ -137,16 +135,16 @@ def _config(transformers: Any, request: BackboneRequest) -> Any:
                 f"{request.owner}: `backbone_args` must have a `model_type` of transformers, such as 'dinov2', got "
                 f"{short_repr(kind)}."
             )
-        try:
-            config = transformers.AutoConfig.for_model(kind, **arguments)
-        except OSError as error:
-            raise hub_error(request.owner, "backbone_args", f"another model in a config of {kind}", error) from None
+        if is_rebuilding():
+            _check_no_other_model(request, arguments)
+        config = transformers.AutoConfig.for_model(kind, **arguments)
     else:
         try:
             config = transformers.AutoConfig.from_pretrained(request.name, **_source(request), **NO_CODE, **arguments)
+            in_file, _ = transformers.PretrainedConfig.get_config_dict(request.name, **_source(request))
         except (OSError, ValueError) as error:
             raise _unknown_model(request, error) from None
-    _check_no_kernels(request, config)
+        _check_no_kernels(request, in_file)
     if is_rebuilding():
         _without_pretrained_parts(config)
     return getattr(config, "vision_config", config)  # of a model of images and text
@@ -214,31 +212,29 @@ def _source(request: BackboneRequest) -> dict[str, Any]:
     return source
 
 
-@contextmanager
-def _offline_while_skipped() -> Iterator[None]:
-    """Let transformers open no connection while weights are skipped: some configs name a further model of a hub."""
-    from huggingface_hub import constants
-
-    before = constants.HF_HUB_OFFLINE
-    constants.HF_HUB_OFFLINE = before or are_skipped()
-    try:
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
-
-
 def _check_no_kernels(request: BackboneRequest, config: Any) -> None:
-    """Raise if a config names kernels on a hub, whose Python would run, unless the caller has named them."""
-    named = [] if is_rebuilding() else list(request.arguments.values())
-    for part in _parts(config):
-        for setting in KERNELS:
-            value = getattr(part, setting, None)
-            if value is not None and not str(value).isidentifier() and value not in named:
-                raise ValueError(
-                    f"{request.owner}: `backbone` must be a model whose code is part of transformers, got "
-                    f"hf/{request.name}, whose config names kernels of a repository, {short_repr(value)}; if you trust "
-                    "them, build the model with transformers and give the module."
-                )
+    """Raise if a config, as it is in its file, names kernels on a hub, whose Python would run."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            _check_no_kernels(request, value)
+        if name.endswith(KERNELS) and value is not None and not str(value).isidentifier():
+            raise ValueError(
+                f"{request.owner}: `backbone` must be a model whose code is part of transformers, got "
+                f"hf/{request.name}, whose config names kernels of a repository, {short_repr(value)}; if you trust "
+                "them, build the model with transformers and give the module."
+            )
+
+
+def _check_no_other_model(request: BackboneRequest, config: Mapping[str, Any]) -> None:
+    """Raise if the config of a file names a further model, whose config transformers would download."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            _check_no_other_model(request, value)
+        if name == "backbone" and isinstance(value, str):
+            raise ValueError(
+                f"{request.owner}: `backbone_args` asks for another model, {short_repr(value)}, in a config of a file; "
+                "build the model with transformers and give the module."
+            )
 
 
 def _without_pretrained_parts(config: Any) -> None:

@@ -239,7 +239,7 @@ def test_a_file_cannot_ask_for_another_model_of_a_hub(kind, monkeypatch):
     """Configs of older releases name their backbone, whose config transformers would download."""
     monkeypatch.setattr("socket.getaddrinfo", lambda *args: pytest.fail("opens a connection"))
     arguments = {"model_type": kind, "backbone": "evil/net"}
-    message = r"^Embedder: `backbone_args` asks for another model in a config of"
+    message = r"^Embedder: `backbone_args` asks for another model, 'evil/net', in a config of a file"
     with pytest.raises(ValueError, match=message), without_pretrained_weights():
         Embedder("hf/none", 8, backbone_args=arguments)
 
