@@ -68,7 +68,7 @@ def test_page_loads_nothing_and_escapes_file_names(page, indexed):
 
 def test_page_and_command_report_missing_images(indexed, tmp_path, capsys):
     shutil.copytree(indexed, tmp_path, dirs_exist_ok=True)
-    command(capsys, *indexing(tmp_path, tmp_path / "index"))
+    command(capsys, *indexing(tmp_path, tmp_path / "index", "--overwrite"))
     shutil.rmtree(tmp_path / "images" / "2")
     query = tmp_path / "images" / paths_of(tmp_path / "images")[3]
     args = ["search", query, "--index", tmp_path / "index", "-k40", "--html", tmp_path / "page.html"]

@@ -13,7 +13,7 @@ from tests.lightning_retrieval.cli.glyph_commands import command, indexing, path
 def test_search_needs_the_checkpoint_of_the_index(glyphs, colour, indexed, tmp_path, capsys):
     shutil.copytree(indexed, tmp_path, dirs_exist_ok=True)
     query = indexed / "images" / paths_of(indexed / "images")[3]
-    command(capsys, *indexing(tmp_path, tmp_path / "index"))
+    command(capsys, *indexing(tmp_path, tmp_path / "index", "--overwrite"))
     moved = (tmp_path / "model.ckpt").rename(tmp_path / "moved.ckpt")
     args = ["search", query, "--index", tmp_path / "index", "-k1"]
     code, out, err = command(capsys, *args)
