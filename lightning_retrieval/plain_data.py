@@ -54,7 +54,6 @@ _PUBLIC_PARENTS = ("timm.data", "torch.nn")  # packages from which some of these
 
 # Settings with which another library would run code, or read a file or an address that the description chooses.
 REFUSED = ("auto_map", "cache_dir", "checkpoint_path", "megatron_config", "pretrained_cfg", "trust_remote_code")
-_KERNELS = "_implementation"  # in the names of settings of transformers that may name code on a hub
 _ADDRESSES = ("://", "hf-hub:", "hf_hub:", "local-dir:")  # in names that are looked up elsewhere
 _WEIGHTS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone")  # arguments of torchvision's builders
 _MOST_DEPTH, _MOST_VALUES = 100, 1_000_000  # of plain data
@@ -218,12 +217,16 @@ def find_class(
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{owner}: `{name}` names the class {path}, which cannot be imported ({error}).") from None
     if not (isinstance(cls, type) and issubclass(cls, kinds)):
-        raise TypeError(
-            f"{owner}: `{name}` names {path}, which is not a class of the kind needed here ({_shown(kinds)})."
-        )
+        shown = " or ".join(map(class_path, kinds))
+        raise TypeError(f"{owner}: `{name}` names {path}, which is not a class of the kind needed here ({shown}).")
     if not _may_name(cls.__module__, packages):
         raise _not_allowed(owner, name, f"{cls.__module__}.{cls.__qualname__}", packages)
     return cls
+
+
+def names_kernels(name: str, value: Any) -> bool:
+    """Whether a setting of transformers, maybe for each part of a network, names kernels on a hub."""
+    return "_implementation" in name and value is not None and not str(value).isidentifier()
 
 
 def load_function(owner: str, name: str, path: str) -> Any:
@@ -494,8 +497,7 @@ def _checked_parts(owner: str, name: str, value: Any, packages: tuple[str, ...])
 
 
 def _check_setting(owner: str, name: str, value: Any) -> None:
-    is_kernel = _KERNELS in name and not str(value).isidentifier()  # also by names of parts of the network
-    if value and (name.startswith(REFUSED) or is_kernel):
+    if value and (name.startswith(REFUSED) or names_kernels(name, value)):
         raise ValueError(
             f"{owner}: `{name}` must not be set in a file, since it makes another library run code or read other "
             f"files, got {short_repr(value)}; pass the object again, as in load_from_checkpoint(path, embedder=...)."
@@ -515,7 +517,7 @@ def _check_path(owner: str, name: str, path: Any, packages: tuple[str, ...]) -> 
 def _not_allowed(owner: str, name: str, path: str, packages: tuple[str, ...]) -> ValueError:
     cure = f"pass the object again: load_from_checkpoint(path, {name}=...)"
     module = path.rpartition(".")[0]
-    if module and not _is_below(module, (*sys.stdlib_module_names, *_required_modules())):
+    if module and not is_below(module, (*sys.stdlib_module_names, *_required_modules())):
         cure = f"import {module} first if it is yours (in the commands: --import_module {module}), or {cure}"
     return ValueError(
         f"{owner}: `{name}` names {path}, and a file may name classes only of {', '.join(packages)}, and of modules of "
@@ -524,17 +526,17 @@ def _not_allowed(owner: str, name: str, path: str, packages: tuple[str, ...]) ->
 
 
 def _may_name(module: str, packages: tuple[str, ...]) -> bool:
-    return _is_below(module, packages) or _is_of_user(module)
+    return is_below(module, packages) or _is_of_user(module)
 
 
-def _is_below(module: str, packages: Iterable[str]) -> bool:
+def is_below(module: str, packages: Iterable[str]) -> bool:
     """Whether a module is one of these packages, or in one of them."""
     return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
 def _is_of_user(module: str) -> bool:
     """Whether a module is one that the user has named or imported: no part of Python or of a library that we need."""
-    if module in _MAIN or _is_below(module, named_by_user):
+    if module in _MAIN or is_below(module, named_by_user):
         return True
     top_level = module.partition(".")[0]
     is_library = top_level in sys.stdlib_module_names or top_level in _required_modules()
@@ -576,7 +578,7 @@ def _look_up(path: str, packages: tuple[str, ...]) -> Any:
     module, _, attribute = path.rpartition(".")
     if found is not None:
         return found
-    if "__main__" in path or not (module in _PUBLIC_PARENTS or _is_below(module, packages)):
+    if "__main__" in path or not (module in _PUBLIC_PARENTS or is_below(module, packages)):
         raise ImportError(f"{module} has no {attribute}")
     return getattr(importlib.import_module(module), attribute)
 
@@ -593,7 +595,3 @@ def _imported_object(path: str, packages: tuple[str, ...]) -> Any:
                     return None
             return found
     return None
-
-
-def _shown(kinds: Kinds) -> str:
-    return " or ".join(class_path(kind) for kind in kinds)

@@ -35,6 +35,7 @@ from lightning_retrieval.models.pretrained import (
     load_local_file,
 )
 from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.plain_data import names_kernels
 
 CLASS_TOKENS = ("cls_token", "class_embedding")
 PREFIX_TOKENS = (*CLASS_TOKENS, "distillation_token", "register_tokens")
@@ -42,7 +43,6 @@ CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier", "poole
 MASK_TOKEN = "mask_token"  # of pretraining; not all weights of a hub have it, and no embedding depends on it
 # Entries of a config that do not describe the network.
 NOT_KEPT = ("_name_or_path", "architectures", "auto_map", "id2label", "label2id", "transformers_version")
-KERNELS = ("_implementation", "_implementation_internal")  # ends of the names of settings
 NO_CODE = {"trust_remote_code": False}  # of a repository, nor a question at the terminal whether to run it
 
 
@@ -217,7 +217,7 @@ def _check_no_kernels(request: BackboneRequest, config: Any) -> None:
     for name, value in config.items():
         if isinstance(value, dict):
             _check_no_kernels(request, value)
-        if name.endswith(KERNELS) and value is not None and not str(value).isidentifier():
+        if names_kernels(name, value):
             raise ValueError(
                 f"{request.owner}: `backbone` must be a model whose code is part of transformers, got "
                 f"hf/{request.name}, whose config names kernels of a repository, {short_repr(value)}; if you trust "

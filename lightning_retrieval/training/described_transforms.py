@@ -25,6 +25,7 @@ from lightning_retrieval.plain_data import (
     check_plain_data,
     class_path,
     find_class,
+    is_below,
     load_function,
 )
 from lightning_retrieval.training.albumentations_transform import AlbumentationsTransform
@@ -113,7 +114,7 @@ def _no_transform(owner: str, described: Any, error: Exception | None = None) ->
     if error is not None:
         reason = f" ({first_line(error)})"
     return ValueError(
-        f"{owner}: `transform` must be described as a file holds it, got {short_repr(described)}{reason}."
+        f"{owner}: the recorded `transform` must describe a transform of images, got {short_repr(described)}{reason}."
     )
 
 
@@ -218,7 +219,7 @@ def _describe_step(step: Any) -> dict[str, Any] | None:
 
 
 def _is_known(cls: type) -> bool:
-    return f"{cls.__module__}.".startswith(tuple(f"{package}." for package in TRANSFORM_PACKAGES))
+    return is_below(cls.__module__, TRANSFORM_PACKAGES)
 
 
 def _class_and_arguments(step: Any) -> dict[str, Any]:
