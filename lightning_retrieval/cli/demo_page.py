@@ -197,15 +197,18 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
 
     def found(file: str | None, shown: str) -> tuple[Any, ...]:
         """What the page shows for a query: the picture, a line of text, the results and their files."""
-        problem = problem_of(file, shown)
-        if file is None or problem is not None:
-            return gradio.skip(), problem, gradio.skip(), gradio.skip()
+        if file is None:
+            return gradio.skip(), NO_IMAGE, gradio.skip(), gradio.skip()
+        try:
+            query = uploaded_picture(Path(file))
+        except ValueError as error:
+            return gradio.skip(), f"**{shown}** {error}", gradio.skip(), gradio.skip()
         results, _ = searcher.search([file], k)
         hits = results[0].hits
         text = f"**{shown}**: {len(hits)} nearest of {len(searcher.index):,} images. Click one to search for it."
         # A new gallery, so that the frame around the image that was clicked before disappears.
         gallery = gradio.Gallery(value=captioned(hits, images), selected_index=None)
-        return thumbnail(Path(file)), text, gallery, [hit.path for hit in hits]
+        return query, text, gallery, [hit.path for hit in hits]
 
     def search_by_upload(file: str | None) -> tuple[Any, ...]:
         return found(file, printable(Path(file or "").name))
@@ -272,18 +275,20 @@ def _empty_gallery(gradio: Any) -> Any:
     )
 
 
-def problem_of(file: str | None, shown: str) -> str | None:
-    """A sentence on why an image cannot be searched for; None if it can. Only the header tells of too many pixels."""
-    if file is None:
-        return NO_IMAGE
+def uploaded_picture(file: Path) -> Image.Image:
+    """The thumbnail of an image that a visitor has uploaded.
+
+    Raises:
+        ValueError: if it has too many pixels, which its header says, or cannot be read.
+    """
     try:
-        with Image.open(file) as image:
-            if image.width * image.height > MEGAPIXELS * 10**6:
-                return f"**{shown}** has too many pixels; choose one of at most {MEGAPIXELS} megapixels."
-        read_image(Path(file), least_size=(SIDE, SIDE))
+        with Image.open(file) as header:
+            pixels = header.width * header.height
+        if pixels <= MEGAPIXELS * 10**6:
+            return thumbnail(file)
     except Exception:  # Pillow's readers raise errors of many kinds for damaged files
-        return f"**{shown}** cannot be read as an image; choose another file."
-    return None
+        raise ValueError("cannot be read as an image; choose another file.") from None
+    raise ValueError(f"has too many pixels; choose one of at most {MEGAPIXELS} megapixels.")
 
 
 def thumbnail(file: Path) -> Image.Image:

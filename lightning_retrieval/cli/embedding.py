@@ -102,6 +102,7 @@ class ImageEmbedder:
         *,
         transform: str | None,
         recorded: dict[str, Any] | None = None,
+        sha256: str | None = None,
         batch_size: int,
         num_workers: int,
         device: str | None,
@@ -113,6 +114,7 @@ class ImageEmbedder:
             checkpoint: of a `RetrievalModule`.
             transform: the name that the user gave, see `choose_transform`.
             recorded: how the images of an index were prepared; if None, what the checkpoint says.
+            sha256: of the checkpoint, if the caller has read it already.
             batch_size: number of images embedded at a time; 1 if images keep their sizes.
             num_workers: number of processes that read images.
             device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
@@ -129,7 +131,7 @@ class ImageEmbedder:
         prepare, described, source = choose_transform(owner, checkpoint, module, transform, recorded)
         about = {
             "checkpoint": str(checkpoint.absolute()),
-            "checkpoint_sha256": file_digest(checkpoint),
+            "checkpoint_sha256": sha256 or file_digest(checkpoint),
             "preparation": described,
             "preparation_from": source,
             "channels": image_channels(module),

@@ -154,7 +154,8 @@ def _load_embedder(
 ) -> ImageEmbedder:
     """The model that the index was made with; another file is not loaded."""
     checkpoint = _find_checkpoint(checkpoint, index.about)
-    if checkpoint.is_file() and file_digest(checkpoint) != index.about["checkpoint_sha256"]:
+    wanted = index.about["checkpoint_sha256"]
+    if checkpoint.is_file() and file_digest(checkpoint) != wanted:
         raise ValueError(
             f"{OWNER}: `checkpoint` must be the one that the index was made with, because embeddings of different "
             f"models cannot be compared, got {checkpoint.absolute()}, which is another; give the right one, or build "
@@ -165,6 +166,7 @@ def _load_embedder(
         checkpoint,
         transform=transform,
         recorded=index.about["preparation"],
+        sha256=wanted,
         batch_size=batch_size,
         num_workers=num_workers,
         device=device,
