@@ -92,9 +92,9 @@ def test_an_index_from_disk_is_changed_in_memory(tmp_path):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc")
 def test_memory_is_that_of_a_part(run_alone, tmp_path):
     parts, on_disk, in_memory = run_alone(added_memory, tmp_path)  # no memory that another test has freed is used
-    assert parts == 10
-    assert on_disk < 16 << 20
-    assert in_memory > 30 << 20
+    assert parts == 40
+    # All rows have 156 MiB, a part 4 MiB. Allocators keep or return up to 40 MiB on a busy machine.
+    assert on_disk < 80 << 20 < in_memory
 
 
 def added_memory(rank, world_size, folder):
@@ -102,8 +102,8 @@ def added_memory(rank, world_size, folder):
     for module in (rows, disk_lists):
         module.BLOCK = 1000
     faiss_index.ROWS_PER_CENTROID = 4
-    torch.randn(20_000, 512).numpy().tofile(folder / "rows")
-    embeddings = torch.from_file(str(folder / "rows"), size=20_000 * 512).view(-1, 512)  # 39 MiB
+    torch.randn(80_000, 512).numpy().tofile(folder / "rows")
+    embeddings = torch.from_file(str(folder / "rows"), size=80_000 * 512).view(-1, 512)  # 156 MiB
     first = RetrievalIndex(512, "IVF4,Flat")  # allocates what the first build of a process needs
     first.build_on_disk(folder / "first", embeddings[:4000], rows_in_memory=2000)
     used = []
