@@ -304,9 +304,10 @@ class _SaveConfig(SaveConfigCallback):
         if trainer.is_global_zero and not self.already_saved:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / self.config_filename
-            self.parser.save(self.config, str(path), skip_none=False, overwrite=True)
-            if self.model is not None:
-                config = yaml.safe_load(path.read_text(encoding="utf-8"))
+            if self.model is None:
+                self.parser.save(self.config, str(path), skip_none=False, overwrite=True)
+            else:
+                config = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
                 config["model"] = self.model
                 path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
         self.already_saved = True

@@ -174,7 +174,7 @@ class FaissFolder:
         """
         if not (self._folder / MANIFEST).exists():
             return None
-        with _told_as_unreadable(self._owner, self._folder):
+        with _reported_as_unreadable(self._owner, self._folder):
             index = RetrievalIndex.load(self._folder, mapped=True, verify=False)
             return EarlierRows(self._owner, index, str(self._folder), about=about)
 
@@ -274,7 +274,7 @@ class MilvusCollection:
             OSError: if Milvus reports an error.
         """
         name = self._place[1]
-        with _told_as_unreadable(self._owner, name):
+        with _reported_as_unreadable(self._owner, name):
             try:
                 store = MilvusStore(*self._place)
             except FileNotFoundError:
@@ -408,7 +408,7 @@ class Replacement:
 
 
 @contextmanager
-def _told_as_unreadable(owner: str, name: str | Path) -> Iterator[None]:
+def _reported_as_unreadable(owner: str, name: str | Path) -> Iterator[None]:
     """Say of an index that cannot be read how it is replaced: its rows may be worth more than to be replaced unasked.
 
     Raises:

@@ -37,7 +37,7 @@ class SharedFolder:
     @property
     def shards(self) -> list[int]:
         """Numbers of the shards that this process writes, in ascending order."""
-        return _dealt(self.missing)
+        return _of_this_process(self.missing)
 
     @property
     def ranges(self) -> Iterator[range]:
@@ -88,11 +88,11 @@ def share_folder(
         folder = EmbeddingFolder(owner, path, manifest)
         digests = {}
         if image_files is not None:  # before an image is read, so that one that changes meanwhile is embedded again
-            digests = {shard: image_files(folder.positions(shard)) for shard in _dealt(missing)}
+            digests = {shard: image_files(folder.positions(shard)) for shard in _of_this_process(missing)}
         return SharedFolder(folder, missing, changed, digests, stack.pop_all())
 
 
-def _dealt(missing: list[int]) -> list[int]:
+def _of_this_process(missing: list[int]) -> list[int]:
     """The part of the missing shards that this process writes."""
     return missing[rank() :: world_size()]
 

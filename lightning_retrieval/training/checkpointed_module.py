@@ -130,8 +130,8 @@ class CheckpointedModule(pl.LightningModule):
                 described = describe(part)
                 if described["init_args"] is not None:
                     complete[name] = described
-        without: dict[str, Any] = without_sources(complete)
-        return without
+        plain: dict[str, Any] = without_sources(complete)
+        return plain
 
 
 class CheckpointedDataModule(pl.LightningDataModule):
