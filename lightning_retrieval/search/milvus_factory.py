@@ -67,14 +67,14 @@ def _assignments(text: str) -> dict[str, Any] | None:
         match = re.fullmatch(r"\s*(\w+)\s*=\s*([0-9.]+)\s*", assignment)
         if match is None:
             return None
-        number = _number(match[2])
+        number = _parsed_number(match[2])
         if number is None or not 0 < number <= LARGEST:
             return None
         values[match[1]] = number
     return values
 
 
-def _number(text: str) -> int | float | None:
+def _parsed_number(text: str) -> int | float | None:
     try:
         if text.isdecimal():
             return int(text)
