@@ -12,7 +12,7 @@ first process.
 
 "sent" counts the bytes that were passed to the collectives, as if none of them sent anything twice. It does not include
 DDP's broadcast of the buffers of batch norms (6 kB here). "model" is the result of
-`lightning_retrieval.training.traffic.step_traffic`,
+`lightning_retrieval.training.run_report.step_traffic`,
 
     (W - 1) / W x (B (4 D + 16) + 4 B D + 8 x parameters) bytes, for B rows, D dimensions and W processes:
 
@@ -49,7 +49,7 @@ from torch.utils.data import Dataset
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.datamodules import Glyphs, PKSampler
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader
-from lightning_retrieval.training.traffic import step_traffic
+from lightning_retrieval.training.run_report import step_traffic
 
 PER_CLASS, MB = 4, 1e6
 WARM_UP = 2  # steps

@@ -33,9 +33,8 @@ from lightning_retrieval import Embedder, RetrievalIndex, RetrievalModule, Smoot
 from lightning_retrieval.cli.embed_images import embed_images
 from lightning_retrieval.cli.embedding import ImageEmbedder
 from lightning_retrieval.cli.index_embeddings import index_embeddings
-from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
-from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest
-from lightning_retrieval.search.embedding_shards import ShardRows
+from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows
 
 PROGRAM = [sys.executable, "-m", "lightning_retrieval.cli", "embed", "--device=cpu", "--format=npy", "--shard_size=50"]
 BATCH, DIM, SETTLED, MIB = 64, 512, 25, 1 << 20

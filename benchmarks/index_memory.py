@@ -23,8 +23,7 @@ from timing import Timing, arguments, environment, memory_status, process_contex
 
 from lightning_retrieval import RetrievalIndex
 from lightning_retrieval.cli.index_embeddings import index_embeddings
-from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest
-from lightning_retrieval.search.embedding_shards import ShardRows
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows
 
 DIM, CENTRES, QUERIES, MIB = 128, 2000, 256, 1 << 20
 BLOCK_MIB = 65_536 * DIM * 4 / MIB

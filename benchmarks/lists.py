@@ -32,9 +32,8 @@ import pytorch_lightning as pl
 import torch
 from timing import Timing, arguments, environment, process_context, report
 
-from lightning_retrieval.datamodules import ImageDataModule, ImageIndex, ImageSet
-from lightning_retrieval.datamodules.files import shared_arrays
-from lightning_retrieval.search.packed_strings import PackedStrings
+from lightning_retrieval.datamodules import ImageDataModule, ImageIndex, ImageSet, shared_arrays
+from lightning_retrieval.packed_strings import PackedStrings
 
 MIB = 1 << 20
 PROCESSES, WORKERS, PER_CLASS, FEW = 2, 2, 10, 1000

@@ -46,7 +46,7 @@ from torchmetrics.retrieval import RetrievalMAP
 
 from lightning_retrieval import DatabaseAugmentation, Embedder, QueryExpansion, RetrievalMetrics
 from lightning_retrieval.datamodules import Glyphs
-from lightning_retrieval.ranking.similarity import normalize
+from lightning_retrieval.ranking.rows import normalize
 
 GLYPHS, PEERS, BLOCK, MIB = "Glyphs test set", "against peers", 256, 1 << 20
 SETS = {  # images, images of each class, dimension, noise of what is as if trained

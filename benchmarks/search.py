@@ -18,7 +18,7 @@ from timing import arguments, environment, interleaved, peak_added_memory, repor
 from torch import Tensor
 
 from lightning_retrieval import RetrievalIndex
-from lightning_retrieval.ranking.similarity import normalize
+from lightning_retrieval.ranking.rows import normalize
 
 DIM, QUERIES, K, BLOCK, NOISE, MIB = 128, 256, 10, 4096, 1.3, 1 << 20
 SETTINGS = [

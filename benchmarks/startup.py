@@ -22,7 +22,7 @@ from PIL import Image
 from timing import Timing, arguments, environment, report
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
+from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
 
 PROGRAM = [sys.executable, "-m", "lightning_retrieval.cli"]
 IMPORTS = [sys.executable, "-c", "import torch, torchvision, faiss, pytorch_lightning"]

@@ -2,15 +2,73 @@
 
 import csv
 import os
-from collections.abc import Mapping
+import warnings
+import zipfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytorch_lightning as pl
+import torch.distributed as dist
+from lightning_fabric.utilities.apply_func import convert_tensors_to_scalars
 from pytorch_lightning.loggers.csv_logs import CSVLogger, ExperimentWriter
 from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
 from lightning_retrieval.checks import check_path, check_string
+from lightning_retrieval.distributed import world_size
+from lightning_retrieval.training.checkpoint_files import find_damage
+
+# The folder of a run, and the checkpoint in it from which the run continues.
+
+
+def run_folder(trainer: Any) -> Path:
+    """The folder of a run's logs, pictures and config. Call it on all ranks, which all get the same answer.
+
+    A logger without a folder for each run (Weights & Biases) gets the one into which Lightning puts the checkpoints.
+
+    Args:
+        trainer: a `pytorch_lightning.Trainer`.
+    """
+    folder = Path(trainer.log_dir or trainer.default_root_dir)
+    logger = trainer.logger
+    if logger is None or logger.log_dir is not None or logger.version is None:
+        return folder
+    version = f"version_{logger.version}"
+    if isinstance(logger.version, str):
+        version = logger.version
+    return folder / str(logger.name) / version
+
+
+def newest_checkpoint(owner: str, folders: Iterable[str | Path]) -> Path | None:
+    """Find the newest checkpoint that is not damaged; a kill may leave one that is half written.
+
+    Args:
+        owner: prefix of messages.
+        folders: that hold checkpoints; those that do not exist are skipped.
+
+    Returns:
+        The path; None if there is no checkpoint.
+
+    Raises:
+        ValueError: if all checkpoints are damaged.
+    """
+    checkpoints: list[Path] = []
+    for folder in folders:
+        checkpoints += Path(folder).glob("*.ckpt")
+    checkpoints.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    for path in checkpoints:
+        damage = find_damage(path)
+        if damage is None:
+            return path
+        warnings.warn(f"{owner}: skipped the checkpoint {path}, which is damaged: {damage}.", stacklevel=2)
+    if checkpoints:
+        raise ValueError(
+            f"{owner}: all {len(checkpoints)} checkpoints in {checkpoints[0].parent} are damaged; remove them to begin "
+            "a new run."
+        )
+    return None
+
 
 _POSITION = ("step", "epoch")  # columns that say when a row was logged, not what
 
@@ -169,3 +227,61 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
         reader = csv.DictReader(file)
         rows = list(reader)
         return list(reader.fieldnames or []), rows
+
+
+# What `fit --run_folder` needs during a run: the same checkpoint on all processes, and rows before checkpoints.
+
+
+class SameCheckpoint(pl.Callback):
+    """Raises on all processes if they would continue from different checkpoints, before any of them is loaded.
+
+    Args:
+        owner: prefix of the message.
+        checkpoint: from which this process continues; None for a new run.
+    """
+
+    def __init__(self, owner: str, checkpoint: Path | None) -> None:
+        self.owner = owner
+        self.checkpoint = checkpoint
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Compare the checksums that the files contain of their records."""
+        if stage != "fit" or world_size() == 1:
+            return
+        found: list[Any] = [None] * world_size()
+        dist.all_gather_object(found, (str(self.checkpoint), _fingerprint(self.checkpoint)))
+        if len({fingerprint for _, fingerprint in found}) > 1:
+            paths = [path for path, _ in found]
+            raise ValueError(
+                f"{self.owner}: all processes must continue from the same checkpoint, got {paths} in rank order, which "
+                "differ; put the folder of the run on a file system that all machines share."
+            )
+
+
+class RowsBeforeCheckpoints(pl.Callback):
+    """Writes the metrics of a step before a checkpoint of it; Lightning logs them afterwards, which a kill may prevent.
+
+    It must come before the callbacks that write checkpoints.
+
+    Args:
+        logger: that writes them.
+    """
+
+    def __init__(self, logger: ResumableCSVLogger) -> None:
+        self.logger = logger
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        """Write the row that Lightning is about to log."""
+        connector = trainer._logger_connector
+        metrics = convert_tensors_to_scalars(connector.metrics["log"])
+        if connector.should_update_logs and metrics:
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped
+            self.logger.log_before_checkpoint({**metrics, "epoch": trainer.current_epoch}, step)
+
+
+def _fingerprint(checkpoint: Path | None) -> tuple[tuple[str, int], ...]:
+    """Names and checksums of the records of a checkpoint."""
+    if checkpoint is None:
+        return ()
+    with zipfile.ZipFile(checkpoint) as archive:
+        return tuple((record.filename, record.CRC) for record in archive.infolist())

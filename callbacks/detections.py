@@ -7,9 +7,9 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from lightning_retrieval.callbacks.figures import Drawing, new_figure, save_and_log
+from lightning_retrieval.callbacks.csv_logger import run_folder
+from lightning_retrieval.callbacks.curves import Drawing, new_figure, save_and_log
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.training.run_folder import run_folder
 
 COLUMNS = 4
 FOUND, MISSED = "tab:orange", "tab:green"

@@ -1,32 +1,188 @@
 """Retrieval metrics of whole evaluation sets, logged under names that checkpoints and early stopping can monitor."""
 
-from collections.abc import Sequence
+import itertools
+import math
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, get_args
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger, WandbLogger
 from pytorch_lightning.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
+from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_retrieval.callbacks.best_values import log_best, update_best
-from lightning_retrieval.callbacks.evaluation_loop import collect_test_set
-from lightning_retrieval.callbacks.evaluation_set import EvaluationSet
-from lightning_retrieval.callbacks.loaders import (
+from lightning_retrieval.callbacks.evaluation_sets import (
+    EvaluationSet,
     MetricProvider,
     find_test_loaders,
     is_sharded,
+    limited_length,
     loader_list,
     set_prefixes,
 )
-from lightning_retrieval.callbacks.log_values import log_without_sync
-from lightning_retrieval.callbacks.results_table import results_table, worse_than_before
 from lightning_retrieval.checks import check_bool, check_callable, check_choice, check_counts, check_strings
-from lightning_retrieval.metrics import EmbeddingMetric, RetrievalMetrics
+from lightning_retrieval.metrics import EmbeddingMetric, RandomGalleryMetrics, RetrievalMetrics
 from lightning_retrieval.metrics.definitions import Divisor
-from lightning_retrieval.metrics.table import extra_metric
+from lightning_retrieval.metrics.retrieval import extra_metric
 from lightning_retrieval.models import Embedder
-from lightning_retrieval.ranking.dims import check_dims
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
+from lightning_retrieval.ranking.labels import check_dims
+
+# Evaluation outside the Trainer's own loops: of the test set before training, and of training images.
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode, and afterwards each of its submodules back into the mode it had before."""
+    was_training = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in was_training.items():
+            part.training = training
+
+
+def batches_on_device(trainer: pl.Trainer, batches: Iterable[Any], description: str) -> Iterator[Any]:
+    """Yield batches in the Trainer's precision and on its device, with a progress bar if the Trainer has one."""
+    hidden = trainer.progress_bar_callback is None or not trainer.is_global_zero
+    for batch in tqdm(batches, desc=description, disable=hidden, leave=False):
+        converted = trainer.precision_plugin.convert_input(batch)
+        yield trainer.strategy.batch_to_device(converted)
+
+
+def collect_test_set(trainer: pl.Trainer, pl_module: pl.LightningModule, evaluation_set: EvaluationSet) -> None:
+    """Call `test_step` with each batch of a test set, as the Trainer's test loop does, and collect its outputs.
+
+    Args:
+        trainer: its precision, device and `limit_test_batches` are used.
+        pl_module: the module to evaluate; its state is not changed.
+        evaluation_set: collects the outputs.
+    """
+    loader = evaluation_set.loader
+    batches = itertools.islice(loader, limited_length(loader, trainer.limit_test_batches))
+    with evaluation_mode(pl_module), torch.no_grad(), trainer.precision_plugin.test_step_context():
+        for batch_idx, batch in enumerate(batches_on_device(trainer, batches, "Untrained test")):
+            outputs = pl_module.test_step(batch, batch_idx)
+            evaluation_set.add(type(pl_module).__name__, outputs)
+
+
+# The best value of each metric of a training run, and where each logger keeps it.
+
+
+def is_count(name: str) -> bool:
+    """Return whether a metric is a number of skipped queries, so that its highest value is not its best."""
+    return "skipped_queries" in name.split("/")
+
+
+def update_best(best: dict[str, float], results: Mapping[str, float]) -> None:
+    """Replace the best value of each metric by the current one if that is higher; NaN and counts are ignored."""
+    for name, value in results.items():
+        if math.isnan(value) or is_count(name):
+            continue
+        best[name] = max(value, best.get(name, value))
+
+
+def log_best(trainer: pl.Trainer, best: Mapping[str, float]) -> None:
+    """Log the best values as hyperparameters (CSV), metrics (TensorBoard) or summary (Weights & Biases)."""
+    if not best:
+        return
+    named = {f"best/{name}": value for name, value in best.items()}
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            _log_best_to_tensorboard(trainer, logger, named)
+        elif isinstance(logger, CSVLogger):
+            logger.log_hyperparams({"best": dict(best)})
+            logger.save()
+        elif isinstance(logger, WandbLogger) and trainer.is_global_zero:
+            logger.experiment.summary.update(named)
+
+
+def _log_best_to_tensorboard(trainer: pl.Trainer, logger: TensorBoardLogger, named: dict[str, float]) -> None:
+    values = dict(named)
+    score = getattr(trainer.checkpoint_callback, "best_model_score", None)
+    if score is not None:
+        values["hp_metric"] = float(score)  # TensorBoard's table of hyperparameters has a column for it
+    logger.log_metrics(values, trainer.global_step)
+
+
+# The table of metrics that is printed at the end of an evaluation.
+
+
+_COLUMN_WIDTH = 12
+
+
+_DIGITS = 4
+
+
+# Titles of the columns before that of the trained network, and what they are of.
+_BEFORE = {"backbone": "the pooled features of its backbone", "untrained": "the untrained network"}
+
+
+def results_table(columns: Mapping[str, Mapping[str, float]]) -> str:
+    """Format metrics as a table with one row for each metric.
+
+    Args:
+        columns: title of each column, and its metrics by name. The last column decides which metrics are shown. Titles
+            are shown if there are several columns.
+    """
+    names = list(list(columns.values())[-1])
+    width = max(len(name) for name in names)
+    lines = []
+    if len(columns) > 1:
+        titles = [f"{title:>{_COLUMN_WIDTH}}" for title in columns]
+        lines.append(" " * width + "".join(titles))
+    for name in names:
+        digits = _DIGITS
+        if is_count(name):
+            digits = 0
+        line = f"{name:<{width}}"
+        for values in columns.values():
+            value = values.get(name, float("nan"))
+            line += f"{value:>{_COLUMN_WIDTH}.{digits}f}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def worse_than_before(columns: Mapping[str, Mapping[str, float]]) -> str | None:
+    """One sentence, with what to do, if training has made a network worse; None if it has not.
+
+    Args:
+        columns: as for `results_table`: `"backbone"` and `"untrained"`, where there are such, and the trained network.
+    """
+    trained = list(columns.values())[-1]
+    for name in _leading_metrics(trained):
+        after = round(trained[name], _DIGITS)
+        for title, meaning in _BEFORE.items():
+            before = round(columns.get(title, {}).get(name, float("nan")), _DIGITS)
+            if after < before:
+                return (
+                    f"The trained network is worse than {meaning}: {name} is {after:.{_DIGITS}f}, and was "
+                    f"{before:.{_DIGITS}f}; train for more epochs, try another learning rate, or begin with "
+                    "pretrained weights if it did not."
+                )
+    return None
+
+
+def _leading_metrics(results: Mapping[str, float]) -> list[str]:
+    """The mAP of each set; the first metric where there is no mAP."""
+    leading = [name for name in results if name.rpartition("/")[2] == "mAP"]
+    return leading or [name for name in results if not is_count(name)][:1]
+
+
+# Logging of values that are already the same on all processes.
+
+
+def log_without_sync(pl_module: pl.LightningModule, values: Mapping[str, Tensor]) -> None:
+    """Log values that are equal on all processes; averaging them once more would change their last digits."""
+    for name in values:
+        # Lightning recommends sync_dist=True with several processes.
+        warnings.filterwarnings("ignore", rf".*self\.log\('{re.escape(name)}', \.\.\., sync_dist=True")
+    pl_module.log_dict(values, rank_zero_only=False, sync_dist=False)
 
 
 class RetrievalEvaluation(pl.Callback):
@@ -40,7 +196,7 @@ class RetrievalEvaluation(pl.Callback):
     sanity check is skipped, because it sees only a part of the set.
 
     A data set with an evaluation protocol of its own has a method `metrics(ks, **settings)` that returns another
-    `EmbeddingMetric`, as `lightning_retrieval.callbacks.loaders.MetricProvider` declares.
+    `EmbeddingMetric`, as `lightning_retrieval.callbacks.evaluation_sets.MetricProvider` declares.
 
     Args:
         ks: the k of R@k, each >= 1.
@@ -286,3 +442,42 @@ def _warn_of_one_label(evaluation_set: EvaluationSet) -> None:
             f"RetrievalEvaluation: all images of the set of {evaluation_set.prefix}mAP have the same label, so each "
             "list holds relevant images only and the metrics are 1 whatever the embeddings are; check the labels."
         )
+
+
+# Access of other callbacks to the evaluation sets that `RetrievalEvaluation` collects.
+
+
+def find_evaluation(owner: str, trainer: pl.Trainer) -> RetrievalEvaluation:
+    """Return the Trainer's `RetrievalEvaluation`, or raise a `ValueError` if there is none."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, RetrievalEvaluation):
+            return callback
+    raise ValueError(
+        f"{owner}: the Trainer must have the callback RetrievalEvaluation, which collects what {owner} shows, and it "
+        "has none; pass both."
+    )
+
+
+def is_ranked_by_label(metrics: EmbeddingMetric) -> bool:
+    """Return whether each query has one list, the whole gallery, in which images of the same label are relevant."""
+    return isinstance(metrics, RetrievalMetrics) and not isinstance(metrics, RandomGalleryMetrics)
+
+
+def sets_ranked_by_label(owner: str, trainer: pl.Trainer, warned: set[str]) -> Iterator[EvaluationSet]:
+    """Yield the evaluation sets that are ranked by label, and warn of each other set once.
+
+    Args:
+        owner: name of the callback, for the messages.
+        trainer: with a `RetrievalEvaluation`.
+        warned: prefixes of the sets that a warning was given of; updated.
+    """
+    for evaluation_set in find_evaluation(owner, trainer).sets:
+        prefix, metrics = evaluation_set.prefix, evaluation_set.metrics
+        if is_ranked_by_label(metrics):
+            yield evaluation_set
+        elif prefix not in warned:
+            warned.add(prefix)
+            rank_zero_warn(
+                f"{owner}: only evaluation sets that are evaluated by RetrievalMetrics are supported; {prefix}, "
+                f"evaluated by {type(metrics).__name__}, is skipped."
+            )

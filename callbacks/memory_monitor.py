@@ -10,8 +10,7 @@ from pytorch_lightning.utilities import move_data_to_device, rank_zero_info, ran
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_retrieval.callbacks.evaluation_loop import evaluation_mode
-from lightning_retrieval.callbacks.log_values import log_without_sync
+from lightning_retrieval.callbacks.evaluation import evaluation_mode, log_without_sync
 from lightning_retrieval.checks import check_integer, check_positive
 from lightning_retrieval.distributed import gather_objects, gather_rows, sum_over_ranks
 from lightning_retrieval.ranking.labels import finest

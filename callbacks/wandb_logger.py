@@ -1,19 +1,57 @@
 """A logger for Weights & Biases with defaults for retrieval."""
 
 import math
+import netrc
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import WandbLogger
 from pytorch_lightning.utilities import rank_zero_only, rank_zero_warn
 
-from lightning_retrieval.callbacks.best_values import is_count
-from lightning_retrieval.callbacks.wandb_key import has_wandb_key
+from lightning_retrieval.callbacks.evaluation import is_count
 from lightning_retrieval.checks import check_bool, check_flag, check_path, check_string
+
+# Whether Weights & Biases would find an API key on this machine.
+
+
+_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+
+
+def has_wandb_key() -> bool:
+    """Return whether Weights & Biases would find an API key, without asking the user and without going online."""
+    if os.environ.get("WANDB_API_KEY", "").strip() or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    hosts: Sequence[str] = _HOSTS
+    server = os.environ.get("WANDB_BASE_URL")
+    if server:
+        hosts = [urlsplit(server).netloc]
+    return any(_has_password(path, hosts) for path in _netrc_files())
+
+
+def _netrc_files() -> list[Path]:
+    path = os.environ.get("NETRC")
+    if path:
+        return [Path(path)]
+    return [Path("~/.netrc").expanduser(), Path("~/_netrc").expanduser()]
+
+
+def _has_password(path: Path, hosts: Sequence[str]) -> bool:
+    """Return whether a netrc file has a password for one of the hosts; a file that cannot be read has none."""
+    try:
+        entries = netrc.netrc(path)
+        for host in hosts:
+            login = entries.authenticators(host)
+            if login is not None and login[2]:
+                return True
+    except (netrc.NetrcParseError, OSError, UnicodeError):
+        return False
+    return False
+
 
 _LOWER_IS_BETTER = ("decomposability_gap", "score_overlap")  # of the metrics of evaluation sets
 

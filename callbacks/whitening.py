@@ -12,8 +12,8 @@ from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_retrieval.callbacks.evaluation_loop import batches_on_device
-from lightning_retrieval.callbacks.loaders import loader_list
+from lightning_retrieval.callbacks.evaluation import batches_on_device
+from lightning_retrieval.callbacks.evaluation_sets import loader_list
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.distributed import rank, world_size
 from lightning_retrieval.models.whitening import Whitening

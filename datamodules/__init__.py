@@ -6,23 +6,22 @@ To add a data set, write its reader in `readers/` and add one import line below;
 from typing import TYPE_CHECKING
 
 from lightning_retrieval.datamodules.base import RetrievalDataModule as RetrievalDataModule
-from lightning_retrieval.datamodules.boxes.box_index import BoxIndex as BoxIndex
-from lightning_retrieval.datamodules.boxes.box_module import BoxDataModule as BoxDataModule
-from lightning_retrieval.datamodules.boxes.box_module import DetectionDataModule as DetectionDataModule
-from lightning_retrieval.datamodules.boxes.box_set import BoxSet as BoxSet
-from lightning_retrieval.datamodules.boxes.coco_detection import CocoDetection as CocoDetection
-from lightning_retrieval.datamodules.boxes.pascal_voc import PascalVOC as PascalVOC
-from lightning_retrieval.datamodules.files.data_report import DataReport as DataReport
-from lightning_retrieval.datamodules.glyphs.glyph_scenes import GlyphScenes as GlyphScenes
+from lightning_retrieval.datamodules.detection.boxes import BoxDataModule as BoxDataModule
+from lightning_retrieval.datamodules.detection.boxes import BoxIndex as BoxIndex
+from lightning_retrieval.datamodules.detection.boxes import BoxSet as BoxSet
+from lightning_retrieval.datamodules.detection.boxes import DetectionDataModule as DetectionDataModule
+from lightning_retrieval.datamodules.detection.coco import CocoDetection as CocoDetection
+from lightning_retrieval.datamodules.detection.glyph_scenes import GlyphScenes as GlyphScenes
+from lightning_retrieval.datamodules.detection.pascal_voc import PascalVOC as PascalVOC
 from lightning_retrieval.datamodules.glyphs.glyphs import GlyphDataset as GlyphDataset
 from lightning_retrieval.datamodules.glyphs.glyphs import Glyphs as Glyphs
-from lightning_retrieval.datamodules.images.hugging_face import HuggingFaceImages as HuggingFaceImages
-from lightning_retrieval.datamodules.images.image_folder import ImageFolder as ImageFolder
-from lightning_retrieval.datamodules.images.image_index import ImageIndex as ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule as ImageDataModule
-from lightning_retrieval.datamodules.images.image_set import ImageSet as ImageSet
-from lightning_retrieval.datamodules.images.image_table import ImageTable as ImageTable
-from lightning_retrieval.datamodules.images.transforms import training_transform as training_transform
+from lightning_retrieval.datamodules.hugging_face import HuggingFaceImages as HuggingFaceImages
+from lightning_retrieval.datamodules.image_check import DataReport as DataReport
+from lightning_retrieval.datamodules.image_folder import ImageFolder as ImageFolder
+from lightning_retrieval.datamodules.image_index import ImageIndex as ImageIndex
+from lightning_retrieval.datamodules.image_module import ImageDataModule as ImageDataModule
+from lightning_retrieval.datamodules.image_set import ImageSet as ImageSet
+from lightning_retrieval.datamodules.image_table import ImageTable as ImageTable
 from lightning_retrieval.datamodules.item_seeds import item_generator as item_generator
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader as RetrievalDataLoader
 from lightning_retrieval.datamodules.loader import resume_position as resume_position
@@ -38,9 +37,10 @@ from lightning_retrieval.datamodules.readers.vehicle_id import VehicleID as Vehi
 from lightning_retrieval.datamodules.readers.vgg_face2 import VGGFace2 as VGGFace2
 from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler as AllClassesSampler
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler as GlobalBatchSampler
+from lightning_retrieval.datamodules.samplers.base import RandomBatchSampler as RandomBatchSampler
 from lightning_retrieval.datamodules.samplers.category import CategorySampler as CategorySampler
 from lightning_retrieval.datamodules.samplers.pk import PKSampler as PKSampler
-from lightning_retrieval.datamodules.samplers.random_batches import RandomBatchSampler as RandomBatchSampler
+from lightning_retrieval.preparation.training_transforms import training_transform as training_transform
 
 if not TYPE_CHECKING:  # type checkers export what is imported `as` itself; a computed list would hide it from them
     __all__ = sorted(name for name, value in globals().items() if getattr(value, "__module__", "").startswith(__name__))

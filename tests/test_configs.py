@@ -18,7 +18,7 @@ import yaml
 from torchvision.transforms import v2
 
 from lightning_retrieval.cli.main import main
-from lightning_retrieval.datamodules.images.current_transform import CurrentTransform
+from lightning_retrieval.preparation.of_run import CurrentTransform
 from tests.datamodules.boxes.small_voc import write_voc
 from tests.datamodules.small_ijbc import write_ijbc
 from tests.datamodules.small_revisited import write_revisited

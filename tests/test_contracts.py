@@ -26,8 +26,8 @@ from torchmetrics import Metric
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import BoxIndex, ImageIndex
-from lightning_retrieval.datamodules.arguments import UNKNOWN, ShownArguments
-from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
+from lightning_retrieval.datamodules.base import UNKNOWN, ShownArguments
+from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
 from lightning_retrieval.detection import (
     COCOMetrics,

@@ -161,8 +161,8 @@ NEW_SET = '''"""Images in one folder, whose names begin with their class: mug_1.
 
 from collections.abc import Mapping
 
-from lightning_retrieval.datamodules.images.image_index import ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule
+from lightning_retrieval.datamodules.image_index import ImageIndex
+from lightning_retrieval.datamodules.image_module import ImageDataModule
 
 SPLITS = {"train": ("cup", "mug"), "test": ("jug", "pot")}
 

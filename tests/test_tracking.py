@@ -115,7 +115,9 @@ def test_throughput_is_logged_where_it_is_read(tmp_path, glyphs):
 @pytest.mark.parametrize("validated", [1, 0])
 def test_throughput_excludes_the_time_between_epochs(validated, tmp_path, glyphs, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("lightning_retrieval.training.throughput.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(
+        "lightning_retrieval.training.manual_training.time", SimpleNamespace(perf_counter=lambda: clock.now)
+    )
     trainer = pl.Trainer(
         accelerator="cpu", max_epochs=2, logger=CSVLogger(tmp_path, "csv"), callbacks=[clock, RetrievalEvaluation()],
         limit_train_batches=BATCHES, limit_val_batches=validated, num_sanity_val_steps=0, log_every_n_steps=1,

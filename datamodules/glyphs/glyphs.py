@@ -12,14 +12,13 @@ from torch.nn.functional import affine_grid, grid_sample
 from torch.utils.data import Dataset
 
 from lightning_retrieval.checks import check_bool, check_choice, check_instance, check_path
-from lightning_retrieval.datamodules.arguments import refuse_unknown_arguments
-from lightning_retrieval.datamodules.base import RetrievalDataModule
-from lightning_retrieval.datamodules.files.data_report import DataReport
-from lightning_retrieval.datamodules.glyphs.class_table import table_counts, table_differences
-from lightning_retrieval.datamodules.glyphs.glyph_images import GlyphImages, load_glyph_images
+from lightning_retrieval.datamodules.base import RetrievalDataModule, refuse_unknown_arguments
+from lightning_retrieval.datamodules.glyphs.characters import table_counts, table_differences
+from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages, load_glyph_images
+from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.item_seeds import item_generator
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.training.described_transforms import describe_transform
+from lightning_retrieval.preparation.described import describe_transform
 
 # Largest changes by augmentation: rotation and shear in radians, scaling and shift as fractions of the image.
 MAX_ROTATION, MAX_SHEAR, MAX_SCALING, MAX_SHIFT = 0.12, 0.15, 0.12, 0.05
@@ -39,7 +38,7 @@ class GlyphDataset(Dataset[dict[str, Any]]):
         TypeError: if `augment` is not a bool, or `glyphs` no `GlyphImages`.
 
     Example:
-        >>> from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
+        >>> from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
         >>> data = GlyphDataset(load_glyph_images(), "test")
         >>> item = data[0]
         >>> item["images"].shape, data.characters[item["labels"]], data.categories[item["labels"]]

@@ -7,20 +7,19 @@ from pathlib import Path
 from types import MappingProxyType
 
 from lightning_retrieval.checks import check_bool
-from lightning_retrieval.datamodules.arguments import Unpack
-from lightning_retrieval.datamodules.files.find import find_file
-from lightning_retrieval.datamodules.files.lists import (
+from lightning_retrieval.datamodules.base import Unpack
+from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
+from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
+from lightning_retrieval.datamodules.table_file import (
     ListLines,
     check_not_empty,
     check_unique,
+    find_file,
     join_paths,
     line_number,
     parse_integers,
     read_columns,
 )
-from lightning_retrieval.datamodules.images.classes import class_numbers
-from lightning_retrieval.datamodules.images.image_index import ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ImageSettings
 
 PATHS, CLASSES, BOXES = "images.txt", "image_class_labels.txt", "bounding_boxes.txt"
 NUM_CLASSES = 200

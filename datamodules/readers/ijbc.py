@@ -10,19 +10,18 @@ from typing import NamedTuple
 from pytorch_lightning.utilities import rank_zero_info
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.datamodules.arguments import Unpack
-from lightning_retrieval.datamodules.files.find import find_file
-from lightning_retrieval.datamodules.files.lists import (
+from lightning_retrieval.datamodules.base import Unpack
+from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
+from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
+from lightning_retrieval.datamodules.table_file import (
     check_not_empty,
     check_unique,
+    find_file,
     leaves_root,
     line_number,
     read_columns,
     read_csv_columns,
 )
-from lightning_retrieval.datamodules.images.classes import class_numbers
-from lightning_retrieval.datamodules.images.image_index import ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ImageSettings
 
 LISTS = ("ijbc_1N_gallery_G1.csv", "ijbc_1N_gallery_G2.csv", "ijbc_1N_probe_mixed.csv")
 CROPS = "meta/ijbc_face_tid_mid.txt"  # of the re-pack: file name, template and media id of each crop

@@ -9,22 +9,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.checks import check_bool
-from lightning_retrieval.datamodules.arguments import Unpack
-from lightning_retrieval.datamodules.files.data_report import DataReport
-from lightning_retrieval.datamodules.files.find import find_file
-from lightning_retrieval.datamodules.files.lists import (
+from lightning_retrieval.datamodules.base import Unpack
+from lightning_retrieval.datamodules.image_check import DataReport
+from lightning_retrieval.datamodules.image_index import ROLES, ImageIndex, class_numbers
+from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
+from lightning_retrieval.datamodules.table_file import (
     ListLines,
     check_not_empty,
     check_unique,
+    find_file,
     find_missing,
     line_number,
     parse_integers,
     read_columns,
     read_lines,
 )
-from lightning_retrieval.datamodules.images.classes import class_numbers
-from lightning_retrieval.datamodules.images.image_index import ROLES, ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ImageSettings
 
 PARTITION, BOXES = "list_eval_partition.txt", "list_bbox_inshop.txt"
 PARTITION_HEADER = ("image_name", "item_id", "evaluation_status")

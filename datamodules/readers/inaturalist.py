@@ -11,12 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.checks import check_strings
-from lightning_retrieval.datamodules.arguments import Unpack
-from lightning_retrieval.datamodules.files.find import find_file
-from lightning_retrieval.datamodules.files.lists import ListLines, check_unique, find_missing, read_lines
-from lightning_retrieval.datamodules.images.classes import class_numbers
-from lightning_retrieval.datamodules.images.image_index import ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ImageSettings
+from lightning_retrieval.datamodules.base import Unpack
+from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
+from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
+from lightning_retrieval.datamodules.table_file import (
+    ListLines,
+    check_unique,
+    find_file,
+    find_missing,
+    read_lines,
+)
 
 LEVELS = ("species", "genus", "family", "order", "class", "phylum", "kingdom")
 LISTS = {"train": "Inaturalist_train_set1.txt", "test": "Inaturalist_test_set1.txt"}

@@ -10,18 +10,17 @@ from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from lightning_retrieval.checks import check_string
-from lightning_retrieval.datamodules.arguments import Unpack
-from lightning_retrieval.datamodules.files.find import find_file
-from lightning_retrieval.datamodules.files.lists import (
+from lightning_retrieval.datamodules.base import Unpack
+from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
+from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
+from lightning_retrieval.datamodules.table_file import (
     ListLines,
+    find_file,
     leaves_root,
     normalized_path,
     parse_integers,
     read_rows,
 )
-from lightning_retrieval.datamodules.images.classes import class_numbers
-from lightning_retrieval.datamodules.images.image_index import ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ImageSettings
 
 LISTS = {"train": "annotation_clean_train.txt", "test": "annotation_clean_val.txt"}
 

@@ -8,21 +8,20 @@ from typing import Any, Literal
 from torch import Tensor
 
 from lightning_retrieval.checks import check_bool, check_choice, check_strings
-from lightning_retrieval.datamodules.arguments import Unpack
-from lightning_retrieval.datamodules.files.find import find_file
-from lightning_retrieval.datamodules.files.lists import (
+from lightning_retrieval.datamodules.base import Unpack
+from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
+from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
+from lightning_retrieval.datamodules.image_set import ImageSet
+from lightning_retrieval.datamodules.table_file import (
     ListLines,
     check_not_empty,
     check_unique,
+    find_file,
     join_paths,
     line_number,
     parse_integers,
     read_columns,
 )
-from lightning_retrieval.datamodules.images.classes import class_numbers
-from lightning_retrieval.datamodules.images.image_index import ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.datamodules.images.image_set import ImageSet
 from lightning_retrieval.metrics import RandomGalleryMetrics
 
 Size = Literal["small", "medium", "large"]

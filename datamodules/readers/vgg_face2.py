@@ -11,19 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.checks import check_bool
-from lightning_retrieval.datamodules.arguments import Unpack
-from lightning_retrieval.datamodules.files.find import find_file
-from lightning_retrieval.datamodules.files.lists import (
+from lightning_retrieval.datamodules.base import Unpack
+from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
+from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
+from lightning_retrieval.datamodules.table_file import (
     ListLines,
     check_unique,
+    find_file,
     read_csv_header,
     read_csv_rows,
     read_lines,
 )
-from lightning_retrieval.datamodules.images.classes import class_numbers
-from lightning_retrieval.datamodules.images.image_file import image_suffixes
-from lightning_retrieval.datamodules.images.image_index import ImageIndex
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ImageSettings
+from lightning_retrieval.preparation.decoding import image_suffixes
 
 SPLITS = ("train", "test")
 BOX_HEADER = ["NAME_ID", "X", "Y", "W", "H"]

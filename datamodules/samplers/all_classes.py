@@ -7,7 +7,7 @@ import numpy as np
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers, Labels
-from lightning_retrieval.datamodules.samplers.queues import ShuffledQueues, shuffled_order, uniform_numbers
+from lightning_retrieval.datamodules.samplers.category import ShuffledQueues, shuffled_order, uniform_numbers
 
 
 def largest_equal_count(sizes: Integers, total: int) -> int:

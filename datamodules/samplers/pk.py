@@ -7,7 +7,7 @@ import numpy as np
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers, Labels
-from lightning_retrieval.datamodules.samplers.queue_table import shuffled_queue_table
+from lightning_retrieval.datamodules.samplers.category import shuffled_queue_table
 
 
 class PKSampler(GlobalBatchSampler):

@@ -8,7 +8,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from lightning_retrieval.cli.messages import printable
+from lightning_retrieval.cli.options import printable
 
 PROGRAM = "lightning-retrieval check"
 # The data modules that help names; a test compares them with those that exist. Importing them takes seconds.

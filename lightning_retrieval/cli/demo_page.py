@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from lightning_retrieval.cli.messages import printable
+from lightning_retrieval.cli.options import printable
 from lightning_retrieval.cli.search_images import Hit, ImageSearcher
-from lightning_retrieval.datamodules.images.image_file import read_image
 from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.preparation.decoding import read_image
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send

@@ -12,18 +12,57 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_retrieval.callbacks.dealt_loader import DealtLoader
+from lightning_retrieval.callbacks.embedding_writer import DealtLoader
 from lightning_retrieval.checks import check_integer, first_line
-from lightning_retrieval.cli.checkpoint import load_checkpoint
-from lightning_retrieval.cli.messages import printable
+from lightning_retrieval.cli.options import printable
 from lightning_retrieval.cli.transforms import PROBED_SIZE, choose_transform
 from lightning_retrieval.datamodules import ImageIndex, ImageSet
+from lightning_retrieval.files import file_digest
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.features import image_channels
-from lightning_retrieval.search.files import file_digest
-from lightning_retrieval.training.described_transforms import shown_transform
+from lightning_retrieval.preparation.described import shown_transform
+from lightning_retrieval.training.checkpoint_files import find_damage
+from lightning_retrieval.training.checkpointed_module import restored_module
+from lightning_retrieval.training.chunk_size import is_out_of_memory
 from lightning_retrieval.training.module import RetrievalModule
-from lightning_retrieval.training.out_of_memory import is_out_of_memory
+
+# Load the module of a checkpoint for embedding, without the pretrained weights that its training began with.
+
+
+def load_checkpoint(owner: str, checkpoint: Path) -> RetrievalModule:
+    """Load a module on the CPU.
+
+    Args:
+        owner: prefix of error messages.
+        checkpoint: the file. Its classes are rebuilt from plain values; nothing is unpickled that could run code.
+
+    Returns:
+        The module, whose `preparation` is what its evaluation did to an image, None if the checkpoint does not say it.
+
+    Raises:
+        FileNotFoundError: if the file does not exist.
+        ValueError: if the file is damaged, or is not the checkpoint of a `RetrievalModule` that can be rebuilt.
+    """
+    if not checkpoint.is_file():
+        reason = "is a folder" if checkpoint.is_dir() else "does not exist"
+        raise FileNotFoundError(
+            f"{owner}: `checkpoint` must be a file that training wrote, got {checkpoint}, which {reason}."
+        )
+    damage = find_damage(checkpoint)
+    if damage is not None:
+        raise ValueError(
+            f"{owner}: `checkpoint` must be the checkpoint of a RetrievalModule that can be rebuilt from it, got "
+            f"{checkpoint}, which is damaged: {damage}."
+        )
+    try:
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        module: RetrievalModule = restored_module(RetrievalModule, saved)
+    except Exception as error:  # unpickling, class paths and constructors raise errors of many kinds
+        raise ValueError(
+            f"{owner}: `checkpoint` must be the checkpoint of a RetrievalModule that can be rebuilt from it, got "
+            f"{checkpoint} ({first_line(error)})."
+        ) from None
+    return module
 
 
 @dataclass(frozen=True)

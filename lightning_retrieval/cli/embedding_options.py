@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_retrieval.cli.messages import command_line_message
-from lightning_retrieval.cli.transform_names import TRANSFORMS
+from lightning_retrieval.cli.options import TRANSFORMS, command_line_message
 
 if TYPE_CHECKING:
     from lightning_retrieval.cli.embedding import UnreadableImage

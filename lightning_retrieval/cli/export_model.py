@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_retrieval.cli.embed_images import ListedImages, list_images
 from lightning_retrieval.cli.embedding import ImageEmbedder
-from lightning_retrieval.cli.image_list import ListedImages, list_images
 from lightning_retrieval.export.onnx_file import OnnxModel, load_onnx, write_onnx
 from lightning_retrieval.export.program import EmbeddingProgram, InputType, export_program, largest_difference
 from lightning_retrieval.export.quantization import quantize_onnx
 from lightning_retrieval.metrics import RetrievalMetrics
-from lightning_retrieval.models.preparation import Preparation
+from lightning_retrieval.preparation.preparation import Preparation
 
 OWNER = "export_model"
 FORMAT = "lightning-retrieval model"

@@ -17,7 +17,7 @@ from lightning_retrieval.cli.embedding_options import (
 
 if TYPE_CHECKING:
     from lightning_retrieval.cli.embedding import UnreadableImage
-    from lightning_retrieval.search.embedding_store import EmbeddingStore
+    from lightning_retrieval.search.rows import EmbeddingStore
 
 EMBEDDINGS_SETTINGS = (
     "embeddings",
@@ -89,7 +89,7 @@ def _index(settings: dict[str, Any]) -> tuple["EmbeddingStore", list["Unreadable
 
 
 def _summary(made: "EmbeddingStore") -> str:
-    from lightning_retrieval.search.recall import RECALL_AT
+    from lightning_retrieval.search.index import RECALL_AT
 
     images = f"{len(made)} images"
     if len(made) == 1:

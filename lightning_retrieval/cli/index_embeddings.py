@@ -7,8 +7,7 @@ import torch
 from lightning_retrieval.cli.embedding import UnreadableImage
 from lightning_retrieval.cli.stores import Replacement, new_index
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
-from lightning_retrieval.search.embedding_store import EmbeddingStore
-from lightning_retrieval.search.folder_rows import FolderRows
+from lightning_retrieval.search.rows import EmbeddingStore, FolderRows
 
 OWNER = "index_embeddings"
 

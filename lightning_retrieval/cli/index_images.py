@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from lightning_retrieval.cli.embed_images import images_in_folder
 from lightning_retrieval.cli.embedding import EmbeddedImages, ImageEmbedder, UnreadableImage
-from lightning_retrieval.cli.image_list import images_in_folder
 from lightning_retrieval.cli.stores import FaissFolder, MilvusCollection, Replacement, new_index
 from lightning_retrieval.datamodules import ImageIndex
-from lightning_retrieval.search.embedding_store import EmbeddingStore
+from lightning_retrieval.search.rows import EmbeddingStore
 
 OWNER = "index_images"
 

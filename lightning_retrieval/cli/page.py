@@ -9,9 +9,9 @@ from string import Template
 
 from PIL import Image, ImageOps
 
-from lightning_retrieval.cli.messages import printable
+from lightning_retrieval.cli.options import printable
 from lightning_retrieval.cli.search_images import Hit, QueryResult
-from lightning_retrieval.models.colours import to_rgb
+from lightning_retrieval.preparation.pixels import to_rgb
 
 LONGEST_SIDE = 320  # pixels of a picture in the page
 SHARP_SIDE = 96  # pictures up to this size keep sharp pixels when the browser enlarges them

@@ -8,7 +8,7 @@ empty. So the folders beside it are searched for runs whose saved config has the
 from pathlib import Path
 from typing import Any
 
-from lightning_retrieval.training.run_folder import newest_checkpoint
+from lightning_retrieval.callbacks.csv_logger import newest_checkpoint
 
 CONFIG = "config.yaml"
 COMPARED = ("model", "data")  # parts of a config that an earlier run must share

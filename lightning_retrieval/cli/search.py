@@ -16,12 +16,12 @@ from lightning_retrieval.cli.embedding_options import (
     report_error,
     report_unreadable,
 )
-from lightning_retrieval.cli.messages import printable
+from lightning_retrieval.cli.options import printable
 
 if TYPE_CHECKING:
     from lightning_retrieval.cli.embedding import UnreadableImage
     from lightning_retrieval.cli.search_images import QueryResult
-    from lightning_retrieval.search.embedding_store import EmbeddingStore
+    from lightning_retrieval.search.rows import EmbeddingStore
 
 
 def search(args: Sequence[str]) -> int:

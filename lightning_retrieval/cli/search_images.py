@@ -9,8 +9,8 @@ from typing import Any
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.cli.embedding import EmbeddedImages, ImageEmbedder, UnreadableImage
 from lightning_retrieval.datamodules import ImageIndex
-from lightning_retrieval.search.embedding_store import EmbeddingStore
-from lightning_retrieval.search.files import file_digest
+from lightning_retrieval.files import file_digest
+from lightning_retrieval.search.rows import EmbeddingStore
 
 OWNER = "search_images"
 DEFAULT_K = 10

@@ -6,11 +6,11 @@
 from typing import TYPE_CHECKING, Any
 
 from lightning_retrieval.detection.ap_loss import DetectionAPLoss
-from lightning_retrieval.detection.coco_metrics import COCOMetrics
+from lightning_retrieval.detection.metric import COCOMetrics
 from lightning_retrieval.detection.pyramid import PyramidFasterRCNN
 from lightning_retrieval.detection.roi_heads import RankedRoIHeads
 from lightning_retrieval.detection.tiny import TinyFasterRCNN
-from lightning_retrieval.detection.voc_metrics import VOCMetrics
+from lightning_retrieval.detection.voc import VOCMetrics
 
 if TYPE_CHECKING:
     from lightning_retrieval.detection.module import DetectionModule

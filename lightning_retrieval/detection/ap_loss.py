@@ -29,7 +29,7 @@ from lightning_retrieval.detection.targets import check_class_labels
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.losses.blackbox import LARGEST_MARGIN
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
-from lightning_retrieval.training.global_batch import gather_batch
+from lightning_retrieval.training.step import gather_batch
 
 # Below this value of 1 - mAP a zero gradient is normal: lambda may be too small to correct the few errors that remain.
 LARGE_LOSS = 0.1

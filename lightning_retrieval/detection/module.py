@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
-from lightning_retrieval.detection.coco_metrics import COCOMetrics
+from lightning_retrieval.detection.metric import COCOMetrics
 from lightning_retrieval.detection.roi_heads import RankedRoIHeads, check_roi_heads
 from lightning_retrieval.detection.targets import check_targets, num_classes
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.plain_data import rebuild, rebuild_optional
-from lightning_retrieval.training.optimized_module import OptimizedModule
+from lightning_retrieval.training.manual_training import OptimizedModule
 from lightning_retrieval.training.random_state import seed_of_run, step_random_state
 
 MAX_BATCHES = 1 << 24  # of an epoch

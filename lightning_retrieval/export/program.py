@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from lightning_retrieval.checks import check_choice, check_instance, first_line
-from lightning_retrieval.models.preparation import Preparation
+from lightning_retrieval.preparation.preparation import Preparation
 
 OWNER = "export_program"
 INPUT_TYPES = ("uint8", "float")

@@ -18,13 +18,10 @@ from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 
 from lightning_retrieval.checks import check_bool, check_choice
-from lightning_retrieval.losses.batch_loss import BatchLoss
+from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
 from lightning_retrieval.losses.blockwise import Block, BlockPlan, QueryValues, WeightedMean, cut_into_blocks
-from lightning_retrieval.losses.embedding_lists import EmbeddingLists
+from lightning_retrieval.losses.lists import EmbeddingLists, RankedLists, ScoreLists
 from lightning_retrieval.losses.positives import true_indices
-from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
-from lightning_retrieval.losses.ranked_lists import RankedLists
-from lightning_retrieval.losses.score_lists import ScoreLists
 
 Reduction = Literal["mean", "sum", "none"]
 

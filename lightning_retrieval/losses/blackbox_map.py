@@ -28,7 +28,7 @@ from lightning_retrieval.checks import (
     check_positive,
 )
 from lightning_retrieval.losses.blackbox import LARGEST_MARGIN, SortedLists, positive_ranks, sort_lists
-from lightning_retrieval.losses.score_lists import ScoreLists
+from lightning_retrieval.losses.lists import ScoreLists
 
 
 def map_loss(

@@ -18,9 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_retrieval.host import size_for
+from lightning_retrieval.distributed import size_for
+from lightning_retrieval.losses.lists import RankedLists
 from lightning_retrieval.losses.positives import MaskFacts, attach_facts
-from lightning_retrieval.losses.ranked_lists import RankedLists
 
 # Elements of a formula's largest tensor in one block. The values change no result beyond rounding. They depend on
 # nothing but the type of the device, so that a run can be reproduced on another machine.

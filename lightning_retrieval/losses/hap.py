@@ -27,10 +27,9 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_finite_number, check_not_negative, check_positive, short_repr
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.indexing import at
-from lightning_retrieval.losses.positives import find_positives, levels_in
-from lightning_retrieval.losses.soft_counts import count_above
-from lightning_retrieval.losses.sup_ap import count_upper
+from lightning_retrieval.losses.positives import at, find_positives, levels_in
+from lightning_retrieval.losses.roadmap import count_upper
+from lightning_retrieval.losses.smooth_ap import count_above
 
 
 def hap(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import SMALLEST, check_choice, check_finite_number, check_integer
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.histograms import MOST_BINS, binned_ap, soft_histograms
+from lightning_retrieval.losses.fast_ap import MOST_BINS, binned_ap, soft_histograms
 
 TieAware = Literal[False, "simplified", "full"]
 

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_integer, check_positive, short_repr
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.indexing import at, constants
-from lightning_retrieval.losses.positives import find_positives
+from lightning_retrieval.losses.positives import at, constants, find_positives
 from lightning_retrieval.losses.smooth_ap import soft_ranks
 
 

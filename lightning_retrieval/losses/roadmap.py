@@ -4,15 +4,397 @@ NeurIPS 2021):
     L = (1 - lambda) L_SupAP + lambda L_calibration
 """
 
-from typing import Any
+import functools
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_bool, check_choice, check_finite_number, check_instance
-from lightning_retrieval.losses.base import Reduction
-from lightning_retrieval.losses.calibration import CalibrationLoss
-from lightning_retrieval.losses.sup_ap import SupAPLoss
-from lightning_retrieval.losses.weighted_sum import WeightedSum
+from lightning_retrieval.checks import (
+    check_bool,
+    check_choice,
+    check_finite_number,
+    check_instance,
+    check_not_negative,
+    check_positive,
+    check_string,
+)
+from lightning_retrieval.losses.base import Reduction, RetrievalLoss
+from lightning_retrieval.losses.batch_loss import QueryRange
+from lightning_retrieval.losses.blockwise import Block
+from lightning_retrieval.losses.combined import WeightedSum
+from lightning_retrieval.losses.lists import RankedLists
+from lightning_retrieval.losses.positives import MaskFacts, at, find_positives
+from lightning_retrieval.losses.smooth_ap import count_above
+
+# SupAP (Ramzi, Thome, Rambour, Audebert, Bitot: "Robust and Decomposable Average Precision for Image Retrieval",
+# NeurIPS 2021, section 3.1): a smooth loss that is never below 1 - AP.
+#
+# As in Smooth-AP, the AP of a query is the mean over its positives of (rank among the positives) / (rank among all
+# items). SupAP replaces the step function that counts a negative j above the positive i by H^-(t), t = s_j - s_i, which
+# is never below the step, and counts positives by the true step, without a gradient:
+#
+#     H^-(t) = sigma(t / tau)                 t <= 0
+#            = start + sigma(t / tau)         0 < t <= delta
+#            = rho (t - delta) + offset       t > delta
+#
+# With start = 1/2, H^-(t) is at least 1 for every t > 0. `offset=None` makes it continuous at delta: the offset is then
+# sigma(delta / tau) + start. The linear part has a gradient where that of a sigmoid vanishes.
+#
+# Differences from the official code: the query is not in its own list; a query without a positive is skipped. The
+# official configuration has offset 1.44, which is a step down at delta; before its pull request 13 (November 2022) the
+# official code had rho t + offset as the linear part.
+
+
+def sup_ap(
+    scores: Float[Tensor, "query gallery"],
+    relevant: Bool[Tensor, "query gallery"],
+    candidate: Bool[Tensor, "query gallery"],
+    *,
+    tau: float,
+    rho: float,
+    delta: float,
+    offset: float | None = None,
+    start: float = 0.5,
+) -> Float[Tensor, " query"]:
+    """1 - a lower bound of the AP of each list, in which H^- counts the negatives.
+
+    Args:
+        scores: similarities, higher is nearer; the scores of non-candidates are ignored.
+        relevant: the positives of each query: at least one per row, all of them candidates.
+        candidate: the items in each query's list.
+        tau: temperature of the sigmoid, > 0.
+        rho: slope of H^- beyond `delta`, > 0.
+        delta: the difference of scores from which H^- is linear, > 0.
+        offset: value of H^- just above `delta`; if None, H^- is continuous there.
+        start: added to the sigmoid above 0.
+    """
+    positives = find_positives(relevant)
+    query, i = positives.query, positives.index  # (pos,), (pos,)
+    s_i = at(scores, query, i)  # (pos,)
+
+    s_negative = scores.masked_fill(~candidate | relevant, -torch.inf)  # (query, gallery)
+    h_minus = functools.partial(count_upper, tau=tau, rho=rho, delta=delta, offset=offset, start=start)
+    negatives_above = count_above(s_negative, query, s_i, h_minus)  # (pos,)
+
+    # Each pair is a positive i and a positive j of the same query, as indices into (pos,).
+    pair_i, pair_j = positives.pairs()  # (pair,), (pair,)
+    at_least = s_i[pair_j] >= s_i[pair_i]  # (pair,); i itself is one of the j
+    rank_among_positives = torch.zeros_like(s_i).index_add(0, pair_i, at_least.to(scores.dtype))  # (pos,)
+
+    precision = rank_among_positives / (rank_among_positives + negatives_above)  # (pos,)
+    sum_of_precisions = torch.zeros_like(scores[:, 0]).index_add(0, query, precision)  # (query,)
+    return 1 - sum_of_precisions / relevant.sum(1)
+
+
+def count_upper(
+    t: Float[Tensor, "pos gallery"], **settings: Any
+) -> tuple[Float[Tensor, " pos"], Float[Tensor, "pos gallery"]]:
+    """The sum of H^-(t) over the gallery, and its slope at each t; for settings see `upper_step`."""
+    value, slope = upper_step(t, **settings)
+    return value.sum(1), slope
+
+
+def upper_step(
+    t: Float[Tensor, "..."], *, tau: float, rho: float, delta: float, offset: float | None, start: float
+) -> tuple[Float[Tensor, "..."], Float[Tensor, "..."]]:
+    """H^-(t), a sigmoid up to 0, `start` above it up to `delta`, and a line of slope `rho` beyond; and its slope.
+
+    Conditions are written as numbers 0 and 1 into float tensors, which is much faster on a CPU than `torch.where`.
+    """
+    if offset is None:
+        sigma_at_delta = torch.sigmoid(torch.tensor(delta / tau, dtype=torch.float64))
+        offset = float(sigma_at_delta) + start
+    sigma = torch.sigmoid(t / tau)
+    is_linear = torch.gt(t, delta, out=torch.empty_like(t))
+    slope = torch.addcmul(sigma, sigma, sigma, value=-1).div_(tau)  # of the curved part
+    slope.lerp_(torch.full_like(slope[:1], rho), is_linear)
+
+    is_above = torch.gt(t, 0, out=torch.empty_like(t))
+    curved = sigma.add_(is_above, alpha=start)
+    line = (t - delta).clamp_(min=0).mul_(rho).add_(offset)  # finite also where t is -inf
+    return curved.lerp_(line, is_linear), slope
+
+
+class SupAPLoss(RetrievalLoss):
+    """1 - a lower bound of AP: negatives are counted by a function that is never below the step function.
+
+    Args:
+        tau: temperature of the sigmoid, > 0.
+        rho: slope for negatives that score more than `delta` above the positive, > 0.
+        delta: the difference of scores from which the function is linear, > 0.
+        offset: value of the function just above `delta`, >= 0; if None, the function is continuous there.
+        start: added to the sigmoid above 0, >= 0; the function is an upper bound of the step if this is at least 0.5.
+        reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
+        class_balanced: give every class of the batch the same total weight.
+        include_self: rank the query in its own list, as the official code does. Only for comparison with it.
+
+    Raises:
+        ValueError: if `tau`, `rho` or `delta` is not from 1e-12 to 1e12, `offset` or `start` is not from 0 to 1e12, or
+            `reduction` is unknown.
+        TypeError: if one of them is not a number.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.losses import SupAPLoss
+        >>> embeddings = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [0.6, 0.8]], requires_grad=True)
+        >>> loss = SupAPLoss()
+        >>> round(loss(embeddings, torch.tensor([7, 7, 3, 3])).item(), 4)
+        0.4629
+
+    Cost:
+        Time grows with (queries) x (positives per query) x (references); memory is that of one block of queries.
+
+    Relations:
+        `ROADMAPLoss` adds `CalibrationLoss`, which makes the scores of different batches comparable.
+    """
+
+    def __init__(
+        self,
+        tau: float = 0.01,
+        *,
+        rho: float = 100.0,
+        delta: float = 0.05,
+        offset: float | None = None,
+        start: float = 0.5,
+        reduction: Reduction = "mean",
+        class_balanced: bool = False,
+        include_self: bool = False,
+    ) -> None:
+        super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
+        self.tau = check_positive(self.name, "tau", tau)
+        self.rho = check_positive(self.name, "rho", rho)
+        self.delta = check_positive(self.name, "delta", delta)
+        if offset is not None:
+            check_not_negative(self.name, "offset", offset)
+        self.offset = offset
+        self.start = check_not_negative(self.name, "start", start)
+
+    def query_losses(
+        self,
+        scores: Float[Tensor, "query gallery"],
+        relevant: Bool[Tensor, "query gallery"],
+        candidate: Bool[Tensor, "query gallery"],
+    ) -> Float[Tensor, " query"]:
+        return sup_ap(
+            scores,
+            relevant,
+            candidate,
+            tau=self.tau,
+            rho=self.rho,
+            delta=self.delta,
+            offset=self.offset,
+            start=self.start,
+        )
+
+    def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
+        return positives * gallery
+
+    def extra_repr(self) -> str:
+        settings = f"tau={self.tau}, rho={self.rho}, delta={self.delta}, offset={self.offset}, start={self.start}"
+        return f"{settings}, {super().extra_repr()}"
+
+
+# The base class of losses that are means over pairs of a query and a reference.
+
+
+class PairLoss(RetrievalLoss):
+    """Base of losses that are means over pairs of a query and a reference.
+
+    Args:
+        pair_mean: what a mean runs over: `"query"`, the pairs of each query, followed by a mean over queries; any other
+            name, the pairs of all queries together, including those without a positive. A subclass defines the names.
+        reduction: as in `RetrievalLoss`; only `"mean"` unless `pair_mean` is `"query"`.
+        class_balanced: as in `RetrievalLoss`; only False unless `pair_mean` is `"query"`.
+        include_self: as in `RetrievalLoss`.
+
+    Raises:
+        TypeError: if `pair_mean` is not a string.
+        ValueError: if queries are to have values or weights of their own and `pair_mean` is not `"query"`.
+    """
+
+    def __init__(self, pair_mean: str, *, reduction: Reduction, class_balanced: bool, include_self: bool) -> None:
+        super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
+        self.pair_mean = check_string(self.name, "pair_mean", pair_mean)
+        if pair_mean != "query" and (reduction != "mean" or class_balanced):
+            raise ValueError(
+                f"{self.name}: `pair_mean` {pair_mean!r} is a mean over the pairs of all queries, in which a query has "
+                f"neither value nor weight of its own, got reduction={reduction!r}, class_balanced={class_balanced}; "
+                "set pair_mean='query'."
+            )
+
+    @abstractmethod
+    def pair_sums(
+        self,
+        scores: Float[Tensor, "query gallery"],
+        relevant: Bool[Tensor, "query gallery"],
+        candidate: Bool[Tensor, "query gallery"],
+    ) -> tuple[Float[Tensor, "query term"], Float[Tensor, "query term"]]:
+        """For each query and term the sum over its pairs and the number of pairs; the loss adds the terms' means.
+
+        Args:
+            scores: similarities, higher is nearer; those of references that are not candidates are meaningless.
+            relevant: the positives, all of them candidates.
+            candidate: which references are in the query's list.
+        """
+
+    def query_losses(
+        self,
+        scores: Float[Tensor, "query gallery"],
+        relevant: Bool[Tensor, "query gallery"],
+        candidate: Bool[Tensor, "query gallery"],
+        pairs_per_query: Float[Tensor, " term"] | None = None,
+    ) -> Float[Tensor, " query"]:
+        """The means of each query, or its part of the means over the pairs of all queries.
+
+        Args:
+            scores: similarities, higher is nearer; those of references that are not candidates are meaningless.
+            relevant: the positives, all of them candidates.
+            candidate: which references are in the query's list.
+            pairs_per_query: number of pairs of all queries together, divided by the number of queries; None divides by
+                the query's own number of pairs.
+        """
+        sums, counts = self.pair_sums(scores, relevant, candidate)
+        if pairs_per_query is None:
+            return (sums / counts.clamp(min=1)).sum(1)
+        return (sums / pairs_per_query).sum(1)
+
+    def extra_repr(self) -> str:
+        return f"pair_mean={self.pair_mean!r}, {super().extra_repr()}"
+
+    def _has_value(self, positives: Int[Tensor, " query"]) -> Bool[Tensor, " query"]:
+        if self.pair_mean == "query":
+            return positives > 0
+        return torch.ones_like(positives, dtype=torch.bool)
+
+    def _formula(
+        self, lists: RankedLists, blocks: tuple[Block, ...], queries: QueryRange | None
+    ) -> Callable[..., Tensor]:
+        if self.pair_mean == "query":
+            return self.query_losses
+        total = self._count_pairs(lists, blocks)
+        if queries is not None:
+            total = queries.total(total)
+        pairs_per_query = total.clamp(min=1) / len(lists.tensors[0])
+        return functools.partial(self.query_losses, pairs_per_query=pairs_per_query)
+
+    @torch.no_grad()
+    def _count_pairs(self, lists: RankedLists, blocks: tuple[Block, ...]) -> Float[Tensor, " term"]:
+        """Number of pairs of each term over all blocks; one 0 for each term if this process computes no query."""
+        if not blocks:
+            nothing = torch.arange(0)
+            blocks = (Block(nothing.to(lists.device), MaskFacts(nothing, lists.levels)),)
+        counts = []
+        for block in blocks:
+            relevant, candidate = block.masks(lists)
+            _, pairs = self.pair_sums(lists.scores(block.rows), relevant, candidate)
+            counts.append(pairs.sum(0))
+        return torch.stack(counts).sum(0)
+
+
+# The calibration loss of ROADMAP (Ramzi et al., NeurIPS 2021, section 3.2), which makes AP decomposable.
+#
+# AP depends only on the order within a list, so the scores of different lists need not be on one scale. Two hinges pull
+# the cosine similarity of positives above alpha and push that of negatives below beta:
+#
+#     L = mean over positives of [alpha - s]_+  +  mean over negatives of [s - beta]_+
+#
+# Difference from the official code: the means are taken for each query, and then over the queries.
+# `pair_mean="nonzero"` is the official code's mean over all pairs of the batch that violate their bound. The choice
+# changes the weight of the term by a factor of up to 8.
+
+
+def calibration_sums(
+    scores: Float[Tensor, "query gallery"],
+    relevant: Bool[Tensor, "query gallery"],
+    candidate: Bool[Tensor, "query gallery"],
+    *,
+    alpha: float,
+    beta: float,
+    only_nonzero: bool = False,
+) -> tuple[Float[Tensor, "query 2"], Float[Tensor, "query 2"]]:
+    """Both hinges, of the positives and of the negatives, summed over each query's pairs, and the numbers of pairs.
+
+    Args:
+        scores: similarities, higher is nearer; the scores of non-candidates are ignored.
+        relevant: the positives of each query, all of them candidates.
+        candidate: the items in each query's list.
+        alpha: similarity that positives should reach.
+        beta: similarity that negatives should stay below.
+        only_nonzero: count only the pairs that violate their bound.
+    """
+    negative = candidate & ~relevant
+    positive_hinge = (alpha - scores).clamp(min=0) * relevant  # (query, gallery)
+    negative_hinge = (scores - beta).clamp(min=0) * negative  # (query, gallery)
+    sums = torch.stack([positive_hinge.sum(1), negative_hinge.sum(1)], 1)  # (query, 2)
+    if only_nonzero:
+        counts = torch.stack([(positive_hinge > 0).sum(1), (negative_hinge > 0).sum(1)], 1)
+    else:
+        counts = torch.stack([relevant.sum(1), negative.sum(1)], 1)
+    return sums, counts.to(scores.dtype)
+
+
+class CalibrationLoss(PairLoss):
+    """Hinges on the cosine similarities of positives and of negatives.
+
+    Args:
+        alpha: similarity that positives should reach.
+        beta: similarity that negatives should stay below.
+        pair_mean: the pairs over which the two means are taken: those of each `"query"`, `"all"` pairs of the batch, or
+            the `"nonzero"` pairs of the batch, which violate their bound.
+        reduction: `"mean"` or `"sum"` over the queries that have a positive, or `"none"`: one value per query.
+        class_balanced: give every class of the batch the same total weight.
+        include_self: rank the query in its own list, as the official code does with a memory. Only for comparison with
+            it.
+
+    Raises:
+        ValueError: if `alpha` or `beta` is not from -1e12 to 1e12, or `pair_mean` or `reduction` is unknown; if
+            `reduction` or `class_balanced` needs a value per query while `pair_mean` is not `"query"`.
+        TypeError: if `alpha` or `beta` is not a number.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.losses import CalibrationLoss
+        >>> embeddings = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [0.6, 0.8]], requires_grad=True)
+        >>> round(CalibrationLoss()(embeddings, torch.tensor([7, 7, 3, 3])).item(), 4)
+        0.19
+
+    Relations:
+        The second term of `ROADMAPLoss`.
+    """
+
+    def __init__(
+        self,
+        alpha: float = 0.9,
+        beta: float = 0.6,
+        *,
+        pair_mean: Literal["query", "all", "nonzero"] = "query",
+        reduction: Reduction = "mean",
+        class_balanced: bool = False,
+        include_self: bool = False,
+    ) -> None:
+        check_choice(type(self).__name__, "pair_mean", pair_mean, ("query", "all", "nonzero"))
+        super().__init__(pair_mean, reduction=reduction, class_balanced=class_balanced, include_self=include_self)
+        self.alpha = check_finite_number(self.name, "alpha", alpha)
+        self.beta = check_finite_number(self.name, "beta", beta)
+
+    def pair_sums(
+        self,
+        scores: Float[Tensor, "query gallery"],
+        relevant: Bool[Tensor, "query gallery"],
+        candidate: Bool[Tensor, "query gallery"],
+    ) -> tuple[Float[Tensor, "query 2"], Float[Tensor, "query 2"]]:
+        only_nonzero = self.pair_mean == "nonzero"
+        return calibration_sums(
+            scores, relevant, candidate, alpha=self.alpha, beta=self.beta, only_nonzero=only_nonzero
+        )
+
+    def extra_repr(self) -> str:
+        return f"alpha={self.alpha}, beta={self.beta}, {super().extra_repr()}"
+
 
 _DEFAULTS = {"reduction": "mean", "class_balanced": False, "include_self": False}
 

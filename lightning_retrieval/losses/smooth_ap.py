@@ -12,15 +12,65 @@ not in its own list (the official code counts it as a positive, and so does `inc
 sizes, and rows may come in any order.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.checks import check_positive
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.indexing import at
-from lightning_retrieval.losses.positives import find_positives
-from lightning_retrieval.losses.soft_counts import count_above, sigmoid_step
+from lightning_retrieval.losses.positives import at, find_positives
+
+# How many items score above each positive, counted by a step function that has a slope.
+#
+# The losses of soft ranks spend most of their time here, on tensors of shape (positives, gallery). The slope of the
+# step function is computed beside its value, from which it often follows, so that the backward pass only multiplies.
+
+
+# Of t = s_j - s_i, which may be overwritten: the step function summed over j, and its slope at each t.
+Step = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def count_above(
+    scores: Float[Tensor, "query gallery"], query: Int[Tensor, " pos"], s_i: Float[Tensor, " pos"], step: Step
+) -> Float[Tensor, " pos"]:
+    """For each positive i, the sum over all items j of its query of step(s_j - s_i).
+
+    Args:
+        scores: -inf for items that are not counted.
+        query: the query (row of `scores`) of each positive.
+        s_i: the score of each positive.
+        step: computes the sum over j and the slopes, which must be 0 at -inf.
+    """
+    count: Tensor = _CountAbove.apply(scores, query, s_i, step)
+    return count
+
+
+def sigmoid_step(t: Float[Tensor, "pos gallery"]) -> tuple[Float[Tensor, " pos"], Float[Tensor, "pos gallery"]]:
+    """sigma(t), summed over j, and its slope sigma(t) (1 - sigma(t))."""
+    above = t.sigmoid_()
+    return above.sum(1), torch.addcmul(above, above, above, value=-1)
+
+
+class _CountAbove(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, query: Tensor, s_i: Tensor, step: Step) -> Tensor:
+        t = scores.index_select(0, query).sub_(s_i[:, None])  # (pos, gallery)
+        count, slope = step(t)
+        ctx.save_for_backward(query, slope)
+        ctx.queries = len(scores)
+        return count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, slope = ctx.saved_tensors
+        gradient = slope * grad[:, None]  # (pos, gallery)
+        of_scores = gradient.new_zeros(ctx.queries, gradient.shape[1]).index_add_(0, query, gradient)
+        return of_scores, None, -gradient.sum(1), None
 
 
 def smooth_ap(

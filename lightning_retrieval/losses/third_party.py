@@ -6,9 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_finite, check_instance
-from lightning_retrieval.losses.batch_loss import BatchLoss
-from lightning_retrieval.losses.embedding_lists import check_batch
-from lightning_retrieval.losses.ranked_batch import RankedBatch
+from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
+from lightning_retrieval.losses.lists import check_batch
 from lightning_retrieval.ranking.labels import finest
 
 # The losses of pytorch-metric-learning that rank references, whatever their order, and ignore the pairs that

@@ -1,8 +1,7 @@
 """Metrics of embeddings, for any number of processes."""
 
 from lightning_retrieval.metrics.base import EmbeddingMetric
-from lightning_retrieval.metrics.random_gallery import RandomGalleryMetrics
-from lightning_retrieval.metrics.retrieval import RetrievalMetrics
+from lightning_retrieval.metrics.retrieval import RandomGalleryMetrics, RetrievalMetrics
 from lightning_retrieval.metrics.revisited import RevisitedMetrics
 
 __all__ = ["EmbeddingMetric", "RandomGalleryMetrics", "RetrievalMetrics", "RevisitedMetrics"]

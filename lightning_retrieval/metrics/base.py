@@ -32,8 +32,7 @@ from lightning_retrieval.metrics.gathering import (
 )
 from lightning_retrieval.metrics.plot import Results, plot_results
 from lightning_retrieval.metrics.query_gallery import QueryGallery, post_processing, query_gallery
-from lightning_retrieval.ranking.labels import finest
-from lightning_retrieval.ranking.roles import Role
+from lightning_retrieval.ranking.labels import Role, finest
 
 _STATES = ("embeddings", "labels", "ids", "roles", "instances", "cameras")
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.retrieval import RetrievalMetrics
-from lightning_retrieval.ranking.float64 import float64_device
-from lightning_retrieval.ranking.precision import ieee_products
-from lightning_retrieval.ranking.ranks import PositiveRanks
+from lightning_retrieval.ranking.ranks import PositiveRanks, ieee_products
+from lightning_retrieval.ranking.rows import float64_device
 
 _BLOCK_GALLERY = 1 << 14  # images of the gallery that are scored at a time
 

@@ -16,11 +16,10 @@ from lightning_retrieval.ranking.expansion import (
     augmented_gallery,
     expanded_queries,
 )
-from lightning_retrieval.ranking.labelled_lists import LabelledLists
+from lightning_retrieval.ranking.labels import LabelledLists, Role, has_role
 from lightning_retrieval.ranking.ranked_lists import positive_ranks
 from lightning_retrieval.ranking.ranks import PositiveRanks
-from lightning_retrieval.ranking.roles import Role, has_role
-from lightning_retrieval.ranking.sharded_rows import ShardedRows
+from lightning_retrieval.ranking.rows import ShardedRows
 
 
 @dataclass(frozen=True)

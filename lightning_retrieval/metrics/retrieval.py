@@ -1,11 +1,13 @@
 """`RetrievalMetrics`: all metrics of the table, over a whole evaluation set."""
 
+import re
 import warnings
-from collections.abc import Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, get_args
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
@@ -17,13 +19,122 @@ from lightning_retrieval.checks import (
     check_strings,
     short_repr,
 )
+from lightning_retrieval.metrics import definitions
 from lightning_retrieval.metrics.base import EmbeddingMetric
 from lightning_retrieval.metrics.definitions import Divisor
 from lightning_retrieval.metrics.gathering import Rows, merge_duplicates
 from lightning_retrieval.metrics.query_gallery import QueryGallery
-from lightning_retrieval.metrics.table import QueryMetric, extra_metric, metrics_table
-from lightning_retrieval.ranking.dims import check_dims, check_dims_fit
-from lightning_retrieval.ranking.float64 import float64_device
+from lightning_retrieval.ranking.labels import Role, check_dims, check_dims_fit, has_role
+from lightning_retrieval.ranking.ranks import PositiveRanks
+from lightning_retrieval.ranking.rows import float64_device
+
+# The table of all metrics that `RetrievalMetrics` computes.
+#
+# To add a metric, write a function in `lightning_retrieval.metrics.definitions` and add one entry to `metrics_table`,
+# or to `EXTRA_METRICS` if it is computed only where it is named. The metric is then computed, logged, and returned for
+# each query; nothing else has to change.
+
+
+class QueryMetric(NamedTuple):
+    """A metric with one value per query.
+
+    Args:
+        function: from the ranks of a block of queries to one value per query.
+        per_query: name of the values in the results of `per_query`.
+        mean: name of their mean in the results of `compute`; None if no mean is reported.
+        level: candidates that share the label of this level are positive, 0 is the finest; None if candidates that
+            share the label of any level are positive.
+    """
+
+    function: Callable[[PositiveRanks], Float[Tensor, " query"]]
+    per_query: str
+    mean: str | None
+    level: int | None = 0
+
+    def values(self, ranks: PositiveRanks) -> Float[Tensor, " query"]:
+        """The values of a block of queries, NaN for a query without a positive."""
+        if self.level is not None:
+            ranks = ranks.at_level(self.level)
+        return self.function(ranks).masked_fill(ranks.count == 0, torch.nan)
+
+
+# The metrics that are computed if they are named, without @k: the function, and the name of the values of the queries.
+EXTRA_METRICS: dict[str, tuple[Callable[..., Float[Tensor, " query"]], str]] = {
+    "mINP": (definitions.inverse_negative_penalty, "INP"),
+    "precision": (definitions.precision_at_k, "precision"),
+    "recall": (definitions.recall_of_positives_at_k, "recall"),
+    "MRR": (definitions.reciprocal_rank_at_k, "RR"),
+    "NDCG": (definitions.ndcg_at_k, "NDCG"),
+}
+
+
+def extra_metric(owner: str, name: str) -> QueryMetric:
+    """The metric of this name, such as `"mINP"` or `"NDCG@10"`.
+
+    Args:
+        owner: prefix of error messages.
+        name: as in the results of `compute`.
+
+    Raises:
+        ValueError: if there is no such metric.
+    """
+    kind, _, k = name.partition("@")
+    is_at_k = re.fullmatch(r"[1-9][0-9]{0,17}", k) is not None
+    needs_k = kind != "mINP"
+    if kind not in EXTRA_METRICS or needs_k != is_at_k or name == "mINP@":
+        raise ValueError(
+            f"{owner}: `extra_metrics` must be from 'mINP', 'precision@k', 'recall@k', 'MRR@k' and 'NDCG@k' with "
+            f"a number as k, such as 'NDCG@10', got {short_repr(name)}."
+        )
+    function, per_query = EXTRA_METRICS[kind]
+    if not needs_k:
+        return QueryMetric(function, per_query, name)
+    return QueryMetric(partial(function, k=int(k)), f"{per_query}@{k}", name)
+
+
+def metrics_table(
+    ks: Sequence[int],
+    map_ks: Sequence[int],
+    map_divisor: Divisor,
+    extra: Sequence[QueryMetric],
+    *,
+    alpha: float,
+    levels: int,
+) -> list[QueryMetric]:
+    """All metrics, in the order in which they are reported.
+
+    Args:
+        ks: the k of R@k.
+        map_ks: the k of mAP@k.
+        map_divisor: the divisor of mAP@k.
+        extra: further metrics.
+        alpha: how much more a finer level counts in H-AP.
+        levels: number of label levels; hierarchical metrics need at least 2.
+    """
+    table = [
+        QueryMetric(definitions.average_precision, "AP", "mAP"),
+        QueryMetric(definitions.average_precision_at_r, "AP@R", "mAP@R"),
+        QueryMetric(definitions.r_precision, "R-Precision", "R-Precision"),
+        QueryMetric(definitions.reciprocal_rank, "RR", "MRR"),
+        QueryMetric(definitions.ndcg, "NDCG", "NDCG"),
+        QueryMetric(definitions.first_hit, "first_hit", None),
+    ]
+    for k in map_ks:
+        ap_at_k = partial(definitions.average_precision_at_k, k=k, divisor=map_divisor)
+        table.append(QueryMetric(ap_at_k, f"AP@{k}", f"mAP@{k}"))
+    table += extra
+    if levels > 1:
+        table += [
+            QueryMetric(partial(definitions.h_ap, alpha=alpha), "H-AP", "H-AP", level=None),
+            QueryMetric(definitions.average_set_intersection, "ASI", "ASI", level=None),
+            QueryMetric(definitions.graded_ndcg, "NDCG-levels", "NDCG-levels", level=None),
+        ]
+    for level in range(1, levels):
+        name = f"AP/level{level}"
+        table.append(QueryMetric(definitions.average_precision, name, f"m{name}", level=level))
+    for k in ks:
+        table.append(QueryMetric(partial(definitions.recall_at_k, k=k), f"R@{k}", f"R@{k}"))
+    return table
 
 
 def query_values(lists: QueryGallery, metrics: Sequence[QueryMetric]) -> dict[str, Tensor]:
@@ -234,3 +345,74 @@ class RetrievalMetrics(EmbeddingMetric):
             f"{cure}.",
             stacklevel=3,
         )
+
+
+# Retrieval with random galleries of one image of each class: the protocol of vehicle re-identification.
+
+
+def draw_one_of_each(labels: Int[Tensor, " row"], generator: torch.Generator) -> Bool[Tensor, " row"]:
+    """True for one random row of each label."""
+    unique, inverse = torch.unique(labels, return_inverse=True)
+    random_order = torch.randperm(len(labels), generator=generator).to(labels.device)
+    first = torch.full_like(unique, len(labels)).scatter_reduce(0, inverse, random_order, "amin")
+    return random_order == first[inverse]
+
+
+def _with_any_role(rows: Rows) -> Rows:
+    return rows.select(has_role(rows.roles, Role.BOTH))
+
+
+class RandomGalleryMetrics(RetrievalMetrics):
+    """`RetrievalMetrics` whose gallery is one random image of each label and whose queries are all other images.
+
+    The gallery is drawn several times, and the values are means over the draws. The draws depend on `seed` and the ids
+    only. Images without a role, such as images that could not be read, are skipped; otherwise roles are ignored.
+
+    Args:
+        ks: the k of R@k, each >= 1.
+        draws: number of galleries, from 1 to 1,000,000.
+        seed: seed of the draws, >= 0.
+        settings: settings of `RetrievalMetrics` (`map_ks`, `map_divisor`, `extra_metrics`, `alpha`), of
+            `EmbeddingMetric` (`query_expansion`, `database_augmentation`, `embeddings_on_cpu`) and of
+            `torchmetrics.Metric`.
+
+    Raises:
+        ValueError: if `draws` is below 1 or `seed` below 0; else as `RetrievalMetrics`.
+        TypeError: if `draws` or `seed` is not an integer; else as `RetrievalMetrics`.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.metrics import RandomGalleryMetrics
+        >>> metrics = RandomGalleryMetrics(ks=(1,), draws=10)
+        >>> metrics.update(torch.eye(6)[[0, 0, 0, 1, 1, 1]], torch.tensor([5, 5, 5, 2, 2, 2]), ids=torch.arange(6))
+        >>> metrics.compute()["R@1"]
+        tensor(1., dtype=torch.float64)
+
+    Relations:
+        `per_query` returns one row for each draw and query.
+
+    Source:
+        Liu, Tian, Wang, Pang and Huang, CVPR 2016: the test protocol of VehicleID.
+    """
+
+    def __init__(self, ks: Sequence[int] = (1, 5), *, draws: int = 10, seed: int = 0, **settings: Any) -> None:
+        super().__init__(ks, **settings)
+        self.draws = check_integer(type(self).__name__, "draws", draws, least=1, most=1_000_000)
+        self.seed = check_integer(type(self).__name__, "seed", seed, least=0)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, draws={self.draws}, seed={self.seed}"
+
+    def _query_values(self, rows: Rows) -> dict[str, Tensor]:
+        """The results of `per_query`, of one draw after the other."""
+        rows = _with_any_role(rows)
+        generator = torch.Generator().manual_seed(self.seed)
+        draws = []
+        for _ in range(self.draws):
+            in_gallery = draw_one_of_each(rows.labels[:, 0], generator)
+            roles = torch.where(in_gallery, int(Role.GALLERY), int(Role.QUERY))
+            draws.append(super()._query_values(rows._replace(roles=roles)))
+        values = {}
+        for name in draws[0]:
+            values[name] = torch.cat([draw[name] for draw in draws])
+        return values

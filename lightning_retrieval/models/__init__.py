@@ -1,11 +1,16 @@
 """Models: an embedder with any backbone, how its images are prepared, pooling, whitening, and a network for glyphs."""
 
+from lightning_retrieval.models.backbones import GlyphNet
 from lightning_retrieval.models.embedder import Embedder
-from lightning_retrieval.models.glyph_net import GlyphNet
-from lightning_retrieval.models.pooling import GeM, GlobalAvgPool, GlobalMaxPool, gem
-from lightning_retrieval.models.preparation import Preparation
+from lightning_retrieval.models.features import (
+    GeM,
+    GlobalAvgPool,
+    GlobalMaxPool,
+    gem,
+)
 from lightning_retrieval.models.supervised_whitening import SupervisedWhitening
 from lightning_retrieval.models.whitening import PCAWhitening
+from lightning_retrieval.preparation.preparation import Preparation
 
 __all__ = [
     "Embedder",

@@ -19,18 +19,22 @@ from lightning_retrieval.checks import (
     check_tensor,
     short_repr,
 )
-from lightning_retrieval.models.backbone_preparation import merged_preparation, wanted_settings
+from lightning_retrieval.models.adapters import add_adapters, check_lora, enable_gradient_checkpointing, merge_adapters
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.backbones import build_backbone, of_module
-from lightning_retrieval.models.features import check_features, check_image_shape, feature_shape
-from lightning_retrieval.models.gradient_checkpointing import enable_gradient_checkpointing
-from lightning_retrieval.models.hub import PretrainedModule
-from lightning_retrieval.models.lora import add_adapters, check_lora, merge_adapters
-from lightning_retrieval.models.pixels import check_normalized
-from lightning_retrieval.models.pooling import GeM, GlobalAvgPool, GlobalMaxPool
-from lightning_retrieval.models.preparation import Preparation
-from lightning_retrieval.models.pretrained import is_local_file, with_pretrained_weights
-from lightning_retrieval.ranking.similarity import normalize as l2_normalize
+from lightning_retrieval.models.features import (
+    GeM,
+    GlobalAvgPool,
+    GlobalMaxPool,
+    check_features,
+    check_image_shape,
+    feature_shape,
+)
+from lightning_retrieval.models.pretrained import PretrainedModule, is_local_file, with_pretrained_weights
+from lightning_retrieval.preparation.of_model import merged_preparation, wanted_settings
+from lightning_retrieval.preparation.pixels import check_normalized
+from lightning_retrieval.preparation.preparation import Preparation
+from lightning_retrieval.ranking.rows import normalize as l2_normalize
 
 Pooling = Literal["gem", "avg", "max", "class_token", "own"]
 Self = TypeVar("Self", bound="Embedder")

@@ -8,8 +8,168 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_retrieval.checks import first_line
-from lightning_retrieval.models.preparation import DEFAULT_IMAGE_SIZE
+from lightning_retrieval.checks import (
+    check_bool,
+    check_device,
+    check_float_type,
+    check_maps,
+    check_positive,
+    first_line,
+)
+from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE
+
+# Pooling of a feature map to a vector: generalized mean (GeM), average, maximum.
+#
+# GeM: Radenovic, Tolias, Chum: "Fine-tuning CNN Image Retrieval with No Human Annotation", TPAMI 2019, eq. 3:
+#
+#     f_k = (1 / |X_k| * sum over x in X_k of x^p_k)^(1 / p_k)
+#
+# Symbols: X_k the activations of channel k, p_k `p` (here one exponent for all channels). The average is p = 1 (eq. 2),
+# the maximum p -> infinity (eq. 1). As in the official code, activations below `eps` are replaced by `eps`. Difference
+# from the official code: each channel is divided by its largest activation before the powers and multiplied by it
+# afterwards. This changes neither the result nor its gradient, and prevents overflow and underflow for every p.
+
+
+# For smaller exponents, float32 cannot tell the powers from 1.
+LEAST_P, MOST_P = 1e-2, 1e6
+
+
+def gem(
+    features: Float[Tensor, "batch channel height width"], p: Float[Tensor, "..."] | float = 3.0, eps: float = 1e-6
+) -> Float[Tensor, "batch channel"]:
+    """The generalized mean of each channel, computed in float32 or better and returned in the dtype of `features`.
+
+    Args:
+        features: feature maps.
+        p: exponent, from 0.01 to 1e6: a number, or a tensor with one element, whose value is not checked.
+        eps: smaller (and negative) activations are replaced by this, > 0.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.models import gem
+        >>> features = torch.tensor([3.0, 4.0]).reshape(1, 1, 1, 2)
+        >>> [round(gem(features, p).item(), 4) for p in (1.0, 2.0, 1000.0)]  # average, root of the mean square, maximum
+        [3.5, 3.5355, 3.9972]
+    """
+    check_maps("gem", "features", features)
+    check_positive("gem", "eps", eps)
+    if isinstance(p, Tensor):
+        _check_exponent(p, features)
+    else:
+        check_positive("gem", "p", p, least=LEAST_P, most=MOST_P)
+    return _gem(features, p, eps)
+
+
+def _check_exponent(p: Tensor, features: Tensor) -> None:
+    """Raise unless a tensor can be the exponent; its value is not read, since that would wait for a GPU."""
+    check_device("gem", "p", p, features.device, "features")
+    check_float_type("gem", "p", p)
+    if p.layout is not torch.strided or p.numel() != 1:
+        raise ValueError(f"gem: `p` must be a number or a dense tensor with one element, got shape {tuple(p.shape)}.")
+
+
+def _gem(
+    features: Float[Tensor, "batch channel height width"], p: Float[Tensor, "..."] | float, eps: float
+) -> Float[Tensor, "batch channel"]:
+    x = features.to(torch.promote_types(features.dtype, torch.float32)).clamp(min=eps)
+    if isinstance(p, Tensor):
+        p = p.to(x.dtype)
+    # GeM is homogeneous (a feature map twice as large has a mean twice as large), so `largest` needs no gradient.
+    largest = x.detach().amax((-2, -1), keepdim=True)
+    mean = (x / largest).pow(p).mean((-2, -1))  # (batch, channel)
+    return (largest[..., 0, 0] * mean.pow(1 / p)).to(features.dtype)
+
+
+class GeM(nn.Module):
+    """Generalized mean pooling: between the average (p = 1) and the maximum (p -> infinity).
+
+    Args:
+        p: initial exponent, from 0.01 to 1e6. Larger values give the strongest activations more weight.
+        eps: smaller (and negative) activations are replaced by this, > 0.
+        learnable: whether `p` is a parameter, trained with the network, or a buffer; the state dict has the same keys.
+
+    Raises:
+        ValueError: if `p` or `eps` is out of its range; when called, if the features are no feature maps.
+        TypeError: if `p` or `eps` is not a number, or `learnable` is not a bool.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.models import GeM
+        >>> pool = GeM(p=2.0)
+        >>> pool
+        GeM(p=2, eps=1e-06, learnable=True)
+        >>> pool(torch.tensor([3.0, 4.0]).reshape(1, 1, 1, 2)).detach()
+        tensor([[3.5355]])
+
+    Cost:
+        A few float32 copies of the feature map are kept for the backward pass.
+
+    Relations:
+        `gem` is the function. `GlobalAvgPool` and `GlobalMaxPool` are its limits, but do not clamp negative
+        activations.
+
+    Source:
+        Radenovic et al., TPAMI 2019, eq. 3; the paper starts from p = 3.
+    """
+
+    p: Float[Tensor, "1"]
+
+    def __init__(self, p: float = 3.0, eps: float = 1e-6, learnable: bool = True) -> None:
+        super().__init__()
+        initial_p = torch.tensor([float(check_positive("GeM", "p", p, least=LEAST_P, most=MOST_P))])
+        self.eps = check_positive("GeM", "eps", eps)
+        self.learnable = check_bool("GeM", "learnable", learnable)
+        if learnable:
+            self.p = nn.Parameter(initial_p)
+        else:
+            self.register_buffer("p", initial_p)
+
+    def forward(self, features: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch channel"]:
+        check_device("GeM", "features", features, self.p.device, "p")
+        check_maps("GeM", "features", features)
+        return _gem(features, self.p, self.eps)
+
+    def extra_repr(self) -> str:
+        p = "?"
+        if not self.p.is_meta:  # a meta tensor has no value
+            p = f"{self.p.item():.6g}"
+        return f"p={p}, eps={self.eps}, learnable={self.learnable}"
+
+
+class GlobalAvgPool(nn.Module):
+    """The average of each channel.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.models import GlobalAvgPool
+        >>> GlobalAvgPool()(torch.tensor([-3.0, 4.0]).reshape(1, 1, 1, 2))
+        tensor([[0.5000]])
+
+    Relations:
+        Equals `nn.AdaptiveAvgPool2d(1)`, flattened, but has a deterministic backward pass on GPUs.
+    """
+
+    def forward(self, features: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch channel"]:
+        check_maps("GlobalAvgPool", "features", features)
+        return features.mean((-2, -1))
+
+
+class GlobalMaxPool(nn.Module):
+    """The maximum of each channel; the gradient is divided equally between activations that tie for the maximum.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.models import GlobalMaxPool
+        >>> GlobalMaxPool()(torch.tensor([-3.0, 4.0]).reshape(1, 1, 1, 2))
+        tensor([[4.]])
+
+    Relations:
+        Equals `nn.AdaptiveMaxPool2d(1)`, flattened, but has a deterministic backward pass on GPUs.
+    """
+
+    def forward(self, features: Float[Tensor, "batch channel height width"]) -> Float[Tensor, "batch channel"]:
+        check_maps("GlobalMaxPool", "features", features)
+        return features.amax((-2, -1))
 
 
 def feature_shape(owner: str, backbone: nn.Module, cure: str) -> tuple[int, ...]:

@@ -23,8 +23,6 @@ from lightning_retrieval.models.backbone_request import (
     BuiltBackbone,
 )
 from lightning_retrieval.models.features import height_and_width, patch_map, returns_tokens
-from lightning_retrieval.models.hugging_face_preparation import read_preparation
-from lightning_retrieval.models.preparation import DEFAULT_IMAGE_SIZE
 from lightning_retrieval.models.pretrained import (
     DEFAULT_WEIGHTS,
     are_skipped,
@@ -36,6 +34,8 @@ from lightning_retrieval.models.pretrained import (
 )
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import names_kernels
+from lightning_retrieval.preparation.of_model import read_preparation
+from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE
 
 CLASS_TOKENS = ("cls_token", "class_embedding")
 PREFIX_TOKENS = (*CLASS_TOKENS, "distillation_token", "register_tokens")

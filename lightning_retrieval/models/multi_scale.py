@@ -15,8 +15,8 @@ from lightning_retrieval.checks import (
     check_tensor,
     short_repr,
 )
-from lightning_retrieval.models.pixels import check_normalized
-from lightning_retrieval.ranking.similarity import normalize
+from lightning_retrieval.preparation.pixels import check_normalized
+from lightning_retrieval.ranking.rows import normalize
 
 LEAST_SCALE, MOST_SCALE = 1e-3, 100.0
 # Ways to combine the scales: the settings of `multi_scale` by name. "gem" is `--pooling gem` of dirtorch.

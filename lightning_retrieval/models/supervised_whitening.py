@@ -21,22 +21,20 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_embeddings, check_integer, check_labels
 from lightning_retrieval.distributed import gather_rows
-from lightning_retrieval.models.fit_rows import (
-    FitRows,
-    check_on_all_processes,
-    rows_of_all_processes,
-    rows_of_one_process,
-)
 from lightning_retrieval.models.whitening import (
+    FitRows,
     PrincipalComponents,
     Whitening,
+    check_on_all_processes,
     count_varying,
     covariance_about,
+    rows_of_all_processes,
+    rows_of_one_process,
     top_directions,
     with_positive_largest_entry,
 )
-from lightning_retrieval.ranking.float64 import float64_device
 from lightning_retrieval.ranking.labels import finest
+from lightning_retrieval.ranking.rows import float64_device
 
 _FIT_PAIRS = 8192  # pairs that are converted to float64 at a time
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from lightning_retrieval.checks import check_choice, short_repr
-from lightning_retrieval.models.backbone_names import unknown_name
 from lightning_retrieval.models.backbone_request import (
     ALL_POOLINGS,
     CLASS_TOKEN,
@@ -23,6 +22,7 @@ from lightning_retrieval.models.backbone_request import (
     OWN,
     BackboneRequest,
     BuiltBackbone,
+    unknown_name,
 )
 from lightning_retrieval.models.features import height_and_width, patch_map, returns_tokens
 from lightning_retrieval.models.pretrained import (

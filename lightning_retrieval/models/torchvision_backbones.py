@@ -8,8 +8,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_choice, first_line
-from lightning_retrieval.models.backbone_names import torchvision_names, unknown_name
-from lightning_retrieval.models.backbone_request import ALL_POOLINGS, MAP_POOLINGS, BackboneRequest, BuiltBackbone
+from lightning_retrieval.models.backbone_request import (
+    ALL_POOLINGS,
+    MAP_POOLINGS,
+    BackboneRequest,
+    BuiltBackbone,
+    torchvision_names,
+    unknown_name,
+)
 from lightning_retrieval.models.features import height_and_width
 from lightning_retrieval.models.pretrained import are_skipped, hub_error, is_local_file, load_local_file
 

@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.search.faiss_index import load_faiss
-from lightning_retrieval.search.files import CHUNK, DigestStream, write_verified
+from lightning_retrieval.files import CHUNK, DigestStream, write_verified
+from lightning_retrieval.search.faiss_index import add_block, load_faiss, read_shard, shard_name
 from lightning_retrieval.search.rows import BLOCK, OWNER, Rows, check_rows, normalized_blocks
-from lightning_retrieval.search.shards import add_block, read_shard, shard_name
 from lightning_retrieval.search.storage import NewVersion
 
 BUFFER = 1 << 17  # bytes of each part that are read at a time

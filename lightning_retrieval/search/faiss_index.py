@@ -4,17 +4,30 @@ Johnson, Douze, Jegou, "Billion-scale similarity search with GPUs" (IEEE Transac
 faiss. Its factory strings are explained at https://github.com/facebookresearch/faiss/wiki/The-index-factory.
 """
 
+import os
 import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from jaxtyping import Float, Float32, Int
+from numpy.typing import NDArray
+from torch import Tensor
 
 from lightning_retrieval.checks import short_repr
+from lightning_retrieval.files import DigestStream
 from lightning_retrieval.optional_packages import optional_import
-from lightning_retrieval.search.rows import OWNER, Rows, normalized_sample
+from lightning_retrieval.search.rows import BLOCK, OWNER, Rows, normalized_blocks, normalized_sample
 
 ROWS_PER_CENTROID = 256  # more are ignored by the k-means of faiss
+
+
 FEWEST_CENTROIDS = 256  # those of product quantisation with 8 bits
+
+
 COUNTS = ("nprobe", "efSearch")  # search parameters that count lists or candidates, also with a prefix
 
 
@@ -120,3 +133,216 @@ def _check_counts(parameters: str) -> None:
 def faiss_reason(error: RuntimeError) -> str:
     """The message of a faiss error, without the file and line of faiss' source code."""
     return str(error).split(": ", 1)[-1].rsplit("failed: ", 1)[-1].strip()
+
+
+# The rows of an index, distributed over several faiss indexes that are searched in parallel.
+
+
+def train_shards(shards: list[Any], factory: str, embeddings: Rows) -> None:
+    """Train the first shard, and replace the others by copies of it, unless they are trained already.
+
+    Raises:
+        ValueError: if there are too few rows.
+    """
+    if shards[0].is_trained:
+        return
+    train_faiss_index(shards[0], factory, embeddings)
+    faiss = load_faiss()
+    for number in range(1, len(shards)):
+        shards[number] = faiss.clone_index(shards[0])
+
+
+def add_to_shards(shards: list[Any], factory: str, embeddings: Rows, ids: NDArray[np.int64]) -> None:
+    """Distribute the rows of each block evenly over the shards.
+
+    Raises:
+        ValueError: if faiss cannot add rows; some may have been added.
+    """
+    rows = sum(map(_row_count, shards))
+    _reserve(shards, len(ids))
+    try:
+        for begin, block in normalized_blocks(embeddings):
+            add_block(shards, block, ids[begin : begin + len(block)])
+            del block  # before the next one is made
+    except RuntimeError as error:
+        raise ValueError(
+            f"{OWNER}: {len(ids)} rows cannot be added to an index of {factory!r} that holds {rows} "
+            f"({faiss_reason(error)}); use another factory, such as Flat or HNSW32."
+        ) from None
+
+
+def _reserve(shards: list[Any], rows: int) -> None:
+    """Let flat indexes allocate the memory of this many more rows at once: while it grows, faiss holds it twice."""
+    faiss = load_faiss()
+    most = -(-rows // len(shards)) + -(-rows // BLOCK)  # of one shard: parts of a block differ by at most one row
+    for shard in shards:
+        inner = shard
+        if isinstance(shard, faiss.IndexIDMap):
+            inner = faiss.downcast_index(shard.index)
+        if isinstance(inner, faiss.IndexFlatCodes):
+            size = inner.codes.size()
+            inner.codes.resize(size + most * inner.code_size)
+            inner.codes.resize(size)
+
+
+def add_block(shards: list[Any], block: Float32[np.ndarray, "rows dim"], ids: NDArray[np.int64]) -> None:
+    """Distribute normalised rows evenly, the first part to the shard with the fewest rows."""
+    parts = np.array_split(block, len(shards))
+    parts_of_ids = np.array_split(ids, len(shards))
+    for index, part, part_of_ids in zip(sorted(shards, key=_row_count), parts, parts_of_ids):
+        index.add_with_ids(part, part_of_ids)
+
+
+def search_shards(
+    shards: list[Any], dim: int, queries: Float[Tensor, "query dim"], k: int
+) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
+    """Similarities and ids of the k nearest rows of all shards; -inf and -1 where fewer are found.
+
+    Raises:
+        ValueError: if faiss cannot search with the index's parameters.
+    """
+    index = shards[0]
+    if len(shards) > 1:
+        in_threads, successive_ids = True, False
+        index = load_faiss().IndexShards(dim, in_threads, successive_ids)
+        for shard in shards:
+            index.add_shard(shard)
+    similarities = [np.zeros((0, k), np.float32)]
+    ids = [np.zeros((0, k), np.int64)]
+    for _, block in normalized_blocks(queries):
+        try:
+            block_similarities, block_ids = index.search(block, k)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{OWNER}: faiss cannot search for the {k} nearest rows ({faiss_reason(error)}); ask for fewer, or "
+                "change the search parameters with set_parameters."
+            ) from None
+        similarities.append(block_similarities)
+        ids.append(block_ids)
+    all_similarities = np.concatenate(similarities)
+    all_ids = np.concatenate(ids)
+    all_similarities[all_ids < 0] = -np.inf
+    return torch.from_numpy(all_similarities), torch.from_numpy(all_ids)
+
+
+def remove_from_shards(shards: list[Any], factory: str, ids: NDArray[np.int64]) -> None:
+    """Remove rows, wherever they are.
+
+    Raises:
+        ValueError: if faiss cannot remove rows from this kind of index.
+    """
+    faiss = load_faiss()
+    try:
+        for shard in shards:
+            shard.remove_ids(faiss.IDSelectorBatch(ids))
+    except RuntimeError as error:
+        why = f"because faiss reports: {faiss_reason(error)}"
+        if "not implemented" in str(error):
+            why = "because faiss does not support it"
+        raise ValueError(
+            f"{OWNER}: rows cannot be removed from an index of {factory!r}, {why}; build the index again without them, "
+            "or use Flat or IVF."
+        ) from None
+
+
+def rebuild_rows(shards: list[Any], dim: int, ids: NDArray[np.int64]) -> Float[Tensor, "rows dim"]:
+    """The rows with these ids, all of which are in the shards, wherever they are.
+
+    Raises:
+        ValueError: if faiss cannot give rows of this kind of index back.
+    """
+    faiss = load_faiss()
+    rows = np.empty((len(ids), dim), np.float32)
+    for shard in shards:
+        is_mapped = isinstance(shard, faiss.IndexIDMap)
+        stored = _stored_ids(shard, is_mapped)
+        here = np.isin(ids, stored)
+        try:
+            if is_mapped:
+                order = np.argsort(stored)
+                places = np.searchsorted(stored, ids[here], sorter=order)
+                rows[here] = shard.index.reconstruct_batch(order[places])
+            else:
+                rows[here] = _rebuild_from_lists(shard, ids[here])
+        except RuntimeError as error:
+            raise ValueError(
+                f"{OWNER}: faiss cannot give rows of this index back ({faiss_reason(error)}); keep the embeddings in "
+                "files of your own, as `lightning-retrieval embed` writes them."
+            ) from None
+    return torch.from_numpy(rows)
+
+
+def _stored_ids(shard: Any, is_mapped: bool) -> NDArray[np.int64]:
+    """The ids of a shard in the order in which it stores its rows."""
+    faiss = load_faiss()
+    if is_mapped:
+        stored: NDArray[np.int64] = faiss.vector_to_array(shard.id_map)
+        return stored
+    lists = faiss.extract_index_ivf(shard).invlists
+    parts = [np.zeros(0, np.int64)]
+    for number in range(lists.nlist):
+        size = lists.list_size(number)
+        if size > 0:
+            parts.append(faiss.rev_swig_ptr(lists.get_ids(number), size).copy())
+    return np.concatenate(parts)
+
+
+def _rebuild_from_lists(shard: Any, ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Rows of an IVF index, which finds an id only with a table of all ids."""
+    faiss = load_faiss()
+    ivf = faiss.extract_index_ivf(shard)
+    ivf.set_direct_map_type(faiss.DirectMap.Hashtable)
+    try:
+        rows: NDArray[np.float32] = shard.reconstruct_batch(ids)
+    finally:
+        ivf.set_direct_map_type(faiss.DirectMap.NoMap)  # it would be saved, and slow down every change
+    return rows
+
+
+def shard_writers(shards: list[Any]) -> dict[str, Callable[[DigestStream], None]]:
+    """By file name, a function that writes a shard to a stream."""
+    return {shard_name(number): partial(_write_shard, shard) for number, shard in enumerate(shards)}
+
+
+def shard_name(number: int) -> str:
+    """The name of the file of a shard."""
+    return f"vectors-{number}.faiss"
+
+
+def _write_shard(shard: Any, stream: DigestStream) -> None:
+    """Write a shard to a stream. faiss' own files are not used: they ignore errors of the last flush."""
+    faiss = load_faiss()
+    faiss.write_index(shard, faiss.PyCallbackIOWriter(stream.write))
+
+
+def read_shard(path: Path, mapped: bool) -> Any:
+    """Read a shard from a file, or map the file into memory.
+
+    Raises:
+        ValueError: if faiss cannot read the file.
+    """
+    faiss = load_faiss()
+    flags = 0
+    if mapped:
+        flags = faiss.IO_FLAG_MMAP_IFC
+    try:
+        return faiss.read_index(os.fspath(path), flags)
+    except RuntimeError as error:
+        raise ValueError(f"{OWNER}: faiss cannot read {path} ({faiss_reason(error)}); build the index again.") from None
+
+
+def shards_to_bytes(shards: list[Any]) -> list[NDArray[np.uint8]]:
+    """Each shard as bytes."""
+    faiss = load_faiss()
+    return [faiss.serialize_index(shard) for shard in shards]
+
+
+def shards_from_bytes(serialized: list[NDArray[np.uint8]]) -> list[Any]:
+    """The shards that `shards_to_bytes` was given."""
+    faiss = load_faiss()
+    return [faiss.deserialize_index(shard) for shard in serialized]
+
+
+def _row_count(shard: Any) -> int:
+    count: int = shard.ntotal
+    return count

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.checks import check_integers, check_tensor
-from lightning_retrieval.search.files import DigestStream
-from lightning_retrieval.search.packed_strings import PackedStrings
+from lightning_retrieval.files import DigestStream
+from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.search.rows import OWNER, Rows, check_finite_rows, check_paths, check_rows
 
 LARGEST_ID = int(np.iinfo(np.int64).max)

@@ -6,7 +6,7 @@ rank by.
 
 import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.checks import (
@@ -24,35 +25,105 @@ from lightning_retrieval.checks import (
     first_line,
     short_repr,
 )
+from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.search.disk_lists import ROWS_IN_MEMORY, add_on_disk, check_disk_build
-from lightning_retrieval.search.faiss_index import new_faiss_index, set_search_parameters
-from lightning_retrieval.search.id_table import IdTable, check_new_rows, integer_ids
-from lightning_retrieval.search.recall import measure_recall
-from lightning_retrieval.search.rows import (
-    OWNER,
-    Rows,
-    check_not_mapped,
-    check_queries,
-    check_results,
-    join_parameters,
-    plain_values,
-)
-from lightning_retrieval.search.shards import (
+from lightning_retrieval.search.faiss_index import (
     add_to_shards,
+    new_faiss_index,
     read_shard,
     rebuild_rows,
     remove_from_shards,
     search_shards,
+    set_search_parameters,
     shard_name,
     shard_writers,
     shards_from_bytes,
     shards_to_bytes,
     train_shards,
 )
+from lightning_retrieval.search.id_table import IdTable, check_new_rows, integer_ids
+from lightning_retrieval.search.rows import (
+    OWNER,
+    PIECE,
+    Rows,
+    check_not_mapped,
+    check_queries,
+    check_results,
+    join_parameters,
+    normalized_rows,
+    plain_values,
+    sample_rows,
+)
 from lightning_retrieval.search.storage import new_version, read_folder, write_folder
 
+# Recall of an approximate index: the fraction of the nearest rows by exact search that the index finds as well.
+
+
+RECALL_AT = 10
+
+
+RECALL_QUERIES = 256
+
+
+def measure_recall(
+    search: Callable[[Tensor, int], tuple[Tensor, Tensor]],
+    embeddings: Rows,
+    ids: NDArray[np.int64],
+) -> float | None:
+    """Recall@10 of an index on a sample of its rows as queries; None if there is a single row.
+
+    A row is not its own neighbour, whether the index finds it or not.
+
+    Args:
+        search: of the index; it takes queries and k, and returns similarities and ids.
+        embeddings: all rows of the index.
+        ids: of these rows.
+
+    Cost:
+        An exact search for 256 queries, block by block.
+    """
+    k = min(RECALL_AT, len(embeddings) - 1)
+    if k == 0:
+        return None
+    sample = sample_rows(len(embeddings), RECALL_QUERIES)
+    queries = torch.from_numpy(normalized_rows(embeddings[sample]))
+    query_ids = torch.from_numpy(ids)[sample]
+    expected = _exact_neighbours(queries, query_ids, embeddings, ids, k)
+    _, found = search(queries, k + 1)
+    hits = 0
+    for found_ids, expected_ids, query_id in zip(found.tolist(), expected.tolist(), query_ids.tolist()):
+        others = [other for other in found_ids if other != query_id]
+        hits += len(set(others[:k]) & set(expected_ids))
+    return hits / expected.numel()
+
+
+def _exact_neighbours(
+    queries: Float[Tensor, "query dim"],
+    query_ids: Int[Tensor, " query"],
+    embeddings: Rows,
+    ids: NDArray[np.int64],
+    k: int,
+) -> Int[Tensor, "query k"]:
+    """Ids of the k rows nearest to each query, without the query itself."""
+    best_scores = torch.full((len(queries), k), -torch.inf)
+    best_ids = torch.full((len(queries), k), -1)
+    for begin in range(0, len(embeddings), PIECE):
+        piece = torch.from_numpy(normalized_rows(embeddings[begin : begin + PIECE]))
+        piece_ids = torch.from_numpy(ids[begin : begin + len(piece)]).expand(len(queries), -1)  # (query, piece)
+        with ieee_products():
+            scores = queries @ piece.T
+        scores = scores.masked_fill(piece_ids == query_ids[:, None], -torch.inf)
+        best_scores, order = torch.cat([best_scores, scores], 1).topk(k)
+        best_ids = torch.cat([best_ids, piece_ids], 1).gather(1, order)
+    return best_ids
+
+
 LARGEST_DIM = 2**31 - 1  # of faiss
+
+
 MOST_SHARDS = 10_000  # each is a file
+
+
 SETTINGS = ("dim", "factory", "parameters", "shards", "about", "recall")  # saved in the manifest
 
 

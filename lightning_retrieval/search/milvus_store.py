@@ -19,26 +19,31 @@ from lightning_retrieval.search.id_table import (
     refuse_known,
     refuse_unknown,
 )
-from lightning_retrieval.search.milvus_collection import (
+from lightning_retrieval.search.index import measure_recall
+from lightning_retrieval.search.milvus_connection import (
     EMBEDDING,
+    EXACT,
     ID,
+    LONGEST_PATH,
     METRIC,
+    OWNER,
     PATH,
     REBUILD,
     RECALL,
     ROWS,
     Metadata,
+    MilvusConnection,
     check_dim,
     check_replaceable,
     create_collection,
     drop_collection,
+    index_kind,
+    is_file,
     publish_collection,
     read_collection,
+    search_parameters,
+    shown_uri,
 )
-from lightning_retrieval.search.milvus_connection import OWNER, MilvusConnection, is_file, shown_uri
-from lightning_retrieval.search.milvus_factory import EXACT, index_kind, search_parameters
-from lightning_retrieval.search.milvus_rows import all_ids, check_directions, check_path_bytes, id_batches, insertions
-from lightning_retrieval.search.recall import measure_recall
 from lightning_retrieval.search.rows import (
     Rows,
     check_finite_rows,
@@ -46,11 +51,75 @@ from lightning_retrieval.search.rows import (
     check_results,
     check_rows,
     join_parameters,
+    normalized_blocks,
     normalized_rows,
     plain_values,
 )
 
+# Rows on their way into Milvus: what it cannot hold is refused, and the rest is divided into requests.
+
+
+BATCH_ROWS, BATCH_BYTES = 10_000, 1 << 24  # of one insertion
+
+
+BATCH_IDS = 4_096  # of one request
+
+
+def insertions(embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
+    """The rows of each request, with normalised embeddings."""
+    size = max(1, min(BATCH_ROWS, BATCH_BYTES // (4 * embeddings.shape[1])))
+    for begin, block in normalized_blocks(embeddings):
+        for first in range(0, len(block), size):
+            batch = block[first : first + size]
+            part = slice(begin + first, begin + first + len(batch))
+            rows = []
+            for embedding, row_id, path in zip(batch, ids[part].tolist(), paths[part]):
+                rows.append({ID: row_id, EMBEDDING: embedding, PATH: path})
+            yield rows
+
+
+def id_batches(ids: NDArray[np.int64]) -> Iterator[list[int]]:
+    for first in range(0, len(ids), BATCH_IDS):
+        yield ids[first : first + BATCH_IDS].tolist()
+
+
+def all_ids(connection: MilvusConnection, collection: str) -> NDArray[np.int64]:
+    """The ids of all rows of a collection, in any order.
+
+    Raises:
+        OSError: if Milvus reports an error.
+    """
+    found = [np.zeros(0, np.int64)]
+    with closing(connection.call("query_iterator", collection, batch_size=BATCH_ROWS, output_fields=[ID])) as rows:
+        while batch := connection.checked("query_iterator", rows.next):
+            found.append(np.array([row[ID] for row in batch], np.int64))
+    return np.concatenate(found)
+
+
+def check_path_bytes(paths: Sequence[str]) -> None:
+    """Raise unless Milvus can hold the paths."""
+    for path in paths:
+        try:
+            size = len(path.encode())
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{OWNER}: `paths` must be valid Unicode, got {path!r}; rename the file, or keep the index in a folder."
+            ) from None
+        if size > LONGEST_PATH:
+            raise ValueError(f"{OWNER}: `paths` must have at most {LONGEST_PATH} bytes each, got one of {size}.")
+
+
+def check_directions(name: str, embeddings: Rows) -> None:
+    """Raise if a row is zero: it has no cosine similarity, and servers differ in what they make of it."""
+    for begin, block in normalized_blocks(embeddings):
+        zero = ~block.any(axis=1)
+        if zero.any():
+            raise ValueError(f"{OWNER}: `{name}` must not be zero, got zeros in row {begin + int(zero.argmax())}.")
+
+
 MOST_RESULTS = 16_384  # of a query, of Milvus
+
+
 BATCH_QUERIES = 256  # of one request
 
 

@@ -6,23 +6,87 @@ more than a block of rows.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float32, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.checks import check_float, check_integer, check_mapping, check_strings, check_tensor
-from lightning_retrieval.ranking.similarity import normalize
-from lightning_retrieval.search.folder_rows import FolderRows
-from lightning_retrieval.search.packed_strings import PackedStrings
+from lightning_retrieval.packed_strings import PackedStrings
+from lightning_retrieval.ranking.rows import normalize
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder
+
+# The rows of a folder of embeddings, which are read from its files when they are used.
+
+
+class FolderRows:
+    """Stands for a tensor with all rows of a folder, of which it keeps one file in memory at a time.
+
+    Every file is read once at the beginning, so that one that is missing or damaged raises before anything is made of
+    the others.
+
+    Args:
+        folder: all shards of which are complete.
+
+    Raises:
+        ValueError: if a file is missing or damaged, is not of this folder, or an embedding in it is not finite.
+
+    Cost:
+        8 bytes for each row, its path, and the rows of one file.
+    """
+
+    def __init__(self, folder: EmbeddingFolder) -> None:
+        self.folder = folder
+        ends, ids, paths = [0], [np.zeros(0, np.int64)], [PackedStrings([])]
+        for shard in range(len(folder)):
+            rows = folder.read(shard)
+            ends.append(ends[-1] + len(rows.ids))
+            ids.append(rows.ids)
+            paths.append(PackedStrings(rows.paths))
+        self.ids: Int[Tensor, " rows"] = torch.from_numpy(np.concatenate(ids))
+        self.paths = PackedStrings.join(paths)
+        self.shape = (ends[-1], folder.manifest.dim)
+        self._ends: NDArray[np.int64] = np.array(ends[1:])
+        self._read = -1  # the shard in memory
+        self._rows: Float32[Tensor, "shard dim"] = torch.empty(0, self.shape[1])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, positions: slice | Int[Tensor, " selected"]) -> Float[Tensor, "selected dim"]:
+        """Rows by a slice, or by positions in ascending order."""
+        if isinstance(positions, slice):
+            positions = torch.arange(*positions.indices(len(self)))
+        selected = torch.empty(len(positions), self.shape[1])
+        shards = np.searchsorted(self._ends, positions.numpy(), side="right")
+        for shard in np.unique(shards).tolist():
+            rows = self._shard(shard)
+            begin = int(self._ends[shard]) - len(rows)
+            is_here = torch.from_numpy(shards == shard)
+            selected[is_here] = rows[positions[is_here] - begin]
+        return selected
+
+    def _shard(self, shard: int) -> Float[Tensor, "shard dim"]:
+        if shard != self._read:
+            self._rows = torch.from_numpy(self.folder.read(shard).embeddings).float()
+            self._read = shard
+        return self._rows
+
 
 BLOCK = 1 << 16  # rows that are passed to faiss at a time
+
+
 PIECE = 1 << 12  # rows that are normalised or checked at a time, so that temporary copies are small
+
+
 OWNER = "RetrievalIndex"  # prefix of its error messages
+
+
 SHOWN = 5  # invalid rows that an error message names
+
 
 Rows = Float[Tensor, "rows dim"] | FolderRows
 
@@ -147,3 +211,54 @@ def check_results(owner: str, k: Any, rows: int) -> int:
 def join_parameters(first: str, second: str) -> str:
     """Search parameters followed by others, either of which may be empty."""
     return ",".join(filter(None, (first, second)))
+
+
+# What the commands need of an index, whatever holds its rows.
+
+
+@runtime_checkable
+class EmbeddingStore(Protocol):
+    """Embeddings with ids and paths: add, search, remove, count.
+
+    `RetrievalIndex` keeps them in memory and in a folder, with faiss; `MilvusStore` in a collection of Milvus. Both
+    L2-normalise the embeddings and rank by the cosine similarity.
+    """
+
+    dim: int
+    factory: str
+    about: dict[str, Any]
+    recall: float | None
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    @property
+    def ids(self) -> Int[Tensor, " rows"]:
+        """The ids of all rows, sorted."""
+
+    def add(
+        self,
+        embeddings: Rows,
+        ids: Int[Tensor, " rows"] | None = None,
+        paths: Sequence[str] | None = None,
+    ) -> None:
+        """Add rows; an approximate index measures its `recall` in the first call."""
+
+    def search(
+        self, queries: Float[Tensor, "query dim"], k: int
+    ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
+        """The cosine similarities and the ids of the k nearest rows of each query, nearest first."""
+
+    def search_with_paths(
+        self, queries: Float[Tensor, "query dim"], k: int
+    ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]]]:
+        """The same with the paths of the rows that each query has found, of one state of the index."""
+
+    def remove(self, ids: Int[Tensor, " rows"]) -> None:
+        """Remove rows."""
+
+    def paths(self, ids: Int[Tensor, " rows"]) -> list[str]:
+        """The paths of rows, "" for rows without one."""
+
+    def set_parameters(self, parameters: str) -> None:
+        """Change the parameters of the search."""

@@ -21,7 +21,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_retrieval.search.files import LOCK, DigestStream, file_digest, flush, folder_lock, write_verified
+from lightning_retrieval.files import (
+    LOCK,
+    DigestStream,
+    file_digest,
+    flush,
+    folder_lock,
+    write_verified,
+)
 
 FORMAT, VERSION = "lightning-retrieval index", 1
 MANIFEST = "manifest.json"

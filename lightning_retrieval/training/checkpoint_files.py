@@ -4,19 +4,154 @@
 becomes another weight, without a word.
 """
 
+import copy
 import zipfile
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml  # type: ignore[import-untyped]
 from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
+from pytorch_lightning.callbacks import BaseFinetuning
 from pytorch_lightning.core.saving import load_hparams_from_tags_csv
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
 from lightning_retrieval.checks import check_path, first_line, short_repr
+from lightning_retrieval.distributed import rank
+from lightning_retrieval.models.embedder import Embedder
+from lightning_retrieval.training.full_sharding import is_sharded, whole_tensor
+
+# Checkpoints of adapters without the pretrained weights, which are loaded again from where they came from.
+#
+# They are left out only where an `Embedder` has `lora` and names its `weights`; random ones would be lost.
+
+
+BASE_WEIGHTS = "base_weights"  # key of a checkpoint: the mean absolute value of each of these parameters
+
+
+STATES = ("state_dict", "current_model_state")  # the second one is that of Lightning's weight averaging
+
+
+def remove_base_weights(module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """Leave the pretrained weights of adapters out of a checkpoint.
+
+    Args:
+        module: whose checkpoint it is.
+        checkpoint: changed in place.
+    """
+    names = _base_names(module)
+    if not names:
+        return
+    checkpoint[BASE_WEIGHTS] = _fingerprints(module, names)
+    for key in STATES:
+        if key in checkpoint:
+            checkpoint[key] = {name: value for name, value in checkpoint[key].items() if name not in names}
+
+
+def add_base_weights(owner: str, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """Complete a checkpoint of adapters by the pretrained weights of the module that will load it.
+
+    Args:
+        owner: prefix of error messages.
+        module: with its pretrained weights.
+        checkpoint: changed in place.
+
+    Raises:
+        ValueError: if the weights are others than those that the adapters were trained with, or the checkpoint does not
+            say which these were.
+    """
+    if BASE_WEIGHTS not in checkpoint:
+        return
+    names = checkpoint[BASE_WEIGHTS]
+    if not isinstance(names, dict) or not all(isinstance(value, float) for value in names.values()):
+        raise ValueError(
+            f"{owner}: the checkpoint must have numbers by the names of weights as {BASE_WEIGHTS}, got "
+            f"{short_repr(names)}."
+        )
+    found = module.state_dict()
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ValueError(
+            f"{owner}: the checkpoint is one of adapters for another backbone: its weights have {missing[0]}, which "
+            "this module has not."
+        )
+    for name, value in _fingerprints(module, list(names)).items():
+        if abs(value - names[name]) > 0.01 * abs(names[name]):
+            raise ValueError(
+                f"{owner}: the checkpoint must be loaded with the pretrained weights that its adapters were trained "
+                f"with, got others (the mean absolute value of {name} is {value:.4g}, and was {names[name]:.4g})."
+            )
+    for key in STATES:
+        if key in checkpoint:
+            checkpoint[key] = {**{name: found[name] for name in names}, **checkpoint[key]}
+
+
+def _base_names(module: nn.Module) -> list[str]:
+    """The frozen parameters of backbones with adapters whose weights can be loaded again."""
+    names = []
+    for path, part in module.named_modules():
+        if not isinstance(part, Embedder) or part.lora is None or part.weights is None:
+            continue
+        prefix = ".".join(filter(None, (path, "backbone")))
+        names += [name for name, value in part.backbone.named_parameters(prefix) if not value.requires_grad]
+    return names
+
+
+def _fingerprints(module: nn.Module, names: list[str]) -> dict[str, float]:
+    """The mean absolute value of each of these parameters."""
+    found: dict[str, Tensor] = dict(module.named_parameters())
+    with torch.no_grad():
+        means = [whole_tensor(found[name]).abs().float().mean().cpu() for name in names]
+    return dict(zip(names, map(float, means)))
+
+
+# Layers that a callback of Lightning has unfrozen stay so in a run that is resumed.
+#
+# `BaseFinetuning` freezes its layers at the start of every run, and unfreezes them at the start of one epoch. A run
+# that is resumed after that epoch would keep them frozen.
+
+
+TRAINABLE = "trainable_parameters"  # key of a checkpoint
+
+
+def has_finetuning(module: Any) -> bool:
+    """Whether a LightningModule is in a run with such a callback."""
+    if module._trainer is None:
+        return False
+    return any(isinstance(callback, BaseFinetuning) for callback in module.trainer.callbacks)
+
+
+def unfreeze(module: Any, trainable: Collection[str]) -> None:
+    """Unfreeze the parameters that were trained when a checkpoint was written, if the run has such a callback.
+
+    Args:
+        module: a LightningModule.
+        trainable: names of these parameters.
+    """
+    if not has_finetuning(module):
+        return
+    names = set(trainable)
+    for prefix, layer in module.named_modules():
+        for name, parameter in layer.named_parameters(prefix, recurse=False):
+            if name in names and not parameter.requires_grad:
+                _make_trainable(layer, parameter)
+
+
+def _make_trainable(layer: nn.Module, parameter: nn.Parameter) -> None:
+    parameter.requires_grad = True
+    if isinstance(layer, _BatchNorm):  # freezing it ended its statistics
+        layer.track_running_stats = True
+
 
 ZIP_START = b"PK\x03\x04"
+
+
 HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # of Lightning
+
+
 LEGACY_START = b"\x80\x02"  # files of torch.save before torch 1.6, which have no checksums
 
 
@@ -217,3 +352,118 @@ def _find_damage(stream: Any) -> str | None:
     if record is not None:
         return f"the checksum of its record {record} is wrong"
     return None
+
+
+# Checkpoints of a network that is divided over the processes have the form of those of one process.
+#
+# Such a checkpoint is one file, which the first process writes. It holds whole tensors, so any number of processes, and
+# one process without `ModelParallelStrategy`, continue from it, and the other way round. Lightning's own code would
+# lose the state that is neither a parameter nor a buffer, such as that of a memory, and would take the state of the
+# optimizer for that of other parameters if some of them are frozen.
+
+
+class WholeCheckpoints:
+    """Reads and writes checkpoints in place of a `ModelParallelStrategy`.
+
+    Args:
+        owner: prefix of error messages.
+        strategy: the `ModelParallelStrategy` of a Trainer.
+    """
+
+    def __init__(self, owner: str, strategy: Any) -> None:
+        self.owner = owner
+        self.strategy = strategy
+
+    def install(self) -> None:
+        """Let the strategy call the methods of this object in place of its own."""
+        self.strategy.lightning_module_state_dict = self.module_state
+        self.strategy.optimizer_state = self.optimizer_state
+        self.strategy.load_checkpoint = self.load_checkpoint
+
+    def module_state(self) -> dict[str, Any]:
+        """The state of the module for a checkpoint, whole on the first process."""
+        state: dict[str, Any] = _whole(self.strategy.lightning_module.state_dict())
+        return state
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The state of an optimizer for a checkpoint, whole on the first process."""
+        state: dict[str, Any] = _whole(optimizer.state_dict())
+        return state
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a checkpoint, and give each process its slices of the weights and of the optimizers' states.
+
+        Args:
+            checkpoint_path: of the file, which every process can read.
+            weights_only: as for `torch.load`.
+
+        Raises:
+            ValueError: if the file is damaged, or it is a folder.
+        """
+        path = Path(checkpoint_path)
+        if path.is_dir():
+            raise ValueError(
+                f"{self.owner}: a checkpoint must be one file, got the folder {path}; save it with "
+                "ModelParallelStrategy(save_distributed_checkpoint=False)."
+            )
+        check_checkpoint(self.owner, path)
+        checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        module = self.strategy.lightning_module
+        add_base_weights(self.owner, module, checkpoint)
+        current = module.state_dict()
+        divided = {}
+        for name, value in checkpoint["state_dict"].items():
+            divided[name] = _divided_as(current.get(name), value)
+        module.load_state_dict(divided, strict=module.strict_loading)
+        for optimizer, saved in zip(self.strategy.optimizers, checkpoint.get("optimizer_states", ())):
+            self._load_optimizer(optimizer, saved)
+        return checkpoint
+
+    def _load_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+        """Load the state of an optimizer; parameters have the order of its groups, as in one process."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        state = dict(saved["state"])
+        for number, parameter in zip(numbers, parameters):
+            if number in state:
+                state[number] = self._divided_state(state[number], parameter)
+        optimizer.load_state_dict({**saved, "state": state})
+
+    def _divided_state(self, state: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
+        """The state of one parameter, of which tensors of its shape are divided as it is."""
+        divided = {}
+        for name, value in state.items():
+            is_number = not isinstance(value, Tensor) or value.ndim == 0
+            if is_sharded(parameter) and not is_number and value.shape != parameter.shape:
+                raise ValueError(
+                    f"{self.owner}: the optimizer's state of a divided parameter must have the shape of the parameter, "
+                    f"{tuple(parameter.shape)}, got {tuple(value.shape)} for {name!r}; use another optimizer, or DDP."
+                )
+            divided[name] = value if is_number else _divided_as(parameter, value)
+        return divided
+
+
+def _whole(state: Any) -> Any:
+    """A nested state whose tensors are whole on the first process, and empty on the others where they are divided."""
+    if isinstance(state, dict):
+        whole = copy.copy(state)  # also the versions of modules, which are an attribute
+        for key, value in state.items():
+            whole[key] = _whole(value)
+        return whole
+    if type(state) in (list, tuple):
+        return type(state)(map(_whole, state))
+    if not is_sharded(state):
+        return state
+    tensor = whole_tensor(state)
+    if rank() > 0:
+        return tensor.new_empty(0)
+    return tensor.cpu()
+
+
+def _divided_as(like: Any, value: Any) -> Any:
+    """This process's slice of a whole tensor, if `like` is divided."""
+    if not is_sharded(like) or not isinstance(value, Tensor) or is_sharded(value):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -14,17 +14,20 @@ from torch import Tensor
 from lightning_retrieval.checks import check_choice, check_flag, short_repr
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import check_settings
-from lightning_retrieval.training.base_weights import add_base_weights, remove_base_weights
+from lightning_retrieval.preparation.described import check_described_transform
 from lightning_retrieval.training.checkpoint_files import (
+    TRAINABLE,
+    add_base_weights,
     check_checkpoint,
     check_checkpoint_exists,
     check_hparams_file,
     check_map_location,
+    has_finetuning,
     read_hparams_file,
+    remove_base_weights,
+    unfreeze,
     verify_checkpoints,
 )
-from lightning_retrieval.training.described_transforms import check_described_transform
-from lightning_retrieval.training.finetuning import TRAINABLE, has_finetuning, unfreeze
 from lightning_retrieval.training.full_sharding import undivided_class
 from lightning_retrieval.training.hyperparameters import describe, without_sources
 

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -9,11 +10,34 @@ import torch
 from torch import Tensor
 
 from lightning_retrieval.checks import check_callable, check_integer, check_tensor
-from lightning_retrieval.training.chunked import check_inputs
-from lightning_retrieval.training.module_visits import visit_modules
-from lightning_retrieval.training.out_of_memory import is_out_of_memory, may_be_out_of_memory
+from lightning_retrieval.training.chunked import RunningStatistics, check_inputs, visit_modules
 from lightning_retrieval.training.random_state import RandomState
-from lightning_retrieval.training.running_statistics import RunningStatistics
+
+# Which errors mean that the memory of a device is exhausted.
+
+
+# cuBLAS and cuDNN allocate memory of their own, past the allocator of torch, and report a failure by a status.
+_ALLOCATION_FAILED = re.compile(
+    r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(\w+_)?ALLOC(ATION)?_FAILED|CUDA error: out of memory"
+)
+
+
+# What remains of the error if the workspace of every algorithm of a convolution was too large.
+_NO_ALGORITHM = re.compile(r"unable to find an engine|unable to find a valid cuDNN algorithm", re.IGNORECASE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is a failed allocation on a device: of torch, cuBLAS, cuDNN, cuSOLVER or cuSPARSE."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _ALLOCATION_FAILED.search(str(error)) is not None
+
+
+def may_be_out_of_memory(error: BaseException) -> bool:
+    """Whether less memory may be the cure: also true if cuDNN found no algorithm for a convolution."""
+    if is_out_of_memory(error):
+        return True
+    return isinstance(error, RuntimeError) and _NO_ALGORITHM.search(str(error)) is not None
 
 
 def largest_chunk_size(

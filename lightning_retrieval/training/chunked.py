@@ -14,16 +14,109 @@ first, and the others in their order, so never more than `keep_graphs` graphs ex
 are added up in the same order whatever `keep_graphs` is.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_retrieval.checks import check_callable, check_integer, check_tensor
 from lightning_retrieval.training.random_state import RandomState
-from lightning_retrieval.training.running_statistics import RunningStatistics
+
+# Reaching the modules behind an embedding function, which may be a module, a method of one or any other function.
+
+
+@contextmanager
+def visit_modules(embed: Callable[[Tensor], Tensor], visit: Callable[[nn.Module], Any]) -> Iterator[None]:
+    """Call `visit` with each module of `embed`.
+
+    If `embed` is a module or a method of one, all its modules are visited at once. The modules of any other function
+    are unknown until they run, so each is visited right before its forward pass, by a global hook. A module gets no
+    hook, since torch.compile would compile it again each time.
+
+    Args:
+        embed: maps inputs to embeddings.
+        visit: called with a module, possibly several times with the same one.
+    """
+    owner = getattr(embed, "__self__", embed)
+    if isinstance(owner, nn.Module):
+        for module in owner.modules():
+            visit(module)
+        yield
+        return
+    hook = register_module_forward_pre_hook(lambda module, args: visit(module))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+# Running statistics of normalisation layers that see a batch in chunks.
+
+
+class RunningStatistics:
+    """Updates the running statistics of `embed`'s normalisation layers once per batch, whatever the number of chunks.
+
+    For each chunk, layers in training mode start from a copy of their own statistics. The change they make is linear in
+    the chunk's statistics, so the mean of the changes, weighted by rows, is the change that the mean of the chunks'
+    statistics would have made.
+
+    Args:
+        embed: maps inputs to embeddings.
+        rows: rows of the whole batch.
+        watched: False does nothing to the layers, for a batch that is a single chunk.
+    """
+
+    def __init__(self, embed: Callable[[Tensor], Tensor], rows: int, *, watched: bool = True) -> None:
+        self.embed, self.rows, self.watched = embed, rows, watched
+        self.changes: dict[tuple[_NormBase, str], Tensor] = {}
+
+    @contextmanager
+    def collected(self, rows: int) -> Iterator[None]:
+        """Let the layers run on a chunk of `rows` rows and change copies of their statistics; keep the changes."""
+        originals: dict[tuple[_NormBase, str], Tensor] = {}
+        with self._on_copies(originals):
+            try:
+                yield
+            finally:
+                for (layer, name), original in originals.items():
+                    self._add_change(layer, name, getattr(layer, name) - original, rows / self.rows)
+                    setattr(layer, name, original)
+
+    def unchanged(self) -> AbstractContextManager[None]:
+        """Let the layers run without changing their statistics: what they do to the copies is not used."""
+        discarded = RunningStatistics(self.embed, self.rows, watched=self.watched)
+        return discarded.collected(self.rows)
+
+    def update(self) -> None:
+        """Apply the changes of all chunks to the layers."""
+        for (layer, name), change in self.changes.items():
+            getattr(layer, name).add_(change)
+
+    def _on_copies(self, originals: dict[tuple[_NormBase, str], Tensor]) -> AbstractContextManager[None]:
+        """Give each layer copies of its statistics, and note the originals."""
+        if not self.watched:
+            return nullcontext()
+
+        def give_copies(module: nn.Module) -> None:
+            if not isinstance(module, _NormBase) or not module.training or (module, "running_mean") in originals:
+                return
+            for name, buffer in module.named_buffers(recurse=False):
+                originals[module, name] = buffer
+                setattr(module, name, buffer.clone())
+
+        return visit_modules(self.embed, give_copies)
+
+    def _add_change(self, layer: _NormBase, name: str, change: Tensor, fraction: float) -> None:
+        before = self.changes.get((layer, name), torch.zeros_like(change))
+        if change.is_floating_point():
+            self.changes[layer, name] = before + fraction * change
+        else:  # the number of batches, which grows as by one chunk, and by none if every chunk skipped the layer
+            self.changes[layer, name] = before.maximum(change)
+
 
 _OWNER = "chunked_backward"
 

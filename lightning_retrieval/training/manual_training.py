@@ -1,28 +1,299 @@
 """What Lightning leaves to a module in manual optimization: stepping, clipping, schedulers, logging."""
 
+import time
 import warnings
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
-from pytorch_lightning.strategies import ModelParallelStrategy
+from pytorch_lightning.strategies import ModelParallelStrategy, ParallelStrategy
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_retrieval.training.full_sharding import is_sharded
-from lightning_retrieval.training.gradient_clipping import clip_sharded_gradients
-from lightning_retrieval.training.optimized_module import OptimizedModule
+from lightning_retrieval.checks import check_choice, check_integer, check_string, short_repr
+from lightning_retrieval.distributed import world_size
+from lightning_retrieval.plain_data import rebuild_factory
+from lightning_retrieval.training.checkpoint_files import WholeCheckpoints
+from lightning_retrieval.training.checkpointed_module import CheckpointedModule
+from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
+from lightning_retrieval.training.optimizers import GradientWatch, NetworkParts, check_optimized, make_optimizer
 from lightning_retrieval.training.run_report import log_facts
-from lightning_retrieval.training.schedulers import (
-    check_plateau_schedulers,
-    step_plateau_schedulers,
-    step_schedulers,
-)
-from lightning_retrieval.training.strategy import CheckedSteps, broadcast_buffers_before_forward, loss_scale
-from lightning_retrieval.training.throughput import Throughput
-from lightning_retrieval.training.trainer_checks import check_trainer
-from lightning_retrieval.training.whole_checkpoints import WholeCheckpoints
+from lightning_retrieval.training.trainer_checks import check_trainer, keeps_parameters
+
+# The optimizer of a module and its learning-rate scheduler, as its constructor was given them.
+
+
+class OptimizedModule(CheckpointedModule):
+    """A module with one optimizer over its trainable parameters, and a learning-rate scheduler or none.
+
+    A parameter that requires a gradient and is in no optimizer is an error at the first step of each epoch, since
+    callbacks unfreeze layers between epochs. Parameters without a gradient in the first steps of a run are a warning.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._epoch_of_check: int | None = None  # in which the optimizers were last checked
+        self._gradient_watch = GradientWatch()
+
+    def _set_optimizer(
+        self,
+        optimizer: Callable[[Iterable[Any]], Optimizer],
+        lr_scheduler: Callable[[Optimizer], LRScheduler | ReduceLROnPlateau] | None,
+        *,
+        interval: Literal["epoch", "step"],
+        frequency: int,
+        monitor: str,
+    ) -> None:
+        """Check these arguments of the constructor and keep them as attributes.
+
+        Args:
+            optimizer: called with the parameter groups.
+            lr_scheduler: called with the optimizer, or None.
+            interval: the argument `lr_scheduler_interval`.
+            frequency: the argument `lr_scheduler_frequency`.
+            monitor: the argument `lr_scheduler_monitor`.
+        """
+        owner = type(self).__name__
+        self.optimizer = rebuild_factory(owner, "optimizer", optimizer, Optimizer)
+        self.lr_scheduler = lr_scheduler
+        if lr_scheduler is not None:
+            schedulers = (LRScheduler, ReduceLROnPlateau)
+            self.lr_scheduler = rebuild_factory(owner, "lr_scheduler", lr_scheduler, schedulers)
+        self.lr_scheduler_interval = check_choice(owner, "lr_scheduler_interval", interval, ("epoch", "step"))
+        self.lr_scheduler_frequency = check_integer(owner, "lr_scheduler_frequency", frequency, least=1)
+        self.lr_scheduler_monitor = check_string(owner, "lr_scheduler_monitor", monitor)
+
+    def _make_optimizer(self, parts: NetworkParts = NetworkParts(), **scheduler_settings: Any) -> Any:  # noqa: B008
+        """What `configure_optimizers` returns: the optimizer and, if there is one, its scheduler.
+
+        Args:
+            parts: of the network that learn at another rate than the rest.
+            scheduler_settings: further entries of Lightning's description of the scheduler.
+        """
+        optimizer = make_optimizer(self, self.optimizer, parts)
+        if self.lr_scheduler is None:
+            return optimizer
+        scheduler = {
+            "scheduler": self.lr_scheduler(optimizer),
+            "interval": self.lr_scheduler_interval,
+            "frequency": self.lr_scheduler_frequency,
+            **scheduler_settings,
+        }
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def configure_callbacks(self) -> Any:
+        """Begin a run without what was seen in another."""
+        self._epoch_of_check = None
+        self._gradient_watch = GradientWatch()
+        return super().configure_callbacks()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Check that each parameter is trained, after all callbacks have prepared an epoch."""
+        if self._epoch_of_check != self.current_epoch and keeps_parameters(self.trainer.strategy):
+            check_optimized(self, self.trainer.optimizers)
+            self._epoch_of_check = self.current_epoch
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Look for parameters without a gradient, in the first steps of a run."""
+        if optimizer is self.trainer.optimizers[0]:
+            self._gradient_watch.see(self)
+
+    def on_train_end(self) -> None:
+        """Warn of parameters without a gradient in a run of few steps."""
+        self._gradient_watch.report(self)
+
+
+# Stepping of learning rate schedulers, which Lightning leaves to the module in manual optimization.
+
+
+def step_schedulers(module: Any, interval: str, index: int) -> None:
+    """Step the schedulers of an interval that are due; `ReduceLROnPlateau` has a function of its own.
+
+    Args:
+        module: a LightningModule in a run.
+        interval: `"step"` or `"epoch"`, what has just ended.
+        index: index of the batch or of the epoch.
+    """
+    for config in module.trainer.lr_scheduler_configs:
+        if isinstance(config.scheduler, ReduceLROnPlateau) or config.interval != interval:
+            continue
+        if (index + 1) % config.frequency == 0:
+            module.lr_scheduler_step(config.scheduler, None)
+
+
+def check_plateau_schedulers(module: Any) -> None:
+    """Raise if a `ReduceLROnPlateau` of the interval `"epoch"` waits for validations that are not at the end of epochs.
+
+    Args:
+        module: a LightningModule at the start of its training, whose class name is the prefix of the message.
+
+    Raises:
+        ValueError: the message names the flags of the Trainer, and what to use instead.
+    """
+    trainer = module.trainer
+    if not trainer.enable_validation or _validates_after_last_batch(trainer):
+        return
+    interval = getattr(trainer, "val_check_interval", "a time")
+    for config in trainer.lr_scheduler_configs:
+        if isinstance(config.scheduler, ReduceLROnPlateau) and config.interval == "epoch":
+            raise ValueError(
+                f"{type(module).__name__}: ReduceLROnPlateau with the interval 'epoch' needs a validation after the "
+                f"last batch of an epoch, but val_check_interval={interval!r} with "
+                f"check_val_every_n_epoch={trainer.check_val_every_n_epoch!r} puts it elsewhere; use the interval "
+                "'step', which steps it after each validation."
+            )
+
+
+def _validates_after_last_batch(trainer: Any) -> bool:
+    """Whether the epochs that are followed by a validation have it after their last batch."""
+    interval, batches = trainer.val_check_batch, trainer.num_training_batches
+    if interval is None:  # by the clock
+        return False
+    if interval == float("inf") or batches % interval == 0:
+        return True
+    return trainer.check_val_every_n_epoch is None and interval % batches == 0
+
+
+def step_plateau_schedulers(module: Any, monitor: str) -> None:
+    """Step each `ReduceLROnPlateau` that is due with the logged metric `monitor`.
+
+    Args:
+        module: a LightningModule in a run, whose class name is the prefix of error messages.
+        monitor: name of the metric.
+
+    Raises:
+        ValueError: if the metric was not logged.
+    """
+    trainer = module.trainer
+    for config in trainer.lr_scheduler_configs:
+        if not isinstance(config.scheduler, ReduceLROnPlateau):
+            continue
+        epoch_is_due = trainer.is_last_batch and (module.current_epoch + 1) % config.frequency == 0
+        if not epoch_is_due and config.interval != "step":
+            continue
+        value = trainer.callback_metrics.get(monitor)
+        if value is None:
+            raise ValueError(
+                f"{type(module).__name__}: ReduceLROnPlateau needs `lr_scheduler_monitor`, got {monitor!r}, which was "
+                f"not logged; logged are {sorted(trainer.callback_metrics)}."
+            )
+        module.lr_scheduler_step(config.scheduler, value)
+
+
+# Images per second, from the end of a training step to the end of the next.
+
+
+class Throughput:
+    """Measures the throughput of consecutive steps, in images per second."""
+
+    def __init__(self) -> None:
+        self._last_end: float | None = None
+        self.measured = 0  # steps since the last restart whose throughput is known
+
+    def restart(self) -> None:
+        """Exclude the time from the previous step to the end of the next one, for example because of a validation."""
+        self._last_end = None
+        self.measured = 0
+
+    def step(self, images: int) -> float | None:
+        """Images per second since the end of the previous step; None for the first step after a restart.
+
+        Args:
+            images: images of the step that ends now.
+        """
+        now = time.perf_counter()
+        last_end, self._last_end = self._last_end, now
+        if last_end is None:
+            return None
+        self.measured += 1
+        return images / (now - last_end)
+
+
+# What a training step needs of Lightning's strategy and precision: buffers, gradients, results, the loss scale.
+
+
+def without_gradient_sync(trainer: Any) -> AbstractContextManager[None]:
+    """Keep DDP from summing gradients in backward passes: a step sums them once, after its last chunk.
+
+    Args:
+        trainer: a `pytorch_lightning.Trainer`.
+    """
+    if isinstance(trainer.strategy, ParallelStrategy):
+        return trainer.strategy.block_backward_sync()
+    return nullcontext()
+
+
+def broadcast_buffers_before_forward(trainer: Any) -> None:
+    """Give all ranks the buffers of rank 0: DDP does it at the next forward pass, `ModelParallelStrategy` never.
+
+    Args:
+        trainer: a `pytorch_lightning.Trainer`.
+    """
+    if isinstance(trainer.model, DistributedDataParallel):
+        trainer.model.require_forward_param_sync = True
+    elif isinstance(trainer.strategy, ModelParallelStrategy) and world_size() > 1:
+        broadcast_buffers(trainer.lightning_module)
+
+
+class CheckedSteps:
+    """Calls the training steps of a module in manual optimization in place of a strategy, and checks what they return.
+
+    This is the first place that sees what the step of a subclass returns. Lightning then detaches it, so a loss that is
+    returned as in automatic optimization would not be trained, and no hook would notice it.
+
+    Args:
+        owner: prefix of error messages.
+        strategy: of a Trainer.
+        module: a LightningModule.
+    """
+
+    def __init__(self, owner: str, strategy: Any, module: Any) -> None:
+        self.owner = owner
+        self.strategy = strategy
+        self.module = module
+
+    def install(self) -> None:
+        """Let the strategy call this object in place of its own method."""
+        self.strategy.training_step = self
+
+    def __call__(self, *arguments: Any, **settings: Any) -> Any:
+        """What the training step returns.
+
+        Raises:
+            ValueError: if the module returns a loss with a graph.
+        """
+        output = type(self.strategy).training_step(self.strategy, *arguments, **settings)
+        is_own = self.strategy.lightning_module is self.module  # the Trainer may train another module afterwards
+        if is_own and not self.module.automatic_optimization:  # Lightning may be asked to back-propagate the output
+            self._check(output)
+        return output
+
+    def _check(self, output: Any) -> None:
+        loss = output
+        if isinstance(output, Mapping):
+            loss = output.get("loss")
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            raise ValueError(
+                f"{self.owner}: `training_step` must not return a loss that requires a gradient, because the step has "
+                f"ended and nothing back-propagates what it returns, got {short_repr(loss)}; make it a term of `loss`, "
+                "WeightedSum({'ap': (1.0, SmoothAPLoss()), 'extra': (0.5, ExtraLoss())}), or return its detach()."
+            )
+
+
+def loss_scale(trainer: Any) -> float:
+    """The scale of the loss in half precision, 0 if losses are not scaled. It falls when an optimizer step is skipped.
+
+    Args:
+        trainer: a `pytorch_lightning.Trainer`.
+    """
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is None:
+        return 0.0
+    return float(scaler.get_scale())
 
 
 class ManualTraining(OptimizedModule):

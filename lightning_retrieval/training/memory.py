@@ -26,7 +26,7 @@ from lightning_retrieval.checks import (
     check_matrix,
     short_repr,
 )
-from lightning_retrieval.losses.ranked_batch import RankedBatch
+from lightning_retrieval.losses.batch_loss import RankedBatch
 
 MemoryMode = Literal["one_list", "one_list_detached", "two_terms"]
 

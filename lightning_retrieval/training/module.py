@@ -23,11 +23,8 @@ from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.plain_data import rebuild, rebuild_optional
-from lightning_retrieval.training.batches import Unpacked, check_first_batch, unpack
-from lightning_retrieval.training.chunk_size_search import ChunkSizeSearch
+from lightning_retrieval.preparation.described import preparation_of
 from lightning_retrieval.training.chunked import chunked_backward
-from lightning_retrieval.training.described_transforms import preparation_of
-from lightning_retrieval.training.frozen_backbone import FrozenBackbone
 from lightning_retrieval.training.full_sharding import (
     ShardedParts,
     broadcast_state,
@@ -35,20 +32,20 @@ from lightning_retrieval.training.full_sharding import (
     sharded_modules,
 )
 from lightning_retrieval.training.gradient_sum import GradientSum
-from lightning_retrieval.training.manual_training import ManualTraining
+from lightning_retrieval.training.manual_training import ManualTraining, without_gradient_sync
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
-from lightning_retrieval.training.module_checks import (
+from lightning_retrieval.training.optimizers import FrozenBackbone, NetworkParts
+from lightning_retrieval.training.random_state import seed_of_run, step_random_state
+from lightning_retrieval.training.run_report import report_first_step
+from lightning_retrieval.training.step import ChunkSizeSearch, TrainingStep, Unpacked, check_first_batch, unpack
+from lightning_retrieval.training.trainer_checks import (
     adapt_loss,
     check_chunk_size,
     check_clip_value,
     check_memory,
+    check_memory_start,
+    check_processes,
 )
-from lightning_retrieval.training.optimizers import NetworkParts
-from lightning_retrieval.training.random_state import seed_of_run, step_random_state
-from lightning_retrieval.training.run_report import report_first_step
-from lightning_retrieval.training.step import TrainingStep
-from lightning_retrieval.training.strategy import without_gradient_sync
-from lightning_retrieval.training.trainer_checks import check_memory_start, check_processes
 
 
 class RetrievalModule(ManualTraining):

@@ -1,22 +1,294 @@
 """One training step between the embeddings of a process and the gradients of all processes."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from pytorch_lightning.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.data import SequentialSampler
 
-from lightning_retrieval.distributed import rank, sum_over_ranks, world_size
-from lightning_retrieval.host import to_host
-from lightning_retrieval.losses.batch_loss import BatchLoss
-from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
-from lightning_retrieval.training.global_batch import GlobalBatch, gather_batch
+from lightning_retrieval.checks import is_integer
+from lightning_retrieval.distributed import gather_rows, rank, sum_over_ranks, to_host, world_size
+from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
+from lightning_retrieval.ranking.labels import finest
+from lightning_retrieval.training.chunk_size import largest_chunk_size
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
+from lightning_retrieval.training.optimizers import trainable_parameters
 from lightning_retrieval.training.random_state import step_random_state
+
+# The batch of all processes together, in which the loss ranks: three collectives, and one in the backward pass.
+
+
+class GlobalBatch(NamedTuple):
+    """A batch as the loss sees it: the rows of all processes in rank order, or those of one process."""
+
+    embeddings: Float[Tensor, "batch dim"]
+    labels: Int[Tensor, "batch ..."]
+    ids: Int[Tensor, " batch"] | None
+    counts: list[int]  # rows of each process
+
+
+def gather_batch(
+    owner: str,
+    embeddings: Float[Tensor, "shard dim"],
+    labels: Int[Tensor, "shard ..."],
+    ids: Int[Tensor, " shard"] | None,
+    *,
+    gather: bool,
+    own_queries: bool,
+) -> GlobalBatch:
+    """The batch of all processes; the gradient of its embeddings flows back to the rows of each process.
+
+    Args:
+        owner: prefix of error messages.
+        embeddings: this process's rows; processes may have unequal numbers of rows.
+        labels: of each row.
+        ids: of each row, or None on all processes.
+        gather: False returns the rows of this process only.
+        own_queries: True if each process computes the loss of its own queries: the gradient of a row then comes from
+            all processes, in one exchange in the backward pass. False if each computes an equal fraction of the same
+            loss: every process then has the gradient already, and nothing is communicated.
+
+    Raises:
+        ValueError: on all processes, if batches differ in anything but their number of rows or, with `gather=False`, in
+            their number of rows.
+        TypeError: on all processes, if labels or ids are not integers on one of them.
+    """
+    if world_size() == 1:
+        return GlobalBatch(embeddings, labels, ids, [len(embeddings)])
+    counts = _agreed_counts(owner, embeddings, labels, ids)
+    if not gather:
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"{owner}: with gather=False the loss is the mean of the processes' losses, which needs batches of "
+                f"equal size, got {counts} rows in rank order; keep gather=True, or drop the uneven batch."
+            )
+        return GlobalBatch(embeddings, labels, ids, counts)
+    all_labels, all_ids = _gather_labels_and_ids(labels, ids, counts)
+    all_embeddings = _GatherEmbeddings.apply(embeddings, counts, own_queries)
+    return GlobalBatch(all_embeddings, all_labels, all_ids, counts)
+
+
+class _Form(NamedTuple):
+    """What the processes exchange about their batches before they gather them."""
+
+    rows: int
+    dimension: int
+    label_levels: int  # 0 for labels of shape (rows,)
+    has_ids: int
+    are_integers: int
+
+
+def _form_of(embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> _Form:
+    label_levels = 0
+    if labels.ndim == 2:
+        label_levels = labels.shape[1]
+    are_integers = is_integer(labels) and labels.ndim in (1, 2)
+    if ids is not None:
+        are_integers = are_integers and is_integer(ids) and ids.shape == labels.shape[:1]
+    return _Form(len(embeddings), embeddings.shape[1], label_levels, ids is not None, are_integers)
+
+
+def _agreed_counts(owner: str, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> list[int]:
+    """Rows of each process, after a check that their batches differ in nothing else."""
+    own_form = torch.tensor([_form_of(embeddings, labels, ids)], device=embeddings.device)
+    forms = [_Form(*form) for form in gather_rows(own_form, [1] * world_size()).tolist()]
+    if not all(form.are_integers for form in forms):
+        came = "None"
+        if ids is not None:
+            came = f"{ids.dtype} {tuple(ids.shape)}"
+        raise TypeError(
+            f"{owner}: labels must be integers of shape (rows,) or (rows, levels) and ids integers of shape (rows,), "
+            f"on every process, got labels {labels.dtype} {tuple(labels.shape)} and ids {came} on rank {rank()}."
+        )
+    kinds = [(form.dimension, form.label_levels, form.has_ids) for form in forms]
+    if len(set(kinds)) > 1:
+        raise ValueError(
+            f"{owner}: the processes' batches may differ only in their number of rows, got (dimension, label levels, "
+            f"has ids) {kinds} in rank order."
+        )
+    return [form.rows for form in forms]
+
+
+def _gather_labels_and_ids(labels: Tensor, ids: Tensor | None, counts: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """Labels and ids of all processes, in one collective."""
+    columns = [labels.reshape(len(labels), -1).long()]
+    levels = columns[0].shape[1]
+    if ids is not None:
+        columns.append(ids[:, None].long())
+    gathered = gather_rows(torch.cat(columns, 1), counts)
+    all_labels = gathered[:, :levels]
+    if labels.ndim == 1:
+        all_labels = gathered[:, 0]
+    if ids is None:
+        return all_labels, None
+    return all_labels, gathered[:, -1]
+
+
+class _GatherEmbeddings(torch.autograd.Function):
+    """The rows of all processes; the backward pass returns the gradient of the sum of all processes' losses."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, counts: Sequence[int], own_queries: bool) -> Tensor:
+        ctx.counts, ctx.own_queries = list(counts), own_queries
+        return gather_rows(rows, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        counts, world = ctx.counts, len(ctx.counts)
+        if not ctx.own_queries:
+            return world * grad.split(counts)[rank()], None, None
+        own_rows = counts[rank()]
+        parts = grad.new_empty(world * own_rows, grad.shape[1])
+        dist.all_to_all_single(parts, grad.contiguous(), [own_rows] * world, counts)
+        return parts.view(world, own_rows, grad.shape[1]).sum(0), None, None
+
+
+# The forms of a batch of a DataLoader, and what the first batch of a run tells about labels and ids.
+
+
+Unpacked = tuple[Tensor, Tensor, Tensor | None]
+
+
+def unpack(owner: str, batch: Any) -> Unpacked:
+    """Images, labels, and ids or None, of `(images, labels)`, `(images, labels, ids)` or a dict with these keys.
+
+    Args:
+        owner: prefix of error messages.
+        batch: what the DataLoader yields.
+
+    Raises:
+        TypeError: if the batch has another form.
+    """
+    if isinstance(batch, dict):
+        if "images" in batch and "labels" in batch:
+            return batch["images"], batch["labels"], batch.get("ids")
+        came = f"a dict with the keys {sorted(map(str, batch))}"
+    elif isinstance(batch, (tuple, list)):
+        if len(batch) == 2:
+            return batch[0], batch[1], None
+        if len(batch) == 3:
+            return batch[0], batch[1], batch[2]
+        came = f"{len(batch)} items"
+    else:
+        came = type(batch).__name__
+    raise TypeError(
+        f"{owner}: a batch must be (images, labels), (images, labels, ids) or a dict with the keys images, labels and "
+        f"optionally ids, got {came}; override unpack_batch for another form."
+    )
+
+
+def check_first_batch(module: Any, batch: GlobalBatch) -> None:
+    """Compare labels and ids of a run's first batch with what the sampler drew, as far as that is known.
+
+    It says nothing about labels and ids of a wrong type, which the loss refuses.
+
+    Args:
+        module: a `RetrievalModule` in a run.
+        batch: of all processes or, if the module does not gather, of this one.
+
+    Raises:
+        ValueError: if they contradict the sampler of a `RetrievalDataLoader`; for other loaders there is a warning.
+    """
+    if not is_integer(batch.labels) or batch.labels.ndim not in (1, 2):
+        return
+    labels, ids = to_host(batch.labels), None
+    if batch.ids is not None:
+        if not is_integer(batch.ids) or batch.ids.shape != labels.shape[:1]:
+            return
+        ids = to_host(batch.ids)
+    owner, loader = type(module).__name__, module.trainer.train_dataloader
+    if hasattr(loader, "check_first_batch"):
+        loader.check_first_batch(labels, ids, gathered=module.gather)
+    elif ids is not None:
+        _warn_of_ids(owner, loader, finest(labels), ids)
+    if module.memory is None:
+        _warn_of_one_label(owner, finest(labels))
+
+
+def _warn_of_ids(owner: str, loader: Any, labels: Tensor, ids: Tensor) -> None:
+    """Warn if one id has two labels, or ids repeat although the loader seems to draw different images."""
+    unique, inverse, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+    repeated = int((counts[inverse] > 1).sum())
+    if not repeated:
+        return
+    cure = "give each image an id of its own, such as its index in the data set, or no ids"
+    first = torch.full_like(unique, len(ids)).scatter_reduce(0, inverse, torch.arange(len(ids)), "amin")
+    differs = (labels != labels[first][inverse]).nonzero()[:, 0]
+    if len(differs):
+        row = int(differs[0])
+        labels_of_id = f"{int(labels[first[inverse[row]]])} and {int(labels[row])}"
+        rank_zero_warn(
+            f"{owner}: an image must have one label, but in the first batch the id {int(ids[row])} has the labels "
+            f"{labels_of_id}, and {len(ids)} images have {len(unique)} different ids; images with the same id are not "
+            f"in each other's lists: {cure}."
+        )
+    elif _repeats_are_unexpected(loader, share_of_ids=len(unique) / len(ids)):
+        rank_zero_warn(
+            f"{owner}: in the first batch {repeated} of {len(ids)} images share their id with others, which leaves "
+            f"them out of each other's lists; unless the sampler draws images several times, {cure}."
+        )
+
+
+def _repeats_are_unexpected(loader: Any, share_of_ids: float) -> bool:
+    """Whether ids that repeat in a batch are probably wrong, as far as the sampler of a loader is known.
+
+    Args:
+        loader: of the training batches.
+        share_of_ids: number of different ids for each row.
+    """
+    sampler = getattr(loader, "sampler", None)
+    replacement = getattr(sampler, "replacement", None)
+    draws_images = getattr(loader, "batch_size", None) is not None  # else the sampler may draw whole batches
+    if draws_images and (replacement is False or isinstance(sampler, SequentialSampler)):
+        return True
+    return replacement is not True and share_of_ids <= 0.5
+
+
+def _warn_of_one_label(owner: str, labels: Tensor) -> None:
+    if len(labels) > 1 and bool((labels == labels[0]).all()):
+        rank_zero_warn(
+            f"{owner}: all {len(labels)} images of the first batch have the label {int(labels[0])}, so that no list "
+            "has a negative and nothing is learned; check the labels, and that the sampler draws several classes."
+        )
+
+
+# The chunk size of a run with `chunk_size="auto"`.
+
+
+class ChunkSizeSearch:
+    """Finds the largest chunk size of a run, again for each batch that is longer than all before."""
+
+    def __init__(self) -> None:
+        self.chunk_size = 0
+        self.rows = 0  # of the batch that the chunk size was found for
+
+    def find(self, module: nn.Module, images: Tensor, keep_graphs: int) -> int:
+        """The largest chunk size for a batch.
+
+        Args:
+            module: embeds images. Memory is reserved for Adam's two moments, which do not exist before the first step,
+                and for the flat copy in which several processes sum gradients.
+            images: of this process.
+            keep_graphs: number of chunks whose graphs are kept.
+        """
+        if len(images) > self.rows:
+            size = sum(parameter.numel() * parameter.element_size() for parameter in trainable_parameters(module))
+            self.chunk_size = largest_chunk_size(module, images, keep_graphs=keep_graphs, reserve=3 * size)
+            self.rows = len(images)
+            rank_zero_info(
+                f"{type(module).__name__}: chunks of {self.chunk_size} of {self.rows} images fit into memory."
+            )
+        return self.chunk_size
 
 
 @dataclass(eq=False)

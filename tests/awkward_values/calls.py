@@ -16,7 +16,7 @@ import torch
 from beartype import BeartypeConf
 from beartype.door import is_bearable
 
-from lightning_retrieval.datamodules.arguments import ShownArguments
+from lightning_retrieval.datamodules.base import ShownArguments
 from tests.awkward_values.values import awkward_values
 
 SECONDS = 10.0  # that a call may take, also on a busy machine

@@ -36,7 +36,7 @@ from lightning_retrieval.datamodules import (
     resume_position,
     training_transform,
 )
-from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
+from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
 from lightning_retrieval.models import Preparation
 from tests.awkward_values.calls import Call
 from tests.datamodules.small_ijbc import write_ijbc

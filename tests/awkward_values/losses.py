@@ -21,7 +21,7 @@ from lightning_retrieval.losses import (
     WeightedSum,
     blackbox_rank,
 )
-from lightning_retrieval.losses.ranked_batch import QueryRange
+from lightning_retrieval.losses.batch_loss import QueryRange
 from lightning_retrieval.losses.third_party import ThirdPartyLoss
 from tests.awkward_values.calls import Call
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_retrieval import CrossBatchMemory, RetrievalMetrics, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import APMonitor, RetrievalEvaluation
-from lightning_retrieval.callbacks.ap_monitor import sums_of_ap
+from lightning_retrieval.callbacks.ap_monitor import decomposability_gap, sums_of_ap
 from lightning_retrieval.distributed import sum_over_ranks
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
@@ -26,8 +26,7 @@ from lightning_retrieval.losses import (
     SupAPLoss,
     WeightedSum,
 )
-from lightning_retrieval.losses.ranked_batch import QueryRange, RankedBatch
-from lightning_retrieval.metrics.decomposability import decomposability_gap
+from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
 from tests.csv_logs import logged
 
 TAU = 0.1

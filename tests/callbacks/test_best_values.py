@@ -10,7 +10,7 @@ from pytorch_lightning.loggers import CSVLogger
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.callbacks.best_values import is_count, update_best
+from lightning_retrieval.callbacks.evaluation import is_count, update_best
 from tests.callbacks.glyph_runs import SMALL_LISTS, fit_glyphs
 
 pytestmark = [pytest.mark.filterwarnings(message) for message in SMALL_LISTS]

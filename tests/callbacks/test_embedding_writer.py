@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import EmbeddingWriter
 from lightning_retrieval.datamodules import ImageFolder
+from lightning_retrieval.files import file_digest
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
-from lightning_retrieval.search.files import file_digest
 from tests.datamodules.trees_more import SMALL, write_folders
 
 IMAGES = torch.randn(10, 6, generator=torch.Generator().manual_seed(0))

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_retrieval import Embedder, RetrievalMetrics
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.callbacks.evaluation_loop import evaluation_mode
+from lightning_retrieval.callbacks.evaluation import evaluation_mode
 from tests.callbacks.point_runs import KS, PointsModule, expected_metrics, make_trainer
 
 

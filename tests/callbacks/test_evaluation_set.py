@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalMetrics
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.callbacks.evaluation_set import EvaluationSet
+from lightning_retrieval.callbacks.evaluation_sets import EvaluationSet
 from tests.callbacks.point_runs import KS, PointsModule, labelled_points, make_trainer
 
 

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from lightning_retrieval.callbacks.gallery_image import as_image, load_image
+from lightning_retrieval.callbacks.gallery import as_image, load_image
 from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.models import Preparation
 from tests.datamodules.trees_more import write_folders

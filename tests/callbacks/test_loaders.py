@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_retrieval import RetrievalMetrics, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.callbacks.loaders import (
+from lightning_retrieval.callbacks.evaluation_sets import (
     MetricProvider,
     batch_indices,
     is_sharded,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from lightning_retrieval.callbacks import PrecisionRecallCurve, precision_recall
+from lightning_retrieval.callbacks import PrecisionRecallCurve, curves
 from lightning_retrieval.metrics.curves import mean_precision
 from tests.callbacks.figure_runs import colours_of, make_loader, make_module, make_trainer, metrics_of, record_figures
 
@@ -10,7 +10,7 @@ GREEN = (44, 160, 44)
 
 
 def test_figure_shows_the_mean_precision(tmp_path, monkeypatch):
-    figures, model = record_figures(monkeypatch, precision_recall), make_module()
+    figures, model = record_figures(monkeypatch, curves), make_module()
     (logged,) = make_trainer(tmp_path, PrecisionRecallCurve()).test(model, make_loader(2), verbose=False)
     (axes,) = figures[0].axes
     (line,) = axes.lines

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_retrieval.callbacks.results_table import results_table, worse_than_before
+from lightning_retrieval.callbacks.evaluation import results_table, worse_than_before
 
 
 def test_one_column_has_no_title():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_retrieval.callbacks.run_continuation import SameCheckpoint
+from lightning_retrieval.callbacks.csv_logger import SameCheckpoint
 
 OWNER = "fit"
 

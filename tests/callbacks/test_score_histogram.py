@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_retrieval.callbacks import ScoreHistogram, score_histogram
+from lightning_retrieval.callbacks import ScoreHistogram, curves
 from tests.callbacks.figure_runs import labelled_points, make_loader, make_module, make_trainer, record_figures
 
 
 def test_figure_shows_both_densities_and_their_overlap_is_logged(tmp_path, monkeypatch):
-    figures, model = record_figures(monkeypatch, score_histogram), make_module()
+    figures, model = record_figures(monkeypatch, curves), make_module()
     (logged,) = make_trainer(tmp_path, ScoreHistogram(bins=10)).test(model, make_loader(2), verbose=False)
     (axes,) = figures[0].axes
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["72 positive pairs", "480 negative pairs"]

@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule
+from lightning_retrieval.datamodules.image_module import ImageDataModule
 from tests.datamodules.trees import truncate
 
 SMALL = v2.Compose([v2.Resize((16, 16)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])

@@ -8,8 +8,8 @@ import pytest
 from lightning_retrieval import datamodules
 from lightning_retrieval.datamodules import Glyphs, GlyphScenes, ImageFolder, PascalVOC, RetrievalDataModule
 from lightning_retrieval.datamodules.base import RetrievalSettings
-from lightning_retrieval.datamodules.boxes.box_module import BoxDataModule, DetectionDataModule, DetectionSettings
-from lightning_retrieval.datamodules.images.image_module import ImageDataModule, ImageSettings
+from lightning_retrieval.datamodules.detection.boxes import BoxDataModule, DetectionDataModule, DetectionSettings
+from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 
 MODULES = [
     thing

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-from lightning_retrieval import RetrievalModule, host, losses
-from lightning_retrieval.losses import blockwise, embedding_lists, positives, ranked_lists
+from lightning_retrieval import RetrievalModule, distributed, losses
+from lightning_retrieval.losses import blockwise, lists, positives
 from lightning_retrieval.training import step as step_module
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.gradient_sum import GradientSum
@@ -138,12 +138,12 @@ def is_marked(tensor):
 def waits(monkeypatch):
     """A mode in which the library takes the CPU for an accelerator, with blocks of a sixth of the scores or less."""
     mode = Waits()
-    for module in (embedding_lists, positives, ranked_lists, step_module):
+    for module in (lists, positives, lists, step_module):
         monkeypatch.setattr(module, "to_host", mode.to_host)
-    for module in (host, positives):
+    for module in (distributed, positives):
         monkeypatch.setattr(module, "is_accelerator", lambda device: True)
     monkeypatch.setattr(blockwise, "ACCELERATOR_BLOCK_ELEMENTS", 384 * 64)
-    monkeypatch.setattr(ranked_lists, "ACCELERATOR_COUNTED_ELEMENTS", 384 * 64)
+    monkeypatch.setattr(lists, "ACCELERATOR_COUNTED_ELEMENTS", 384 * 64)
     return mode
 
 

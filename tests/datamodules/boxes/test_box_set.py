@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from lightning_retrieval.datamodules import BoxIndex, BoxSet
-from lightning_retrieval.datamodules.boxes.box_set import collate_boxes
+from lightning_retrieval.datamodules.detection.boxes import collate_boxes
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
 
 BOXES = [[2, 1, 9, 8], [0, 0, 30, 4]]  # the second one is wider than the image

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import PascalVOC
-from lightning_retrieval.datamodules.boxes.pascal_voc import CLASSES
+from lightning_retrieval.datamodules.detection.pascal_voc import CLASSES
 from tests.datamodules.boxes.small_voc import write_set
 
 # image: (name of the class, difficult, box)

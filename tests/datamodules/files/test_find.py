@@ -7,7 +7,7 @@ import pytest
 from lightning_retrieval.datamodules import (
     StanfordOnlineProducts,
 )
-from lightning_retrieval.datamodules.files.find import find_file
+from lightning_retrieval.datamodules.table_file import find_file
 from tests.datamodules.trees import (
     write_online_products,
 )

@@ -12,7 +12,12 @@ from lightning_retrieval.datamodules import (
     VehicleID,
     VGGFace2,
 )
-from lightning_retrieval.datamodules.files.lists import check_unique, parse_integers, read_lines, read_rows
+from lightning_retrieval.datamodules.table_file import (
+    check_unique,
+    parse_integers,
+    read_lines,
+    read_rows,
+)
 from tests.datamodules.trees import (
     write_cub,
     write_in_shop,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_retrieval.datamodules import RevisitedOxford
-from lightning_retrieval.datamodules.files.plain_pickle import load_plain_pickle
+from lightning_retrieval.datamodules.readers.plain_pickle import load_plain_pickle
 from tests.datamodules.small_revisited import ground_truth, write_pickle
 
 refusal = pytest.mark.refusal

@@ -7,7 +7,7 @@ import pytest
 from lightning_retrieval.datamodules import (
     LandmarksClean,
 )
-from lightning_retrieval.datamodules.files.record_warnings import record_warnings
+from lightning_retrieval.datamodules.image_check import record_warnings
 from tests.datamodules.trees_more import write_landmarks
 
 refusal = pytest.mark.refusal

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_retrieval.datamodules.files import shared_arrays
-from lightning_retrieval.datamodules.files.shared_arrays import SharedArrays, digest_of_arrays, share_arrays
+from lightning_retrieval.datamodules import shared_arrays
+from lightning_retrieval.datamodules.shared_arrays import SharedArrays, digest_of_arrays, share_arrays
 
 ARRAYS = {
     "numbers": np.arange(5000),

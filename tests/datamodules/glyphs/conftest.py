@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_retrieval.datamodules.glyphs import class_table
-from lightning_retrieval.datamodules.glyphs.glyph_images import GlyphImages, load_glyph_images
+from lightning_retrieval.datamodules.glyphs import characters
+from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages, load_glyph_images
 
 
 @pytest.fixture(scope="session")
@@ -23,9 +23,9 @@ def drawn_glyphs(cache_dir: Path) -> GlyphImages:
 def few_classes(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A table of 40 classes, so that drawing takes no time."""
     table = tmp_path_factory.mktemp("table") / "glyph_classes.csv"
-    lines = class_table.TABLE.read_text(encoding="ascii").splitlines(keepends=True)
+    lines = characters.TABLE.read_text(encoding="ascii").splitlines(keepends=True)
     table.write_text("".join(lines[:42]))
-    monkeypatch.setattr(class_table, "TABLE", table)
+    monkeypatch.setattr(characters, "TABLE", table)
     return table
 
 

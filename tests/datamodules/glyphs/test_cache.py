@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_retrieval.datamodules.glyphs import cache
-from lightning_retrieval.datamodules.glyphs.fonts import GlyphFonts
-from lightning_retrieval.datamodules.glyphs.glyph_images import GlyphImages, load_glyph_images
+from lightning_retrieval.datamodules.glyphs import drawing
+from lightning_retrieval.datamodules.glyphs.characters import GlyphFonts
+from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages, load_glyph_images
 
 LOAD = (
-    "import sys; from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images; "
+    "import sys; from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images; "
     "print(load_glyph_images(sys.argv[1]).images.sum())"
 )
 
@@ -103,7 +103,7 @@ def test_a_process_killed_before_the_file_is_renamed_does_no_harm(drawn_glyphs: 
 
 
 def test_a_cache_that_cannot_be_written_can_be_read(small_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "_write", fail)  # root may write anywhere
+    monkeypatch.setattr(drawing, "_write", fail)  # root may write anywhere
     assert len(load_glyph_images(small_cache.parent).characters) == 40
 
 
@@ -153,7 +153,7 @@ def test_a_full_disk_raises_and_leaves_no_files(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache.os, "replace", full)
+    monkeypatch.setattr(drawing.os, "replace", full)
     with pytest.raises(OSError, match=r"^load_glyph_images: `cache_dir` must be .* \(No space left on device\); pass"):
         load_glyph_images(tmp_path)
     assert not list(tmp_path.iterdir())

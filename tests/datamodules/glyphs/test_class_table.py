@@ -6,10 +6,9 @@ import unicodedata
 import numpy as np
 import pytest
 
-from lightning_retrieval.datamodules.glyphs import class_table
-from lightning_retrieval.datamodules.glyphs.class_table import make_class_table, split_of
-from lightning_retrieval.datamodules.glyphs.fonts import GlyphFonts
-from lightning_retrieval.datamodules.glyphs.glyph_images import GlyphImages
+from lightning_retrieval.datamodules.glyphs import characters as class_table
+from lightning_retrieval.datamodules.glyphs.characters import GlyphFonts, make_class_table, split_of
+from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages
 
 
 def test_letters_that_look_the_same_are_one_class_and_others_are_not(drawn_glyphs: GlyphImages) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_retrieval.datamodules.glyphs.glyph_images import GlyphImages, load_glyph_images
+from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages, load_glyph_images
 
 
 def test_fonts_that_draw_other_symbols_are_excluded(drawn_glyphs: GlyphImages) -> None:

@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_retrieval.datamodules.glyphs import fonts, glyph_images
-from lightning_retrieval.datamodules.glyphs.fonts import GlyphFonts
-from lightning_retrieval.datamodules.glyphs.glyph_images import GlyphImages, load_glyph_images
+from lightning_retrieval.datamodules.glyphs import characters as fonts
+from lightning_retrieval.datamodules.glyphs import drawing
+from lightning_retrieval.datamodules.glyphs.characters import GlyphFonts
+from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages, load_glyph_images
 
 
 def test_shapes_types_and_sizes(drawn_glyphs: GlyphImages) -> None:
@@ -107,7 +108,7 @@ def test_the_cache_name_depends_on_version_table_and_renderer(
     assert [files(), files()] == [1, 1]
     few_classes.write_text("\n".join(few_classes.read_text().splitlines()[:-1]) + "\n")
     assert [files(), files()] == [2, 2]
-    monkeypatch.setattr(glyph_images, "DRAWING_VERSION", -1)
+    monkeypatch.setattr(drawing, "DRAWING_VERSION", -1)
     assert [files(), files()] == [3, 3]
     monkeypatch.setattr(fonts.features, "version", lambda _: "0.0")
     assert [files(), files()] == [4, 4]

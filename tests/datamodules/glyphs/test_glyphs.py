@@ -14,8 +14,8 @@ from torch import nn
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import GlyphDataset, Glyphs
-from lightning_retrieval.datamodules.glyphs import class_table
-from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
+from lightning_retrieval.datamodules.glyphs import characters
+from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
 
 IGNORED = [
@@ -192,7 +192,7 @@ def test_a_check_compares_the_counts_with_the_tables(glyphs):
     for split, (found, (published,)) in report.splits.items():
         labels = glyphs.labels[glyphs.splits == split]
         assert found == (len(labels), len(set(labels.tolist())))
-        with class_table.TABLE.open(encoding="ascii") as table:
+        with characters.TABLE.open(encoding="ascii") as table:
             rows = [row for row in csv.DictReader(list(table)[1:]) if row["split"] == split]
         assert published == (sum(int(row["images"]) for row in rows), len(rows))
     assert list(report.splits) == ["train", "val", "test"]
@@ -212,7 +212,7 @@ def test_a_check_names_missing_fonts(tmp_path, monkeypatch):
     monkeypatch.setattr(matplotlib, "get_data_path", lambda: str(tmp_path))
     with pytest.warns(UserWarning, match="classes have no images"):
         report = Glyphs(cache_dir=tmp_path).check()
-    assert set(report.missing_files) == {f"{name}.ttf" for name in class_table.TABLE_FONTS.split() if name not in few}
+    assert set(report.missing_files) == {f"{name}.ttf" for name in characters.TABLE_FONTS.split() if name not in few}
     assert "DejaVuSansMono.ttf" in report.missing_files
     assert not report.ok
     assert "problem: drawn with matplotlib " in str(report)

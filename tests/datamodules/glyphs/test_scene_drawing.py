@@ -4,9 +4,14 @@ import numpy as np
 import pytest
 from matplotlib.ft2font import FT2Font
 
-from lightning_retrieval.datamodules.glyphs import scene_drawing
-from lightning_retrieval.datamodules.glyphs.fonts import GlyphFonts
-from lightning_retrieval.datamodules.glyphs.scene_drawing import CHARACTERS, DISTRACTORS, FONTS, SceneArtist
+from lightning_retrieval.datamodules.detection import glyph_scenes
+from lightning_retrieval.datamodules.detection.glyph_scenes import (
+    CHARACTERS,
+    DISTRACTORS,
+    FONTS,
+    SceneArtist,
+)
+from lightning_retrieval.datamodules.glyphs.characters import GlyphFonts
 
 
 def make_artist(**settings):
@@ -26,7 +31,7 @@ def test_fonts_contain_all_characters():
 
 @pytest.mark.parametrize("max_rotation", [0.0, 30.0])
 def test_boxes_are_tight_around_what_is_drawn(monkeypatch, max_rotation):
-    monkeypatch.setattr(scene_drawing, "NOISE", 0.0)
+    monkeypatch.setattr(glyph_scenes, "NOISE", 0.0)
     artist = make_artist(max_objects=1, max_rotation=max_rotation)
     for seed in range(20):
         scene = artist.draw(np.random.default_rng(seed))

@@ -10,8 +10,7 @@ import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 
-from lightning_retrieval.datamodules import ImageFolder, PKSampler
-from lightning_retrieval.datamodules.files import shared_arrays
+from lightning_retrieval.datamodules import ImageFolder, PKSampler, shared_arrays
 from tests.datamodules.images.pictures import TINY
 
 FLAGS = {

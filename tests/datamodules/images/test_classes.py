@@ -1,6 +1,6 @@
 """Numbering classes."""
 
-from lightning_retrieval.datamodules.images.classes import class_numbers
+from lightning_retrieval.datamodules.image_index import class_numbers
 
 
 def test_classes_are_numbered_in_the_order_of_their_ids():

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_retrieval.datamodules import ImageFolder, ImageIndex, ImageSet, ImageTable
-from lightning_retrieval.datamodules.files.data_report import DataReport
-from lightning_retrieval.datamodules.images import image_check
-from lightning_retrieval.datamodules.images.image_check import check_contents
+from lightning_retrieval.datamodules import ImageFolder, ImageIndex, ImageSet, ImageTable, image_check
+from lightning_retrieval.datamodules.image_check import DataReport, check_contents
 from tests.datamodules.images.pictures import as_it_is
 
 

@@ -10,8 +10,8 @@ from lightning_retrieval.datamodules import (
     ImageIndex,
     ImageSet,
 )
-from lightning_retrieval.datamodules.images import image_file
-from lightning_retrieval.datamodules.images.image_file import read_image, read_pixels
+from lightning_retrieval.preparation import decoding
+from lightning_retrieval.preparation.decoding import read_image, read_pixels
 from tests.datamodules.images.pictures import as_it_is, picture
 from tests.datamodules.trees import truncate, write_image
 
@@ -244,7 +244,7 @@ def test_jpegs_are_decoded_by_torchvision_and_all_others_by_pillow(tmp_path, mon
     assert np.array_equal(read_pixels(jpeg).permute(1, 2, 0), wanted)
     monkeypatch.undo()
     for decoder in (decode, None):  # of a torchvision without libjpeg, or without decoders: Pillow decodes JPEGs too
-        monkeypatch.setattr(image_file, "decode_image", decoder)
+        monkeypatch.setattr(decoding, "decode_image", decoder)
         for path in [jpeg, *others]:
             assert_same_pixels(path)
 

@@ -5,8 +5,8 @@ import warnings
 import numpy as np
 import pytest
 
-from lightning_retrieval.datamodules.images.classes import split_by_class
-from lightning_retrieval.datamodules.images.image_folder import ImageFolder
+from lightning_retrieval.datamodules.image_folder import ImageFolder
+from lightning_retrieval.datamodules.image_index import split_by_class
 from tests.datamodules.trees import truncate, write_image, write_text
 from tests.datamodules.trees_more import QUICK, fit_and_validate, write_folders
 

@@ -17,12 +17,11 @@ from lightning_retrieval.datamodules import (
     ImageDataModule,
     ImageIndex,
     ImageSet,
+    shared_arrays,
 )
-from lightning_retrieval.datamodules.files import shared_arrays
-from lightning_retrieval.datamodules.files.shared_arrays import SharedArrays, digest_of_arrays
-from lightning_retrieval.datamodules.images.classes import class_numbers
-from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ROLES
-from lightning_retrieval.ranking.roles import Role
+from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, class_numbers
+from lightning_retrieval.datamodules.shared_arrays import SharedArrays, digest_of_arrays
+from lightning_retrieval.ranking.labels import Role
 from tests.datamodules.images.pictures import TINY, picture
 
 

@@ -14,7 +14,7 @@ from lightning_retrieval.datamodules import (
     ImageSet,
     training_transform,
 )
-from lightning_retrieval.datamodules.images.image_index import DISTRACTOR
+from lightning_retrieval.datamodules.image_index import DISTRACTOR
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
 from lightning_retrieval.models import Preparation
 from tests.datamodules.images.pictures import TINY, as_it_is, picture

@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from lightning_retrieval.datamodules.images.image_index import DISTRACTOR, ROLES
-from lightning_retrieval.datamodules.images.image_table import ImageTable
+from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES
+from lightning_retrieval.datamodules.image_table import ImageTable
 from tests.datamodules.trees import truncate, write_image, write_text
 from tests.datamodules.trees_more import QUICK, begin_with_byte_order_mark, fit_and_validate, write_images
 

@@ -10,9 +10,9 @@ from torchvision.transforms import v2
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.datamodules import ImageFolder, training_transform
-from lightning_retrieval.datamodules.images.transforms import TrainingTransform
-from lightning_retrieval.datamodules.images.uint8_batches import UNNORMALIZED, normalized_batch
 from lightning_retrieval.models import Preparation
+from lightning_retrieval.preparation.of_run import UNNORMALIZED, normalized_batch
+from lightning_retrieval.preparation.training_transforms import TrainingTransform
 
 SETTINGS = {"image_size": 16, "mean": (0.1, 0.2, 0.3), "classes_per_batch": 2, "samples_per_class": 2}
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lightning_retrieval.datamodules.images.image_index import ROLES
+from lightning_retrieval.datamodules.image_index import ROLES
 from lightning_retrieval.datamodules.readers.in_shop import InShop
 from tests.datamodules.short_run import SETTINGS, fit_and_validate, raise_then_skip_truncated, replace
 from tests.datamodules.trees import write_in_shop

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lightning_retrieval.datamodules import RevisitedOxford
-from lightning_retrieval.datamodules.files.plain_pickle import load_plain_pickle
+from lightning_retrieval.datamodules.readers.plain_pickle import load_plain_pickle
 from tests.datamodules.small_revisited import GND, IMAGES, QUERIES, ground_truth, write_pickle, write_revisited
 
 refusal = pytest.mark.refusal

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_retrieval.datamodules.files import shared_arrays
+from lightning_retrieval.datamodules import shared_arrays
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader
 from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader
-from lightning_retrieval.datamodules.samplers import queue_table
+from lightning_retrieval.datamodules.samplers import category
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
 
@@ -110,7 +110,7 @@ def test_batches_of_many_images_equal_those_of_earlier_versions():
 @pytest.mark.parametrize("chunk", [1, 3, 20])
 def test_how_many_are_shuffled_at_a_time_changes_nothing(chunk, monkeypatch):
     whole = list(make(LABELS * 3, 3, 4))
-    monkeypatch.setattr(queue_table, "_CHUNK", chunk)
+    monkeypatch.setattr(category, "_CHUNK", chunk)
     assert list(make(LABELS * 3, 3, 4)) == whole
 
 

@@ -7,7 +7,7 @@ from PIL import Image
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli.main import main
-from lightning_retrieval.datamodules.glyphs.glyph_images import load_glyph_images
+from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
 from tests.lightning_retrieval.cli.glyph_commands import STRANGE_NAME, indexing, save_checkpoint
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.cli.checkpoint import load_checkpoint
+from lightning_retrieval.cli.embedding import load_checkpoint
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.models import Preparation
 from tests.lightning_retrieval.cli.example_config import EXAMPLE, IGNORED

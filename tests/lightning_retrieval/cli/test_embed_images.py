@@ -13,7 +13,7 @@ from PIL import Image
 
 from lightning_retrieval.cli.embed_images import embed_images
 from lightning_retrieval.cli.embedding import ImageEmbedder
-from lightning_retrieval.datamodules.files import shared_arrays
+from lightning_retrieval.datamodules import shared_arrays
 from lightning_retrieval.search import embedding_folder
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.lightning_retrieval.cli.glyph_commands import command, error_of, paths_of

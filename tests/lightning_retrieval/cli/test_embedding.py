@@ -12,7 +12,7 @@ from tests.lightning_retrieval.cli.glyph_commands import error_of, save_checkpoi
 
 USER_CODE = """
 from torchvision.transforms import v2
-from lightning_retrieval.datamodules.images.transforms import TrainingTransform
+from lightning_retrieval.preparation.training_transforms import TrainingTransform
 from lightning_retrieval.models import Preparation
 
 other = Preparation(32, 32, channels=1, mean=(0.3,), std=(0.2,))

@@ -1,6 +1,6 @@
 """Messages of Python functions become messages of the command line; unusual file names are printed on one line."""
 
-from lightning_retrieval.cli.messages import command_line_message, printable
+from lightning_retrieval.cli.options import command_line_message, printable
 
 
 def test_arguments_become_options():

@@ -1,6 +1,6 @@
 """The names that the help of the commands shows are those of the preparations that exist."""
 
-from lightning_retrieval.cli.transform_names import TRANSFORMS
+from lightning_retrieval.cli.options import TRANSFORMS
 from lightning_retrieval.models import Preparation
 
 

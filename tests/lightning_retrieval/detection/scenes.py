@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_retrieval.datamodules.boxes.box_module import DetectionDataModule
+from lightning_retrieval.datamodules.detection.boxes import DetectionDataModule
 
 
 def make_scene(index, size=64):

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from lightning_retrieval.detection import COCOMetrics, VOCMetrics, detection_metric
+from lightning_retrieval.detection import COCOMetrics, VOCMetrics
+from lightning_retrieval.detection import metric as detection_metric
 
 METRICS = [COCOMetrics, VOCMetrics]
 BOXES = torch.tensor([[0.0, 0.0, 10.0, 10.0], [20.0, 20.0, 40.0, 50.0]])

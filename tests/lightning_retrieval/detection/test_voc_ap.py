@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_retrieval.detection.voc_ap import Outcome, detection_outcomes, voc_average_precision
+from lightning_retrieval.detection.voc import Outcome, detection_outcomes, voc_average_precision
 
 
 def overlap_of_pixels(a, b):

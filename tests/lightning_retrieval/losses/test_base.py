@@ -19,7 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_retrieval import losses
-from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss, blockwise, embedding_lists
+from lightning_retrieval.losses import (
+    RetrievalLoss,
+    SmoothAPLoss,
+    blockwise,
+    lists,
+)
 from lightning_retrieval.losses.batch_loss import BatchLoss
 
 LOSSES = [
@@ -394,10 +399,10 @@ def test_the_gradient_of_a_whole_batch_is_one_product(slab, products, monkeypatc
 
 @pytest.mark.parametrize("size", [1, 3, 8, 21])
 def test_a_matrix_is_added_to_its_transpose_tile_by_tile(size, monkeypatch):
-    monkeypatch.setattr(embedding_lists, "CPU_TILE", 8)
+    monkeypatch.setattr(lists, "CPU_TILE", 8)
     matrix = torch.randn(size, size)
     expected = matrix + matrix.T
-    assert torch.equal(embedding_lists.add_transposed(matrix), expected)
+    assert torch.equal(lists.add_transposed(matrix), expected)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

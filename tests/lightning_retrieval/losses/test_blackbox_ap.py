@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_retrieval.losses import BlackboxAPLoss
-from lightning_retrieval.losses.blackbox_ap import blackbox_ap
+from lightning_retrieval.losses.blackbox import blackbox_ap
 from tests.lightning_retrieval.losses.oracles import (
     LABELS,
     assert_function_is_the_loss,

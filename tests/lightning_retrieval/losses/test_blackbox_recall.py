@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_retrieval.losses import BlackboxRecallLoss, blackbox_rank, blockwise
-from lightning_retrieval.losses.blackbox_recall import blackbox_recall_sums
+from lightning_retrieval.losses.blackbox import blackbox_recall_sums
 from tests.lightning_retrieval.losses.oracles import batch, make, random_lists
 
 

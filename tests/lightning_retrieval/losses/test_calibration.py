@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_retrieval.losses import CalibrationLoss, blockwise
-from lightning_retrieval.losses.calibration import calibration_sums
+from lightning_retrieval.losses.roadmap import calibration_sums
 from tests.lightning_retrieval.losses.oracles import batch, make, random_lists
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_retrieval.losses.histograms import binned_ap, soft_histograms
+from lightning_retrieval.losses.fast_ap import binned_ap, soft_histograms
 
 SCORES = torch.tensor([[1.5, 0.75, 0.0, -3.0]], dtype=torch.float64)
 RELEVANT = torch.tensor([[False, True, True, False]])

@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 
 from lightning_retrieval import CrossBatchMemory, NestedLoss, RetrievalModule, SmoothAPLoss, WeightedSum
 from lightning_retrieval.losses import BlackboxAPLoss, CalibrationLoss, HAPLoss, RecallAtKLoss, ROADMAPLoss
-from lightning_retrieval.losses.ranked_batch import QueryRange
+from lightning_retrieval.losses.batch_loss import QueryRange
 from tests.lightning_retrieval.losses.oracles import TABLE, batch, labels_for, make
 
 DIMS, WEIGHTS = (2, 5, 8), (1.0, 0.5, 2.0)
@@ -145,10 +145,10 @@ def test_a_memory_is_shortened_too():
 
 @pytest.mark.parametrize(("loss", "reads"), [(SmoothAPLoss, 1), (ROADMAPLoss, 1), (HAPLoss, 2)])
 def test_what_follows_from_the_labels_is_read_once(loss, reads, monkeypatch):
-    from lightning_retrieval.losses import embedding_lists, ranked_lists
+    from lightning_retrieval.losses import lists
 
     found = []
-    for module in (embedding_lists, ranked_lists):
+    for module in (lists, lists):
         monkeypatch.setattr(module, "to_host", lambda values: found.append(1) or values.detach())
     x, labels = batch([2, 3, 4], dim=8)
     y = torch.stack([labels, labels // 2], 1) if loss is HAPLoss else labels

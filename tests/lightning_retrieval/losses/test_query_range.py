@@ -29,7 +29,7 @@ from lightning_retrieval.losses import (
     WeightedSum,
     blockwise,
 )
-from lightning_retrieval.losses.ranked_batch import QueryRange
+from lightning_retrieval.losses.batch_loss import QueryRange
 
 
 class Learned(SupAPLoss):

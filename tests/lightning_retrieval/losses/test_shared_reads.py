@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from lightning_retrieval.losses.shared_reads import read_once, shared_reads
+from lightning_retrieval.losses.lists import read_once, shared_reads
 
 
 def reads(*keys):

@@ -5,8 +5,8 @@ import functools
 import pytest
 import torch
 
-from lightning_retrieval.losses.soft_counts import count_above, sigmoid_step
-from lightning_retrieval.losses.sup_ap import count_upper
+from lightning_retrieval.losses.roadmap import count_upper
+from lightning_retrieval.losses.smooth_ap import count_above, sigmoid_step
 
 UPPER = functools.partial(count_upper, tau=0.1, rho=3.0, delta=0.3, offset=1.2, start=0.5)
 

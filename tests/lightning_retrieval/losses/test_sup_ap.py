@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_retrieval.losses import SupAPLoss
-from lightning_retrieval.losses.sup_ap import sup_ap, upper_step
+from lightning_retrieval.losses.roadmap import sup_ap, upper_step
 from tests.lightning_retrieval.losses.oracles import (
     LABELS,
     OFFICIAL_SUP_AP,

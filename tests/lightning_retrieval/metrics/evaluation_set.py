@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_retrieval.metrics import RetrievalMetrics
-from lightning_retrieval.ranking.roles import Role, has_role
+from lightning_retrieval.ranking.labels import Role, has_role
 
 SIZE = 301  # two blocks of queries, the last one smaller
 IDS = torch.randperm(4 * SIZE, generator=torch.Generator().manual_seed(7))[:SIZE]

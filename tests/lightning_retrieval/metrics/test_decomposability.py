@@ -5,8 +5,8 @@ import pytest
 import torch
 from sklearn.metrics import average_precision_score
 
+from lightning_retrieval.callbacks.ap_monitor import cut_into_batches, decomposability_gap
 from lightning_retrieval.metrics import RetrievalMetrics
-from lightning_retrieval.metrics.decomposability import cut_into_batches, decomposability_gap
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 from tests.lightning_retrieval.metrics.evaluation_set import IDS, SIZE, filled, lists, points
 

@@ -5,11 +5,29 @@ import torch
 import torch.distributed as dist
 
 from lightning_retrieval import DatabaseAugmentation, QueryExpansion
+from lightning_retrieval.callbacks.ap_monitor import decomposability_gap
 from lightning_retrieval.callbacks.gallery import nearest_images
-from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics, curves, unit_rows
+from lightning_retrieval.metrics import (
+    RandomGalleryMetrics,
+    RetrievalMetrics,
+    RevisitedMetrics,
+    curves,
+    gathering,
+)
 from lightning_retrieval.metrics import revisited as revisited_module
-from lightning_retrieval.metrics.decomposability import decomposability_gap
-from lightning_retrieval.ranking import expansion, labelled_lists, nearest_rows, ranked_lists, score_tiles
+from lightning_retrieval.ranking import (
+    expansion,
+    ranked_lists,
+)
+from lightning_retrieval.ranking import (
+    expansion as nearest_rows,
+)
+from lightning_retrieval.ranking import (
+    labels as labelled_lists,
+)
+from lightning_retrieval.ranking import (
+    ranked_lists as score_tiles,
+)
 from tests.lightning_retrieval.metrics.helpers import LargestTensor
 
 ROWS, DIM = 900, 12
@@ -21,7 +39,7 @@ SIZES = [  # small ones, so that there are several pieces of the gallery, rounds
     (score_tiles, "_CPU_COLUMNS", 384),
     (revisited_module, "_BLOCK_COLUMNS", 384),
     (curves, "_BLOCK_GALLERY", 200),
-    (unit_rows, "_PART_NUMBERS", 1 << 9),
+    (gathering, "_PART_NUMBERS", 1 << 9),
     (nearest_rows, "_BLOCK_ROWS", 64),
     (expansion, "_BLOCK_NUMBERS", 20 * 5 * DIM),  # 20 rows, which do not divide a block
 ]

@@ -8,7 +8,8 @@ from torch.nn.functional import normalize
 from tqdm import tqdm
 
 from lightning_retrieval.metrics import RetrievalMetrics
-from lightning_retrieval.ranking import labelled_lists, score_tiles
+from lightning_retrieval.ranking import labels as labelled_lists
+from lightning_retrieval.ranking import ranked_lists
 from tests.lightning_retrieval.metrics.helpers import LargestTensor, compute
 
 KS = (1, 2, 4, 8)
@@ -85,9 +86,9 @@ def test_a_gallery_in_tiles(classes, kept, embeddings_on_cpu, monkeypatch):
     x, labels = torch.randn(900, 6), torch.randint(0, classes, (900,))
     x[::50] = x[0]  # ties of images in different tiles
     whole = compute(x, labels)
-    monkeypatch.setattr(score_tiles, "_CPU_COLUMNS", 384)
-    monkeypatch.setattr(score_tiles, "_COLUMNS_OF_A_POSITIVE", 0)
-    monkeypatch.setattr(score_tiles, "_KEPT_TILES", kept)
+    monkeypatch.setattr(ranked_lists, "_CPU_COLUMNS", 384)
+    monkeypatch.setattr(ranked_lists, "_COLUMNS_OF_A_POSITIVE", 0)
+    monkeypatch.setattr(ranked_lists, "_KEPT_TILES", kept)
     metrics = RetrievalMetrics(ks=KS, embeddings_on_cpu=embeddings_on_cpu)
     metrics.update(x, labels)
     assert {name: value.item() for name, value in metrics.compute().items()} == whole
@@ -109,8 +110,8 @@ def test_one_camera_for_each_image_changes_nothing():
 def test_cameras_with_embeddings_on_the_cpu_in_any_batches(monkeypatch):
     x, labels, cameras = torch.randn(900, 6), torch.randint(0, 30, (900,)), torch.randint(0, 3, (900,))
     whole = compute(x, labels, cameras=cameras)
-    monkeypatch.setattr(score_tiles, "_CPU_COLUMNS", 384)
-    monkeypatch.setattr(score_tiles, "_COLUMNS_OF_A_POSITIVE", 0)
+    monkeypatch.setattr(ranked_lists, "_CPU_COLUMNS", 384)
+    monkeypatch.setattr(ranked_lists, "_COLUMNS_OF_A_POSITIVE", 0)
     metrics = RetrievalMetrics(ks=KS, embeddings_on_cpu=True)
     for part in torch.arange(900).split(250):
         metrics.update(x[part], labels[part], part, cameras=cameras[part])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_retrieval.metrics import RevisitedMetrics
-from lightning_retrieval.metrics.revisited_lists import Kind, QueryLists
+from lightning_retrieval.metrics.revisited import Kind, QueryLists
 
 LISTS = QueryLists(easy={7: [3, 9]}, hard={7: [5]}, junk={7: [0]})
 

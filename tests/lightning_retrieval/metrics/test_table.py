@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from lightning_retrieval.metrics.table import extra_metric, metrics_table
-from lightning_retrieval.ranking.labelled_lists import LabelledLists
+from lightning_retrieval.metrics.retrieval import extra_metric, metrics_table
+from lightning_retrieval.ranking.labels import LabelledLists
 from lightning_retrieval.ranking.ranked_lists import positive_ranks
-from lightning_retrieval.ranking.sharded_rows import unsharded
+from lightning_retrieval.ranking.rows import unsharded
 
 
 def table(levels):

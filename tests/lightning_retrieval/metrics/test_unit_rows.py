@@ -8,9 +8,9 @@ import torch
 
 from lightning_retrieval import RetrievalMetrics
 from lightning_retrieval.distributed import Shard
-from lightning_retrieval.metrics import unit_rows as module
-from lightning_retrieval.metrics.unit_rows import UnitRows, unit_rows
-from lightning_retrieval.ranking.similarity import normalize
+from lightning_retrieval.metrics import gathering as module
+from lightning_retrieval.metrics.gathering import UnitRows, unit_rows
+from lightning_retrieval.ranking.rows import normalize
 
 ROWS, DIM = 12_000, 512
 M_MMAP_THRESHOLD = -3  # of mallopt

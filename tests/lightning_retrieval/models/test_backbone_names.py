@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from lightning_retrieval.models import Embedder
-from lightning_retrieval.models.backbone_names import timm_names
+from lightning_retrieval.models.backbone_request import timm_names
 
 
 @pytest.mark.refusal

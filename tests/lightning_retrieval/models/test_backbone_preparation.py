@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_retrieval.models import Embedder, Preparation
-from lightning_retrieval.models.backbone_preparation import merged_preparation
+from lightning_retrieval.preparation.of_model import merged_preparation
 
 CROPPED = {"image_size": 240, "resize": 255, "interpolation": "bicubic"}
 EXACT = {"image_size": 224, "resize": (256, 256)}

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_retrieval.models.colours import check_colour, to_rgb
+from lightning_retrieval.preparation.pixels import check_colour, to_rgb
 
 GREEN = (0, 128, 0)
 

@@ -5,7 +5,7 @@ import torch
 
 from lightning_retrieval import PCAWhitening, SupervisedWhitening
 from lightning_retrieval.models import supervised_whitening
-from lightning_retrieval.models.fit_rows import rows_of_all_processes, rows_of_one_process
+from lightning_retrieval.models.whitening import rows_of_all_processes, rows_of_one_process
 from tests.lightning_retrieval.metrics.helpers import LargestTensor
 from tests.lightning_retrieval.official_cases import rows
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_retrieval import Embedder
-from lightning_retrieval.models import hub
+from lightning_retrieval.models import pretrained
 
 pytest.importorskip("safetensors")
 
@@ -106,10 +106,10 @@ def test_tensors_that_share_memory_are_written(tmp_path):
     module = nn.Module()
     module.register_buffer("values", torch.arange(6.0).reshape(2, 3))
     module.register_buffer("transposed", module.values.T)
-    hub.save_model("Embedder", tmp_path, {}, module)
+    pretrained.save_model("Embedder", tmp_path, {}, module)
     module.values = torch.zeros(2, 3)
     module.transposed = torch.zeros(3, 2)
-    hub.load_weights("Embedder", tmp_path / "model.safetensors", module)
+    pretrained.load_weights("Embedder", tmp_path / "model.safetensors", module)
     assert module.values.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert module.transposed.equal(module.values.T)
 
@@ -125,7 +125,7 @@ def test_tensors_that_share_memory_are_written(tmp_path):
     ],
 )
 def test_invalid_arguments_in_a_config(arguments, message, tmp_path):
-    config = {"format": hub.FORMAT, "version": hub.VERSION, "init_args": arguments}
+    config = {"format": pretrained.FORMAT, "version": pretrained.VERSION, "init_args": arguments}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match=message):
@@ -163,7 +163,7 @@ def test_mistakes_raise_one_sentence(saved, tmp_path, monkeypatch):
         def __getattr__(self, name):
             raise OSError("no network\nat all")
 
-    monkeypatch.setattr(hub, "load_hub", lambda owner: Unreachable())
+    monkeypatch.setattr(pretrained, "load_hub", lambda owner: Unreachable())
     with pytest.raises(
         FileNotFoundError, match=r"^Embedder: `name` must be a folder .* got 'me/x' \(no network\); with"
     ):

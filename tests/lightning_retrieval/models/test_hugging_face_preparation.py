@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from lightning_retrieval.models import Embedder, Preparation
-from lightning_retrieval.models.hugging_face_preparation import as_preparation
+from lightning_retrieval.preparation.of_model import as_preparation
 from tests.lightning_retrieval.models.hugging_face_folders import PROCESSOR, write_folder
 
 

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from lightning_retrieval.models import Embedder
-from lightning_retrieval.models.layer_depths import layer_depths
+from lightning_retrieval.training.optimizers import layer_depths
 from tests.lightning_retrieval.models.hugging_face_folders import SMALL
 
 VIT = {"depth": 2, "embed_dim": 24, "num_heads": 2}

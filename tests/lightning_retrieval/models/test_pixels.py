@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_retrieval.models.pixels import (
+from lightning_retrieval.preparation.pixels import (
     centre_crop,
     check_pixels,
     resize_bilinear,

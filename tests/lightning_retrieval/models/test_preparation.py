@@ -11,9 +11,9 @@ import yaml
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
-from lightning_retrieval.datamodules.images.image_file import read_image
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.models.pixels import INTERPOLATIONS
+from lightning_retrieval.preparation.decoding import read_image
+from lightning_retrieval.preparation.pixels import INTERPOLATIONS
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BILINEAR = InterpolationMode.BILINEAR

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.models.reduced_scale import reduce_scale
+from lightning_retrieval.preparation.pixels import reduce_scale
 
 
 def encoded(size, kind="JPEG", mode="RGB", **settings):

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from lightning_retrieval.ranking import counting
+from lightning_retrieval.ranking import ranks
 
 # Largest fraction of scores that are counted one by one; above it, all are sorted.
-PATHS = {"counted": 1.0, "sorted": -1.0, "default": counting._MAX_COUNTED_FRACTION}
+PATHS = {"counted": 1.0, "sorted": -1.0, "default": ranks._MAX_COUNTED_FRACTION}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -16,7 +16,7 @@ PATHS = {"counted": 1.0, "sorted": -1.0, "default": counting._MAX_COUNTED_FRACTI
 @pytest.mark.parametrize("width", [1, 3, 40])
 @pytest.mark.parametrize("spread", [2, 1000])
 def test_count_at_least(spread, width, path, dtype, monkeypatch):
-    monkeypatch.setattr(counting, "_MAX_COUNTED_FRACTION", PATHS[path])
+    monkeypatch.setattr(ranks, "_MAX_COUNTED_FRACTION", PATHS[path])
     scores = torch.randint(-spread, spread + 1, (7, 300)).to(dtype) / spread
     scores[2] *= 1e-40 if dtype == torch.float32 else 1e-310  # denormal numbers are in order too
     scores[3][scores[3] == 0] = -0.0
@@ -25,7 +25,7 @@ def test_count_at_least(spread, width, path, dtype, monkeypatch):
     positives[3][positives[3] == 0] = 0.0  # ties with -0.0
     real = torch.tensor([0, 1, width, width, max(1, width // 2), width, width])
     positives = positives.masked_fill(torch.arange(width) >= real[:, None], math.inf).sort(1).values
-    counts = counting.count_at_least(scores.clone(), positives)
+    counts = ranks.count_at_least(scores.clone(), positives)
     for row in range(7):
         expected = [sum(s >= p for s in scores[row].tolist()) for p in positives[row, : real[row]].tolist()]
         assert counts[row, : real[row]].tolist() == expected
@@ -52,7 +52,7 @@ def test_which_road_is_taken(width, worst, dtype, keys, monkeypatch):
 
     true_search = torch.searchsorted
     monkeypatch.setattr(torch, "searchsorted", searchsorted)
-    counts = counting.count_at_least(scores.clone(), positives)
+    counts = ranks.count_at_least(scores.clone(), positives)
     assert taken == [keys]
     assert torch.equal(counts, (scores[:, None] >= positives[..., None]).sum(2))
 
@@ -60,7 +60,7 @@ def test_which_road_is_taken(width, worst, dtype, keys, monkeypatch):
 def test_ordered_integers_keep_the_order():
     special = [0.0, -0.0, 1e-45, -1e-45, 1.1754944e-38, 3.4e38, -3.4e38, math.inf, -math.inf, 1.0, -1.0]
     values = torch.cat([torch.tensor(special), torch.randn(100)])
-    integers = counting._sortable_integers(values)
+    integers = ranks._sortable_integers(values)
     assert torch.equal(integers[:, None] < integers, values[:, None] < values)
     assert torch.equal(integers[:, None] == integers, values[:, None] == values)
     assert integers.abs().max() <= 2**31

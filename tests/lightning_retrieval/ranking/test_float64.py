@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from lightning_retrieval import DatabaseAugmentation, PCAWhitening, QueryExpansion
-from lightning_retrieval.callbacks.ap_monitor import sums_of_ap
+from lightning_retrieval.callbacks.ap_monitor import decomposability_gap, sums_of_ap
 from lightning_retrieval.callbacks.gallery import choose_queries, nearest_images, query_ap
 from lightning_retrieval.losses import SmoothAPLoss
-from lightning_retrieval.losses.ranked_batch import RankedBatch
+from lightning_retrieval.losses.batch_loss import RankedBatch
 from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics
 from lightning_retrieval.metrics.curves import mean_precision, pair_counts
-from lightning_retrieval.metrics.decomposability import decomposability_gap
-from lightning_retrieval.ranking.float64 import float64_device, to_float64
+from lightning_retrieval.ranking.rows import float64_device, to_float64
 from tests.lightning_retrieval.device_without_float64 import DEVICE, DeviceWithoutFloat64
 
 ROWS = 301  # two blocks of queries, the last one smaller

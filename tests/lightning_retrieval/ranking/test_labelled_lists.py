@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lightning_retrieval.ranking import labelled_lists
-from lightning_retrieval.ranking.labelled_lists import LabelledLists
+from lightning_retrieval.ranking import labels as labelled_lists
+from lightning_retrieval.ranking.labels import LabelledLists
 
 LABELS = torch.tensor([1, 1, 1, 4, 6, 6, 9])
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from lightning_retrieval.ranking import nearest_rows as nearest_rows_module
-from lightning_retrieval.ranking import score_tiles
-from lightning_retrieval.ranking.nearest_rows import highest_columns, nearest_rows
-from lightning_retrieval.ranking.sharded_rows import unsharded
+from lightning_retrieval.ranking import expansion as nearest_rows_module
+from lightning_retrieval.ranking import ranked_lists
+from lightning_retrieval.ranking.expansion import highest_columns, nearest_rows
+from lightning_retrieval.ranking.rows import unsharded
 from tests.lightning_retrieval.metrics.helpers import quarters
 
 
@@ -38,7 +38,7 @@ def problem(queries=70, gallery=900, dtype=torch.float32):
 @pytest.mark.parametrize(("k", "columns", "rows"), [(1, 384, 64), (20, 384, 256), (500, 384, 64), (20, 1536, 256)])
 def test_against_a_sort_of_all_scores(monkeypatch, k, columns, rows, self_score, dtype):
     """In several tiles, in one, and with more neighbours than a tile has."""
-    monkeypatch.setattr(score_tiles, "_CPU_COLUMNS", columns)
+    monkeypatch.setattr(ranked_lists, "_CPU_COLUMNS", columns)
     monkeypatch.setattr(nearest_rows_module, "_BLOCK_ROWS", rows)
     q, g, self_index = problem(dtype=dtype)
     found = nearest_rows(unsharded(q, 100), unsharded(g, 100), k, self_index=self_index, self_score=self_score)

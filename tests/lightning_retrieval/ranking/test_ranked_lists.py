@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from lightning_retrieval.distributed import Shard
-from lightning_retrieval.ranking import counting, labelled_lists
-from lightning_retrieval.ranking.labelled_lists import LabelledLists
+from lightning_retrieval.ranking import labels as labelled_lists
+from lightning_retrieval.ranking import ranks
+from lightning_retrieval.ranking.labels import LabelledLists
 from lightning_retrieval.ranking.ranked_lists import positive_ranks
-from lightning_retrieval.ranking.sharded_rows import Layout, ShardedRows, unsharded
+from lightning_retrieval.ranking.rows import Layout, ShardedRows, unsharded
 
 # Largest fraction of scores that are counted one by one; above it, all are sorted.
-PATHS = {"counted": 1.0, "sorted": -1.0, "default": counting._MAX_COUNTED_FRACTION}
+PATHS = {"counted": 1.0, "sorted": -1.0, "default": ranks._MAX_COUNTED_FRACTION}
 
 
 def ranked(queries, query_labels, gallery, gallery_labels, own, *, shard=0, num_shards=1, **cameras):
@@ -70,7 +71,7 @@ def problem(queries=70, gallery=90, classes=4, dtype=torch.float32):
 @pytest.mark.parametrize("classes", [2, 30])
 @pytest.mark.parametrize("path", PATHS)
 def test_against_loops(path, classes, dtype, monkeypatch):
-    monkeypatch.setattr(counting, "_MAX_COUNTED_FRACTION", PATHS[path])
+    monkeypatch.setattr(ranks, "_MAX_COUNTED_FRACTION", PATHS[path])
     monkeypatch.setattr(
         labelled_lists, "_MAX_BLOCK_POSITIVES", 1
     )  # blocks of 64 queries: one whole block and a part of one
@@ -154,7 +155,7 @@ def ranks_without_same_camera(given, query_cameras, gallery_cameras):
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("path", PATHS)
 def test_the_same_label_under_the_same_camera_is_not_in_the_list(path, levels, monkeypatch):
-    monkeypatch.setattr(counting, "_MAX_COUNTED_FRACTION", PATHS[path])
+    monkeypatch.setattr(ranks, "_MAX_COUNTED_FRACTION", PATHS[path])
     monkeypatch.setattr(labelled_lists, "_MAX_BLOCK_POSITIVES", 1)
     queries, query_labels, gallery, gallery_labels, own = problem(classes=12)
     if levels == 2:

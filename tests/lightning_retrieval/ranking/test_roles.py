@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_retrieval.ranking.roles import Role, has_role
+from lightning_retrieval.ranking.labels import Role, has_role
 
 
 def test_values_that_data_sets_and_users_store():

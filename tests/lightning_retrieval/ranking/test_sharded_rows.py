@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_retrieval.distributed import Shard
-from lightning_retrieval.ranking.sharded_rows import Layout, ShardedRows, unsharded
+from lightning_retrieval.ranking.rows import Layout, ShardedRows, unsharded
 
 ROWS = torch.arange(46.0).view(23, 2)
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lightning_retrieval.ranking.similarity import normalize
+from lightning_retrieval.ranking.rows import normalize
 
 
 def test_rows_are_divided_by_their_length():

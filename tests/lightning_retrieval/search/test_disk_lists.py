@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_retrieval import RetrievalIndex
-from lightning_retrieval.search import disk_lists, faiss_index, files, rows
+from lightning_retrieval import RetrievalIndex, files
+from lightning_retrieval.search import disk_lists, faiss_index, rows
 from tests.lightning_retrieval.search.vectors import DIM, ROWS, built, memory, vectors
 
 REPOSITORY = Path(__file__).parents[3]

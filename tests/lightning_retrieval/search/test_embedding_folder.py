@@ -7,8 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, digest_of_list
-from lightning_retrieval.search.embedding_shards import ShardRows
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows, digest_of_list
 
 MANIFEST = EmbeddingManifest(
     images=5, images_sha256="list", model_sha256="model", preparation={"transform": "plain"}, dim=3, shard_size=2

@@ -8,9 +8,8 @@ import torch
 
 from lightning_retrieval import RetrievalIndex
 from lightning_retrieval.search import rows as rows_of_index
-from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest
-from lightning_retrieval.search.embedding_shards import ShardRows
-from lightning_retrieval.search.folder_rows import FolderRows
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows
+from lightning_retrieval.search.rows import FolderRows
 from tests.lightning_retrieval.search.vectors import memory
 
 SIZES = (7, 0, 7, 3)  # no image of the second file could be read

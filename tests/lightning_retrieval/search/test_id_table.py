@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from lightning_retrieval import RetrievalIndex
+from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.search.id_table import IdTable
-from lightning_retrieval.search.packed_strings import PackedStrings
 from tests.lightning_retrieval.search.vectors import DIM, vectors
 
 

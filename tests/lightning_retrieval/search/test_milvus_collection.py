@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_retrieval import MilvusStore
-from lightning_retrieval.search.milvus_collection import PROPERTY, check_name
+from lightning_retrieval.search.milvus_connection import PROPERTY, check_name
 
 pymilvus = pytest.importorskip("pymilvus")
 pytest.importorskip("milvus_lite")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_retrieval.search.milvus_factory import index_kind, search_parameters
+from lightning_retrieval.search.milvus_connection import index_kind, search_parameters
 
 HUGE = "ef=999999999999999999999"
 

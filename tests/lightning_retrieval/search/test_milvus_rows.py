@@ -3,12 +3,12 @@
 import numpy as np
 import torch
 
-from lightning_retrieval.search.milvus_rows import id_batches, insertions
+from lightning_retrieval.search.milvus_store import id_batches, insertions
 
 
 def test_requests_hold_all_rows_in_order_and_few_bytes(monkeypatch):
     monkeypatch.setattr("lightning_retrieval.search.rows.BLOCK", 100)
-    monkeypatch.setattr("lightning_retrieval.search.milvus_rows.BATCH_BYTES", 4 * 8 * 30)
+    monkeypatch.setattr("lightning_retrieval.search.milvus_store.BATCH_BYTES", 4 * 8 * 30)
     rows = torch.randn(250, 8)
     ids, paths = np.arange(250) ** 2, [f"{i}.jpg" for i in range(250)]
     requests = list(insertions(rows, ids, paths))
@@ -18,11 +18,11 @@ def test_requests_hold_all_rows_in_order_and_few_bytes(monkeypatch):
     assert [row["path"] for row in inserted] == paths
     expected = rows / rows.norm(dim=1, keepdim=True)
     np.testing.assert_allclose(np.stack([row["embedding"] for row in inserted]), expected, rtol=1e-6)
-    monkeypatch.setattr("lightning_retrieval.search.milvus_rows.BATCH_BYTES", 1)
+    monkeypatch.setattr("lightning_retrieval.search.milvus_store.BATCH_BYTES", 1)
     assert len(list(insertions(rows, ids, paths))) == 250  # at least one row
 
 
 def test_batches_of_ids(monkeypatch):
-    monkeypatch.setattr("lightning_retrieval.search.milvus_rows.BATCH_IDS", 2)
+    monkeypatch.setattr("lightning_retrieval.search.milvus_store.BATCH_IDS", 2)
     assert list(id_batches(np.arange(5))) == [[0, 1], [2, 3], [4]]
     assert list(id_batches(np.arange(0))) == []

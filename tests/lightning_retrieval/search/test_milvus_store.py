@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from lightning_retrieval import MilvusStore, RetrievalIndex
-from lightning_retrieval.search import milvus_rows, milvus_store
-from lightning_retrieval.search.embedding_store import EmbeddingStore
+from lightning_retrieval.search import milvus_store
+from lightning_retrieval.search import milvus_store as milvus_rows
+from lightning_retrieval.search.rows import EmbeddingStore
 from tests.lightning_retrieval.search.vectors import DIM, ROWS, built, exact, search_while_edited, vectors
 from tests.processes import start_processes
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_retrieval import MilvusStore, RetrievalIndex
-from lightning_retrieval.search import milvus_connection, milvus_rows
+from lightning_retrieval.search import milvus_connection, milvus_store
 from tests.lightning_retrieval.search.vectors import DIM, ROWS, built, vectors
 from tests.processes import StartedCommand
 
@@ -63,7 +63,7 @@ def test_a_server_gives_the_same_results_until_it_is_killed(server, tmp_path, mo
     assert torch.equal(store.search(queries, 10)[1], built().search(queries, 10)[1])
 
     monkeypatch.setattr(milvus_connection, "CALLING", 1.0)
-    monkeypatch.setattr(milvus_rows, "BATCH_ROWS", 10)
+    monkeypatch.setattr(milvus_store, "BATCH_ROWS", 10)
     call = store._call
 
     def killed_at_the_third_insertion(method, **settings):

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from lightning_retrieval.search.packed_strings import PackedStrings
+from lightning_retrieval.packed_strings import PackedStrings
 
 STRINGS = ["a/b.jpg", "é/ü ñ.PNG", "", "x" * 300, "日本/語.jpg"]
 
@@ -23,7 +23,7 @@ def test_integer_slice_and_mask_index_as_in_a_list():
 
 @pytest.mark.parametrize("block", [1, 3, 1 << 16])
 def test_selection_matches_a_loop_over_the_strings(monkeypatch, block):
-    monkeypatch.setattr("lightning_retrieval.search.packed_strings.BLOCK", block)
+    monkeypatch.setattr("lightning_retrieval.packed_strings.BLOCK", block)
     strings = [*STRINGS, "", b"\xff\xfe/caf\xe9.jpg".decode(errors="surrogateescape"), "𝄞.png", "z"]
     packed, n = PackedStrings(strings), len(strings)
     mask = np.arange(n) % 3 != 1

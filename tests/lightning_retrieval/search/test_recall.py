@@ -6,9 +6,9 @@ import torch
 from sklearn.neighbors import NearestNeighbors
 
 from lightning_retrieval import RetrievalIndex
-from lightning_retrieval.search import recall as recall_module
+from lightning_retrieval.search import index as recall_module
 from lightning_retrieval.search import rows as rows_module
-from lightning_retrieval.search.recall import measure_recall
+from lightning_retrieval.search.index import measure_recall
 from tests.lightning_retrieval.search.vectors import DIM, FACTORIES, ROWS, built, exact, vectors
 
 

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest
-from lightning_retrieval.search.embedding_shards import ShardRows
-from lightning_retrieval.search.shard_collector import ShardCollector
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows
+from lightning_retrieval.search.shared_folder import ShardCollector
 
 EMBEDDINGS = torch.randn(10, 2, generator=torch.Generator().manual_seed(0))
 

@@ -11,7 +11,7 @@ import faiss
 import pytest
 
 from lightning_retrieval import RetrievalIndex
-from lightning_retrieval.search import files as files_module
+from lightning_retrieval import files as files_module
 from lightning_retrieval.search import index as index_module
 from lightning_retrieval.search import storage
 from tests.lightning_retrieval.search.vectors import built, vectors

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
-from lightning_retrieval.cli.checkpoint import load_checkpoint
+from lightning_retrieval.cli.embedding import load_checkpoint
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
 

@@ -11,14 +11,14 @@ from torchvision.transforms import InterpolationMode, transforms, v2
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.training.albumentations_transform import of_pil_images
-from lightning_retrieval.training.described_transforms import (
+from lightning_retrieval.preparation.described import (
     describe_transform,
     named_transform,
     preparation_of,
     rebuild_transform,
     shown_transform,
 )
+from lightning_retrieval.preparation.training_transforms import of_pil_images
 
 MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
 TO_TENSOR = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]

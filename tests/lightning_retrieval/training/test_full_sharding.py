@@ -18,12 +18,12 @@ from lightning_retrieval.training.full_sharding import (
     broadcast_buffers,
     broadcast_state,
     check_placements,
+    clip_sharded_gradients,
     has_sharded_parameters,
     local_slice,
     shard_blocks,
     whole_tensor,
 )
-from lightning_retrieval.training.gradient_clipping import clip_sharded_gradients
 from lightning_retrieval.training.gradient_sum import GradientSum
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")

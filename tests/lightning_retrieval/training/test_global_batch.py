@@ -6,9 +6,9 @@ from torch import nn
 
 from lightning_retrieval.distributed import sum_over_ranks
 from lightning_retrieval.losses import SmoothAPLoss
-from lightning_retrieval.losses.ranked_batch import QueryRange
-from lightning_retrieval.training.global_batch import gather_batch
+from lightning_retrieval.losses.batch_loss import QueryRange
 from lightning_retrieval.training.gradient_sum import GradientSum
+from lightning_retrieval.training.step import gather_batch
 
 ROWS = 40
 SHARDS = {2: [3, 37], 3: [3, 36, 1]}  # rows of each process

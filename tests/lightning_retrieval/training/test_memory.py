@@ -43,7 +43,7 @@ from lightning_retrieval.losses import (
     SupAPLoss,
     WeightedSum,
 )
-from lightning_retrieval.losses.ranked_batch import RankedBatch
+from lightning_retrieval.losses.batch_loss import RankedBatch
 from lightning_retrieval.models import GlyphNet
 from lightning_retrieval.training import run_report
 from tests.point_set import Points

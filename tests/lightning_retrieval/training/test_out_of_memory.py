@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_retrieval.training.out_of_memory import is_out_of_memory, may_be_out_of_memory
+from lightning_retrieval.training.chunk_size import is_out_of_memory, may_be_out_of_memory
 
 
 @pytest.mark.parametrize(

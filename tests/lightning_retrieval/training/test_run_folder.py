@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from lightning_retrieval.training.run_folder import newest_checkpoint
+from lightning_retrieval.callbacks.csv_logger import newest_checkpoint
 
 OWNER = "fit"
 

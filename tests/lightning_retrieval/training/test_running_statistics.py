@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_retrieval.training.chunked import chunked_backward
-from lightning_retrieval.training.running_statistics import RunningStatistics
+from lightning_retrieval.training.chunked import RunningStatistics, chunked_backward
 from tests.lightning_retrieval.training.small_chunks import (
     batch_norm,
     chunk_by_chunk,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import CalibrationLoss, CrossBatchMemory, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.losses import calibration, smooth_ap
+from lightning_retrieval.losses import roadmap, smooth_ap
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from tests.lightning_retrieval.training.small_training import ROWS, SGD, Gives, assert_same, batches, fit, net
 
@@ -63,7 +63,7 @@ def test_a_memory_does_not_make_the_way_longer(monkeypatch):
 
 
 def test_a_mean_over_pairs_is_at_most_eight_frames_away(monkeypatch):
-    frames = frames_to_the_formula(monkeypatch, calibration, "calibration_sums", CalibrationLoss())
+    frames = frames_to_the_formula(monkeypatch, roadmap, "calibration_sums", CalibrationLoss())
     assert len(frames) <= MOST_FRAMES, frames
 
 

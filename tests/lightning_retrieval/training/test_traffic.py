@@ -1,4 +1,4 @@
-from lightning_retrieval.training.traffic import step_traffic
+from lightning_retrieval.training.run_report import step_traffic
 
 
 def test_traffic_by_hand():

@@ -1,0 +1,339 @@
+"""A figure of a metric and the training loss over the optimizer steps."""
+
+import io
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Union
+
+import pytorch_lightning as pl
+import torch
+from jaxtyping import Float, Int
+from PIL import Image
+from pytorch_lightning.loggers import TensorBoardLogger
+from torch import Tensor
+
+from lightning_retrieval.callbacks.csv_logger import run_folder
+from lightning_retrieval.callbacks.evaluation import find_evaluation, log_without_sync, sets_ranked_by_label
+from lightning_retrieval.callbacks.evaluation_sets import EvaluationSet
+from lightning_retrieval.checks import check_integer, check_string
+from lightning_retrieval.metrics import RetrievalMetrics
+from lightning_retrieval.metrics.curves import mean_precision, pair_counts
+from lightning_retrieval.ranking.rows import to_float64
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+# What the callbacks that draw figures share: when they draw, where their PNG files are, which loggers get them.
+
+
+Drawing = Union[Image.Image, "Figure"]
+
+
+def new_figure(width: float = 6.4, height: float = 3.6) -> "Figure":
+    """Create an empty figure; sizes are in inches. It does not use pyplot, which would keep global state."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=110, layout="constrained")
+
+
+def save_and_log(trainer: pl.Trainer, path: Path, key: str, drawing: Drawing) -> None:
+    """Write a drawing as a PNG file, and send it to every logger that accepts images.
+
+    Args:
+        trainer: with the loggers.
+        path: of the file. An existing file is replaced as a whole.
+        key: the name in the loggers, the same for all steps.
+        drawing: an image, or a figure of matplotlib.
+    """
+    image = _as_image(drawing)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".part")
+    image.save(partial, format="PNG")
+    os.replace(partial, path)
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+            array = pixels.view(image.height, image.width, 3)
+            logger.experiment.add_image(key, array, trainer.global_step, dataformats="HWC")
+        elif hasattr(logger, "log_image"):
+            logger.log_image(key=key, images=[str(path)])
+
+
+def _as_image(drawing: Drawing) -> Image.Image:
+    if isinstance(drawing, Image.Image):
+        return drawing
+    file = io.BytesIO()
+    drawing.savefig(file, format="png", dpi=drawing.dpi)
+    return Image.open(file).convert("RGB")
+
+
+class EvaluationFigure(pl.Callback, ABC):
+    """Base class of the callbacks that draw each evaluation set that `RetrievalEvaluation` has collected.
+
+    The PNG files are in `retrieval/` of the run's log folder. Every logger that accepts images (TensorBoard, Weights &
+    Biases) gets them too. A subclass defines `draw`, and may set `file_prefix`, the prefix of its file names, and
+    `ranked_by_label_only = False` if it can also draw sets that are not evaluated by `RetrievalMetrics`.
+
+    Args:
+        every_n_epochs: number of epochs between two figures of the validation sets, >= 1. Test sets are always drawn.
+    """
+
+    file_prefix = ""
+    ranked_by_label_only = True
+
+    def __init__(self, every_n_epochs: int = 1) -> None:
+        self.every_n_epochs = check_integer(type(self).__name__, "every_n_epochs", every_n_epochs, least=1)
+        self._warned: set[str] = set()
+
+    @abstractmethod
+    def draw(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: Any, dataset: Any, prefix: str
+    ) -> Drawing | None:
+        """Draw one evaluation set. All processes call this; the drawing of rank 0 is written, unless it is None.
+
+        Args:
+            trainer: the Trainer that evaluates.
+            pl_module: the module that is evaluated.
+            metrics: the metric with the set's embeddings.
+            dataset: the data set, or None if the set's data loader has none.
+            prefix: of the names of the set's metrics, such as `val/` or `test/small/`.
+        """
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        find_evaluation(type(self).__name__, trainer)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.sanity_checking:
+            return
+        is_due = (trainer.current_epoch + 1) % self.every_n_epochs == 0
+        if is_due or trainer.state.fn == "validate":
+            self._draw_all(trainer, pl_module, "val", f"-epoch={trainer.current_epoch:03d}")
+
+    def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._draw_all(trainer, pl_module, "test", "")
+
+    def _draw_all(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str, epoch: str) -> None:
+        folder = run_folder(trainer) / "retrieval"
+        for evaluation_set in self._sets(trainer):
+            prefix = evaluation_set.prefix
+            drawing = self.draw(trainer, pl_module, evaluation_set.metrics, evaluation_set.dataset, prefix)
+            if not trainer.is_global_zero or drawing is None:
+                continue
+            set_name = prefix.removeprefix(f"{stage}/").rstrip("/").replace("/", "-")
+            suffix = ""
+            if set_name:
+                suffix = f"-set={set_name}"
+            path = folder / f"{self.file_prefix}{stage}{epoch}{suffix}.png"
+            save_and_log(trainer, path, f"retrieval/{self.file_prefix}{stage}{suffix}", drawing)
+
+    def _sets(self, trainer: pl.Trainer) -> Iterable[EvaluationSet]:
+        owner = type(self).__name__
+        if self.ranked_by_label_only:
+            return sets_ranked_by_label(owner, trainer, self._warned)
+        return find_evaluation(owner, trainer).sets
+
+
+# A figure of the mean precision at each recall.
+
+
+class PrecisionRecallCurve(EvaluationFigure):
+    """Plots the mean precision of the queries' ranked lists at 101 levels of recall.
+
+    The precision of a query at recall r is interpolated as in TREC and PASCAL VOC: it is the highest precision at any
+    recall of at least r. The curve is the mean over the queries that have a positive, at r = 0, 0.01, ..., 1. The area
+    under it is slightly larger than mAP, which does not interpolate. The PNG files are in `retrieval/` of the run's log
+    folder. Every logger that accepts images (TensorBoard, Weights & Biases) gets them too.
+
+    Args:
+        every_n_epochs: number of epochs between two figures of the validation sets, >= 1. Test sets are always drawn.
+
+    Raises:
+        ValueError: if the number is below 1, or if the Trainer has no `RetrievalEvaluation`.
+        TypeError: if the number is not an integer.
+
+    Example:
+        >>> from lightning_retrieval.callbacks import PrecisionRecallCurve, RetrievalEvaluation
+        >>> callbacks = [RetrievalEvaluation(), PrecisionRecallCurve(every_n_epochs=5)]
+
+    Cost:
+        The ranks of all positives are computed once more, distributed over the processes.
+
+    Relations:
+        Evaluation sets with another metric than `RetrievalMetrics` are skipped, with a warning.
+    """
+
+    file_prefix = "precision-recall-"
+
+    def draw(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: RetrievalMetrics, dataset: Any, prefix: str
+    ) -> Drawing:
+        precision = mean_precision(metrics)
+        mean_ap = float(metrics.compute()["mAP"])
+        figure = new_figure(4.8, 4.0)
+        axes = figure.subplots()
+        axes.plot(torch.linspace(0, 1, len(precision)), precision.cpu(), color="tab:green")
+        axes.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="recall", ylabel="precision, interpolated")
+        axes.set_title(f"{prefix}mAP = {mean_ap:.3f}", fontsize="medium")
+        axes.grid(alpha=0.3)
+        return figure
+
+
+# A figure of the similarities of positive and of negative pairs, and how far the two overlap.
+
+
+_FINE_BINS = 20_000  # from -1 to 1, in which pairs are counted before the occupied range is known
+
+
+_COLOURS = {"positive": "tab:green", "negative": "tab:red"}
+
+
+def occupied_bins(counts: Int[Tensor, "2 fine"], bins: int) -> tuple[Int[Tensor, "2 bins"], Float[Tensor, " edge"]]:
+    """Merge fine bins into at most `bins` equal bins that cover the occupied range, and return them with their edges.
+
+    Args:
+        counts: positive and negative pairs in equal bins from -1 to 1.
+        bins: largest number of merged bins.
+    """
+    occupied = counts.sum(0).nonzero()[:, 0].tolist()
+    if not occupied:
+        occupied = [0]
+    first = occupied[0]
+    length = occupied[-1] + 1 - first
+    width = -(-length // bins)  # of a merged bin, in fine bins, rounded up
+    number = -(-length // width)
+    positions = first + width * torch.arange(number + 1, dtype=torch.float64)
+    edges = -1 + positions * (2 / counts.shape[1])
+    padded = torch.nn.functional.pad(counts[:, first:], (0, width * number))
+    merged = padded[:, : width * number].reshape(2, number, width).sum(2)
+    return merged, edges
+
+
+class ScoreHistogram(EvaluationFigure):
+    """Plots the densities of the similarities of positive and of negative pairs, and logs their overlap.
+
+    The pairs are all (query, candidate) of the evaluation set, not a sample of them. A query is not its own candidate.
+    `val/score_overlap` is the area under both densities, computed from the bins: 0 if a threshold separates positives
+    from negatives, 1 if the densities are equal, and NaN if the set has no positive pair. The PNG files are in
+    `retrieval/` of the run's log folder. Every logger that accepts images (TensorBoard, Weights & Biases) gets them
+    too.
+
+    Args:
+        bins: largest number of equal intervals between the lowest and the highest similarity, >= 2.
+        every_n_epochs: number of epochs between two figures of the validation sets, >= 1. Test sets are always drawn.
+
+    Raises:
+        ValueError: if a number is too small, or if the Trainer has no `RetrievalEvaluation`.
+        TypeError: if a number is not an integer.
+
+    Example:
+        >>> from lightning_retrieval.callbacks import RetrievalEvaluation, ScoreHistogram
+        >>> callbacks = [RetrievalEvaluation(), ScoreHistogram(bins=50, every_n_epochs=5)]
+
+    Cost:
+        All scores are computed once more, block by block, distributed over the processes.
+
+    Relations:
+        `CalibrationLoss` separates the two densities at fixed similarities. Evaluation sets with another metric than
+        `RetrievalMetrics` are skipped, with a warning.
+    """
+
+    file_prefix = "scores-"
+
+    def __init__(self, bins: int = 100, every_n_epochs: int = 1) -> None:
+        super().__init__(every_n_epochs)
+        self.bins = check_integer("ScoreHistogram", "bins", bins, least=2)
+
+    def draw(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: RetrievalMetrics, dataset: Any, prefix: str
+    ) -> Drawing:
+        counts, edges = occupied_bins(pair_counts(metrics, _FINE_BINS), self.bins)
+        pairs_of_bin = to_float64(counts)
+        fractions = pairs_of_bin / pairs_of_bin.sum(1, keepdim=True)  # NaN if there are no pairs
+        overlap = fractions.amin(0).sum()
+        log_without_sync(pl_module, {f"{prefix}score_overlap": overlap})
+        densities = fractions.nan_to_num().cpu() / edges.diff()
+        figure = new_figure()
+        axes = figure.subplots()
+        for kind, pairs, density in zip(_COLOURS, counts.sum(1).tolist(), densities):
+            label = f"{pairs:,} {kind} pairs"
+            axes.stairs(density, edges, fill=True, alpha=0.4, color=_COLOURS[kind], label=label)
+        axes.set_xlim(float(edges[0]), float(edges[-1]))
+        axes.set_xlabel("cosine similarity")
+        axes.set_ylabel("density")
+        axes.set_title(f"{prefix}score_overlap = {overlap:.3f}", fontsize="medium")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        return figure
+
+
+class TrainingCurve(pl.Callback):
+    """Plots a logged metric and the training loss against the optimizer steps: `curve.png` in the run's log folder.
+
+    The figure is written anew after each validation, and is sent to every logger that accepts images (TensorBoard,
+    Weights & Biases). The checkpoint contains its points, so a resumed run continues the same curve.
+
+    Args:
+        metric: the name under which the metric is logged.
+
+    Raises:
+        ValueError: if the metric is not logged when a validation ends.
+        TypeError: if `metric` is not a string.
+
+    Example:
+        >>> from lightning_retrieval.callbacks import TrainingCurve
+        >>> TrainingCurve("val/R@1").metric
+        'val/R@1'
+    """
+
+    def __init__(self, metric: str = "val/mAP") -> None:
+        self.metric = check_string("TrainingCurve", "metric", metric)
+        self.points: list[list[float]] = []  # (step, metric)
+        self.losses: list[list[float]] = []  # (step, loss)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = trainer.callback_metrics.get("train/loss")
+        if loss is not None:
+            self.losses.append([trainer.global_step, float(loss)])
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        if self.metric not in trainer.callback_metrics:
+            raise ValueError(
+                f"TrainingCurve: `metric` must be logged in validation, got {self.metric!r}; logged metrics are "
+                f"{sorted(trainer.callback_metrics)}."
+            )
+        self.points.append([trainer.global_step, float(trainer.callback_metrics[self.metric])])
+        folder = run_folder(trainer)  # all processes must call it
+        if trainer.is_global_zero:
+            save_and_log(trainer, folder / "curve.png", "retrieval/curve", self._draw())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"points": self.points, "losses": self.losses}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.points = state_dict["points"]
+        self.losses = state_dict["losses"]
+
+    def _draw(self) -> Drawing:
+        figure = new_figure()
+        axes = figure.subplots()
+        steps, values = zip(*self.points)
+        axes.plot(steps, values, color="tab:green", marker="o", markersize=4, label=self.metric)
+        axes.set_xlabel("optimizer steps")
+        axes.set_ylabel(self.metric, color="tab:green")
+        axes.grid(alpha=0.3)
+        if self.losses:
+            loss_axes = axes.twinx()
+            loss_steps, losses = zip(*self.losses)
+            loss_axes.plot(loss_steps, losses, color="tab:gray", linewidth=0.8, alpha=0.7)
+            loss_axes.set_ylabel("train/loss", color="tab:gray")
+            # The metric is drawn above the loss.
+            axes.set_zorder(loss_axes.get_zorder() + 1)
+            axes.patch.set_visible(False)
+        return figure

@@ -1,0 +1,181 @@
+"""One evaluation set: collects what the evaluation steps return, and computes its metrics."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
+
+from lightning_retrieval.checks import is_integer
+from lightning_retrieval.metrics import EmbeddingMetric
+from lightning_retrieval.ranking.labels import Role, has_role
+
+# What the callbacks read from data loaders, samplers and data sets.
+
+
+@runtime_checkable
+class MetricProvider(Protocol):
+    """A data set with an evaluation protocol of its own.
+
+    `RetrievalEvaluation` evaluates such a data set with the metric that `metrics` returns, and any other data set with
+    `RetrievalMetrics`. A data set needs no base class for this, only the method.
+    """
+
+    def metrics(self, ks: Sequence[int], **settings: Any) -> EmbeddingMetric:
+        """Create the metric.
+
+        Args:
+            ks: the k of R@k or of a similar metric.
+            settings: keyword arguments of `EmbeddingMetric`.
+        """
+
+
+def loader_list(loaders: Any) -> list[Any]:
+    """Return one or several data loaders as a list, in the order in which Lightning numbers them."""
+    if isinstance(loaders, Mapping):
+        return list(loaders.values())
+    if isinstance(loaders, (list, tuple)):
+        return list(loaders)
+    return [loaders]
+
+
+def set_prefixes(stage: str, loaders: Any) -> list[str]:
+    """Return the prefix of each evaluation set's metrics, such as `val/`, `val/0/` or `val/small/`."""
+    if isinstance(loaders, Mapping):
+        return [f"{stage}/{name}/" for name in loaders]
+    count = len(loader_list(loaders))
+    if count == 1:
+        return [f"{stage}/"]
+    return [f"{stage}/{index}/" for index in range(count)]
+
+
+def batch_indices(loader: Any) -> Iterator[list[int]] | None:
+    """Return the dataset indices of each batch of this process, or None if they cannot be known in advance."""
+    # A custom batch sampler may yield other batches each time it is iterated.
+    if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
+        return None
+    sampler = loader.sampler
+    in_order = isinstance(sampler, SequentialSampler)
+    sharded_in_order = isinstance(sampler, DistributedSampler) and not sampler.shuffle
+    if in_order or sharded_in_order:
+        return iter(loader.batch_sampler)
+    return None
+
+
+def is_sharded(loader: Any) -> bool:
+    """Return whether each process reads its own shard of the data set."""
+    return isinstance(loader.sampler, DistributedSampler)
+
+
+def limited_length(loader: Any, limit: float) -> int | None:
+    """Return the number of batches that `Trainer(limit_test_batches=limit)` evaluates; None means all of them."""
+    if isinstance(limit, int):
+        return limit
+    if limit == 1:
+        return None
+    return int(len(loader) * limit)
+
+
+def find_test_loaders(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any:
+    """Create the test data loaders of the data module, or of the module if there is no data module."""
+    source: Any = getattr(trainer, "datamodule", None)
+    if source is None:
+        source = pl_module
+    else:
+        source.setup("test")
+    undefined = (pl.LightningModule.test_dataloader, pl.LightningDataModule.test_dataloader)
+    if getattr(type(source), "test_dataloader", None) in undefined:
+        raise ValueError(
+            f"RetrievalEvaluation: `before_fit` needs a test set, which {type(source).__name__} does not have; define "
+            "test_dataloader there, or set before_fit=False."
+        )
+    return source.test_dataloader()
+
+
+_REQUIRED = {"embeddings", "labels"}
+
+
+def check_step_outputs(module_name: str, outputs: Any) -> None:
+    """Raise unless an evaluation step has returned embeddings and labels, and integers as roles."""
+    if not isinstance(outputs, Mapping) or not set(outputs) >= _REQUIRED:
+        received = type(outputs).__name__
+        if isinstance(outputs, Mapping):
+            received = f"the keys {sorted(outputs)}"
+        raise TypeError(
+            f"RetrievalEvaluation: {module_name}'s validation and test steps must return a dict with embeddings and "
+            f"labels, and optionally ids, got {received}; the steps of RetrievalModule do."
+        )
+    roles = outputs.get("roles")
+    if roles is None or (isinstance(roles, Tensor) and is_integer(roles)):
+        return
+    received = type(roles).__name__
+    if isinstance(roles, Tensor):
+        received = str(roles.dtype)
+    raise TypeError(
+        f"RetrievalEvaluation: the `roles` that {module_name}'s steps return must be a tensor of integers (1 query, 2 "
+        f"gallery, 3 both), got {received}."
+    )
+
+
+class EvaluationSet:
+    """An evaluation set with its metric, which collects the embeddings batch by batch.
+
+    Args:
+        prefix: of the names of the set's metrics, such as `val/` or `test/small/`.
+        loader: the data loader of the set.
+        metrics: the metric that collects the embeddings.
+    """
+
+    def __init__(self, prefix: str, loader: Any, metrics: EmbeddingMetric) -> None:
+        self.prefix = prefix
+        self.loader = loader
+        self.metrics = metrics
+        self._batch_indices = batch_indices(loader)
+
+    @property
+    def dataset(self) -> Any:
+        """The data set of the loader, or None if the loader has none."""
+        return getattr(self.loader, "dataset", None)
+
+    def add(self, module_name: str, outputs: Any) -> None:
+        """Add what an evaluation step has returned for one batch.
+
+        Args:
+            module_name: name of the module's class, for error messages.
+            outputs: what the step returned.
+
+        Raises:
+            TypeError: if the outputs are not what `RetrievalEvaluation` expects. With several processes the error is
+                raised later, on all of them, when the metrics are computed; otherwise the others would wait forever.
+        """
+        indices = None
+        if self._batch_indices is not None:
+            indices = next(self._batch_indices)
+        try:
+            check_step_outputs(module_name, outputs)
+        except TypeError as error:
+            if not self.metrics.must_defer_errors:
+                raise
+            self.metrics.defer_error(str(error))
+            return
+        embeddings = outputs["embeddings"]
+        ids = outputs.get("ids")
+        if ids is None and indices is not None:
+            ids = torch.tensor(indices, device=embeddings.device)
+        roles = outputs.get("roles")
+        masks = {}
+        if roles is not None:
+            masks = {"is_query": has_role(roles, Role.QUERY), "is_gallery": has_role(roles, Role.GALLERY)}
+        optional = {name: outputs.get(name) for name in ("instances", "cameras")}
+        self.metrics.update(embeddings, outputs["labels"], ids, **masks, **optional)
+
+    def compute(self) -> dict[str, Tensor]:
+        """Compute the metrics, under their names with the prefix."""
+        with warnings.catch_warnings():
+            # A process that has read no batch of this set still takes part in the computation.
+            warnings.filterwarnings("ignore", "The ``compute`` method of metric .* was called before")
+            values = self.metrics.compute()
+        return {f"{self.prefix}{name}": value for name, value in values.items()}

@@ -1,0 +1,1 @@
+"""Images with objects in boxes, for training and evaluating detectors."""

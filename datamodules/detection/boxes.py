@@ -1,0 +1,438 @@
+"""The base classes of the data modules for detectors."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, TypedDict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms.v2 import functional
+
+from lightning_retrieval.checks import (
+    check_bool,
+    check_flag,
+    check_instance,
+    check_integer,
+    check_path,
+    check_sequence,
+    check_strings,
+    short_repr,
+)
+from lightning_retrieval.datamodules.base import ShownArguments, Unpack, refuse_unknown_arguments
+from lightning_retrieval.datamodules.image_check import DataReport
+from lightning_retrieval.datamodules.item_seeds import item_generator
+from lightning_retrieval.datamodules.loader import loader_settings, training_loader
+from lightning_retrieval.datamodules.samplers.base import RandomBatchSampler
+from lightning_retrieval.preparation.pixels import to_rgb
+from lightning_retrieval.training.checkpointed_module import CheckpointedDataModule
+from lightning_retrieval.training.random_state import seed_of_run
+
+# The list of the images of one split of a detection data set, with the objects in each.
+
+
+class ImageObjects(NamedTuple):
+    """The objects in one image.
+
+    `boxes` are (objects, 4) left, top, right and bottom in pixels of the image, `labels` from 1 to C, and `difficult`
+    is True for objects that are neither trained on nor counted in evaluation.
+    """
+
+    boxes: NDArray[np.float32]
+    labels: NDArray[np.int64]
+    difficult: NDArray[np.bool_]
+
+
+class BoxIndex:
+    """Paths of the images of one split, and the objects in each.
+
+    Args:
+        paths: relative to the data set's root.
+        objects: those of each image: boxes, labels from 1, and whether each object is difficult. An image may have no
+            object.
+        class_names: names of the classes 1, 2, ...
+
+    Raises:
+        TypeError: if `paths` or `class_names` is no sequence of strings.
+        ValueError: if there is no image, lengths differ, a label is not from 1 to the number of classes, or a box has
+            no area or is not finite.
+
+    Example:
+        >>> from lightning_retrieval.datamodules import BoxIndex
+        >>> index = BoxIndex(["a.jpg", "b.jpg"], [([[2, 3, 9, 8]], [1], [False]), ([], [], [])], class_names=["cat"])
+        >>> len(index), index.count_objects(), index.objects(0).labels.tolist()
+        (2, 1, [1])
+
+    Relations:
+        `BoxSet` reads the images. `BoxDataModule.read` returns an index for each split.
+    """
+
+    def __init__(
+        self, paths: Sequence[str], objects: Sequence[tuple[Any, Any, Any]], *, class_names: Sequence[str]
+    ) -> None:
+        check_strings("BoxIndex", "paths", paths)
+        check_strings("BoxIndex", "class_names", class_names)
+        check_sequence("BoxIndex", "objects", objects)
+        if len(paths) == 0:
+            raise ValueError("BoxIndex: `paths` must have at least one image, got none.")
+        if len(class_names) == 0:
+            raise ValueError("BoxIndex: `class_names` must name at least one class, got none.")
+        if len(paths) != len(objects):
+            raise ValueError(
+                f"BoxIndex: `objects` must have one entry for each path, got {len(objects)} for {len(paths)} paths."
+            )
+        self.paths = list(paths)
+        self.class_names = list(class_names)
+        images = [_image_objects(given) for given in objects]
+        # Joined arrays are not copied to the workers, unlike millions of small ones.
+        self._ends = np.cumsum([len(image.labels) for image in images])
+        self._boxes = np.concatenate([image.boxes for image in images])
+        self._labels = np.concatenate([image.labels for image in images])
+        self._difficult = np.concatenate([image.difficult for image in images])
+        self._check_labels_and_boxes()
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def objects(self, position: int) -> ImageObjects:
+        """The objects in the image at this position."""
+        end = self._ends[position]
+        begin = end - self._count(position)
+        return ImageObjects(self._boxes[begin:end], self._labels[begin:end], self._difficult[begin:end])
+
+    def count_objects(self, *, difficult: bool = False) -> int:
+        """Number of objects, without the difficult ones if not asked for them."""
+        if check_bool("BoxIndex", "difficult", difficult):
+            return len(self._labels)
+        return int((~self._difficult).sum())
+
+    def _count(self, position: int) -> int:
+        if position == 0:
+            return int(self._ends[0])
+        return int(self._ends[position] - self._ends[position - 1])
+
+    def _check_labels_and_boxes(self) -> None:
+        known = len(self.class_names)
+        invalid = (self._labels < 1) | (self._labels > known)
+        if invalid.any():
+            first = int(invalid.argmax())
+            raise ValueError(
+                f"BoxIndex: `objects` must have labels from 1 to {known}, the number of classes, got "
+                f"{self._labels[first]} in {self._path_of_object(first)}; 0 is background."
+            )
+        left, top, right, bottom = self._boxes.T
+        valid = np.isfinite(self._boxes).all(1) & (left < right) & (top < bottom)
+        if not valid.all():
+            first = int(valid.argmin())
+            raise ValueError(
+                "BoxIndex: `objects` must have boxes (left, top, right, bottom) with left < right and top < bottom, "
+                f"got {self._boxes[first].tolist()} in {self._path_of_object(first)}."
+            )
+
+    def _path_of_object(self, position: int) -> str:
+        """The image that an object is in, for error messages."""
+        return self.paths[int(np.searchsorted(self._ends, position, side="right"))]
+
+
+def _image_objects(given: Any) -> ImageObjects:
+    try:
+        boxes, labels, difficult = given
+        image = ImageObjects(
+            np.asarray(boxes, np.float32).reshape(-1, 4), np.asarray(labels, np.int64), np.asarray(difficult, bool)
+        )
+    except (TypeError, ValueError):
+        raise ValueError(
+            "BoxIndex: `objects` must have (boxes, labels, difficult) for each image, arrays of 4 numbers, an integer "
+            f"and a flag for each object, got {short_repr(given)}."
+        ) from None
+    if not len(image.boxes) == len(image.labels) == len(image.difficult):
+        raise ValueError(
+            "BoxIndex: `objects` must have a box, a label and a difficult flag for each object, got "
+            f"{len(image.boxes)}, {len(image.labels)} and {len(image.difficult)}."
+        )
+    return image
+
+
+# A dataset of images with boxes, in the form that torchvision's detectors take.
+
+
+Item = tuple[Tensor, dict[str, Tensor]]
+
+
+class BoxSet(Dataset[Item]):
+    """A map-style dataset of pairs of an image and its target, as torchvision's detectors take them.
+
+    The image is a float tensor (3, height, width) from 0 to 1. The target is a dict of `boxes` (objects, 4) in pixels,
+    left, top, right and bottom, `labels` (objects,), `difficult` (objects,), and the number `image_id`, which is the
+    image's position in the index. Images are not rotated by their EXIF orientation, since boxes refer to the pixels of
+    the file; a box is cut off at the edges of its image.
+
+    Args:
+        index: the images and their objects.
+        root: the folder that the paths are relative to.
+        train: whether difficult objects are left out, and half of the images are flipped. Which ones is determined by
+            the seed that `RetrievalDataLoader` gives each index.
+
+    Raises:
+        TypeError: if `train` is not a bool.
+        ValueError: for an item, if the image cannot be decoded, or a box is outside of it.
+        FileNotFoundError: for an item, if the file does not exist.
+
+    Example:
+        >>> from PIL import Image
+        >>> from lightning_retrieval.datamodules import BoxIndex, BoxSet
+        >>> Image.new("RGB", (20, 10)).save("a.png")
+        >>> image, target = BoxSet(BoxIndex(["a.png"], [([[2, 3, 9, 8]], [1], [False])], class_names=["cat"]), ".")[0]
+        >>> image.shape, target["boxes"].tolist(), target["labels"]
+        (torch.Size([3, 10, 20]), [[2.0, 3.0, 9.0, 8.0]], tensor([1]))
+
+    Relations:
+        `collate_boxes` makes a batch of items: a list of images and a list of targets.
+    """
+
+    def __init__(self, index: BoxIndex, root: str | Path, *, train: bool = False) -> None:
+        check_instance("BoxSet", "index", index, BoxIndex)
+        self.index = index
+        self.root = check_path("BoxSet", "root", root)
+        self.train = check_bool("BoxSet", "train", train)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, position: int) -> Item:
+        image = self._read(position)
+        objects = self.index.objects(position)
+        boxes, labels = torch.tensor(objects.boxes), torch.tensor(objects.labels)
+        difficult = torch.tensor(objects.difficult)
+        height, width = image.shape[-2:]
+        boxes = self._inside(position, boxes, height, width)
+        if self.train:
+            boxes, labels, difficult = boxes[~difficult], labels[~difficult], difficult[~difficult]
+            if bool(torch.rand((), generator=item_generator(position)) < 0.5):
+                image = image.flip(-1)
+                boxes = torch.stack([width - boxes[:, 2], boxes[:, 1], width - boxes[:, 0], boxes[:, 3]], 1)
+        target = {"boxes": boxes, "labels": labels, "difficult": difficult, "image_id": torch.tensor(int(position))}
+        return image, target
+
+    def _read(self, position: int) -> Tensor:
+        path = self.root / self.index.paths[position]
+        try:
+            with Image.open(path) as file:
+                pixels = functional.pil_to_tensor(to_rgb(file))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"BoxSet: cannot read the image {path}, which does not exist.") from None
+        except Exception as error:  # Pillow raises errors of many kinds
+            raise ValueError(f"BoxSet: cannot read the image {path} ({error}); repair or remove it.") from error
+        image: Tensor = functional.to_dtype(pixels, torch.float32, scale=True)
+        return image
+
+    def _inside(self, position: int, boxes: Tensor, height: int, width: int) -> Tensor:
+        """The boxes, cut off at the edges of the image."""
+        inside = boxes.clamp(min=0).minimum(torch.tensor([width, height, width, height]))
+        empty = (inside[:, 0] >= inside[:, 2]) | (inside[:, 1] >= inside[:, 3])
+        if bool(empty.any()):
+            outside = boxes[empty][0].tolist()
+            raise ValueError(
+                f"BoxSet: boxes must be inside of their image, got {outside} in {self.index.paths[position]}, which "
+                f"has {width} x {height} pixels; correct the annotation."
+            )
+        return inside
+
+
+def collate_boxes(items: list[Item]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """A batch: a list of images, whose sizes may differ, and a list of targets."""
+    images, targets = zip(*items)
+    return list(images), list(targets)
+
+
+class DetectionSettings(TypedDict, total=False):
+    """Arguments of `DetectionDataModule`."""
+
+    batch_size: int
+    eval_batch_size: int
+    num_workers: int
+    seed: int | None
+    pin_memory: bool | None
+
+
+class DetectionDataModule(ShownArguments, CheckpointedDataModule, ABC):
+    """Base class of the data modules for detectors: random global batches for training, evaluation in order.
+
+    A subclass defines `class_names` and the sets `train_set`, `val_set` and `test_set`, whose items are pairs of an
+    image and a target as those of `BoxSet`.
+
+    Args:
+        batch_size: number of images in a global batch, >= 1, which the processes share.
+        eval_batch_size: number of images at a time in evaluation, >= 1.
+        num_workers: number of processes that load images, >= 0; with 0 the training process loads them.
+        seed: determines the batches and the augmentation, together with the epoch; if None, the seed of
+            `seed_everything`, else 0.
+        pin_memory: whether batches are copied to page-locked memory; if None, only if there is a GPU.
+
+    Raises:
+        ValueError: if a number is out of its range.
+        TypeError: if a number is not an integer, or `pin_memory` is not True, False or None.
+
+    Relations:
+        A run does not depend on the number of workers. One that was interrupted within an epoch continues with the
+        next batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int = 8,
+        eval_batch_size: int = 8,
+        num_workers: int = 0,
+        seed: int | None = None,
+        pin_memory: bool | None = None,
+        **unknown: Any,
+    ) -> None:
+        refuse_unknown_arguments(type(self), unknown)
+        super().__init__()
+        owner = type(self).__name__
+        self.batch_size = check_integer(owner, "batch_size", batch_size, least=1)
+        self.eval_batch_size = check_integer(owner, "eval_batch_size", eval_batch_size, least=1)
+        self.num_workers = check_integer(owner, "num_workers", num_workers, least=0)
+        self.seed = seed_of_run(owner, seed)
+        self.pin_memory = check_flag(owner, "pin_memory", pin_memory)
+
+    @property
+    @abstractmethod
+    def class_names(self) -> list[str]:
+        """Names of the classes 1, 2, ...; 0 is background."""
+
+    @property
+    @abstractmethod
+    def train_set(self) -> Any:
+        """The training set, with augmentation."""
+
+    @property
+    @abstractmethod
+    def val_set(self) -> Any:
+        """The set on which checkpoints are chosen."""
+
+    @property
+    @abstractmethod
+    def test_set(self) -> Any:
+        """The set for which results are reported."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """A loader of random batches, which begins where a resumed run continues.
+
+        With `Trainer(overfit_batches=...)` the batches are in order, since Lightning repeats the first ones.
+        """
+        trainer = self.trainer
+        if trainer is not None and getattr(trainer, "overfit_batches", 0) > 0:
+            share = max(1, self.batch_size // trainer.world_size)  # Lightning's sampler divides the images
+            return DataLoader(self.train_set, batch_size=share, **self._loader_settings())
+        sampler = RandomBatchSampler(len(self.train_set), batch_size=self.batch_size, seed=self.seed)
+        return training_loader(trainer, self.train_set, sampler, **self._loader_settings())
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """A loader of the validation set in order."""
+        return self._evaluation_loader(self.val_set)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """A loader of the test set in order."""
+        return self._evaluation_loader(self.test_set)
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """A loader of the test set in order."""
+        return self._evaluation_loader(self.test_set)
+
+    def _evaluation_loader(self, dataset: Any) -> DataLoader[Any]:
+        return DataLoader(dataset, batch_size=self.eval_batch_size, **self._loader_settings())
+
+    def _loader_settings(self) -> dict[str, Any]:
+        return loader_settings(self.num_workers, pin_memory=self.pin_memory, collate_fn=collate_boxes)
+
+
+class BoxDataModule(DetectionDataModule):
+    """Base class of the data modules that read image files and annotations.
+
+    A subclass returns in `read` the images of the splits `"train"`, `"test"` and optionally `"val"`.
+
+    Args:
+        root: the data set's folder; `~` is the home folder.
+        settings: arguments of `DetectionDataModule`: `batch_size`, `eval_batch_size`, `num_workers`, `seed`,
+            `pin_memory`.
+
+    Raises:
+        FileNotFoundError: if `root` does not contain the files; the message says where they may be.
+        ValueError: if a file is not as expected, a split is missing, or an argument is invalid.
+    """
+
+    # (images, objects that are not difficult) of each split as published, for `check`
+    published_objects: ClassVar[Mapping[str, tuple[int, int]]] = MappingProxyType({})
+
+    def __init__(self, root: str | Path, **settings: Unpack[DetectionSettings]) -> None:
+        super().__init__(**settings)
+        self.root = check_path(type(self).__name__, "root", root)
+
+    @abstractmethod
+    def read(self) -> Mapping[str, BoxIndex]:
+        """Read the images of each split."""
+
+    def prepare_data(self) -> None:
+        """Read the annotations, so that a mistake in the files is found before anything else happens."""
+        self.splits  # noqa: B018
+
+    @cached_property
+    def splits(self) -> dict[str, BoxIndex]:
+        """The images of each split, which all have the same classes."""
+        return dict(self.read())
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names of the classes 1, 2, ...; 0 is background."""
+        return next(iter(self.splits.values())).class_names
+
+    @cached_property
+    def train_set(self) -> BoxSet:
+        """The training images, half of them flipped, without difficult objects."""
+        return BoxSet(self._split("train"), self.root, train=True)
+
+    @cached_property
+    def val_set(self) -> BoxSet:
+        """The split `"val"` if there is one, else the test set."""
+        if "val" not in self.splits:
+            return self.test_set
+        return BoxSet(self._split("val"), self.root)
+
+    @cached_property
+    def test_set(self) -> BoxSet:
+        """The split `"test"`."""
+        return BoxSet(self._split("test"), self.root)
+
+    def check(self) -> DataReport:
+        """Compare the counts with the published ones, and look for missing image files."""
+        report = DataReport()
+        for name, index in self.splits.items():
+            images, classes = len(index), len(index.class_names)
+            published = self.published_objects.get(name)
+            expected: list[tuple[int, int]] = []
+            if published is not None:
+                expected.append((published[0], classes))
+                if published[1] != index.count_objects():
+                    report.problems.append(
+                        f"{name} has {index.count_objects():,} objects that are not difficult, published: "
+                        f"{published[1]:,}"
+                    )
+            report.splits[name] = ((images, classes), expected)
+            for path in index.paths:
+                if not (self.root / path).is_file():
+                    report.missing_files.append(path)
+        return report
+
+    def _split(self, name: str) -> BoxIndex:
+        if name not in self.splits:
+            found = ", ".join(map(repr, self.splits))
+            raise ValueError(f"{type(self).__name__}: has no split {name!r}, only {found}.")
+        return self.splits[name]

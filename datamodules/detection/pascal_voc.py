@@ -1,0 +1,156 @@
+"""Pascal VOC 2007 and 2012: everyday photographs with boxes around objects of twenty classes."""
+
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from lightning_retrieval.checks import check_choice, check_strings
+from lightning_retrieval.datamodules.base import Unpack
+from lightning_retrieval.datamodules.detection.boxes import BoxDataModule, BoxIndex, DetectionSettings
+from lightning_retrieval.datamodules.table_file import check_not_empty, check_unique, find_file, read_columns
+
+Year = Literal["VOC2007", "VOC2012"]
+
+
+CLASSES = (
+    *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
+    *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
+)
+
+
+# images, and objects that are not difficult
+TRAIN_COUNTS = {"VOC2007": (5011, 12608), "VOC2012": (11540, 27450)}
+
+
+TEST_COUNTS = (4952, 12032)
+
+
+_SIDES = ("xmin", "ymin", "xmax", "ymax")
+
+
+Objects = tuple[list[list[float]], list[int], list[bool]]
+
+
+class PascalVOC(BoxDataModule):
+    """Pascal VOC: training on the sets `trainval` of 2007, of 2012 or of both, evaluation on `test` of 2007.
+
+    In training, difficult objects are left out; in evaluation they are ignored, as in the development kit.
+
+    Args:
+        root: the folder `VOCdevkit`, or the one that contains it, with the folders `VOC2007` and `VOC2012` in it.
+        train_sets: the years to train on, `"VOC2007"` and `"VOC2012"`; both are known as 07+12.
+        settings: arguments of `DetectionDataModule`: `batch_size`, `eval_batch_size`, `num_workers`, `seed`,
+            `pin_memory`.
+
+    Raises:
+        FileNotFoundError: if `root` does not contain the files; the message says where they may be.
+        ValueError: if a file is not as expected, or an argument is invalid.
+        TypeError: if `train_sets` is a string.
+
+    Example:
+        >>> from lightning_retrieval.datamodules import PascalVOC
+        >>> PascalVOC("VOCdevkit", train_sets=["VOC2007", "VOC2012"], batch_size=2).train_sets
+        ('VOC2007', 'VOC2012')
+
+    Relations:
+        `VOCMetrics` computes AP as VOC does. `BoxSet` says what a target is. The boxes of the files are of inclusive
+        pixels counted from 1; here 1 is subtracted from left and top.
+
+    Source:
+        Everingham et al., The Pascal Visual Object Classes (VOC) Challenge, IJCV 2010.
+    """
+
+    def __init__(
+        self, root: str | Path, *, train_sets: Sequence[Year] = ("VOC2007",), **settings: Unpack[DetectionSettings]
+    ) -> None:
+        super().__init__(root, **settings)
+        check_strings("PascalVOC", "train_sets", train_sets)
+        for year in train_sets:
+            check_choice("PascalVOC", "train_sets", year, tuple(TRAIN_COUNTS))
+        if len(train_sets) == 0 or len(set(train_sets)) < len(train_sets):
+            raise ValueError(f"PascalVOC: `train_sets` must name different years, got {list(train_sets)}.")
+        self.train_sets = tuple(train_sets)
+
+    @property
+    def published_objects(self) -> Mapping[str, tuple[int, int]]:  # type: ignore[override]
+        """Images and objects of each split; those of several years are added."""
+        images = sum(TRAIN_COUNTS[year][0] for year in self.train_sets)
+        objects = sum(TRAIN_COUNTS[year][1] for year in self.train_sets)
+        return {"train": (images, objects), "test": TEST_COUNTS}
+
+    def read(self) -> Mapping[str, BoxIndex]:
+        """Read the sets `trainval` of the years, and `test` of 2007."""
+        train = [self._read_set(year, "trainval") for year in self.train_sets]
+        paths = [path for set_paths, _ in train for path in set_paths]
+        objects = [image for _, set_objects in train for image in set_objects]
+        test_paths, test_objects = self._read_set("VOC2007", "test")
+        return {
+            "train": BoxIndex(paths, objects, class_names=CLASSES),
+            "test": BoxIndex(test_paths, test_objects, class_names=CLASSES),
+        }
+
+    def _read_set(self, year: str, name: str) -> tuple[list[str], list[Objects]]:
+        """Paths of the images of a set, relative to the root, and their objects."""
+        listed = f"{year}/ImageSets/Main/{name}.txt"
+        found = find_file("PascalVOC", self.root, listed, f"VOCdevkit/{listed}")
+        (names,) = read_columns("PascalVOC", found, 1)
+        check_not_empty("PascalVOC", found, name, names)
+        check_unique("PascalVOC", found, "image", names)
+        folder = found.parents[2]
+        relative = folder.relative_to(self.root).as_posix()
+        paths, objects = [], []
+        for image in names:
+            paths.append(f"{relative}/JPEGImages/{image}.jpg")
+            objects.append(read_annotation(folder / "Annotations" / f"{image}.xml"))
+        return paths, objects
+
+
+def read_annotation(path: Path) -> Objects:
+    """The objects in the annotation of one image: boxes, labels from 1 in the order of `CLASSES`, difficult.
+
+    Raises:
+        FileNotFoundError: if the file does not exist.
+        ValueError: if it is not XML, the message has the line; or if an object is not as expected.
+    """
+    try:
+        tree = ElementTree.parse(path)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"PascalVOC: the annotation {path} does not exist, but its image is listed; unpack the archive again."
+        ) from None
+    except ElementTree.ParseError as error:
+        line = error.position[0]
+        raise ValueError(
+            f"PascalVOC: {path} must be an XML file, got an error in line {line} ({error}); unpack the archive again."
+        ) from None
+    boxes, labels, difficult = [], [], []
+    for number, thing in enumerate(tree.getroot().findall("object"), 1):
+        name = thing.findtext("name", "").strip()
+        if name not in CLASSES:
+            raise ValueError(
+                f"PascalVOC: {path} must name objects of the classes {', '.join(CLASSES)}, got {name!r} in object "
+                f"{number}."
+            )
+        boxes.append(_box(path, number, thing))
+        labels.append(CLASSES.index(name) + 1)
+        difficult.append(thing.findtext("difficult", "0").strip() == "1")
+    return boxes, labels, difficult
+
+
+def _box(path: Path, number: int, thing: ElementTree.Element) -> list[float]:
+    texts = [thing.findtext(f"bndbox/{side}", "") for side in _SIDES]
+    try:
+        left, top, right, bottom = map(float, texts)
+    except ValueError:
+        raise ValueError(
+            f"PascalVOC: {path} must give each object a box of numbers {', '.join(_SIDES)}, got {texts} in object "
+            f"{number}."
+        ) from None
+    box = [left - 1, top - 1, right, bottom]
+    if box[0] >= box[2] or box[1] >= box[3]:
+        raise ValueError(
+            f"PascalVOC: {path} must give each object a box with xmin <= xmax and ymin <= ymax, got {texts} in object "
+            f"{number}."
+        )
+    return box

@@ -1,0 +1,296 @@
+"""The classes of the glyph images, as the table `glyph_classes.csv` has them, and how that table was made.
+
+A class is a character, or several that look alike. The steps:
+
+1. Take the letters, numbers, symbols and punctuation (Unicode categories L, N, S, P) that at least 6 of the fonts
+   contain, without the fonts LastResort (which draws boxes) and cmex10, cmsy10, cmmi10 (which draw other symbols at
+   ASCII code points).
+2. Draw each character in each font that contains it; see `fonts.py`.
+3. Characters whose drawings are equal, pixel for pixel, in at least four fifths of the fonts that contain both are one
+   class, such as Latin, Greek and Cyrillic O. Classes with only one distinct drawing are dropped.
+4. Half of the classes, chosen by a hash of the lowest code point, are for testing; a tenth of the other half is for
+   validation.
+
+The result ships with the package, so that classes and splits are the same with all versions of fonts and renderers.
+`make_class_table()` repeats the steps.
+"""
+
+import csv
+import hashlib
+import io
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from operator import attrgetter
+from pathlib import Path
+
+import numpy as np
+import PIL
+from jaxtyping import UInt8
+from PIL import Image, ImageDraw, ImageFont, features
+
+from lightning_retrieval.datamodules.image_check import Count
+from lightning_retrieval.optional_packages import optional_import
+
+# The fonts of the glyph images: which characters they contain, and how a character is drawn.
+
+
+IMAGE_SIZE = 32  # pixels
+
+
+FONT_SIZE = 22  # pixels
+
+
+BASELINE = (IMAGE_SIZE // 2, 23)  # where the middle of a character's advance is, in pixels from the top left corner
+
+
+EXCLUDED_FONTS = frozenset({"LastResortHE-Regular", "cmex10", "cmmi10", "cmsy10"})
+
+
+class GlyphFonts:
+    """The fonts that matplotlib ships, in the order of their names, without the excluded ones.
+
+    A font file is opened only when its characters are listed or drawn.
+
+    Raises:
+        ModuleNotFoundError: if matplotlib is not installed.
+        FileNotFoundError: if matplotlib's installation has no fonts.
+    """
+
+    def __init__(self) -> None:
+        with optional_import("The glyph images are drawn from matplotlib's fonts: pip install matplotlib."):
+            import matplotlib
+        folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+        files = [path for path in folder.glob("*.ttf") if path.stem not in EXCLUDED_FONTS]
+        if not files:
+            raise FileNotFoundError(
+                f"load_glyph_images: matplotlib {matplotlib.__version__} must have its fonts in {str(folder)!r}, got "
+                "no .ttf file there; install matplotlib from PyPI: pip install --force-reinstall matplotlib."
+            )
+        self.files = sorted(files, key=attrgetter("stem"))
+        self.names = tuple(path.stem for path in self.files)
+        self.matplotlib_version = matplotlib.__version__
+
+    @cached_property
+    def code_points(self) -> list[set[int]]:
+        """The code points that each font contains."""
+        from matplotlib.ft2font import FT2Font
+
+        found = []
+        for file in self.files:
+            found.append(set(FT2Font(str(file)).get_charmap()))
+        return found
+
+    def draw(self, code_point: int, font: int) -> UInt8[np.ndarray, "32 32"]:
+        """Draw a character in the font at this position."""
+        image = Image.new("L", (IMAGE_SIZE, IMAGE_SIZE))
+        ImageDraw.Draw(image).text(BASELINE, chr(code_point), fill=255, font=self._faces[font], anchor="ms")
+        return np.asarray(image)
+
+    def draw_visible(self, code_point: int, font: int) -> bytes | None:
+        """The pixels of a character; None if the font does not contain it or draws nothing."""
+        if code_point not in self.code_points[font]:
+            return None
+        pixels = self.draw(code_point, font)
+        if not pixels.any():
+            return None
+        return pixels.tobytes()
+
+    def versions(self) -> str:
+        """The versions of what determines the images, for the table of classes and for messages."""
+        freetype = features.version("freetype2")
+        return f"matplotlib {self.matplotlib_version}, Pillow {PIL.__version__}, FreeType {freetype}"
+
+    @cached_property
+    def _faces(self) -> list[ImageFont.FreeTypeFont]:
+        # The other layout engine needs libraqm, which not every Pillow has, and shapes some characters differently.
+        basic = ImageFont.Layout.BASIC
+        faces = []
+        for file in self.files:
+            faces.append(ImageFont.truetype(str(file), FONT_SIZE, layout_engine=basic))
+        return faces
+
+
+MIN_FONTS = 6
+
+
+TABLE = Path(__file__).with_name("glyph_classes.csv")
+
+
+TABLE_HEADER = ("code_points", "category", "split", "images")
+
+
+TABLE_FONTS = """
+    DejaVuSans DejaVuSans-Bold DejaVuSans-BoldOblique DejaVuSans-Oblique DejaVuSansDisplay DejaVuSansMono
+    DejaVuSansMono-Bold DejaVuSansMono-BoldOblique DejaVuSansMono-Oblique DejaVuSerif DejaVuSerif-Bold
+    DejaVuSerif-BoldItalic DejaVuSerif-Italic DejaVuSerifDisplay STIXGeneral STIXGeneralBol STIXGeneralBolIta
+    STIXGeneralItalic STIXNonUni STIXNonUniBol STIXNonUniBolIta STIXNonUniIta STIXSizFiveSymReg STIXSizFourSymBol
+    STIXSizFourSymReg STIXSizOneSymBol STIXSizOneSymReg STIXSizThreeSymBol STIXSizThreeSymReg STIXSizTwoSymBol
+    STIXSizTwoSymReg cmb10 cmr10 cmss10 cmti10 cmtt10
+"""  # the fonts that the table was made with
+
+
+_Drawings = dict[int, dict[int, bytes]]  # code point: {font: pixels}, without blank drawings
+
+
+@dataclass(frozen=True)
+class GlyphClass:
+    """A class of the Glyphs dataset: one line of the class table.
+
+    Args:
+        characters: the characters of the class, lowest code point first.
+        category: Unicode script of the first character, such as `"LATIN"`.
+        split: `"train"`, `"val"` or `"test"`.
+        images: number of images when the table was made.
+    """
+
+    characters: str
+    category: str
+    split: str
+    images: int
+
+
+def table_bytes() -> bytes:
+    """The content of the table's file."""
+    return TABLE.read_bytes()
+
+
+def read_class_table() -> list[GlyphClass]:
+    """The classes, in the order of their labels."""
+    lines = TABLE.read_text(encoding="ascii").splitlines()
+    classes = []
+    for row in csv.DictReader(lines[1:]):
+        characters = ""
+        for code_point in row["code_points"].split():
+            characters += chr(int(code_point.removeprefix("U+"), 16))
+        classes.append(GlyphClass(characters, row["category"], row["split"], int(row["images"])))
+    return classes
+
+
+def table_counts() -> dict[str, Count]:
+    """Images and classes of each split when the table was made.
+
+    Example:
+        >>> from lightning_retrieval.datamodules.glyphs.characters import table_counts
+        >>> table_counts()["val"]
+        (1571, 169)
+    """
+    counts = {"train": (0, 0), "val": (0, 0), "test": (0, 0)}
+    for row in read_class_table():
+        images, classes = counts[row.split]
+        counts[row.split] = (images + row.images, classes + 1)
+    return counts
+
+
+def table_differences(font_names: Sequence[str]) -> tuple[list[str], str]:
+    """Return the table's fonts that are not among these, and a sentence about both versions of the renderer."""
+    made_with = TABLE.read_text(encoding="ascii").partition("\n")[0].removeprefix("# ")
+    missing = [f"{name}.ttf" for name in TABLE_FONTS.split() if name not in font_names]
+    return missing, f"drawn with {GlyphFonts().versions()}, the table's images with {made_with}"
+
+
+def split_of(code_point: int) -> str:
+    """The split of the class whose lowest code point is `code_point`; it depends on nothing else.
+
+    Args:
+        code_point: a Unicode code point, >= 0.
+
+    Example:
+        >>> from lightning_retrieval.datamodules.glyphs.characters import split_of
+        >>> [split_of(ord(character)) for character in "AOa"]
+        ['test', 'train', 'val']
+    """
+    digest = hashlib.sha256(str(code_point).encode("ascii")).digest()
+    # Two independent numbers in [0, 2**64): the first chooses the test classes, the second the validation classes.
+    half, tenth = int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:16], "big")
+    if 2 * half < 2**64:
+        return "test"
+    if 10 * tenth < 2**64:
+        return "val"
+    return "train"
+
+
+def make_class_table() -> str:
+    """Make the table of classes and splits from the installed fonts; return the text of `glyph_classes.csv`.
+
+    Each class has a line, in the order of the labels: its code points, category, split, and number of images. The first
+    line has the versions that the table was made with.
+
+    Raises:
+        FileNotFoundError: if matplotlib's installation has no fonts.
+
+    Example:
+        >>> from lightning_retrieval.datamodules.glyphs.characters import make_class_table
+        >>> print(make_class_table().splitlines()[1])
+        code_points,category,split,images
+
+    Cost:
+        Some seconds, and 100 MB of memory for all drawings.
+    """
+    fonts = GlyphFonts()
+    drawings = _draw_all(fonts, _candidates(fonts))
+    text = io.StringIO()
+    text.write(f"# {fonts.versions()}\n")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(TABLE_HEADER)
+    for code_points in _merge_lookalikes(drawings):
+        distinct = set[bytes]()
+        for code_point in code_points:
+            distinct.update(drawings[code_point].values())
+        if len(distinct) >= 2:
+            # Code points rather than characters, many of which look alike or are changed by editors.
+            names = " ".join(f"U+{code_point:04X}" for code_point in code_points)
+            category = unicodedata.name(chr(code_points[0])).split()[0]
+            writer.writerow([names, category, split_of(code_points[0]), len(distinct)])
+    return text.getvalue()
+
+
+def _candidates(fonts: GlyphFonts) -> list[int]:
+    """The letters, numbers, symbols and punctuation that enough fonts contain."""
+    num_fonts = Counter[int]()
+    for code_points in fonts.code_points:
+        num_fonts.update(code_points)
+    candidates = []
+    for code_point, count in num_fonts.items():
+        if count >= MIN_FONTS and unicodedata.category(chr(code_point))[0] in "LNSP":
+            candidates.append(code_point)
+    return sorted(candidates)
+
+
+def _draw_all(fonts: GlyphFonts, code_points: Sequence[int]) -> _Drawings:
+    drawings: _Drawings = {}
+    for code_point in code_points:
+        drawings[code_point] = {}
+        for font in range(len(fonts.names)):
+            pixels = fonts.draw_visible(code_point, font)
+            if pixels is not None:
+                drawings[code_point][font] = pixels
+    return drawings
+
+
+def _merge_lookalikes(drawings: _Drawings) -> list[list[int]]:
+    """The code points of each class, by their lowest code point."""
+    group_of: dict[int, list[int]] = {}
+    for code_point in drawings:
+        group_of[code_point] = [code_point]
+    for (first, second), num_equal in _num_equal_drawings(drawings).items():
+        num_shared = len(drawings[first].keys() & drawings[second].keys())
+        if 5 * num_equal >= 4 * num_shared and group_of[first] is not group_of[second]:
+            merged = sorted(group_of[first] + group_of[second])
+            group_of.update(dict.fromkeys(merged, merged))
+    return [group for code_point, group in group_of.items() if code_point == group[0]]
+
+
+def _num_equal_drawings(drawings: _Drawings) -> Counter[tuple[int, int]]:
+    """The number of fonts in which two code points have equal drawings, for each pair with at least one."""
+    code_points_of: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
+    for code_point, of_font in drawings.items():
+        for font, pixels in of_font.items():
+            code_points_of[font, pixels].append(code_point)
+    num_equal = Counter[tuple[int, int]]()
+    for code_points in code_points_of.values():
+        num_equal.update(combinations(code_points, 2))
+    return num_equal

@@ -1,0 +1,282 @@
+"""Images of characters, drawn from the fonts that matplotlib ships: a retrieval data set that needs no download.
+
+A class is a character, or several that look alike; an image is a character in one font; a category is a Unicode script
+(the first word of the Unicode name). The classes and their splits are those of `class_table.py`. Their images:
+
+1. Each character of a class is drawn in each font that contains it, in 32 x 32 pixels, at one size on one baseline:
+   a comma is not an apostrophe, o is not O.
+2. Blank drawings are dropped, and within a class each drawing is kept once, under the first font that draws it.
+   Classes with only one drawing have no images.
+
+The images are drawn once on the user's machine and kept in a cache.
+"""
+
+import hashlib
+import io
+import os
+import secrets
+import sys
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int64, Shaped, UInt8
+
+from lightning_retrieval.datamodules.glyphs.characters import (
+    BASELINE,
+    FONT_SIZE,
+    IMAGE_SIZE,
+    GlyphClass,
+    GlyphFonts,
+    read_class_table,
+    table_bytes,
+)
+
+# The file cache of the glyph images: where it is, and how a file is written completely or not at all.
+
+
+def cache_folder(cache_dir: str | Path | None) -> Path:
+    """The folder of the cache: `cache_dir`, or `lightning-retrieval` in the user's cache folder.
+
+    Raises:
+        ValueError: if `cache_dir` is an empty string.
+        TypeError: if `cache_dir` is not a string, a path or None.
+        FileNotFoundError: if the user has no home folder.
+    """
+    if cache_dir is None:
+        return _expand_user(_user_cache_folder()) / "lightning-retrieval"
+    if not isinstance(cache_dir, str | Path):
+        raise TypeError(
+            f"load_glyph_images: `cache_dir` must be a string, a path or None, got {type(cache_dir).__name__}."
+        )
+    if not str(cache_dir):
+        raise ValueError("load_glyph_images: `cache_dir` must name a folder, got ''.")
+    return _expand_user(Path(cache_dir))
+
+
+def read_cache(path: Path) -> bytes | None:
+    """The content of a file in the cache; None if it is missing, incomplete or damaged."""
+    try:
+        content, checksum = path.read_bytes(), _checksum_path(path).read_bytes()
+    except OSError:
+        return None
+    if checksum != _checksum(content):
+        return None
+    return content
+
+
+def check_writable(path: Path) -> None:
+    """Check that a file can be written at this path, without writing it.
+
+    Raises:
+        OSError: of the type that the system raised, if it cannot.
+    """
+    _write(path, None)
+
+
+def write_cache(path: Path, content: bytes) -> None:
+    """Write a file and its checksum to the cache.
+
+    Raises:
+        OSError: of the type that the system raised, if the file cannot be written; the folder then has no parts of it.
+    """
+    _write(path, content)
+    _write(_checksum_path(path), _checksum(content))
+
+
+def _user_cache_folder() -> Path:
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", "~/AppData/Local"))
+    if sys.platform == "darwin":
+        return Path("~/Library/Caches")
+    folder = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(folder):  # the XDG specification says to ignore an unset, empty or relative path
+        return Path("~/.cache")
+    return Path(folder)
+
+
+def _expand_user(folder: Path) -> Path:
+    try:
+        return folder.expanduser()
+    except RuntimeError:  # in a container whose user has no home; os.path.expanduser would return a folder named ~
+        raise FileNotFoundError(
+            f"load_glyph_images: `cache_dir` must be a folder that can be found, got {str(folder)!r}, but the user has "
+            "no home folder; pass another folder."
+        ) from None
+
+
+def _checksum_path(path: Path) -> Path:
+    return path.with_name(path.name + ".sha256")
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode("ascii") + b"\n"
+
+
+def _write(path: Path, content: bytes | None) -> None:
+    """Write a file completely or not at all; with None only find out whether it could be written."""
+    # A random name, since another process may write the same file. Not one of tempfile, whose files other users cannot
+    # read.
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("xb") as file:
+            file.write(content or b"")
+        if content is not None:
+            os.replace(temporary, path)
+    except OSError as error:
+        raise type(error)(
+            f"load_glyph_images: `cache_dir` must be a folder that can be created and written, got "
+            f"{str(path.parent)!r} ({error.strerror}); pass another folder."
+        ) from None
+    finally:
+        with suppress(OSError):  # it is gone if it was renamed to `path`
+            temporary.unlink()
+
+
+DRAWING_VERSION = 1  # increase it when the drawing changes: the name of the cache file depends on it
+
+
+# Images, labels and fonts, as in `GlyphImages`.
+_Arrays = tuple[UInt8[np.ndarray, "image 32 32"], Int64[np.ndarray, " image"], Int64[np.ndarray, " image"]]
+
+
+@dataclass(frozen=True, eq=False)
+class GlyphImages:
+    """The images and their properties. The size `image` below is their number, about 33,000 in about 3,400 classes.
+
+    Args:
+        images: grey values, bright ink (255) on dark (0), ordered by class, then by font name.
+        labels: class of each image, an index into `characters`.
+        fonts: font of each image, an index into `font_names`. A drawing that several fonts have in common is kept once,
+            under the first of them.
+        splits: `"train"`, `"val"` or `"test"` of each image. All images of a class are in the same split.
+        characters: all characters of each class, lowest code point first. This is the whole table, which is the same
+            with all versions of fonts and renderers. A class has no images if the installed fonts draw fewer than 2
+            different ones.
+        categories: Unicode script of each class, such as `"LATIN"`.
+        font_names: the fonts, sorted by name.
+    """
+
+    images: UInt8[np.ndarray, "image 32 32"]
+    labels: Int64[np.ndarray, " image"]
+    fonts: Int64[np.ndarray, " image"]
+    splits: Shaped[np.ndarray, " image"]
+    characters: tuple[str, ...]
+    categories: tuple[str, ...]
+    font_names: tuple[str, ...]
+
+
+def load_glyph_images(cache_dir: str | Path | None = None) -> GlyphImages:
+    """Load the glyph images, which are drawn at the first call (some seconds) and then read from a cache.
+
+    The cache is an `.npz` file with its SHA-256 next to it. Its name contains a hash of the drawing's version, the
+    table of classes, the fonts and the versions of the renderer, so that caches of several versions can coexist. A
+    damaged or incomplete cache is drawn again. Several processes may call this function at the same time.
+
+    Args:
+        cache_dir: folder of the cache, created if it does not exist. If None, `lightning-retrieval` in the user's cache
+            folder: `XDG_CACHE_HOME` or `~/.cache` on Linux, `~/Library/Caches` on macOS, `LOCALAPPDATA` on Windows.
+
+    Raises:
+        OSError: if there is no cache yet and `cache_dir` cannot be created or written, of the type that the system
+            raised (`PermissionError`, `NotADirectoryError`, ...); raised before anything is drawn.
+        ValueError: if `cache_dir` is an empty string.
+        TypeError: if `cache_dir` is not a string, a path or None.
+        FileNotFoundError: if matplotlib's installation has no fonts, or the user has no home folder.
+
+    Example:
+        >>> from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
+        >>> glyphs = load_glyph_images()
+        >>> glyphs.images.shape[1:], glyphs.images.dtype
+        ((32, 32), dtype('uint8'))
+        >>> label = glyphs.characters.index("OΟО")  # Latin, Greek and Cyrillic
+        >>> glyphs.categories[label], set(glyphs.splits[glyphs.labels == label].tolist())
+        ('LATIN', {'train'})
+
+    Cost:
+        34 MB of memory for the images, 3.4 MB on disk.
+    """
+    folder = cache_folder(cache_dir)
+    classes = read_class_table()
+    fonts = GlyphFonts()
+    images, labels, font_of = _cached_or_drawn(folder / f"glyphs-{_fingerprint(fonts)}.npz", classes, fonts)
+    num_missing = len(classes) - len(np.unique(labels))
+    if num_missing:
+        warnings.warn(
+            f"load_glyph_images: {num_missing} of {len(classes)} classes have no images, since the installed fonts "
+            f"({fonts.versions()}) draw fewer than 2 different images of each.",
+            stacklevel=2,
+        )
+    characters = []
+    categories = []
+    splits = []
+    for row in classes:
+        characters.append(row.characters)
+        categories.append(row.category)
+        splits.append(row.split)
+    return GlyphImages(
+        images=images,
+        labels=labels,
+        fonts=font_of,
+        splits=np.array(splits)[labels],
+        characters=tuple(characters),
+        categories=tuple(categories),
+        font_names=fonts.names,
+    )
+
+
+def _fingerprint(fonts: GlyphFonts) -> str:
+    """A hash of everything that the images depend on.
+
+    NumPy and zlib change the cache file, which has a checksum of its own, but not the images in it.
+    """
+    settings = str((DRAWING_VERSION, IMAGE_SIZE, FONT_SIZE, BASELINE, fonts.versions(), fonts.names))
+    parts = [settings.encode(), table_bytes()]
+    for file in fonts.files:
+        parts.append(file.read_bytes())
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()[:16]
+
+
+def _cached_or_drawn(path: Path, classes: list[GlyphClass], fonts: GlyphFonts) -> _Arrays:
+    content = read_cache(path)
+    if content is not None:
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            return arrays["images"], arrays["labels"], arrays["fonts"]
+    check_writable(path)  # before the images are drawn, which takes time
+    images, labels, font_of = _draw_classes(classes, fonts)
+    file = io.BytesIO()
+    np.savez_compressed(file, images=images, labels=labels, fonts=font_of)
+    write_cache(path, file.getvalue())
+    return images, labels, font_of
+
+
+def _draw_classes(classes: list[GlyphClass], fonts: GlyphFonts) -> _Arrays:
+    """Images, labels and fonts of all classes that have at least two different images."""
+    pixels = bytearray()  # rather than bytes, since PyTorch wants a writable array
+    labels: list[int] = []
+    font_of: list[int] = []
+    for label, row in enumerate(classes):
+        first_font = _draw_class(row.characters, fonts)
+        if len(first_font) >= 2:
+            pixels += b"".join(first_font)
+            labels += [label] * len(first_font)
+            font_of += first_font.values()
+    images = np.frombuffer(pixels, dtype=np.uint8).reshape(-1, IMAGE_SIZE, IMAGE_SIZE)
+    return images, np.array(labels, np.int64), np.array(font_of, np.int64)
+
+
+def _draw_class(characters: str, fonts: GlyphFonts) -> dict[bytes, int]:
+    """The different drawings of a class, by font, each with the first font that draws it."""
+    first_font: dict[bytes, int] = {}
+    for font in range(len(fonts.names)):
+        for character in characters:
+            drawing = fonts.draw_visible(ord(character), font)
+            if drawing is not None:
+                first_font.setdefault(drawing, font)
+    return first_font

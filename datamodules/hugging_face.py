@@ -1,0 +1,396 @@
+"""The user's own images in a data set of Hugging Face's `datasets`: from the hub, of `save_to_disk`, or of Parquet."""
+
+import io
+import itertools
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from lightning_retrieval.checks import check_mapping, check_path, check_seed, check_string, first_line, short_repr
+from lightning_retrieval.datamodules.base import Unpack
+from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, class_numbers, split_by_class
+from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
+from lightning_retrieval.datamodules.image_set import ImageSet
+from lightning_retrieval.optional_packages import optional_import
+
+# Data sets in the format of Hugging Face's `datasets`: finding them, their columns, and the file of one image.
+
+
+OWNER = "HuggingFaceImages"
+
+
+def load_splits(path: str, config: str | None, revision: str | None) -> dict[str, Any]:
+    """The splits of a data set by name, memory-mapped.
+
+    Args:
+        path: a folder that `save_to_disk` has written, a folder or a file of Parquet, or a name on the hub.
+        config: name of the configuration of a data set on the hub; None if there is only one.
+        revision: commit, tag or branch on the hub; None for the newest.
+
+    Raises:
+        FileNotFoundError: if a path does not exist, or the hub does not have or cannot be asked for the name.
+        ModuleNotFoundError: if `datasets` is not installed.
+        ValueError: if it cannot be read.
+    """
+    datasets = _import_datasets()
+    local = Path(path).expanduser()
+    looks_local = local.is_absolute() or path.startswith((".", "~")) or path.endswith(".parquet")
+    if looks_local and not local.exists():
+        raise FileNotFoundError(f"{OWNER}: `path` must be an existing folder or file, got {path}.")
+    try:
+        if (local / "dataset_dict.json").is_file() or (local / "state.json").is_file():
+            found = datasets.load_from_disk(str(local))
+        elif local.is_file():
+            found = datasets.load_dataset("parquet", data_files=str(local))
+        elif local.is_dir():
+            found = datasets.load_dataset(str(local))
+        else:
+            found = datasets.load_dataset(path, config, revision=revision)
+    except OSError as error:  # errors of the hub, too, among them the one for a missing network
+        raise FileNotFoundError(
+            f"{OWNER}: `path` must be a folder of save_to_disk, a folder or a file of Parquet, or a data set that the "
+            f"hub has, got {path} ({first_line(error)}); without a network, download it elsewhere, save it with "
+            "save_to_disk, and give the folder."
+        ) from error
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"{OWNER}: `path` cannot be read, got {path} ({first_line(error)}).") from error
+    if isinstance(found, Mapping):
+        return dict(found)
+    return {"train": found}
+
+
+def _import_datasets() -> Any:
+    with optional_import(
+        f"{OWNER}: the package datasets is missing; install it with pip install 'lightning-retrieval[datasets]'."
+    ):
+        import datasets  # type: ignore[import-untyped]
+    return datasets
+
+
+def with_encoded_images(dataset: Any, image_column: str | None) -> tuple[Any, str]:
+    """The data set whose images are given as files instead of pixels, and the name of their column.
+
+    Args:
+        dataset: one split.
+        image_column: name of the column; None if there is only one column of images.
+
+    Raises:
+        ValueError: if there is no such column, or it has no images.
+    """
+    datasets = _import_datasets()
+    features = dataset.features
+    if image_column is None:
+        found = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+        if len(found) != 1:
+            raise ValueError(
+                f"{OWNER}: `image_column` must name the column of images, as {len(found)} of the columns "
+                f"{_listed(features)} have the type Image."
+            )
+        (image_column,) = found
+    check_column("image_column", image_column, features)
+    if not _can_be_images(features[image_column]):
+        raise ValueError(
+            f"{OWNER}: `image_column` must hold images, encoded or as paths, got {image_column!r} of type "
+            f"{features[image_column]}."
+        )
+    return dataset.with_format(None).cast_column(image_column, datasets.Image(decode=False)), image_column
+
+
+def _can_be_images(feature: Any) -> bool:
+    """Whether a column has images, their bytes, their paths, or both, as `datasets` stores images."""
+    if isinstance(feature, Mapping):
+        return feature.keys() == {"bytes", "path"}
+    dtype = getattr(feature, "dtype", "")
+    return dtype == "PIL.Image.Image" or dtype.removeprefix("large_") in ("string", "binary")
+
+
+def check_column(setting: str, name: str, features: Mapping[str, Any]) -> None:
+    """Raise unless a column exists."""
+    if name not in features:
+        raise ValueError(f"{OWNER}: `{setting}` must be one of {_listed(features)}, got {name!r}.")
+
+
+def _listed(features: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, features))
+
+
+def values_of(dataset: Any, setting: str, name: str, split: str) -> list[Any]:
+    """The values of a column of integers or text, as names of classes if the data set has names for its integers.
+
+    Args:
+        dataset: one split.
+        setting: the argument that names the column, for error messages.
+        name: the column.
+        split: name of the split, for error messages.
+
+    Raises:
+        ValueError: if a value is missing, or is neither an integer nor text.
+    """
+    check_column(setting, name, dataset.features)
+    # Without the other columns: reading a row would decode its image. `dataset.data` would ignore a selection of rows.
+    values = dataset.select_columns([name])[name][:]
+    class_names = getattr(dataset.features[name], "names", None)
+    for row, value in enumerate(values):
+        is_class = isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool))
+        if not is_class or (class_names is not None and value == -1):
+            raise ValueError(
+                f"{OWNER}: `{setting}` must be a column with an integer or text in each row, got "
+                f"{short_repr(value)} in row {row} of {split}, column {name!r}."
+            )
+    if class_names is not None:
+        return [class_names[value] for value in values]
+    return list(values)
+
+
+def file_of_row(dataset: Any, image_column: str, row: int, folder: Path) -> Path | BinaryIO:
+    """The encoded image of a row: its bytes, or the path of its file, which may be relative to the data set's folder.
+
+    Raises:
+        ValueError: if the row has no image.
+    """
+    image = dataset[row][image_column]
+    if image is None or (image["bytes"] is None and not image["path"]):
+        raise ValueError("the row has no image")
+    if image["bytes"] is not None:
+        return io.BytesIO(image["bytes"])
+    path = Path(image["path"])
+    if path.is_absolute() or path.exists():
+        return path
+    return folder / path
+
+
+# A dataset of images in the rows of a data set of Hugging Face.
+
+
+def row_path(split: str, row: int) -> str:
+    """What an `ImageIndex` holds as the path of an image: its split and its row."""
+    return f"{split}/{row}"
+
+
+def parse_row_path(path: str) -> tuple[str, int]:
+    """The split and the row of the image with this path."""
+    split, _, row = path.rpartition("/")
+    return split, int(row)
+
+
+class HuggingFaceSet(ImageSet):
+    """An `ImageSet` whose images are rows of memory-mapped tables instead of files.
+
+    Args:
+        index: labels and other annotations; its paths are made by `row_path`.
+        root: the data set's folder, or its name.
+        transform: as for `ImageSet`.
+        tables: the splits, with images that are not decoded.
+        image_column: name of the column of images.
+        settings: further settings of `ImageSet`.
+    """
+
+    def __init__(
+        self,
+        index: ImageIndex,
+        root: str | Path,
+        transform: Any,
+        *,
+        tables: Mapping[str, Any],
+        image_column: str,
+        **settings: Any,
+    ) -> None:
+        super().__init__(index, root, transform, **settings)
+        self.tables = dict(tables)
+        self.image_column = image_column
+
+    def file(self, position: int) -> Path | BinaryIO:
+        """The encoded image: its bytes in memory, or the path of its file."""
+        split, row = parse_row_path(self.index.paths[position])
+        return file_of_row(self.tables[split], self.image_column, row, self.root)
+
+
+_DEFAULT_TEST_FRACTION = 0.5
+
+
+_VALIDATION_NAMES = ("validation", "valid", "dev")  # that the data sets of the hub use for "val"
+
+
+class HuggingFaceImages(ImageDataModule):
+    """Images and labels in a data set of Hugging Face's `datasets`, which stays on the disk and is memory-mapped.
+
+    Images are decoded as all others are: transparency, EXIF orientation and 16 bits are handled alike. Training and
+    evaluation must have different classes: a data set for classification, with the same classes in each split, needs
+    `test_fraction`.
+
+    Args:
+        path: a folder that `save_to_disk` has written, a folder or a file of Parquet, or the name of a data set on the
+            hub, such as `"owner/name"`, which is downloaded once.
+        config: name of the configuration of a data set on the hub; None if there is only one.
+        revision: commit, tag or branch on the hub; None for the newest.
+        image_column: the column of images; None if there is only one column of that type.
+        label_column: the column of classes, integers or text.
+        category_column: the column of coarser classes, for `sampler="category"`; None for none.
+        split_names: names of the data set's splits by their use, such as `{"train": "train", "test": "validation"}`. If
+            None, all splits under their own names; `"validation"` is the split `"val"`.
+        test_fraction: fraction of the classes, between 0 and 1, that form the test set, whatever split they are in. If
+            None, the data set's splits are used, or half of the classes if there is one split, which `split_names` does
+            not name for evaluation.
+        split_seed: determines which classes form the test set.
+        settings: arguments of `ImageDataModule` but `root`, and of `RetrievalDataModule`.
+
+    Raises:
+        FileNotFoundError: if `path` does not exist, and is not on the hub or the hub cannot be reached.
+        ModuleNotFoundError: if `datasets` is not installed.
+        ValueError: if a column or a split does not exist, a row has no label, or a class is in training and evaluation.
+        TypeError: if an argument is of another type than its annotation.
+
+    Example:
+        >>> from PIL import Image
+        >>> from datasets import Dataset, Features, Image as Images, Value
+        >>> pictures = [Image.new("RGB", (60, 50), (30 * i, 0, 0)) for i in range(6)]
+        >>> columns = {"image": pictures, "label": ["cat", "cat", "dog", "dog", "owl", "owl"]}
+        >>> features = Features({"image": Images(), "label": Value("string")})
+        >>> Dataset.from_dict(columns, features=features).save_to_disk("pets")
+        >>> data = HuggingFaceImages("pets", test_fraction=0.4, classes_per_batch=2, samples_per_class=2)
+        >>> len(data.train_set), len(data.test_set)
+        (4, 2)
+
+    Relations:
+        `ImageFolder` and `ImageTable` read image files, which need not be converted to a data set first.
+    """
+
+    reads_in_check = True
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        config: str | None = None,
+        revision: str | None = None,
+        image_column: str | None = None,
+        label_column: str = "label",
+        category_column: str | None = None,
+        split_names: Mapping[str, str] | None = None,
+        test_fraction: float | None = None,
+        split_seed: int = 0,
+        **settings: Unpack[ImageSettings],
+    ) -> None:
+        check_path(OWNER, "path", path)
+        super().__init__(path, **settings)
+        self.path = path
+        self.config = _checked_name("config", config)
+        self.revision = _checked_name("revision", revision)
+        self.image_column = _checked_name("image_column", image_column)
+        self.label_column = check_string(OWNER, "label_column", label_column)
+        self.category_column = _checked_name("category_column", category_column)
+        self.split_names = _checked_split_names(split_names)
+        self.test_fraction = test_fraction
+        if test_fraction is not None:
+            self.test_fraction = check_test_fraction(OWNER, test_fraction)
+        self.split_seed = check_seed(OWNER, "split_seed", split_seed)
+
+    @cached_property
+    def tables(self) -> dict[str, Any]:
+        """The data set's own splits by name, with images that are not decoded."""
+        return self._tables_and_column[0]
+
+    @cached_property
+    def _tables_and_column(self) -> tuple[dict[str, Any], str]:
+        """The splits that are used, and the name of their column of images."""
+        found = load_splits(str(self.path), self.config, self.revision)
+        used = list(found)
+        if self.split_names is not None:
+            used = list(dict.fromkeys(self.split_names.values()))
+        tables = {}
+        column = ""
+        for name in used:
+            if name not in found:
+                raise ValueError(f"{OWNER}: `split_names` must be from {', '.join(map(repr, found))}, got {name!r}.")
+            tables[name], column = with_encoded_images(found[name], self.image_column)
+        return tables, column
+
+    def read(self) -> Mapping[str, ImageIndex]:
+        """Read the labels, and split the classes if there is one split or `test_fraction` was given."""
+        labels = {}
+        for name, table in self.tables.items():
+            labels[name] = values_of(table, "label_column", self.label_column, name)
+        evaluation_only = self.split_names is not None and "train" not in self.split_names
+        if self.test_fraction is None and (len(self.tables) > 1 or evaluation_only):
+            return self._own_splits(labels)
+        classes = set[Any]().union(*labels.values())
+        fraction = self.test_fraction or _DEFAULT_TEST_FRACTION
+        of_test = split_by_class(OWNER, "test_fraction", list(classes), fraction, self.split_seed)
+        in_test, in_train = {}, {}
+        for name, values in labels.items():
+            in_test[name] = np.array([value in of_test for value in values])
+            in_train[name] = ~in_test[name]
+        return {"train": self._index(in_train, labels), "test": self._index(in_test, labels)}
+
+    def _own_splits(self, labels: Mapping[str, list[Any]]) -> dict[str, ImageIndex]:
+        """The index of each of the data set's own splits."""
+        names = self.split_names or _splits_by_use(self.tables)
+        splits = {}
+        for use, name in names.items():
+            splits[use] = self._index({name: np.ones(len(labels[name]), bool)}, labels)
+            if use == "train" or "train" not in names:
+                continue
+            shared = set(labels[name]) & set(labels[names["train"]])
+            if shared:
+                raise ValueError(
+                    f"{OWNER}: classes must be in training or in evaluation, not in both, got {len(shared)} in the "
+                    f"splits train and {use}, such as {min(shared)!r}; set test_fraction=0.5, which splits the classes."
+                )
+        return splits
+
+    def _index(self, chosen: Mapping[str, Any], labels: Mapping[str, list[Any]]) -> ImageIndex:
+        """The index of the chosen rows of each of these splits."""
+        paths: list[str] = []
+        classes: list[Any] = []
+        categories: list[Any] = []
+        for name, mask in chosen.items():
+            paths += [row_path(name, row) for row in np.flatnonzero(mask).tolist()]
+            classes += itertools.compress(labels[name], mask)
+            if self.category_column is not None:
+                values = values_of(self.tables[name], "category_column", self.category_column, name)
+                categories += itertools.compress(values, mask)
+        numbers, names = class_numbers(classes)
+        if self.category_column is None:
+            return ImageIndex(paths, numbers, names=names)
+        return ImageIndex(paths, numbers, names=names, categories=class_numbers(categories)[0])
+
+    def image_set(self, index: ImageIndex, transform: Any) -> HuggingFaceSet:
+        """The dataset of these rows."""
+        tables, column = self._tables_and_column
+        return HuggingFaceSet(index, self.root, transform, tables=tables, image_column=column, **self.reading)
+
+
+def _checked_name(setting: str, value: str | None) -> str | None:
+    if value is None:
+        return None
+    return check_string(OWNER, setting, value)
+
+
+def _checked_split_names(split_names: Mapping[str, str] | None) -> dict[str, str] | None:
+    if split_names is None:
+        return None
+    check_mapping(OWNER, "split_names", split_names)
+    if not split_names:
+        raise ValueError(f"{OWNER}: `split_names` must name at least one split, got none.")
+    for text in (*split_names, *split_names.values()):
+        check_string(OWNER, "split_names", text)
+    return dict(split_names)
+
+
+def _splits_by_use(names: Iterable[str]) -> dict[str, str]:
+    """The data set's splits under the names of their uses; raise if two splits have the same use."""
+    splits: dict[str, str] = {}
+    for name in names:
+        use = name
+        if name in _VALIDATION_NAMES:
+            use = "val"
+        if use in splits:
+            raise ValueError(
+                f"{OWNER}: `split_names` must be given, because the splits {splits[use]!r} and {name!r} have the same "
+                f"use, {use!r}."
+            )
+        splits[use] = name
+    return splits

@@ -1,0 +1,350 @@
+"""Reads every image of a data set before training: which cannot be read, which occur twice, and their sizes."""
+
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import numpy as np
+from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
+
+from lightning_retrieval.checks import check_mapping, check_strings, first_line
+from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex
+from lightning_retrieval.datamodules.image_set import ImageSet
+from lightning_retrieval.preparation.decoding import truncated_images
+
+# The report of `check()` on a data set: counts of images and classes, damaged files, problems and notes.
+
+
+Count = tuple[int, int]  # images and classes
+
+
+MAX_SHOWN = 10  # missing or unreadable files in the printed report
+
+
+HEADER = ("split", "images", "classes", "published: images", "classes")
+
+
+@dataclass
+class DataReport:
+    """What `check()` of a data module found: counts of each split with the published ones, and what is wrong.
+
+    Args:
+        splits: by name, the (images, classes) that were found, and the published (images, classes): an empty sequence
+            if none were published, several if papers differ; the found counts may equal any of them.
+        missing_files: paths of images that are listed but do not exist.
+        problems: sentences about any other problem.
+        unreadable_files: paths of images that cannot be decoded, each with the reason.
+        notes: sentences about what is worth knowing and no problem.
+
+    Raises:
+        TypeError: if `splits` is no dict, or one of the others is no sequence of strings.
+
+    Example:
+        >>> from lightning_retrieval.datamodules import DataReport
+        >>> report = DataReport({"train": ((2, 1), [(3, 1), (4, 1)])}, missing_files=["cats/3.jpg"])
+        >>> report.ok
+        False
+        >>> print(report)
+        split  images  classes  published: images  classes
+        train       2        1             3 or 4        1
+        missing: cats/3.jpg
+
+    Relations:
+        Returned by `RetrievalDataModule.check` and printed by `lightning-retrieval check`.
+    """
+
+    splits: dict[str, tuple[Count, Sequence[Count]]] = field(default_factory=dict)
+    missing_files: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    unreadable_files: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        check_mapping("DataReport", "splits", self.splits)
+        check_strings("DataReport", "missing_files", self.missing_files)
+        check_strings("DataReport", "problems", self.problems)
+        check_strings("DataReport", "unreadable_files", self.unreadable_files)
+        check_strings("DataReport", "notes", self.notes)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no file is missing or unreadable, there is no problem, and all counts are published ones."""
+        for found, published in self.splits.values():
+            if published and found not in published:
+                return False
+        return not (self.missing_files or self.unreadable_files or self.problems)
+
+    def __str__(self) -> str:
+        lines = _table_lines(self.splits)
+        lines += _file_lines("missing", self.missing_files)
+        lines += _file_lines("unreadable", self.unreadable_files)
+        lines += [f"problem: {problem}" for problem in self.problems]
+        lines += [f"note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def _file_lines(what: str, files: Sequence[str]) -> list[str]:
+    """A line for each of the first files, and one that counts the others."""
+    lines = [f"{what}: {file}" for file in files[:MAX_SHOWN]]
+    hidden = len(files) - MAX_SHOWN
+    if hidden > 0:
+        lines.append(f"... and {hidden:,} more are {what}")
+    return lines
+
+
+def _table_lines(splits: dict[str, tuple[Count, Sequence[Count]]]) -> list[str]:
+    rows = [HEADER]
+    for name, ((images, classes), published) in splits.items():
+        rows.append((name, f"{images:,}", f"{classes:,}", _alternatives(published, 0), _alternatives(published, 1)))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = []
+    for first, *others in rows:
+        line = first.ljust(widths[0])
+        for cell, width in zip(others, widths[1:]):
+            line += "  " + cell.rjust(width)
+        lines.append(line.rstrip())
+    return lines
+
+
+def _alternatives(published: Sequence[Count], position: int) -> str:
+    """The different published numbers at a position of the counts, such as `1,000 or 1,200`."""
+    shown: list[str] = []
+    for count in published:
+        number = f"{count[position]:,}"
+        if number not in shown:
+            shown.append(number)
+    return " or ".join(shown)
+
+
+# Record the warnings of a function without suppressing them.
+
+
+Result = TypeVar("Result")
+
+
+def record_warnings(read: Callable[[], Result]) -> tuple[Result, list[str]]:
+    """Call `read()`; return its result and the messages of its warnings, which are issued as usual."""
+    recorded: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as recorded:
+            warnings.simplefilter("always")
+            result = read()
+    finally:  # also if reading failed
+        for warning in recorded:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return result, [str(warning.message) for warning in recorded]
+
+
+IMAGES_PER_TASK = 16  # that a thread reads before it takes the next ones
+
+
+MAX_PAIRS = 5  # in the report
+
+
+def count_images_and_classes(index: ImageIndex) -> tuple[int, int]:
+    """The numbers of images and of classes of a split."""
+    classes = np.unique(index.labels)
+    return len(index), int((classes != DISTRACTOR).sum())
+
+
+def look_for_files(report: DataReport, name: str, index: ImageIndex, root: Path) -> None:
+    """Add the files that are missing in a split, and the number of those that are listed twice, to a report.
+
+    Args:
+        report: to which they are added.
+        name: of the split.
+        index: its images.
+        root: the folder that the paths are relative to.
+    """
+    for path in Tqdm(index.paths, desc=f"Looking for the images of {name}", delay=2, leave=False):
+        if not (root / path).is_file():
+            report.missing_files.append(path)
+    duplicates = len(index) - len(set(index.paths))
+    if duplicates and index.boxes is None:
+        report.problems.append(f"{duplicates} paths are listed twice in {name}")
+
+
+@dataclass
+class ImageFacts:
+    """What was found out about one image.
+
+    Args:
+        size: width and height of the upright image, in its box.
+        digest: a hash of its size and its pixels; images with the same digest look the same.
+        is_missing: whether there is no file.
+        error: why it cannot be decoded, or None.
+    """
+
+    size: tuple[int, int] = (0, 0)
+    digest: bytes = b""
+    is_missing: bool = False
+    error: str | None = None
+
+
+@dataclass
+class _Image:
+    """An image that can be read, with its split and its position there."""
+
+    split: str
+    position: int
+    path: str
+
+
+def read_facts(images: ImageSet, position: int) -> ImageFacts:
+    """Read one image."""
+    file: Path | BinaryIO | None = None
+    try:
+        file = images.file(position)
+        is_missing = isinstance(file, Path) and not file.is_file()
+    except (OSError, ValueError):  # a row without an image
+        is_missing = True
+    if is_missing:
+        return ImageFacts(is_missing=True)
+    try:
+        image = images.read(position)
+    except Exception as error:  # the decoders do not document the types of their errors
+        return ImageFacts(error=_without_file(first_line(error), file))
+    pixels = hashlib.blake2b(repr(image.size).encode(), digest_size=16)
+    pixels.update(image.tobytes())
+    return ImageFacts(size=image.size, digest=pixels.digest())
+
+
+def check_contents(report: DataReport, sets: Mapping[str, ImageSet]) -> None:
+    """Read all images, and add what is found to a report.
+
+    Problems are files that are missing or cannot be decoded, images that are in training and in evaluation, and images
+    with two labels in one split. Notes are the sizes of the images, classes with one image, and images that occur twice
+    in a class. Images are the same if their pixels are, whatever the format of the files.
+
+    Args:
+        report: receives the findings.
+        sets: the images of each split.
+    """
+    sizes: list[tuple[int, int]] = []
+    seen: dict[str, dict[bytes, _Image]] = {}
+    for name, images in sets.items():
+        first = seen.setdefault(name, {})
+        repeated: list[tuple[_Image, _Image]] = []
+        for position, facts in enumerate(_read_all(name, images)):
+            image = _Image(name, position, images.index.paths[position])
+            if facts.is_missing:
+                report.missing_files.append(image.path)
+            elif facts.error is not None:
+                report.unreadable_files.append(f"{image.path} ({facts.error})")
+            else:
+                sizes.append(facts.size)
+                other = first.setdefault(facts.digest, image)
+                if other is not image:
+                    repeated.append((other, image))
+        _add_repeated(report, images.index, repeated)
+        _add_single_images(report, name, images.index)
+    _add_images_of_both(report, seen)
+    _add_sizes(report, sizes)
+
+
+def _read_all(name: str, images: ImageSet) -> Iterator[ImageFacts]:
+    """The facts of each image in order. Decoders and hashes run beside each other in threads."""
+    starts = range(0, len(images), IMAGES_PER_TASK)
+    pool = ThreadPoolExecutor(_cores())
+    # Pillow's setting for truncated files is one of the process: it must not change while another thread reads.
+    with truncated_images(images.load_truncated), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Pillow, about the metadata of single files
+        progress = Tqdm(total=len(images), desc=f"Reading the images of {name}", delay=2, leave=False)
+        try:
+            for facts in pool.map(lambda start: _read_some(images, start), starts):
+                progress.update(len(facts))
+                yield from facts
+        finally:
+            pool.shutdown(cancel_futures=True)
+            progress.close()
+
+
+def _read_some(images: ImageSet, start: int) -> list[ImageFacts]:
+    positions = range(start, min(start + IMAGES_PER_TASK, len(images)))
+    return [read_facts(images, position) for position in positions]
+
+
+def _cores() -> int:
+    """The number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _without_file(message: str, file: Path | BinaryIO | None) -> str:
+    """The message without the name of the file, which stands before it in the report."""
+    if isinstance(file, Path):
+        return message.replace(f" {str(file)!r}", "")
+    return message.split(" <_io.")[0]
+
+
+def _add_repeated(report: DataReport, index: ImageIndex, repeated: Sequence[tuple[_Image, _Image]]) -> None:
+    """Add the images that a split has twice: they are a problem if their labels differ, else worth a note."""
+    of_two_labels, of_one_label = [], []
+    for pair in repeated:
+        one, other = pair
+        if index.labels[one.position] == index.labels[other.position]:
+            of_one_label.append(pair)
+        else:
+            of_two_labels.append(pair)
+    report.problems += _sentences(of_two_labels, "are the same image with different labels")
+    report.notes += _sentences(of_one_label, "are the same image")
+
+
+def _add_images_of_both(report: DataReport, seen: Mapping[str, Mapping[bytes, _Image]]) -> None:
+    """Add the images that are in training and in evaluation."""
+    train = seen.get("train", {})
+    pairs = []
+    for name, images in seen.items():
+        if name == "train":
+            continue
+        for digest in train.keys() & images.keys():
+            pairs.append((train[digest], images[digest]))
+    pairs.sort(key=lambda pair: (pair[1].split, pair[1].position))
+    report.problems += _sentences(pairs, "are the same image, in training and in evaluation")
+
+
+def _sentences(pairs: Sequence[tuple[_Image, _Image]], what: str) -> list[str]:
+    """A sentence about each of the first pairs, and one that counts the others."""
+    sentences = [f"{one.path} and {other.path} {what}" for one, other in pairs[:MAX_PAIRS]]
+    hidden = len(pairs) - MAX_PAIRS
+    if hidden > 0:
+        sentences.append(f"{hidden:,} more pairs {what}")
+    return sentences
+
+
+def _add_single_images(report: DataReport, name: str, index: ImageIndex) -> None:
+    """Add the number of classes with one image."""
+    classes, counts = np.unique(index.labels[index.labels != DISTRACTOR], return_counts=True)
+    single = classes[counts == 1].tolist()
+    if not single:
+        return
+    example = single[0]
+    if index.names is not None:
+        example = index.names[single[0]]
+    effect = "has no positive in evaluation"
+    if name == "train":
+        effect = "is left out of training batches of P classes with K images"
+    report.notes.append(f"{len(single):,} classes of {name} have one image, such as {example!r}, which {effect}")
+
+
+def _add_sizes(report: DataReport, sizes: Sequence[tuple[int, int]]) -> None:
+    """Add the range of the sizes."""
+    if not sizes:
+        return
+    different = sorted(set(sizes))
+    if len(different) == 1:
+        width, height = different[0]
+        report.notes.append(f"all images have {width} x {height} pixels")
+        return
+    shorter, longer = np.sort(np.array(sizes), axis=1).T
+    sentences = []
+    for side, lengths in (("shorter", shorter), ("longer", longer)):
+        range_of_lengths = f"{lengths.min():,} to {lengths.max():,} pixels, median {int(np.median(lengths)):,}"
+        sentences.append(f"the {side} side of the images has {range_of_lengths}")
+    report.notes.append("; ".join(sentences))

@@ -1,0 +1,470 @@
+"""The list of a data set's images as arrays, which all processes of a machine can share."""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_retrieval.checks import LARGEST_INTEGER, check_finite_number, check_strings
+from lightning_retrieval.datamodules.item_seeds import all_different, as_array
+from lightning_retrieval.datamodules.shared_arrays import (
+    SharedArrays,
+    digest_of_arrays,
+    is_large,
+    share_arrays,
+)
+from lightning_retrieval.datamodules.table_file import ListLines, leaves_root
+from lightning_retrieval.packed_strings import PackedStrings
+from lightning_retrieval.ranking.labels import Role
+
+# The arguments of an `ImageIndex` as arrays of the right type and shape.
+
+
+def packed(name: str, strings: PackedStrings | Sequence[str]) -> PackedStrings:
+    """The strings, packed; raise unless they are a sequence of strings."""
+    if isinstance(strings, PackedStrings):
+        return strings
+    check_strings("ImageIndex", name, strings)
+    return PackedStrings(strings)
+
+
+def _integers(name: str, values: Any) -> NDArray[np.int64]:
+    """The values as an array of any shape; raise unless they are integers of 64 bits."""
+    array = as_array("ImageIndex", name, values)
+    is_empty = array.size == 0
+    is_integer = np.issubdtype(array.dtype, np.integer)
+    if not is_empty and not (is_integer and array.max() <= LARGEST_INTEGER):
+        raise TypeError(f"ImageIndex: `{name}` must be integers of 64 bits, got {array.dtype}.")
+    return array.astype(np.int64, copy=False)
+
+
+def integer_array(name: str, values: Any) -> NDArray[np.int64]:
+    """One integer for each image; raise unless the values are that."""
+    array = _integers(name, values)
+    if array.ndim != 1:
+        raise ValueError(f"ImageIndex: `{name}` must be one integer for each image, got shape {array.shape}.")
+    return array
+
+
+def optional_array(name: str, values: Any) -> NDArray[np.int64] | None:
+    """One integer for each image, or None."""
+    if values is None:
+        return None
+    return integer_array(name, values)
+
+
+def level_array(levels: Any) -> NDArray[np.int64] | None:
+    """The labels of each image at each level, or None."""
+    if levels is None:
+        return None
+    array = _integers("levels", levels)
+    if array.ndim != 2 or array.shape[1] == 0:
+        raise ValueError(f"ImageIndex: `levels` must be (images, levels), got shape {array.shape}.")
+    return array
+
+
+def role_array(roles: Any) -> NDArray[np.uint8] | None:
+    """The number of each image's role, or None."""
+    if roles is None:
+        return None
+    numbers = integer_array("roles", roles)
+    invalid = np.flatnonzero((numbers < Role.JUNK) | (numbers > Role.BOTH))
+    if len(invalid):
+        raise ValueError(f"ImageIndex: `roles` must be from 0 to 3, got {numbers[invalid[0]]}; take them from ROLES.")
+    return numbers.astype(np.uint8)
+
+
+def box_array(boxes: Any) -> NDArray[np.int32] | None:
+    """The box of each image, or None."""
+    if boxes is None:
+        return None
+    array = _integers("boxes", boxes)
+    if array.ndim != 2 or array.shape[1] != 4:
+        raise ValueError(f"ImageIndex: `boxes` must be (images, 4), got shape {array.shape}.")
+    too_large = np.flatnonzero((abs(array) >= 2**31).any(1))
+    if len(too_large):
+        first = array[too_large[0]].tolist()
+        raise ValueError(f"ImageIndex: `boxes` must hold numbers of pixels below 2**31, got {first}.")
+    return array.astype(np.int32)
+
+
+def check_lines(lines: Any) -> ListLines | None:
+    """Return `lines`; raise unless it is a `ListLines` or None."""
+    if lines is not None and not isinstance(lines, ListLines):
+        raise TypeError(f"ImageIndex: `lines` must be a ListLines or None, got {type(lines).__name__}.")
+    return lines
+
+
+# Classes of images: numbering them, and splitting them between two sets.
+
+
+def class_numbers(originals: Sequence[Any] | NDArray[Any]) -> tuple[NDArray[np.int64], list[str]]:
+    """Number classes 0, 1, ... in the order of their sorted original ids.
+
+    Args:
+        originals: the original id of the class of each image.
+
+    Returns:
+        The class number of each image, and the original id of each class as text.
+    """
+    values = originals
+    if isinstance(originals, np.ndarray):
+        values = originals.tolist()
+    classes = sorted(set(values))
+    number_of_class = dict(zip(classes, range(len(classes))))
+    numbers = np.fromiter((number_of_class[value] for value in values), np.int64, len(values))
+    return numbers, list(map(str, classes))
+
+
+def split_by_class(owner: str, setting: str, classes: Sequence[Any], fraction: float, seed: int) -> set[Any]:
+    """Draw a fraction of the classes; the result does not depend on the order in which they are given.
+
+    Args:
+        owner: prefix of error messages.
+        setting: name of the argument that is the fraction, for the message.
+        classes: all classes.
+        fraction: the fraction to draw.
+        seed: determines the classes.
+
+    Raises:
+        ValueError: if no class is drawn, or all are.
+    """
+    count = round(fraction * len(classes))
+    if not 0 < count < len(classes):
+        raise ValueError(
+            f"{owner}: `{setting}` must leave at least one class on each side of the split, got {fraction} "
+            f"of {len(classes)} classes; change it, or add classes."
+        )
+    ordered = sorted(classes)
+    drawn = np.random.default_rng(seed).permutation(len(ordered))[:count]
+    return {ordered[index] for index in drawn}
+
+
+def check_test_fraction(owner: str, test_fraction: float) -> float:
+    """Return `test_fraction` unchanged; raise an error unless it is between 0 and 1."""
+    fraction = check_finite_number(owner, "test_fraction", test_fraction)
+    if not 0 < fraction < 1:
+        raise ValueError(f"{owner}: `test_fraction` must be between 0 and 1, got {test_fraction}.")
+    return fraction
+
+
+# The roles of an image in evaluation. A distractor is ranked, but relevant to no query.
+ROLES = {"query": Role.QUERY, "gallery": Role.GALLERY, "both": Role.BOTH, "distractor": Role.GALLERY}
+
+
+DISTRACTOR = -1  # the label of distractors
+
+
+_NOT_NORMALIZED = re.compile(r"(^|/)\./|//|/\.?$")  # parts that allow several spellings of one path
+
+
+_KEY = "images-"  # before the digest of an index, in the name of the folder of its shared arrays
+
+
+_COLUMNS = ("labels", "categories", "levels", "boxes", "roles", "instances", "cameras")
+
+
+class ImageIndex:
+    """Paths, labels and other annotations of the images of one split.
+
+    Args:
+        paths: relative to the data set's root, and inside it.
+        labels: the class of each image, integers; `DISTRACTOR` for images without a class.
+        categories: a coarser class of each image, or None.
+        levels: (images, L) labels, finest level first, for hierarchical losses, or None.
+        boxes: (images, 4) left, top, right, bottom in pixels of the image, or None; the image is cropped to its box.
+        roles: the role of each image in evaluation, from `ROLES`; `both` if None.
+        instances: what each image shows, any integers. In evaluation the embeddings of the images of one instance, such
+            as the frames of a video, are averaged and count as one. If None, each image counts by itself.
+        cameras: the camera or the sequence that each image is from, any integers. In evaluation, images of the query's
+            own class and camera are not in its list, as in Market-1501. If None, only the query itself is not.
+        names: names of the classes, in the order of the labels 0, 1, ...; or None.
+        lines: the lines of the list that the images were read from, a `files.lists.ListLines`, for error messages; or
+            None.
+
+    Raises:
+        TypeError: if `paths` or `names` is no sequence of strings, labels, categories, levels, boxes, roles, instances
+            or cameras are not integers, or `lines` is no `ListLines`.
+        ValueError: if there is no image, the lengths differ, a path leaves the root or contains `./` or `//`, a role is
+            not from 0 to 3, images with one label at a level have different labels at the next, a box contains no pixel
+            or does not fit into 32 bits, an image (with its box, if there are boxes) has two labels and no `instances`
+            are given, or an instance has images of several classes or cameras.
+
+    Example:
+        >>> from lightning_retrieval.datamodules import ImageIndex
+        >>> index = ImageIndex(["cats/1.jpg", "cats/2.jpg", "dogs/1.jpg"], [0, 0, 1], names=["cats", "dogs"])
+        >>> len(index), index.paths[2], list(index[index.labels == 0].paths)
+        (3, 'dogs/1.jpg', ['cats/1.jpg', 'cats/2.jpg'])
+
+    When `ImageDataModule.read` has returned, the data module moves the arrays of a list of 8 MiB or more, about a
+    hundred thousand images, to temporary files that all processes of the machine map, so each further process and each
+    worker takes none of its own memory for them. `read` may change an index that it returns, such as its labels. It
+    must not be changed afterwards, since other processes would not see the change.
+
+    Relations:
+        `ImageSet` reads the images. `ImageDataModule.read` returns an index for each split.
+    """
+
+    def __init__(
+        self,
+        paths: PackedStrings | Sequence[str],
+        labels: Any,
+        *,
+        categories: Any = None,
+        levels: Any = None,
+        boxes: Any = None,
+        roles: Any = None,
+        instances: Any = None,
+        cameras: Any = None,
+        names: Sequence[str] | None = None,
+        lines: ListLines | None = None,
+    ) -> None:
+        self.paths = packed("paths", paths)
+        self.labels = integer_array("labels", labels)
+        self.categories = optional_array("categories", categories)
+        self.levels = level_array(levels)
+        self.boxes = box_array(boxes)
+        self.roles = role_array(roles)
+        self.instances = optional_array("instances", instances)
+        self.cameras = optional_array("cameras", cameras)
+        self.names = None if names is None else packed("names", names)
+        self.lines = check_lines(lines)
+        self._shared: SharedArrays | None = None
+        _check_lengths(self)
+        _check_paths(self)
+        _check_boxes(self)
+        _check_levels(self)
+        _check_one_label_each(self)
+        _check_instances(self)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, rows: Any) -> "ImageIndex":
+        """The images that a slice, a mask or an array of integers selects."""
+        paths = self.paths[rows]
+        if len(paths) == 0:
+            raise ValueError(f"ImageIndex: `rows` must select at least one image, got none of {len(self)}.")
+        arrays = self.arrays()
+        for name in _COLUMNS:
+            if name in arrays:
+                arrays[name] = arrays[name][rows]
+        arrays["paths"] = paths.data
+        arrays["ends"] = paths.ends
+        part = ImageIndex.from_arrays(arrays)
+        if self.is_shared:
+            part.share_if_large()
+        return part
+
+    def key(self, position: int) -> tuple[Any, ...]:
+        """What identifies an image: its path and, if there are boxes, its box."""
+        if self.boxes is None:
+            return (self.paths[position],)
+        return (self.paths[position], *self.boxes[position].tolist())
+
+    def hashes(self) -> NDArray[np.int64]:
+        """A hash of the `key` of each image; a set of millions of paths would take much memory."""
+        hashes = np.fromiter(map(hash, self.paths), np.int64, len(self))
+        if self.boxes is not None:
+            for side in self.boxes.T:
+                hashes = hashes * np.int64(1_000_003) + side  # wraps around
+        return hashes
+
+    @property
+    def owner(self) -> str:
+        """The prefix of error messages: the data set whose list was read, or `ImageIndex`."""
+        if self.lines is None:
+            return "ImageIndex"
+        return self.lines.owner
+
+    def where(self, *positions: int) -> str:
+        """The lines that these images were read from, for an error message; empty if they are not known."""
+        if self.lines is None:
+            return ""
+        return " in " + " and ".join(map(self.lines.where, positions))
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """All parts of the index as named arrays."""
+        arrays: dict[str, NDArray[Any]] = {"paths": self.paths.data, "ends": self.paths.ends}
+        for name in _COLUMNS:
+            values = getattr(self, name)
+            if values is not None:
+                arrays[name] = values
+        if self.names is not None:
+            arrays["names"] = self.names.data
+            arrays["name_ends"] = self.names.ends
+        return arrays
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> "ImageIndex":
+        """The index that returned these `arrays()`, without checking them again."""
+        index = cls.__new__(cls)
+        index.lines = None
+        index._use(arrays)
+        return index
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all parts of the index, the same in each process and on each machine."""
+        return digest_of_arrays(self.arrays())
+
+    def share(self) -> Path | None:
+        """Move the arrays to files that all processes of this machine can map, and return their folder.
+
+        It is None if the files cannot be written. `from_arrays(SharedArrays(folder))` is the same index.
+        """
+        if self._shared is None:
+            arrays = self.arrays()
+            shared = share_arrays("ImageIndex", _KEY + digest_of_arrays(arrays), lambda: arrays)
+            if shared is None:
+                return None
+            self._use(shared)
+            return shared.path
+        return self._shared.path
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the arrays are in files that all processes of this machine can map."""
+        return self._shared is not None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._shared is None:
+            return dict(vars(self))
+        return {"_shared": self._shared, "lines": self.lines}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if "paths" not in state:
+            self._use(state["_shared"])
+
+    def share_if_large(self) -> None:
+        """Call `share` if there are 8 MiB or more; the index must not be changed afterwards."""
+        if self._shared is None and is_large(self.arrays()):
+            self.share()
+
+    def _use(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Set all parts to these arrays."""
+        self._shared = None
+        if isinstance(arrays, SharedArrays):
+            self._shared = arrays
+            self.digest = arrays.path.name.removeprefix(_KEY)
+        self.paths = PackedStrings.from_arrays(arrays["paths"], arrays["ends"])
+        for name in _COLUMNS:
+            setattr(self, name, arrays.get(name))
+        self.names = None
+        if "names" in arrays:
+            self.names = PackedStrings.from_arrays(arrays["names"], arrays["name_ends"])
+
+
+def _check_lengths(index: ImageIndex) -> None:
+    if len(index) == 0:
+        raise ValueError("ImageIndex: `paths` must hold at least one image, got none.")
+    for name in _COLUMNS:
+        values = getattr(index, name)
+        if values is not None and len(values) != len(index):
+            raise ValueError(
+                f"ImageIndex: `{name}` must have one entry for each of {len(index)} paths, got {len(values)}."
+            )
+
+
+def _seem_regular(paths: PackedStrings) -> bool:
+    """Whether no path can be one that `_check_paths` refuses; quick, as it looks at all of them at once."""
+    lengths = np.diff(paths.ends, prepend=0)
+    if not lengths.all():
+        return False
+    has_separator_first = (paths.data[paths.ends - lengths] == ord("/")).any()
+    last = paths.data[paths.ends - 1]
+    has_end_of_folder = ((last == ord("/")) | (last == ord("."))).any()
+    text = paths.data.tobytes()
+    has_part = any(part in text for part in (b"./", b"//", b"\\", b":"))
+    return not (has_separator_first or has_end_of_folder or has_part)
+
+
+def _check_paths(index: ImageIndex) -> None:
+    if _seem_regular(index.paths):
+        return
+    for position, path in enumerate(index.paths):
+        if leaves_root(path):
+            raise ValueError(f"{index.owner}: `paths` must lie inside the root, got {path!r}{index.where(position)}.")
+        if _NOT_NORMALIZED.search(path):
+            raise ValueError(
+                f"{index.owner}: `paths` must be without './' and '//', got {path!r}{index.where(position)}."
+            )
+
+
+def _check_boxes(index: ImageIndex) -> None:
+    if index.boxes is None:
+        return
+    left, top, right, bottom = index.boxes.T
+    empty = np.flatnonzero((right <= left) | (bottom <= top))
+    if len(empty):
+        first = int(empty[0])
+        raise ValueError(
+            f"{index.owner}: `boxes` must contain at least one pixel, got {index.boxes[first].tolist()} for "
+            f"{index.paths[first]}{index.where(first)} ({len(empty)} such boxes)."
+        )
+
+
+def _first_conflict(groups: NDArray[np.int64], values: NDArray[np.int64]) -> tuple[int, int] | None:
+    """Two positions of one group with different values, the earlier first; None if each group has one value."""
+    _, first_of_group, group = np.unique(groups, return_index=True, return_inverse=True)
+    different = np.flatnonzero(values != values[first_of_group][group])
+    if len(different) == 0:
+        return None
+    second = int(different[0])
+    return int(first_of_group[group[second]]), second
+
+
+def _check_levels(index: ImageIndex) -> None:
+    """Check that the levels nest: images with one label at a level have one label at the next, coarser one."""
+    if index.levels is None:
+        return
+    columns = index.levels.T
+    for level in range(len(columns) - 1):
+        conflict = _first_conflict(columns[level], columns[level + 1])
+        if conflict is not None:
+            first, second = conflict
+            raise ValueError(
+                f"{index.owner}: `levels` must nest, the finest first, got {index.levels[first].tolist()} for "
+                f"{index.paths[first]} and {index.levels[second].tolist()} for {index.paths[second]}"
+                f"{index.where(first, second)}."
+            )
+
+
+def _check_one_label_each(index: ImageIndex) -> None:
+    """Check that no image has two labels. Distractors have none, and an image of two instances may show two classes."""
+    if index.instances is not None:
+        return
+    hashes = index.hashes()
+    if all_different(hashes):
+        return
+    first_with: dict[tuple[Any, ...], int] = {}
+    for position in np.flatnonzero(index.labels != DISTRACTOR).tolist():
+        first = first_with.setdefault(index.key(position), position)
+        if index.labels[first] != index.labels[position]:
+            raise ValueError(
+                f"{index.owner}: `labels` must be the same each time that an image is listed with one box or without "
+                f"any, got {index.labels[[first, position]].tolist()} for {index.paths[position]}"
+                f"{index.where(first, position)}."
+            )
+
+
+def _check_instances(index: ImageIndex) -> None:
+    if index.instances is None:
+        return
+    annotations = {"label": index.labels}
+    if index.cameras is not None:
+        annotations["camera"] = index.cameras
+    for name, values in annotations.items():
+        conflict = _first_conflict(index.instances, values)
+        if conflict is not None:
+            first, second = conflict
+            raise ValueError(
+                f"{index.owner}: `instances` must have one {name} each, got {values[[first, second]].tolist()} for "
+                f"instance {index.instances[first]} ({index.paths[first]} and {index.paths[second]})"
+                f"{index.where(first, second)}."
+            )

@@ -1,0 +1,510 @@
+"""The base class of the data modules that read image files: splits, transforms, and the check of a data set's files."""
+
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightning_retrieval.checks import (
+    check_bool,
+    check_callable,
+    check_choice,
+    check_finite_number,
+    check_flag,
+    check_path,
+)
+from lightning_retrieval.datamodules.base import LoaderSettings, RetrievalDataModule, RetrievalSettings, Unpack
+from lightning_retrieval.datamodules.image_check import (
+    DataReport,
+    check_contents,
+    count_images_and_classes,
+    look_for_files,
+    record_warnings,
+)
+from lightning_retrieval.datamodules.image_index import ImageIndex, split_by_class
+from lightning_retrieval.datamodules.image_set import ImageSet, OnError
+from lightning_retrieval.datamodules.index_cache import read_cached
+from lightning_retrieval.datamodules.loader import RetrievalDataLoader
+from lightning_retrieval.datamodules.shared_arrays import SharedArrays
+from lightning_retrieval.distributed import gather_objects, together, world_size
+from lightning_retrieval.models import Preparation
+from lightning_retrieval.preparation.described import describe_transform
+from lightning_retrieval.preparation.of_run import (
+    CurrentTransform,
+    ImageTransforms,
+    Transform,
+    normalized_batch,
+    sends_uint8,
+)
+from lightning_retrieval.preparation.pixels import Interpolation, check_colour
+from lightning_retrieval.preparation.training_transforms import PAPER_NAMES, PaperName, of_pil_images
+
+# Checks that no class and no image is used for training and for evaluation.
+
+
+def check_no_shared_classes(owner: str, splits: Mapping[str, ImageIndex]) -> None:
+    """Raise a ValueError if a class is in the split `"train"` and in another split."""
+    if "train" not in splits:
+        return
+    train = splits["train"]
+    train_classes = set(train.names or ())
+    for name, index in splits.items():
+        if name == "train":
+            continue
+        shared = sorted(train_classes & set(index.names or ()))
+        if shared:
+            raise ValueError(
+                f"{owner}: classes must be in training or in evaluation, not in both, got {len(shared)} in train and "
+                f"{name}, such as {shared[0]!r}{_where_class(train, shared[0])}{_where_class(index, shared[0])}."
+            )
+
+
+def _where_class(index: ImageIndex, name: str) -> str:
+    """The line of the first image of a class, for the message."""
+    label = list(index.names or ()).index(name)
+    return index.where(int(np.argmax(index.labels == label)))
+
+
+def check_no_shared_images(owner: str, splits: Mapping[str, ImageIndex]) -> None:
+    """Raise a ValueError if the same image with the same box is in the split `"train"` and in another split."""
+    if "train" not in splits or len(splits) == 1:
+        return
+    train = splits["train"]
+    train_hashes = np.sort(train.hashes())
+    for name, index in splits.items():
+        if name == "train":
+            continue
+        candidates = set(map(index.key, _positions_with_hash_in(index, train_hashes)))
+        if not candidates:
+            continue
+        # Different images may have the same hash, so the images themselves are compared.
+        shared = sorted(candidates.intersection(map(train.key, range(len(train)))))
+        if shared:
+            raise ValueError(
+                f"{owner}: images must be in training or in evaluation, not in both, got {len(shared)} in train and "
+                f"{name}, such as {shared[0][0]}{_where_image(train, shared[0])}{_where_image(index, shared[0])}."
+            )
+
+
+def _where_image(index: ImageIndex, key: tuple[Any, ...]) -> str:
+    """The line of an image, for the message."""
+    position = next(position for position in range(len(index)) if index.key(position) == key)
+    return index.where(position)
+
+
+def _positions_with_hash_in(index: ImageIndex, sorted_hashes: NDArray[np.int64]) -> list[int]:
+    hashes = index.hashes()
+    nearest = np.searchsorted(sorted_hashes, hashes).clip(max=len(sorted_hashes) - 1)
+    positions: list[int] = np.flatnonzero(sorted_hashes[nearest] == hashes).tolist()
+    return positions
+
+
+# The same images in all processes of a run; those of one machine share a large list, which one of them reads.
+
+
+Splits = Mapping[str, ImageIndex]
+
+
+def agree_on_splits(
+    owner: str, found: Splits | None, sources: Callable[[], Sequence[Path]], read: Callable[[], Splits]
+) -> dict[str, ImageIndex]:
+    """The splits of this process, which are those of all processes; all call this together.
+
+    Args:
+        owner: prefix of error messages.
+        found: what this process has read before, or None.
+        sources: the files that are read. If there are none, each process has to read for itself.
+        read: reads the splits.
+
+    Raises:
+        ValueError: on all processes, if one has other images than rank 0.
+        Exception: on all processes, if one cannot read them.
+    """
+    folders_of_rank = gather_objects(_shared_folders(found))
+    chosen: dict[str, ImageIndex] = {}
+
+    def describe() -> dict[str, tuple[int, str]]:
+        folders = _first_on_this_machine(folders_of_rank)
+        if found is None and folders is not None and sources():
+            for name, folder in folders.items():
+                chosen[name] = ImageIndex.from_arrays(SharedArrays(folder))
+        else:
+            chosen.update(read())
+        return {name: (len(index), index.digest) for name, index in chosen.items()}
+
+    _check_same(owner, together(describe))
+    return chosen
+
+
+def _shared_folders(splits: Splits | None) -> dict[str, Path]:
+    """The folder of the shared arrays of each split; none if no split is large, or the files cannot be written."""
+    if splits is None or not any(index.is_shared for index in splits.values()):
+        return {}
+    folders = {}
+    for name, index in splits.items():
+        folder = index.share()
+        if folder is None:
+            return {}
+        folders[name] = folder
+    return folders
+
+
+def _first_on_this_machine(folders_of_rank: Sequence[Mapping[str, Path]]) -> Mapping[str, Path] | None:
+    """The folders of the first process that has any, and whose folders this process sees; None if there is none."""
+    for folders in folders_of_rank:
+        if folders and all(map(Path.is_dir, folders.values())):
+            return folders
+    return None
+
+
+def _check_same(owner: str, splits_of_rank: Sequence[Mapping[str, tuple[int, str]]]) -> None:
+    """Raise if the numbers of images, or the digests, of the splits differ."""
+    expected = splits_of_rank[0]
+    for rank, splits in enumerate(splits_of_rank):
+        if splits == expected:
+            continue
+        names = expected.keys() | splits.keys()
+        name = min(name for name in names if expected.get(name) != splits.get(name))
+        count, first_count = splits.get(name, (0, ""))[0], expected.get(name, (0, ""))[0]
+        raise ValueError(
+            f"{owner}: all processes must have the same images with the same labels, got another list {name!r} on rank "
+            f"{rank} ({count:,} images) than on rank 0 ({first_count:,} images); give all machines the same files."
+        )
+
+
+class ReadingSettings(LoaderSettings, total=False):
+    """Arguments of `ImageDataModule` and `RetrievalDataModule` whose defaults all data modules of images share."""
+
+    train_transform: Transform | None
+    eval_transform: Transform | None
+    resize: int | tuple[int, int] | None
+    mean: Sequence[float] | None
+    std: Sequence[float] | None
+    interpolation: Interpolation | None
+    background: str | tuple[int, int, int] | None
+    reduced_scale: bool | None
+    on_error: OnError
+    load_truncated: bool
+    val_fraction: float
+    cache_dir: str | Path | None
+
+
+class ImageSettings(ReadingSettings, RetrievalSettings, total=False):
+    """Arguments of `ImageDataModule` but `root`, and of `RetrievalDataModule`."""
+
+    transform: PaperName | None
+    image_size: int | tuple[int, int] | None
+
+
+class ImageDataModule(RetrievalDataModule):
+    """Base class of the data modules that read image files.
+
+    A subclass returns in `read` the images of each split: `"train"`, then `"test"` or several evaluation sets of other
+    names, and optionally `"val"`, on which checkpoints are chosen.
+
+    Without further arguments, images are prepared as the model of the run wants: as it was evaluated before, else as
+    the weights of its `Embedder` want, else with 224 pixels. The checkpoint holds what evaluation did to an image. In a
+    run of a Trainer, images of uint8 are sent to the device and normalised there, before any hook sees them.
+
+    Args:
+        root: the data set's folder as it was unpacked; `~` is the home folder.
+        transform: name of the paper whose transforms are used, see `Preparation` and `training_transform`; if None, the
+            training transform is `"plain"`, and evaluation follows the model.
+        train_transform: a function from a PIL image to a tensor, used for training instead of the paper's; also a
+            transform of torchvision, timm or albumentations.
+        eval_transform: the same for evaluation, or a `Preparation`.
+        image_size: height and width of the images, or one number for both, as in `Preparation`.
+        resize: what images are resized to before they are cropped, as in `Preparation`.
+        mean: of the channels, as in `Preparation`.
+        std: standard deviation of the channels, as in `Preparation`.
+        interpolation: of resizing, as in `Preparation`.
+        background: the colour that shows through transparent pixels, as in `Preparation`.
+        reduced_scale: whether JPEGs are decoded at a reduced scale, as in `Preparation`.
+        on_error: what happens if an image cannot be decoded: `"raise"` raises an error; `"skip"` skips the image with a
+            warning and counts it.
+        load_truncated: whether images whose files end too early are decoded up to there, and the rest is grey, as in
+            the official code of Revisited Oxford and Paris; otherwise they cannot be decoded.
+        val_fraction: fraction of the training classes, at least 0 and below 1, that is held out to choose checkpoints;
+            with 0 the test set is used for that, as in the papers. A split `"val"` takes precedence.
+        cache_dir: the folder where the index of the images is stored, so that it is read only once; not stored if None,
+            or, with a warning, if the folder cannot be written.
+        settings: arguments of `RetrievalDataModule`: `classes_per_batch`, `samples_per_class`, `eval_batch_size`,
+            `num_workers`, `seed`, `sampler`, `pin_memory`, `persistent_workers`.
+
+    Raises:
+        FileNotFoundError: if `root` does not contain the files; the message says where they may be.
+        ValueError: if a file is not as expected, a class or an image is used for training and for evaluation, a split
+            is empty, or an argument is invalid.
+        TypeError: if an argument is of another type than its annotation.
+    """
+
+    shared_classes: ClassVar[bool] = False  # whether a class may be used for training and for evaluation
+    boxes_before_rotation: ClassVar[bool] = False  # whether boxes are in pixels of the files, before EXIF rotation
+    reads_in_check: ClassVar[bool] = False  # whether `check` reads all images, instead of looking for their files
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        transform: PaperName | None = None,
+        train_transform: Transform | None = None,
+        eval_transform: Transform | None = None,
+        image_size: int | tuple[int, int] | None = None,
+        resize: int | tuple[int, int] | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        interpolation: Interpolation | None = None,
+        background: str | tuple[int, int, int] | None = None,
+        reduced_scale: bool | None = None,
+        on_error: OnError = "raise",
+        load_truncated: bool = False,
+        val_fraction: float = 0.0,
+        cache_dir: str | Path | None = None,
+        **settings: Unpack[RetrievalSettings],
+    ) -> None:
+        super().__init__(**settings)
+        owner = type(self).__name__
+        self.root = check_path(owner, "root", root)
+        self.transform: PaperName | None = None
+        if transform is not None:
+            self.transform = check_choice(owner, "transform", transform, PAPER_NAMES)
+        self.image_size, self.resize = image_size, resize
+        self.mean, self.std = mean, std
+        self.interpolation, self.background = interpolation, background
+        self.reduced_scale = check_flag(owner, "reduced_scale", reduced_scale)
+        self._transforms = self._make_transforms(train_transform, eval_transform)
+        self.on_error: OnError = check_choice(owner, "on_error", on_error, ("raise", "skip"))
+        self.load_truncated = check_bool(owner, "load_truncated", load_truncated)
+        self.val_fraction = check_finite_number(owner, "val_fraction", val_fraction)
+        if not 0 <= val_fraction < 1:
+            raise ValueError(f"{owner}: `val_fraction` must be at least 0 and below 1, got {val_fraction}.")
+        self.cache_dir: Path | None = None
+        if cache_dir is not None:
+            self.cache_dir = check_path(owner, "cache_dir", cache_dir)
+        self._base_attributes = frozenset(vars(self))  # others, set by a subclass, determine what it reads
+
+    @abstractmethod
+    def read(self) -> Mapping[str, ImageIndex]:
+        """Read the images of each split: `"train"`, and `"test"` or several evaluation sets by their names."""
+
+    def sources(self) -> list[Path]:
+        """The files that `read` reads; if one changes, the cache is invalid. If there are none, all processes read."""
+        return []
+
+    @property
+    def train_transform(self) -> CurrentTransform:
+        """What is done to an image in training."""
+        return self._transforms.train
+
+    @property
+    def eval_transform(self) -> CurrentTransform:
+        """What is done to an image in evaluation."""
+        return self._transforms.evaluation
+
+    @property
+    def preparation(self) -> Preparation:
+        """The size, mean and standard deviation of images: in evaluation, unless `eval_transform` was given."""
+        return self._transforms.preparation
+
+    @property
+    def described_preparation(self) -> dict[str, Any]:
+        """What evaluation does to an image, as plain data for checkpoints."""
+        return describe_transform(self.eval_transform.current)
+
+    def prepare_data(self) -> None:
+        """Read the splits, so that a mistake in the data set's files is found before anything else happens."""
+        try:
+            self.splits  # noqa: B018
+        except Exception:  # only here; `setup` reads again with the other processes, so that all of them raise it
+            if self.trainer is None or world_size() == 1:
+                raise
+
+    def setup(self, stage: str) -> None:
+        """Create the training set first, so that a data set without one fails before the model sees any image."""
+        if self.trainer is not None and world_size() > 1:
+            owner, found = type(self).__name__, vars(self).get("splits")
+            self.splits = agree_on_splits(owner, found, self.sources, lambda: self.splits)
+        self._follow_module()
+        if stage == "fit":
+            self.train_set  # noqa: B018
+
+    @cached_property
+    def splits(self) -> dict[str, ImageIndex]:
+        """The images of each split."""
+        return self._splits_and_warnings[0]
+
+    @cached_property
+    def _splits_and_warnings(self) -> tuple[dict[str, ImageIndex], list[str]]:
+        return record_warnings(self._read_or_load)
+
+    def _read_or_load(self) -> dict[str, ImageIndex]:
+        sources = self.sources()
+        if self.cache_dir is None or not sources:
+            return self._read_and_check()
+        settings: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if name not in self._base_attributes and isinstance(value, (str, int, float, tuple, list, Path)):
+                settings[name] = value
+        owner = type(self).__name__
+        return read_cached(
+            self._read_and_check, sources, [owner, self.root, settings], self.cache_dir, root=self.root, owner=owner
+        )
+
+    def _read_and_check(self) -> dict[str, ImageIndex]:
+        owner, splits = type(self).__name__, dict(self.read())
+        if not self.shared_classes:
+            check_no_shared_classes(owner, splits)
+        check_no_shared_images(owner, splits)
+        for index in splits.values():
+            index.share_if_large()
+            index.lines = None  # only needed for errors of reading, and not to be sent to each worker
+        return splits
+
+    def _training_images(self) -> dict[str, Any]:
+        index = self.train_set.index
+        return {"count": len(index), "digest": index.digest}
+
+    @cached_property
+    def train_set(self) -> ImageSet:
+        """The training images, with augmentation and without the classes that are held out."""
+        train = self._split("train")
+        if self.val_fraction:
+            train = train[~self._held_out]
+        return self.image_set(train, self.train_transform)
+
+    @cached_property
+    def val_set(self) -> ImageSet | dict[str, ImageSet]:
+        """The split `"val"` if there is one, else the images of the classes held out, else the test set."""
+        if "val" in self.splits:
+            return self.evaluation_set("val", self.splits["val"])
+        if not self.val_fraction:
+            return self.test_set
+        return self.evaluation_set("val", self._split("train")[self._held_out])
+
+    @cached_property
+    def test_set(self) -> ImageSet | dict[str, ImageSet]:
+        """The split `"test"`, or a dict of all evaluation splits by name; the split `"val"` if there is no other."""
+        names = [name for name in self.splits if name not in ("train", "val")]
+        if not names:
+            return self.evaluation_set("val", self._split("val"))
+        if names == ["test"]:
+            return self.evaluation_set("test", self._split("test"))
+        return {name: self.evaluation_set(name, self._split(name)) for name in names}
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """The arguments of `ImageSet` that determine how the images are decoded."""
+        return {
+            "on_error": self.on_error,
+            "load_truncated": self.load_truncated,
+            "boxes_before_rotation": self.boxes_before_rotation,
+        }
+
+    def image_set(self, index: ImageIndex, transform: Transform) -> ImageSet:
+        """Create a dataset of images. Override this method for images that are not in files of their own.
+
+        Args:
+            index: the images.
+            transform: what is done to each of them.
+        """
+        return ImageSet(index, self.root, transform, **self.reading)
+
+    def evaluation_set(self, name: str, index: ImageIndex) -> ImageSet:
+        """Create the dataset of an evaluation split. Override this method for a split with its own protocol.
+
+        The method `metrics(ks, **settings)` of the `ImageSet` that it returns creates the metrics of this protocol.
+        """
+        return self.image_set(index, self.eval_transform)
+
+    def train_dataloader(self) -> RetrievalDataLoader:
+        """A loader of the training batches; images are prepared for the model of the run."""
+        self._follow_module()
+        return super().train_dataloader()
+
+    def val_dataloader(self) -> Any:
+        """A loader of the validation set in order; none if there are training images only."""
+        if set(self.splits) == {"train"} and not self.val_fraction:
+            return []
+        return super().val_dataloader()
+
+    def _evaluation_loader(self, dataset: Any) -> Any:
+        self._follow_module()
+        return super()._evaluation_loader(dataset)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a batch as the module does, and normalise images of uint8 there."""
+        trainer: Any = self.trainer
+        moved = trainer.lightning_module.transfer_batch_to_device(batch, device, dataloader_idx)
+        convert = trainer.precision_plugin.convert_input
+        return normalized_batch(moved, lambda images: convert(self.preparation.normalize(images)))
+
+    def _set_of_loader(self, dataset: Any) -> Any:
+        """In a run the images before they are normalised, if `transfer_batch_to_device` normalises them alike."""
+        if isinstance(dataset, ImageSet) and sends_uint8(self, dataset.transform, self.preparation):
+            return dataset.in_uint8()
+        return dataset
+
+    def _follow_module(self) -> None:
+        """Prepare images for the model of the run, which may have been loaded since the data sets were made."""
+        if self.trainer is None:
+            return
+        self._transforms.follow(self.trainer.lightning_module, predicts=self.trainer.state.fn == "predict")
+
+    def _make_transforms(self, train_transform: Any, eval_transform: Any) -> ImageTransforms:
+        """The transforms that the arguments of the constructor describe."""
+        owner = type(self).__name__
+        given = {"train_transform": of_pil_images(train_transform), "eval_transform": of_pil_images(eval_transform)}
+        for name, value in given.items():
+            if value is not None:
+                check_callable(owner, name, value)
+        settings = {}
+        for name in ("image_size", "resize", "mean", "std", "interpolation", "background", "reduced_scale"):
+            value = getattr(self, name)
+            if value is not None:
+                settings[name] = value
+        if self.background is not None:
+            check_colour(owner, "background", self.background)
+        return ImageTransforms(owner, self.transform, settings, **given)
+
+    def _split(self, name: str) -> ImageIndex:
+        if name in self.splits:
+            return self.splits[name]
+        cure = "."
+        if name == "train":
+            cure = "; train on another data module, and evaluate on this one."
+        found = ", ".join(map(repr, self.splits))
+        raise ValueError(f"{type(self).__name__}: has no split {name!r}, only {found}{cure}")
+
+    @cached_property
+    def _held_out(self) -> NDArray[np.bool_]:
+        """Mask of the images in the split `"train"` whose classes are held out for validation."""
+        labels = self._split("train").labels
+        classes = np.unique(labels).tolist()
+        held_out = split_by_class(type(self).__name__, "val_fraction", classes, self.val_fraction, self.seed)
+        return np.isin(labels, sorted(held_out))
+
+    def check(self) -> DataReport:
+        """Check the data set's files before training: compare the published counts, and look for missing files.
+
+        For the user's own images (`reads_in_check`) each is read, which takes about as long as the images of an epoch:
+        the report then has files that cannot be decoded, images that occur twice or in training and evaluation, classes
+        with one image, and the sizes.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the warnings of reading are in the report
+            splits, messages = self._splits_and_warnings
+        report = DataReport(problems=list(messages))
+        for name, index in splits.items():
+            report.splits[name] = (count_images_and_classes(index), self.published_counts.get(name, ()))
+            if not self.reads_in_check:
+                look_for_files(report, name, index, self.root)
+        if self.reads_in_check:
+            sets = {name: self.image_set(index, self.eval_transform) for name, index in splits.items()}
+            check_contents(report, sets)
+        return report

@@ -1,0 +1,294 @@
+"""A dataset of the images of an `ImageIndex`, which are decoded, cropped and transformed one by one."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, TypeVar
+
+import torch
+from jaxtyping import Int
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from lightning_retrieval.checks import (
+    check_bool,
+    check_callable,
+    check_choice,
+    check_instance,
+    check_path,
+    check_tensor,
+)
+from lightning_retrieval.datamodules.image_index import ImageIndex
+from lightning_retrieval.datamodules.item_seeds import SeededIndex, seeded_item
+from lightning_retrieval.datamodules.loader import check_image_sizes
+from lightning_retrieval.preparation.decoding import read_image, read_pixels
+from lightning_retrieval.preparation.of_run import UNNORMALIZED
+from lightning_retrieval.preparation.pixels import Pixels, Size, check_colour
+
+OnError = Literal["raise", "skip"]
+
+
+Decoded = TypeVar("Decoded")
+
+
+Self = TypeVar("Self", bound="ImageSet")
+
+
+_FOR_METRICS = ("roles", "instances", "cameras")  # columns of the index that items have, too
+
+
+PLACEHOLDER_SIZE = (224, 224)  # pixels of the black image that replaces an evaluation batch without a readable image
+
+
+class ImageSet(Dataset[dict[str, Any]]):
+    """A map-style dataset of dicts with `images`, `labels` and `ids`, read from files.
+
+    The dicts also have `roles`, `instances` and `cameras`, if the index has them, for `RetrievalEvaluation`.
+    Images are decoded to RGB (also from 16 bits), rotated as their EXIF orientation requires, and cropped to their box.
+    If an image cannot be decoded, an error with its path is raised, or it is skipped with a warning and counted.
+
+    Args:
+        index: paths, labels and other annotations of the images.
+        root: the folder that the paths are relative to.
+        transform: a function from a PIL image to a tensor, such as a `Preparation`, whose `background` shows through
+            transparent pixels (white for a function that has none). One whose attribute `takes_pixels` is True gets a
+            tensor (3, height, width) of uint8 instead, to which JPEGs are decoded faster. If it has an attribute
+            `least_size`, height and width, JPEGs may be decoded at a reduced scale at which they, or their boxes, are
+            not smaller than that, see `Preparation(reduced_scale=True)`. The random numbers that it draws from torch,
+            Python's `random` and NumPy are determined by the seed that `RetrievalDataLoader` gives each index.
+        on_error: `"raise"` or `"skip"`. A skipped image is missing in its batch. An evaluation batch without any
+            readable image is replaced by a black image with the role 0, which is neither query nor gallery.
+        load_truncated: whether images whose files end too early are decoded up to there, and the rest is grey;
+            otherwise they cannot be decoded.
+        boxes_before_rotation: whether the boxes are in pixels of the files, before the rotation by EXIF orientation,
+            and not of the upright images.
+
+    Raises:
+        TypeError: if `load_truncated` or `boxes_before_rotation` is not a bool, `index` is no `ImageIndex`, `root` no
+            path, or `transform` cannot be called; for an item, if `transform` does not return a tensor.
+        ValueError: if `on_error` is unknown; for an item, if the image cannot be decoded and `on_error` is `"raise"`.
+        FileNotFoundError: for an item, if the file does not exist and `on_error` is `"raise"`.
+
+    Example:
+        >>> from PIL import Image
+        >>> from lightning_retrieval.datamodules import ImageIndex, ImageSet
+        >>> from lightning_retrieval.models import Preparation
+        >>> Image.new("L", (300, 260)).save("a.png")
+        >>> images = ImageSet(ImageIndex(["a.png"], [7]), ".", Preparation(64))
+        >>> images[0]["images"].shape, images[0]["labels"], images[0]["ids"]
+        (torch.Size([3, 64, 64]), tensor(7), tensor(0))
+
+    Relations:
+        Use `collate` as the `collate_fn` of a loader; it drops skipped images from the batch.
+    """
+
+    def __init__(
+        self,
+        index: ImageIndex,
+        root: str | Path,
+        transform: Callable[[Any], Tensor],
+        *,
+        on_error: OnError = "raise",
+        load_truncated: bool = False,
+        boxes_before_rotation: bool = False,
+    ) -> None:
+        check_instance("ImageSet", "index", index, ImageIndex)
+        self.index = index
+        self.root = check_path("ImageSet", "root", root)
+        self.transform = check_callable("ImageSet", "transform", transform)
+        self.on_error = check_choice("ImageSet", "on_error", on_error, ("raise", "skip"))
+        self.load_truncated = check_bool("ImageSet", "load_truncated", load_truncated)
+        self.boxes_before_rotation = check_bool("ImageSet", "boxes_before_rotation", boxes_before_rotation)
+        self._gives_uint8 = False
+        self._skipped = torch.zeros(len(index), dtype=torch.bool).share_memory_()  # shared with the workers
+
+    # Tensors of the index are not kept: each worker that is spawned would be sent a copy.
+    @property
+    def labels(self) -> Int[Tensor, " item"]:
+        """The class of each image."""
+        return torch.from_numpy(self.index.labels)
+
+    @property
+    def categories(self) -> Int[Tensor, " item"] | None:
+        """The category of each image, or None."""
+        if self.index.categories is None:
+            return None
+        return torch.from_numpy(self.index.categories)
+
+    @property
+    def skipped(self) -> list[str]:
+        """Paths of the images that could not be decoded so far, in all workers."""
+        return [self.index.paths[position] for position in self._skipped.nonzero()[:, 0].tolist()]
+
+    @staticmethod
+    def collate(items: list[dict[str, Any]]) -> dict[str, Any]:
+        """Make a batch of the items that could be read; in evaluation, of a black image if there are none.
+
+        Raises:
+            ValueError: if no item of a training batch could be read, or the images differ in size.
+        """
+        found = [item for item in items if "skipped" not in item]
+        if not found:
+            found = [_placeholder_of_batch(items)]
+        check_image_sizes("ImageSet", found, "use a transform that crops, or eval_batch_size=1")
+        batch: dict[str, Any] = default_collate(found)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """An image with its annotations; if it was skipped, its path under `skipped`, see `collate`."""
+        position = range(len(self))[index]
+        try:
+            image = self.input_of_transform(position)
+        except Exception as error:  # the decoders do not document the types of their errors
+            self._raise_or_count(position, error)
+            return self._skipped_item(position, in_training=isinstance(index, SeededIndex))
+        with seeded_item(index):
+            item = self._with_images(image)
+        item |= {"labels": self._target(position), "ids": torch.tensor(position)}
+        for name in _FOR_METRICS:
+            values = getattr(self.index, name)
+            if values is not None:
+                item[name] = torch.from_numpy(values)[position]
+        return item
+
+    def in_uint8(self: Self) -> Self:
+        """The same images before they are normalised, if the transform has a method `to_uint8`, as a `Preparation` has.
+
+        Their items have a further entry `unnormalized`. A data module normalises such batches on the device of the run.
+        """
+        other = copy.copy(self)
+        other._gives_uint8 = True
+        return other
+
+    def read(self, position: int) -> Image.Image:
+        """The image in full, before the transform: in RGB, upright, and cropped to its box."""
+        return self._decode(read_image, position)
+
+    def input_of_transform(self, position: int) -> Image.Image | Pixels:
+        """The image before the transform: that of `read`, or its pixels (3, height, width) if the transform takes them.
+
+        JPEGs are decoded at a reduced scale if the transform has a `least_size`. In a subclass with a method `read` of
+        its own, it is what that returns.
+        """
+        if type(self).read is not ImageSet.read:
+            return self.read(position)
+        least_size = getattr(self.transform, "least_size", None)
+        if getattr(self.transform, "takes_pixels", False):
+            return self._decode(read_pixels, position, least_size)
+        return self._decode(read_image, position, least_size)
+
+    def _decode(self, read: Callable[..., Decoded], position: int, least_size: Size | None = None) -> Decoded:
+        box = None
+        if self.index.boxes is not None:
+            box = self.index.boxes[position]
+        background = getattr(self.transform, "background", "white")
+        return read(
+            self.file(position),
+            box,
+            load_truncated=self.load_truncated,
+            boxes_before_rotation=self.boxes_before_rotation,
+            background=check_colour("ImageSet", "transform.background", background),
+            least_size=least_size,
+        )
+
+    def transformed(self, image: Image.Image | Pixels) -> Any:
+        """The transformed image, in a set in uint8 before it is normalised."""
+        to_uint8 = self._to_uint8()
+        if to_uint8 is not None:
+            return to_uint8(image)
+        return self.transform(image)
+
+    def _to_uint8(self) -> Callable[[Any], Tensor] | None:
+        if self._gives_uint8:
+            return getattr(self.transform, "to_uint8", None)
+        return None
+
+    def _with_images(self, image: Image.Image | Pixels) -> dict[str, Any]:
+        """An item of the transformed image alone."""
+        images = self.transformed(image)
+        check_transformed("ImageSet", images)
+        if self._to_uint8() is None:
+            return {"images": images}
+        return {"images": images, UNNORMALIZED: torch.tensor(True)}
+
+    def file(self, position: int) -> Path | BinaryIO:
+        """Where the encoded image is read from."""
+        path: Path = self.root / self.index.paths[position]
+        return path
+
+    def _target(self, position: int) -> Tensor:
+        """The label of an image, or its labels at all levels."""
+        targets = self.index.levels
+        if targets is None:
+            targets = self.index.labels
+        return torch.from_numpy(targets)[position]
+
+    def _skipped_item(self, position: int, *, in_training: bool) -> dict[str, Any]:
+        """In evaluation a black image that does not count: it has no role, and is an instance of its own."""
+        path = str(self.root / self.index.paths[position])
+        if in_training:
+            return {"skipped": path}
+        item = {
+            **self._with_images(Image.new("RGB", PLACEHOLDER_SIZE)),
+            "labels": self._target(position),
+            "ids": torch.tensor(position),
+            "roles": torch.tensor(0, dtype=torch.uint8),
+            "skipped": path,
+        }
+        if self.index.instances is not None:
+            item["instances"] = torch.from_numpy(self.index.instances).max() + 1 + position
+        if self.index.cameras is not None:
+            item["cameras"] = torch.from_numpy(self.index.cameras)[position]
+        return item
+
+    def _raise_or_count(self, position: int, error: Exception) -> None:
+        path = self.root / self.index.paths[position]
+        if self.on_error == "raise":
+            kind: type[Exception] = ValueError
+            cure = "repair or remove it"
+            if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+                kind = FileNotFoundError
+                cure = "correct `root`"
+            raise kind(f"ImageSet: cannot read the image {path} ({error}); {cure}, or set on_error='skip'.") from error
+        if not self._skipped[position]:
+            self._skipped[position] = True
+            count = int(self._skipped.sum())
+            warnings.warn(
+                f"ImageSet: skipped {path}, which cannot be read ({error}); skipped so far: {count}.", stacklevel=3
+            )
+
+
+def check_transformed(owner: str, images: Any) -> None:
+    """Raise unless a transform has returned a tensor.
+
+    Args:
+        owner: prefix of the error message.
+        images: what the transform returned.
+    """
+    if isinstance(images, Tensor):
+        check_tensor(owner, "transform's result", images)
+        return
+    raise TypeError(
+        f"{owner}: `transform` must return a tensor (channels, height, width), got {type(images).__name__}; end it "
+        "with v2.ToImage() and v2.ToDtype(torch.float32, scale=True) of torchvision, or ToTensorV2() of albumentations."
+    )
+
+
+def _placeholder_of_batch(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first black image of a batch in which no image could be read."""
+    for item in items:
+        if "images" in item:
+            placeholder = dict(item)
+            del placeholder["skipped"]
+            return placeholder
+    paths = ", ".join(item["skipped"] for item in items[:3])
+    if len(items) > 3:
+        paths += ", ..."
+    raise ValueError(
+        f"ImageSet: none of the {len(items)} images of a batch could be read ({paths}); repair or remove them first."
+    )

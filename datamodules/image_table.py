@@ -1,0 +1,346 @@
+"""The user's own images in a table: CSV or Parquet, with labels and, optionally, splits, roles and boxes."""
+
+import itertools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_retrieval.checks import check_path, check_seed
+from lightning_retrieval.datamodules.base import Unpack
+from lightning_retrieval.datamodules.image_index import (
+    DISTRACTOR,
+    ROLES,
+    ImageIndex,
+    check_test_fraction,
+    class_numbers,
+    split_by_class,
+)
+from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
+from lightning_retrieval.datamodules.table_file import TextTable, find_file, leaves_root, normalized_path, read_table
+
+# Convert the text columns of a table of images to arrays, and check each value.
+
+
+WHOLE_IMAGE = (0, 0, 2**31 - 1, 2**31 - 1)  # the box of an image without one, because boxes are cropped to the image
+
+
+def find_rows(values: Sequence[str], condition: Callable[[str], bool]) -> list[int]:
+    """Numbers of the rows, from 0, whose value meets a condition."""
+    rows = []
+    for row, value in enumerate(values):
+        if condition(value):
+            rows.append(row)
+    return rows
+
+
+def is_empty(text: str) -> bool:
+    """Whether a field is empty."""
+    return text == ""
+
+
+def is_integer(text: str) -> bool:
+    """Whether a text is an integer as Python writes it: 7, but not 007, which may be another class than 7."""
+    return re.fullmatch(r"0|-?[1-9][0-9]{0,17}", text) is not None
+
+
+def is_unknown_role(name: str) -> bool:
+    """Whether a name is not one of the roles; an empty field is the role `both`."""
+    return name != "" and name not in ROLES
+
+
+def is_invalid_split(name: str) -> bool:
+    """Whether a text cannot be the name of a split."""
+    return re.fullmatch(r"[\w-]+", name) is None
+
+
+def parse_images(table: TextTable) -> list[str]:
+    """The path of each image, without `./` and `//`."""
+    images = table.columns["image"]
+    table.check(find_rows(images, is_empty), "`image` must not be empty in any row")
+    table.check(find_rows(images, leaves_root), "`image` must lie inside the root", images)
+    return [normalized_path(image) for image in images]
+
+
+def parse_labels(table: TextTable, distractors: NDArray[np.bool_]) -> NDArray[Any]:
+    """The label of each image: integers if all labels are integers, else text. Those of distractors are arbitrary."""
+    texts = table.columns["label"]
+    unlabelled = [row for row in find_rows(texts, is_empty) if not distractors[row]]
+    table.check(unlabelled, "`label` must not be empty in any row")
+    labels = np.array(texts)
+    known = ~distractors
+    if not all(map(is_integer, labels[known].tolist())):
+        return labels
+    numbers = np.zeros(len(texts), dtype=np.int64)
+    numbers[known] = labels[known].astype(np.int64)
+    return numbers
+
+
+def parse_roles(table: TextTable) -> tuple[NDArray[np.uint8] | None, NDArray[np.bool_]]:
+    """The role of each image (None without the column `role`), and which images are distractors."""
+    if "role" not in table.columns:
+        return None, np.zeros(len(table.lines), dtype=bool)
+    names = table.columns["role"]
+    table.check(find_rows(names, is_unknown_role), f"`role` must be one of {', '.join(ROLES)}", names)
+    roles = np.array([ROLES[name or "both"] for name in names], dtype=np.uint8)
+    return roles, np.array(names) == "distractor"
+
+
+def parse_splits(table: TextTable) -> NDArray[Any] | None:
+    """The split of each image, or None without the column `split`."""
+    if "split" not in table.columns:
+        return None
+    splits = table.columns["split"]
+    rule = "`split` must be train, val, test or another name of letters, digits, '_' and '-'"
+    table.check(find_rows(splits, is_invalid_split), rule, splits)
+    names = sorted(set(splits))
+    if "train" not in names or len(names) == 1:
+        raise ValueError(
+            f"ImageTable: `split` must have rows of train and of val, test or others, got "
+            f"{', '.join(map(repr, names))} in {table.path}."
+        )
+    return np.array(splits)
+
+
+def parse_numbers(table: TextTable, column: Literal["category", "camera"]) -> NDArray[np.int64] | None:
+    """The number of each image's category or camera, the same in all splits; None without this column."""
+    if column not in table.columns:
+        return None
+    texts = table.columns[column]
+    table.check(find_rows(texts, is_empty), f"`{column}` must not be empty in any row")
+    values = np.array(texts)
+    if all(map(is_integer, texts)):
+        values = values.astype(np.int64)
+    numbers, _ = class_numbers(values)
+    return numbers
+
+
+def parse_boxes(table: TextTable) -> NDArray[np.int32] | None:
+    """The box of each image, shape (rows, 4); None without the column `box` and without the columns of the sides."""
+    columns = table.columns
+    if "box" in columns:
+        texts = columns["box"]
+    elif "left" in columns:
+        sides = zip(columns["left"], columns["top"], columns["right"], columns["bottom"])
+        texts = [" ".join(numbers) for numbers in sides]
+    else:
+        return None
+    boxes: list[tuple[int, ...]] = []
+    invalid_rows: list[int] = []
+    for row, text in enumerate(texts):
+        box = parse_box(text)
+        if box is None:
+            invalid_rows.append(row)
+        else:
+            boxes.append(box)
+    table.check(invalid_rows, "`box` must be `left top right bottom` with right > left and bottom > top", texts)
+    return np.array(boxes, dtype=np.int32)
+
+
+def parse_box(text: str) -> tuple[int, ...] | None:
+    """Four numbers, separated by spaces or commas and rounded; the whole image if empty, None if invalid."""
+    if not text.strip():
+        return WHOLE_IMAGE
+    try:
+        left, top, right, bottom = (round(float(number)) for number in text.replace(",", " ").split())
+    except (ValueError, OverflowError):
+        return None
+    fits_32_bits = max(map(abs, (left, top, right, bottom))) < 2**31
+    if left < right and top < bottom and fits_32_bits:
+        return left, top, right, bottom
+    return None
+
+
+def check_unique_images(table: TextTable, images: Sequence[str], boxes: NDArray[np.int32] | None) -> None:
+    """Check that no image is listed twice with the same box, because it would be ranked against itself."""
+    keys: Sequence[Any] = images
+    if boxes is not None:
+        keys = list(zip(images, map(tuple, boxes.tolist())))
+    if len(set(keys)) == len(keys):
+        return
+    first_row: dict[Any, int] = {}
+    duplicates: list[int] = []
+    for row, key in enumerate(keys):
+        if first_row.setdefault(key, row) != row:
+            duplicates.append(row)
+    image = images[duplicates[0]]
+    line = table.lines[first_row[keys[duplicates[0]]]]
+    rule = "`image` must be different in each row, or have another box"
+    table.check(duplicates, f"{rule}, got {image!r} as in {table.unit} {line}")
+
+
+@dataclass
+class ImageRows:
+    """The rows of a table of images: one entry per row in each array.
+
+    Args:
+        images: paths.
+        labels: integers or text; arbitrary for distractors.
+        distractors: which rows are distractors.
+        categories: numbers of the categories, or None.
+        boxes: (rows, 4), or None.
+        roles: numbers of the roles, or None.
+        cameras: numbers of the cameras, or None.
+        table: the table, for error messages.
+    """
+
+    images: list[str]
+    labels: NDArray[Any]
+    distractors: NDArray[np.bool_]
+    categories: NDArray[np.int64] | None
+    boxes: NDArray[np.int32] | None
+    roles: NDArray[np.uint8] | None
+    cameras: NDArray[np.int64] | None
+    table: TextTable
+
+    def index(self, name: str, chosen: NDArray[np.bool_]) -> ImageIndex:
+        """The index of the chosen rows, which form the split `name`; its classes are numbered 0, 1, ..."""
+        known = chosen & ~self.distractors
+        labels = np.full(len(self.images), DISTRACTOR)
+        labels[known], names = class_numbers(self.labels[known])
+        roles = self.roles
+        if name == "train":
+            roles = None
+        return ImageIndex(
+            list(itertools.compress(self.images, chosen.tolist())),
+            labels[chosen],
+            categories=_chosen_rows(self.categories, chosen),
+            boxes=_chosen_rows(self.boxes, chosen),
+            roles=_chosen_rows(roles, chosen),
+            cameras=_chosen_rows(self.cameras, chosen),
+            names=names,
+            lines=self.table.lines_of(np.flatnonzero(chosen)),
+        )
+
+
+def _chosen_rows(values: NDArray[Any] | None, chosen: NDArray[np.bool_]) -> NDArray[Any] | None:
+    if values is None:
+        return None
+    return values[chosen]
+
+
+class ImageTable(ImageDataModule):
+    """Images that are listed in a table. The columns `image` and `label` are required; the others are optional.
+
+    Columns may come in any order; any that are not listed here are ignored.
+
+    | column | content |
+    | --- | --- |
+    | `image` | the path, relative to the root |
+    | `label` | the class, text or an integer; may be empty for distractors |
+    | `category` | a coarser class, for `sampler="category"` |
+    | `split` | `train`, `val`, `test` or the name of another evaluation set |
+    | `role` | in evaluation: `query`, `gallery`, `both` (also if empty) or `distractor` |
+    | `camera` | the camera or the sequence; in evaluation, images of the query's class and camera are not in its list |
+    | `box` | `left top right bottom` in pixels of the upright image; the whole image if empty |
+    | `left`, `top`, `right`, `bottom` | the box in four columns, instead of `box` |
+
+    Without the column `split`, the classes are split between training and test, so no test class is used for training.
+
+    Args:
+        root: the folder that the paths are relative to.
+        table: a CSV file in UTF-8 with a header line, or a Parquet file (.parquet); its path is relative to the root or
+            to the working directory.
+        test_fraction: fraction of the classes, between 0 and 1, that form the test set; ignored if there is a column
+            `split`.
+        split_seed: determines which classes form the test set.
+        settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
+            `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `on_error`,
+            `load_truncated`, `val_fraction`, `cache_dir`) and of `RetrievalDataModule` (`classes_per_batch`,
+            `samples_per_class`, `eval_batch_size`, `num_workers`, `seed`, `sampler`, `pin_memory`,
+            `persistent_workers`).
+
+    Raises:
+        FileNotFoundError: if the table does not exist.
+        ModuleNotFoundError: if the table is Parquet and pyarrow is not installed.
+        ValueError: if a column is missing or a value is invalid; the message has the line number.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from PIL import Image
+        >>> rows = ["image,label,split"]
+        >>> for i, name in enumerate(["cat", "cat", "dog", "dog", "owl", "owl"]):
+        ...     Image.new("RGB", (60, 50), (30 * i, 0, 0)).save(f"{i}.png")
+        ...     rows.append(f"{i}.png,{name},{'train' if i < 4 else 'test'}")
+        >>> _ = Path("pets.csv").write_text("\\n".join(rows))
+        >>> data = ImageTable(".", "pets.csv", classes_per_batch=2, samples_per_class=2)
+        >>> data.splits["train"].labels, list(data.splits["test"].names)
+        (array([0, 0, 1, 1]), ['owl'])
+
+    Relations:
+        `ImageFolder` needs no table, if each class has its own folder.
+    """
+
+    reads_in_check = True
+
+    def __init__(
+        self,
+        root: str | Path,
+        table: str | Path,
+        *,
+        test_fraction: float = 0.5,
+        split_seed: int = 0,
+        **settings: Unpack[ImageSettings],
+    ) -> None:
+        super().__init__(root, **settings)
+        self.table = check_path("ImageTable", "table", table)
+        self.test_fraction = check_test_fraction("ImageTable", test_fraction)
+        self.split_seed = check_seed("ImageTable", "split_seed", split_seed)
+
+    def sources(self) -> list[Path]:
+        """The table."""
+        return [self._table_path()]
+
+    def read(self) -> Mapping[str, ImageIndex]:
+        """Read the images of the table, each into its split."""
+        path = self._table_path()
+        table = read_table(path)
+        images = parse_images(table)
+        roles, distractors = parse_roles(table)
+        labels = parse_labels(table, distractors)
+        splits = parse_splits(table)
+        if splits is None:
+            splits = self._split_classes(labels, distractors)
+        else:
+            in_training = np.flatnonzero(distractors & (splits == "train")).tolist()
+            table.check(in_training, "`role` must be query, gallery or both in training", table.columns.get("role"))
+        boxes = parse_boxes(table)
+        check_unique_images(table, images, boxes)
+        if roles is not None:
+            _check_queries_and_gallery(path, splits, roles, distractors)
+        categories, cameras = parse_numbers(table, "category"), parse_numbers(table, "camera")
+        rows = ImageRows(images, labels, distractors, categories, boxes, roles, cameras, table)
+        names = dict.fromkeys(["train", *sorted(set(splits.tolist()))])
+        return {name: rows.index(name, splits == name) for name in names}
+
+    def _split_classes(self, labels: NDArray[Any], distractors: NDArray[np.bool_]) -> NDArray[Any]:
+        """Split the classes between training and test; distractors belong to the test set."""
+        classes = np.unique(labels[~distractors]).tolist()
+        test = split_by_class("ImageTable", "test_fraction", classes, self.test_fraction, self.split_seed)
+        is_test = distractors | np.isin(labels, sorted(test))
+        return np.where(is_test, "test", "train")
+
+    def _table_path(self) -> Path:
+        path = self.table
+        if (self.root / self.table).exists() or not self.table.is_file():
+            path = find_file("ImageTable", self.root, str(self.table), argument="table")
+        if path.is_dir():
+            raise ValueError(f"ImageTable: `table` must be a CSV or Parquet file, got the folder {path}.")
+        return path
+
+
+def _check_queries_and_gallery(
+    path: Path, splits: NDArray[Any], roles: NDArray[np.uint8], distractors: NDArray[np.bool_]
+) -> None:
+    """Check that each evaluation set has a query, and an image in the gallery that is not a distractor."""
+    for name in sorted(set(splits.tolist()) - {"train"}):
+        known_roles = roles[(splits == name) & ~distractors]
+        for side in ("query", "gallery"):
+            if not (known_roles & ROLES[side]).any():
+                raise ValueError(
+                    f"ImageTable: `role` must be {side} or both in at least one row of {name!r}, got none in {path}."
+                )

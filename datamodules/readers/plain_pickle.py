@@ -1,0 +1,176 @@
+"""Load pickles from other sources without running any code in them.
+
+A pickle is a program that may call any function it names. Here it may name only `bytes`, `bytearray`, `set`,
+`frozenset` and what NumPy pickles arrays and numbers with; any other name raises an error. It gets stand-ins that it
+can call but whose state it cannot set.
+"""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MOST_LEVELS = 20  # of lists within lists; what walks deeper ones would exceed Python's limit of recursion
+
+
+PLAIN_KINDS = "biufcSU"  # of dtypes: bool, integers, floats, complex numbers, bytes and text
+
+
+# NumPy's own functions, wherever the installed version has them.
+_numpy_scalar: Any = np.float64(0).__reduce__()[0]  # numpy.core.multiarray.scalar
+
+
+_numpy_frombuffer: Any = np.zeros(1).__reduce_ex__(5)[0]  # numpy.core.numeric._frombuffer
+
+
+def load_plain_pickle(owner: str, path: Path) -> Any:
+    """Load a pickle of lists, tuples, dicts, sets, text, bytes, numbers, bools, None and arrays of these.
+
+    Args:
+        owner: prefix of error messages.
+        path: the file.
+
+    Raises:
+        ValueError: if the pickle asks for anything else, which the message names, cannot be unpickled, or nests lists
+            and the like in more than `MOST_LEVELS` levels.
+    """
+    with path.open("rb") as file:
+        try:
+            value = _PlainUnpickler(file).load()
+        except _ForbiddenError as forbidden:
+            raise ValueError(
+                f"{owner}: {path} must contain only plain values and NumPy arrays of numbers and text, got "
+                f"{forbidden}, which could run code and is not loaded; download the file from its official source."
+            ) from None
+        except Exception as error:  # pickle does not document which errors it raises
+            raise ValueError(
+                f"{owner}: {path} must be a pickle, got a file that cannot be read as one ({error})."
+            ) from None
+    if _is_nested_deeply(value):
+        raise ValueError(
+            f"{owner}: {path} is damaged: its lists must be nested in at most {MOST_LEVELS} levels, got more; download "
+            "the file from its official source."
+        )
+    return value
+
+
+def _is_nested_deeply(value: Any) -> bool:
+    """Whether lists and the like are nested in more than `MOST_LEVELS` levels, or contain themselves."""
+    level: list[Any] = [[value]]
+    for _ in range(MOST_LEVELS + 1):
+        inner: dict[int, Any] = {}  # by id: a list may occur several times
+        for outer in level:
+            parts = outer
+            if isinstance(outer, dict):
+                parts = (*outer.keys(), *outer.values())
+            for part in parts:
+                if isinstance(part, (list, tuple, dict, set, frozenset)):
+                    inner[id(part)] = part
+        level = list(inner.values())
+    return len(level) > 0
+
+
+class _ForbiddenError(Exception):
+    """The message is what the pickle asked for."""
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in for what the pickle names, instead of an import."""
+        # Newer versions of NumPy and Python 2 use other names for the same modules.
+        module_name = module.replace("numpy._core", "numpy.core").replace("__builtin__", "builtins")
+        if (module_name, name) not in _STAND_INS:
+            raise _ForbiddenError(f"{module}.{name}")
+        return _STAND_INS[module_name, name]
+
+
+class _Function:
+    """A function that a pickle may call, but not modify: attributes set on the original would affect all its users."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __setstate__(self, state: Any) -> None:
+        raise _ForbiddenError("the state of a function")
+
+
+class _PlainDtype:
+    """Stands in for a dtype, whose state could ask for anything; `dtype` is the real one."""
+
+    def __init__(self, name: Any, *_: Any) -> None:
+        self.dtype: np.dtype[Any] = np.dtype(name)
+        if self.dtype.kind not in PLAIN_KINDS:
+            raise _ForbiddenError(f"an array of {self.dtype}")
+
+    def __setstate__(self, state: Any) -> None:
+        """Accept the state that a dtype of this name has, except for the byte order."""
+        version, byte_order, *others = state
+        expected: Any = self.dtype.__reduce__()[2]
+        expected_version, _, *expected_others = expected
+        is_expected = version == expected_version and others == expected_others
+        if not is_expected or byte_order not in ("<", ">", "|"):
+            raise _ForbiddenError(f"a dtype with the state {state}")
+        self.dtype = self.dtype.newbyteorder(byte_order)
+
+
+class _PlainArray(np.ndarray[Any, Any]):
+    """An array whose pickled state has a `_PlainDtype`."""
+
+    def __setstate__(self, state: Any) -> None:
+        version, shape, plain_dtype, is_fortran, data = state
+        super().__setstate__((version, shape, _real_dtype(plain_dtype), is_fortran, data))
+
+
+def _real_dtype(plain_dtype: Any) -> np.dtype[Any]:
+    if not isinstance(plain_dtype, _PlainDtype):
+        raise _ForbiddenError(f"an array of {plain_dtype!r:.40}")
+    return plain_dtype.dtype
+
+
+def _make_bytes(source: Any = b"", *_: Any) -> bytes:
+    """As `bytes`, but not from a number, which would allocate that much memory."""
+    if isinstance(source, str):
+        return source.encode("latin1")
+    return bytes(memoryview(source))
+
+
+def _make_bytearray(source: Any = b"", *_: Any) -> bytearray:
+    return bytearray(_make_bytes(source))
+
+
+def _encode(text: str, *_: Any) -> bytes:
+    """As `codecs.encode`, with which protocols up to 2 pickle bytes."""
+    return text.encode("latin1")
+
+
+def _reconstruct(*_: Any) -> NDArray[Any]:
+    """As NumPy's `_reconstruct`: an empty array, whose state is set next."""
+    return np.empty(0, np.int8).view(_PlainArray)
+
+
+def _scalar(plain_dtype: Any, *data: Any) -> Any:
+    return _numpy_scalar(_real_dtype(plain_dtype), *data)
+
+
+def _frombuffer(data: Any, plain_dtype: Any, *more: Any) -> Any:
+    return _numpy_frombuffer(data, _real_dtype(plain_dtype), *more)
+
+
+_STAND_INS: dict[tuple[str, str], Any] = {
+    ("builtins", "bytes"): _Function(_make_bytes),  # in old protocols, and for the state of an empty array
+    ("builtins", "bytearray"): _Function(_make_bytearray),
+    ("builtins", "set"): _Function(set),
+    ("builtins", "frozenset"): _Function(frozenset),
+    ("_codecs", "encode"): _Function(_encode),
+    ("numpy", "ndarray"): "ndarray",  # only passed on to `_reconstruct`, which ignores it
+    ("numpy", "dtype"): _Function(_PlainDtype),
+    ("numpy.core.multiarray", "_reconstruct"): _Function(_reconstruct),
+    ("numpy.core.multiarray", "scalar"): _Function(_scalar),
+    ("numpy.core.numeric", "_frombuffer"): _Function(_frombuffer),
+}

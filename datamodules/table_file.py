@@ -1,0 +1,577 @@
+"""Read the columns of a table of images in a CSV or Parquet file, as text."""
+
+import csv
+import math
+import posixpath
+import re
+from collections.abc import Container, Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_retrieval.datamodules.item_seeds import all_different
+from lightning_retrieval.optional_packages import optional_import
+
+# Read the lists of data sets; errors name the file and the line.
+
+
+MAX_SHOWN = 5  # line numbers in a message
+
+
+_OUTSIDE_ROOT = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")  # an absolute path, or a part `..`
+
+
+@dataclass(frozen=True)
+class ListLines:
+    """Which line of a list each image was read from, for error messages.
+
+    Args:
+        owner: name of the data set's class.
+        path: the list.
+        rows: the position of each image's line among the lines that are not blank, after the skipped ones; if None, the
+            images are in the order of the lines.
+        skip: number of lines that are not blank before the first image.
+    """
+
+    owner: str
+    path: Path
+    rows: Sequence[int] | NDArray[np.intp] | None = None
+    skip: int = 0
+
+    def where(self, image: int) -> str:
+        """The line of the image at a position, and the list."""
+        return f"line {line_number(self.path, self.row(image) + self.skip)} of {self.path}"
+
+    def row(self, image: int) -> int:
+        """The position of an image's line among the lines that are not blank, after the skipped ones."""
+        if self.rows is None:
+            return image
+        return int(self.rows[image])
+
+
+def leaves_root(path: str) -> bool:
+    """Whether a path is absolute or goes up with `..`, and so may be outside of the data set's root."""
+    return _OUTSIDE_ROOT.search(path) is not None
+
+
+def read_lines(owner: str, path: Path) -> Iterator[str]:
+    """Yield the lines of a text file in UTF-8 with their line endings, without a leading byte order mark.
+
+    Args:
+        owner: prefix of error messages.
+        path: the file.
+
+    Raises:
+        ValueError: if the path is a folder, or a line is not in UTF-8; the message has the line's number.
+    """
+    if path.is_dir():
+        raise ValueError(f"{owner}: {path} must be a text file, got a folder.")
+    encoding = "utf-8-sig"
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                text = line.decode(encoding)
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{owner}: {path} must be text in UTF-8, got the byte {line[error.start]:#x} in line {number}; "
+                    "save it as UTF-8."
+                ) from None
+            yield text
+            encoding = "utf-8"  # only the first line may begin with a byte order mark
+
+
+def read_rows(
+    owner: str,
+    path: Path,
+    fields: int,
+    *,
+    header: Sequence[str] | None = None,
+    skip: int = 0,
+    more: bool = False,
+) -> Iterator[list[str]]:
+    """Yield the fields, separated by whitespace, of each line that is not blank.
+
+    Args:
+        owner: prefix of error messages.
+        path: a text file in UTF-8.
+        fields: number of fields that each line must have.
+        header: the fields of the header, which is the first line after the skipped ones; None if there is no header.
+        skip: number of lines before the header that are skipped.
+        more: whether a line may have more fields.
+
+    Raises:
+        ValueError: if the file is not in UTF-8, the header differs, or lines have a different number of fields; the
+            message has their line numbers.
+    """
+    invalid_lines: list[int] = []
+    for number, line in enumerate(read_lines(owner, path), 1):
+        if number <= skip:
+            continue
+        row = line.split()
+        if header is not None and number == skip + 1:
+            if row != list(header):
+                raise ValueError(
+                    f"{owner}: line {number} of {path} must be the header {' '.join(header)!r}, got {line.strip()!r}."
+                )
+            continue
+        if not row:
+            continue
+        has_excess = len(row) > fields and not more
+        if len(row) < fields or has_excess:
+            invalid_lines.append(number)
+        elif not invalid_lines:
+            yield row
+    _check_no_invalid_lines(owner, path, fields, invalid_lines)
+
+
+def read_columns(
+    owner: str, path: Path, fields: int, *, header: Sequence[str] | None = None, skip: int = 0
+) -> list[list[str]]:
+    """Return the columns of a list: for each of the fields, the values of all lines. Arguments as in `read_rows`."""
+    columns: list[list[str]] = []
+    for _ in range(fields):
+        columns.append([])
+    for row in read_rows(owner, path, fields, header=header, skip=skip):
+        for column, value in zip(columns, row):
+            column.append(value)
+    return columns
+
+
+def read_csv_rows(owner: str, path: Path) -> Iterator[tuple[list[str], int]]:
+    """Yield the fields of each row of a CSV file that is not blank, the header first, and the row's last line number.
+
+    Args:
+        owner: prefix of error messages.
+        path: a CSV file in UTF-8.
+
+    Raises:
+        ValueError: if the file is not in UTF-8 or not CSV.
+    """
+    reader = csv.reader(read_lines(owner, path), skipinitialspace=True)
+    try:
+        for row in reader:
+            if row:
+                yield row, reader.line_num
+    except csv.Error as error:
+        raise ValueError(f"{owner}: {path} must be a CSV file, got {error} in line {reader.line_num}.") from None
+
+
+def read_csv_header(rows: Iterator[tuple[list[str], int]]) -> list[str]:
+    """Take the first row of `read_csv_rows` and return the names of the columns; empty if there is no row."""
+    first_row, _ = next(rows, ([], 1))
+    return list(map(str.strip, first_row))
+
+
+def read_csv_columns(owner: str, path: Path, columns: Sequence[str]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Yield the fields of the named columns of each row of a CSV file, and the row's line number.
+
+    Args:
+        owner: prefix of error messages.
+        path: a CSV file in UTF-8, with a header.
+        columns: names of the columns, in the order in which they are returned; the file may have others.
+
+    Raises:
+        ValueError: if the header lacks a column, or rows end before a column; the message has their line numbers.
+    """
+    rows = read_csv_rows(owner, path)
+    header = read_csv_header(rows)
+    missing = find_missing(columns, header)
+    if missing:
+        raise ValueError(
+            f"{owner}: line 1 of {path} must name the columns {', '.join(columns)}, separated by commas, got "
+            f"{','.join(header)!r}, which lacks {', '.join(missing)}."
+        )
+    positions = list(map(header.index, columns))
+    required = max(positions) + 1
+    invalid_lines: list[int] = []
+    for row, line in rows:
+        if len(row) < required:
+            invalid_lines.append(line)
+        elif not invalid_lines:
+            yield tuple(row[position].strip() for position in positions), line
+    _check_no_invalid_lines(owner, path, required, invalid_lines)
+
+
+def _check_no_invalid_lines(owner: str, path: Path, fields: int, invalid_lines: Sequence[int]) -> None:
+    if not invalid_lines:
+        return
+    numbers = ", ".join(map(str, invalid_lines[:MAX_SHOWN]))
+    if len(invalid_lines) > MAX_SHOWN:
+        numbers += ", ..."
+    raise ValueError(
+        f"{owner}: each line of {path} must have {fields} fields, got {len(invalid_lines)} with a different number of "
+        f"fields (line {numbers})."
+    )
+
+
+def parse_integers(owner: str, path: Path, column: str, values: Sequence[str], bits: int = 64) -> list[int]:
+    """Convert the fields of a column to integers.
+
+    Args:
+        owner: prefix of error messages.
+        path: the file that the fields come from.
+        column: name of the column, for the message.
+        values: the fields.
+        bits: number of bits that each integer must fit into, as a signed number.
+
+    Raises:
+        ValueError: if a field is not such an integer; the message has the file, the column and the line number.
+    """
+    try:
+        numbers = list(map(int, values))
+        smallest, largest = min(numbers, default=0), max(numbers, default=0)
+        if _fits(smallest, bits) and _fits(largest, bits):
+            return numbers
+    except ValueError:
+        pass
+    invalid = _first_invalid_integer(values, bits)
+    where = ""
+    number = _number_of_line_with(path, invalid)
+    if number is not None:
+        where = f" in line {number}"
+    shown = repr(invalid)
+    if len(invalid) > 40:
+        shown = f"{invalid[:40]!r}..."
+    raise ValueError(f"{owner}: `{column}` must be integers in {path}, got {shown}{where}.")
+
+
+def _fits(value: int | str, bits: int) -> bool:
+    bound: int = 2 ** (bits - 1)
+    try:
+        return -bound <= int(value) < bound
+    except ValueError:
+        return False
+
+
+def _first_invalid_integer(values: Sequence[str], bits: int) -> str:
+    position = 0
+    while _fits(values[position], bits):
+        position += 1
+    return values[position]
+
+
+def _number_of_line_with(path: Path, value: str) -> int | None:
+    with path.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if value in line.split():
+                return number
+    return None
+
+
+def normalized_path(path: str) -> str:
+    """Return a relative path without `./` and `//`; `..` is kept, so that it can be rejected."""
+    if not path or ".." in path.split("/"):
+        return path
+    return posixpath.normpath(path)
+
+
+def find_missing(wanted: Iterable[str], found: Container[str]) -> list[str]:
+    """Return what is wanted and not found, in its order."""
+    return [name for name in wanted if name not in found]
+
+
+def join_paths(folder: str, names: Iterable[str], suffix: str = "") -> list[str]:
+    """Return the paths of the files with these names in a folder."""
+    return [f"{folder}/{name}{suffix}" for name in names]
+
+
+def check_unique(owner: str, path: Path, column: str, values: Sequence[object], *, skip: int = 0) -> None:
+    """Check that no value of a column occurs twice.
+
+    Args:
+        owner: prefix of error messages.
+        path: the file that the values come from, one from each line that is not blank.
+        column: name of the column, for the message.
+        values: the values.
+        skip: number of lines that are not blank before the first value.
+
+    Raises:
+        ValueError: if a value occurs twice; the message has both line numbers.
+    """
+    hashes = np.fromiter(map(hash, values), np.int64, len(values))  # a set of millions of paths takes much memory
+    if all_different(hashes):
+        return
+    first_with: dict[object, int] = {}
+    for position, value in enumerate(values):
+        first = first_with.setdefault(value, position)
+        if first != position:
+            lines = f"lines {line_number(path, skip + first)} and {line_number(path, skip + position)}"
+            raise ValueError(
+                f"{owner}: `{column}` must be different in each line of {path}, got {value!r} twice, in {lines}."
+            )
+
+
+def line_number(path: Path, position: int) -> int:
+    """Return the number of the line at a position among the lines that are not blank, for an error message."""
+    not_blank = 0
+    for number, line in enumerate(read_lines("line_number", path), 1):
+        if line.strip():
+            not_blank += 1
+        if not_blank > position:
+            return number
+    raise IndexError(f"{path} has {not_blank} lines that are not blank, so there is none at {position}")
+
+
+def check_not_empty(owner: str, path: Path, split: str, rows: Sized) -> None:
+    """Check that a split has images; raise a ValueError otherwise."""
+    if len(rows) == 0:
+        raise ValueError(f"{owner}: the split {split!r} must have at least one image, got none in {path}.")
+
+
+# Find a data set's files below its root, and suggest the right root if they are elsewhere.
+
+
+SEARCH_DEPTH = 2  # levels of folders, below the first, that are searched for a suggestion
+
+
+MAX_ENTRIES = 1000  # of a folder, beyond which its subfolders are not searched
+
+
+def find_file(
+    owner: str, root: Path, *candidates: str, companion: str = "", root_name: str = "root", argument: str = ""
+) -> Path:
+    """Return the first of several paths below the root that exists, be it a file or a folder.
+
+    Args:
+        owner: prefix of error messages.
+        root: the data set's folder.
+        candidates: paths relative to the root.
+        companion: a path that a folder must also contain to be suggested as the root; for file names that other data
+            sets use too.
+        root_name: the argument that is the root, for the message.
+        argument: the argument that names the file, for the message; empty if the data set names it.
+
+    Raises:
+        FileNotFoundError: if none of the paths exists; the message says where such a file is, if one is nearby.
+    """
+    for candidate in candidates:
+        if (root / candidate).exists():
+            return root / candidate
+    wanted = " or ".join(candidates)
+    if argument:
+        wanted += f", the `{argument}`"
+    if not root.is_dir():
+        found = _without_root(root, candidates, companion, root_name)
+        raise FileNotFoundError(f"{owner}: `{root_name}` must be a folder that contains {wanted}, got {root}, {found}.")
+    suggestion = _suggestion(root.absolute(), candidates, companion, root_name)
+    if not suggestion:
+        suggestion = _suggestion(root.absolute().parent, candidates, companion, root_name)
+    if not suggestion:
+        suggestion = "no folder near it contains one"
+    raise FileNotFoundError(f"{owner}: `{root_name}` must contain {wanted}, got {root}, which does not; {suggestion}.")
+
+
+def _without_root(root: Path, candidates: Sequence[str], companion: str, root_name: str) -> str:
+    """Say what the root is instead of a folder, and which folder may be meant."""
+    problem = "which is a file" if root.is_file() else "which does not exist"
+    nearest = root.absolute().parent
+    while not nearest.is_dir():
+        nearest = nearest.parent
+    suggestion = _suggestion(nearest, candidates, companion, root_name)
+    if suggestion:
+        return f"{problem}; {suggestion}"
+    return problem
+
+
+def _suggestion(folder: Path, candidates: Sequence[str], companion: str, root_name: str) -> str:
+    """Say which root below this folder has the files, or where a file of that name is; empty if nothing was found."""
+    if folder == folder.parent:
+        return ""  # the whole disk is not searched
+    found = list(_entries_below(folder, SEARCH_DEPTH))
+    for candidate in sorted(candidates, key=_length, reverse=True):
+        parts = Path(candidate).parts
+        for path in found:
+            if path.parts[-len(parts) :] != parts:
+                continue
+            root = path.parents[len(parts) - 1]
+            if (root / companion).exists():
+                return f"pass {root_name}={root}"
+    if companion:
+        return ""
+    for path in found:
+        for candidate in candidates:
+            if path.name == Path(candidate).name:
+                return f"{path.name} is in {path.parent}"
+    return ""
+
+
+def _length(candidate: str) -> int:
+    return len(Path(candidate).parts)
+
+
+def _entries_below(folder: Path, depth: int) -> Iterator[Path]:
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError:
+        return
+    yield from entries
+    if depth == 0:
+        return
+    for entry in entries[:MAX_ENTRIES]:
+        if entry.is_dir():
+            yield from _entries_below(entry, depth - 1)
+
+
+SIDES = ("left", "top", "right", "bottom")
+
+
+COLUMNS = ("image", "label", "category", "split", "role", "camera", "box", *SIDES)
+
+
+PARQUET_SUFFIXES = (".parquet", ".pq")
+
+
+@dataclass(frozen=True)
+class TableLines(ListLines):
+    """Which row of a table each image was read from, for error messages.
+
+    Args:
+        numbers: the number of each row in the file.
+        unit: what `numbers` count, `"line"` or `"row"`.
+    """
+
+    numbers: Sequence[int] = ()
+    unit: str = "line"
+
+    def where(self, image: int) -> str:
+        """The row of the image at a position, and the table."""
+        return f"{self.unit} {self.numbers[self.row(image)]} of {self.path}"
+
+
+@dataclass
+class TextTable:
+    """Columns of text, and the location of each row in the file for error messages.
+
+    Args:
+        path: the file.
+        columns: the fields of each column, by the column's name.
+        lines: the number of each row in the file.
+        unit: what `lines` counts, `"line"` or `"row"`.
+    """
+
+    path: Path
+    columns: dict[str, list[str]]
+    lines: Sequence[int]
+    unit: str = "line"
+
+    def lines_of(self, rows: NDArray[np.intp]) -> TableLines:
+        """The lines of some rows, from 0, for the index of their images."""
+        return TableLines("ImageTable", self.path, rows, numbers=self.lines, unit=self.unit)
+
+    def check(self, invalid_rows: Sequence[int], rule: str, values: Sequence[str] | None = None) -> None:
+        """Raise a ValueError about the first of the invalid rows, if there are any.
+
+        Args:
+            invalid_rows: numbers of the invalid rows, from 0.
+            rule: the rule that they break, for the message.
+            values: the value of each row; the one of the first invalid row is shown in the message.
+        """
+        if len(invalid_rows) == 0:
+            return
+        row = invalid_rows[0]
+        message = f"ImageTable: {rule}"
+        if values is not None:
+            message += f", got {values[row]!r}"
+        message += f", at {self.unit} {self.lines[row]} of {self.path}"
+        if len(invalid_rows) > 1:
+            message += f" ({len(invalid_rows)} such rows)"
+        raise ValueError(f"{message}.")
+
+
+def read_table(path: Path, required: Sequence[str] = ("image", "label")) -> TextTable:
+    """Read those of the columns `COLUMNS` that a CSV or Parquet file has.
+
+    Args:
+        path: a CSV file in UTF-8 with a header line, or a Parquet file, which has the suffix .parquet or .pq.
+        required: the columns that the table must have.
+
+    Raises:
+        ModuleNotFoundError: if the file is Parquet and pyarrow is not installed.
+        ValueError: if the file cannot be read, a required column is missing or a column is named twice, there is no
+            row, or the rows have different numbers of fields.
+    """
+    if path.suffix.lower() in PARQUET_SUFFIXES:
+        table = _read_parquet(path, required)
+    else:
+        table = _read_csv(path, required)
+    if not table.lines:
+        raise ValueError(f"ImageTable: {path} must have rows, got only the header.")
+    return table
+
+
+def _read_csv(path: Path, required: Sequence[str]) -> TextTable:
+    rows = read_csv_rows("ImageTable", path)
+    header = read_csv_header(rows)
+    _check_header(path, header, required)
+    positions: list[tuple[str, int]] = []
+    table: dict[str, list[str]] = {}
+    for name in COLUMNS:
+        if name in header:
+            positions.append((name, header.index(name)))
+            table[name] = []
+    lines: list[int] = []
+    for row, line in rows:
+        if len(row) != len(header):
+            raise ValueError(
+                f"ImageTable: each row must have the header's {len(header)} fields, got {len(row)}, at line {line} of "
+                f"{path}."
+            )
+        lines.append(line)
+        for name, position in positions:
+            table[name].append(row[position].strip())
+    return TextTable(path, table, lines)
+
+
+def _read_parquet(path: Path, required: Sequence[str]) -> TextTable:
+    with optional_import(
+        f"ImageTable: pyarrow must be installed to read {path}: pip install 'lightning-retrieval[parquet]'; "
+        "or provide the table as CSV."
+    ):
+        import pyarrow.parquet
+    table: dict[str, list[str]] = {}
+    try:
+        header = pyarrow.parquet.read_schema(path).names
+        readable = [name for name in COLUMNS if header.count(name) == 1]
+        content = pyarrow.parquet.read_table(path, columns=readable)
+        for name in readable:
+            table[name] = [as_text(value) for value in content.column(name).to_pylist()]
+    except Exception as error:  # pyarrow has many types of errors, few of which name the file
+        raise ValueError(f"ImageTable: {path} must be a Parquet file, but cannot be read as one ({error}).") from None
+    _check_header(path, header, required)
+    return TextTable(path, table, range(1, content.num_rows + 1), unit="row")
+
+
+def as_text(value: Any) -> str:
+    """A value of a Parquet file as it would be written in a CSV file; empty if it is missing."""
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(str, value))
+    if value is None:
+        return ""
+    if isinstance(value, float):  # pandas stores integers with gaps as floats such as 3.0 and NaN
+        if math.isnan(value):
+            return ""
+        if value.is_integer():
+            return str(int(value))
+    return str(value).strip()
+
+
+def _missing(names: Sequence[str], header: Sequence[str]) -> list[str]:
+    return [name for name in names if name not in header]
+
+
+def _check_header(path: Path, header: Sequence[str], required: Sequence[str]) -> None:
+    missing = _missing(required, header)
+    missing_sides = _missing(SIDES, header)
+    if "box" not in header and len(missing_sides) < len(SIDES):
+        missing += missing_sides
+    if missing:
+        raise ValueError(
+            f"ImageTable: line 1 of {path} must name the columns {' and '.join(required)}, and all of "
+            f"{', '.join(SIDES)} or none, separated by commas; {', '.join(missing)} missing in {','.join(header)!r}."
+        )
+    for name in COLUMNS:
+        if list(header).count(name) > 1:
+            raise ValueError(f"ImageTable: line 1 of {path} must name each column once, got {name} twice.")

@@ -1,0 +1,301 @@
+"""The base class of the metrics of detectors: it collects detections and objects on any number of processes."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat
+
+from lightning_retrieval.checks import (
+    check_finite,
+    check_integer,
+    check_integers,
+    check_mapping,
+    check_sequence,
+    check_tensor,
+    short_repr,
+)
+from lightning_retrieval.distributed import rank
+from lightning_retrieval.optional_packages import optional_import
+
+MAX_IMAGES = 1 << 40  # of one process, in one evaluation
+
+
+LEAST_ID = -(1 << 63)
+
+
+# Of each image: key and id. Of each box: the box and its score; and key, whether it is a detection, label, ignored.
+STATES = {"_images": (2, torch.int64), "_boxes": (5, torch.float32), "_box_facts": (4, torch.int64)}
+
+
+Images = list[dict[str, Tensor]]
+
+
+class DetectionMetric(Metric):
+    """Base class of metrics of detections. A subclass implements `compute` from what `images_once` returns.
+
+    An image that several processes evaluate, because a distributed sampler repeats it, is counted once, by the
+    `image_id` of its target.
+
+    Args:
+        classes: number of classes, >= 1, with labels from 1; 0 is background.
+        kwargs: arguments of `torchmetrics.Metric`.
+
+    Raises:
+        ValueError: if `classes` is out of its range; in `update`, if shapes do not fit, a label is out of its range, or
+            a score or a box is not finite.
+        TypeError: if `classes` is not an integer; in `update`, if a detection or a target is not a mapping of tensors.
+    """
+
+    is_differentiable = False
+    higher_is_better = True
+    full_state_update = False
+    _images: list[Tensor]
+    _boxes: list[Tensor]
+    _box_facts: list[Tensor]
+
+    def __init__(self, classes: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.classes = check_integer(type(self).__name__, "classes", classes, least=1)
+        for name in STATES:
+            self.add_state(name, default=[], dist_reduce_fx="cat")
+        self._begin()
+
+    def update(self, detections: Sequence[Mapping[str, Any]], targets: Sequence[Mapping[str, Any]]) -> None:
+        """Add the images of a batch.
+
+        Args:
+            detections: of each image: `boxes` (detections, 4), `scores` and `labels` (detections,), as torchvision's
+                detectors give them in evaluation.
+            targets: of each image: `boxes` (objects, 4), `labels` (objects,), and optionally the number `image_id`, and
+                `difficult` and `iscrowd` (objects,); objects for which one of them is true are ignored.
+        """
+        owner = type(self).__name__
+        check_sequence(owner, "detections", detections)
+        check_sequence(owner, "targets", targets)
+        if len(detections) != len(targets):
+            raise ValueError(
+                f"{owner}: `detections` must be one for each target, got {len(detections)} for {len(targets)} in "
+                "`targets`."
+            )
+        for detected, target in zip(detections, targets):
+            self._add_image(owner, detected, target)
+
+    def reset(self) -> None:
+        """Forget all images."""
+        super().reset()
+        self._begin()
+
+    def init_args(self) -> dict[str, Any]:
+        """The constructor arguments, from which a checkpoint rebuilds the metric."""
+        return {"classes": self.classes}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.init_args().items())
+
+    def images_once(self) -> tuple[Images, Images]:
+        """Detections and targets of each image on the CPU, in the order of the ids, without copies of other processes.
+
+        Detections have `boxes`, `scores` and `labels`, targets `boxes`, `labels` and `ignored`, 1 or 0.
+        """
+        images, boxes = dim_zero_cat(self._images).cpu(), dim_zero_cat(self._boxes).cpu()
+        key, is_detection, label, ignored = dim_zero_cat(self._box_facts).cpu().unbind(1)
+        copies: dict[int, list[int]] = {}
+        for image_key, image_id in images.tolist():
+            copies.setdefault(image_id, []).append(image_key)
+        rows_of = _rows_by_key(key)
+        detections, targets = [], []
+        for image_id in sorted(copies):
+            rows = rows_of.get(min(copies[image_id]), torch.zeros(0, dtype=torch.int64))
+            found, objects = rows[is_detection[rows] == 1], rows[is_detection[rows] == 0]
+            detections.append({"boxes": boxes[found, :4], "scores": boxes[found, 4], "labels": label[found]})
+            targets.append({"boxes": boxes[objects, :4], "labels": label[objects], "ignored": ignored[objects]})
+        return detections, targets
+
+    def _begin(self) -> None:
+        """Begin each state with no row, so that a process without images has one of the right shape, too."""
+        self._updates = 0
+        for name, (columns, dtype) in STATES.items():
+            setattr(self, name, [torch.zeros(0, columns, dtype=dtype, device=self.device)])
+
+    def _add_image(self, owner: str, detected: Any, target: Any) -> None:
+        found_boxes, found_labels = _boxes_and_labels(owner, "detections", detected, self.classes)
+        scores = _one_for_each(owner, "detections", detected, "scores", found_labels)
+        check_finite(owner, "scores", scores)
+        boxes, labels = _boxes_and_labels(owner, "targets", target, self.classes)
+        ignored = torch.zeros_like(labels)
+        for name in ("difficult", "iscrowd"):
+            if target.get(name) is not None:
+                ignored |= _one_for_each(owner, "targets", target, name, labels) != 0
+        key = rank() * MAX_IMAGES + self._updates
+        self._updates += 1
+        # An image without an id gets one that no other image has; equal scores of such images stay in their order.
+        image_id = _image_id(owner, target.get("image_id", LEAST_ID + key))
+        self._images.append(torch.tensor([[key, image_id]], device=self.device))
+        self._add_boxes(key, 0, boxes, torch.ones_like(boxes[:, 0]), labels, ignored)
+        self._add_boxes(key, 1, found_boxes, scores, found_labels, torch.zeros_like(found_labels))
+
+    def _add_boxes(
+        self, key: int, is_detection: int, boxes: Tensor, scores: Tensor, labels: Tensor, ignored: Tensor
+    ) -> None:
+        """Add the detections or the objects of an image."""
+        facts = [torch.full_like(labels, key), torch.full_like(labels, is_detection), labels, ignored]
+        self._boxes.append(torch.cat([boxes, scores[:, None]], 1).detach().to(self.device, torch.float32))
+        self._box_facts.append(torch.stack(facts, 1).to(self.device, torch.int64))
+
+
+def _boxes_and_labels(
+    owner: str, name: str, given: Any, classes: int
+) -> tuple[Float[Tensor, "box 4"], Int[Tensor, " box"]]:
+    """The boxes and labels of one image, if they are valid."""
+    keys = {"detections": ("boxes", "labels", "scores"), "targets": ("boxes", "labels")}[name]
+    check_mapping(owner, name, given)
+    for key in keys:
+        if key not in given:
+            raise ValueError(
+                f"{owner}: `{name}` must have the keys {', '.join(keys)} for each image, got "
+                f"{', '.join(map(str, given))}."
+            )
+        check_tensor(owner, f"{name}[{key!r}]", given[key])
+    boxes, labels = given["boxes"], given["labels"]
+    if boxes.ndim != 2 or boxes.shape[1] != 4:
+        raise ValueError(f"{owner}: `boxes` of `{name}` must have shape (boxes, 4), got {tuple(boxes.shape)}.")
+    check_finite(owner, f"{name}['boxes']", boxes)
+    check_integers(owner, "labels", labels, len(boxes), "boxes")
+    if len(labels) > 0 and not 1 <= int(labels.min()) <= int(labels.max()) <= classes:
+        raise ValueError(
+            f"{owner}: `labels` of `{name}` must be from 1 to {classes}, got {int(labels.min())} to "
+            f"{int(labels.max())}; 0 is background."
+        )
+    return boxes, labels.to(torch.int64)  # keys of images, which are stored with the labels, need 64 bits
+
+
+def _one_for_each(owner: str, name: str, given: Mapping[str, Any], key: str, labels: Tensor) -> Tensor:
+    """The tensor of this key, if it has one value for each box."""
+    values: Tensor = given[key]
+    check_tensor(owner, f"{name}[{key!r}]", values)
+    if values.shape != labels.shape:
+        raise ValueError(
+            f"{owner}: `{key}` must have shape {tuple(labels.shape)}, one for each box, got {tuple(values.shape)}."
+        )
+    return values
+
+
+def _image_id(owner: str, value: Any) -> int:
+    try:
+        image_id = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{owner}: `targets` must have an integer as `image_id`, got {short_repr(value)}.") from None
+    if not LEAST_ID <= image_id < -LEAST_ID:
+        raise ValueError(f"{owner}: `targets` must have an `image_id` of at most 64 bits, got {short_repr(value)}.")
+    return image_id
+
+
+def _rows_by_key(key: Int[Tensor, " row"]) -> dict[int, Int[Tensor, " _"]]:
+    """{key: its rows}, in their order."""
+    order = key.argsort(stable=True)
+    keys, counts = torch.unique_consecutive(key[order], return_counts=True)
+    return dict(zip(keys.tolist(), order.split(counts.tolist())))
+
+
+# Average Precision of a detector by the rules of COCO, for any number of processes.
+#
+# COCO averages AP over ten thresholds of overlap, from 0.5 to 0.95; AP50 has the first one alone. Precision is
+# interpolated at 101 levels of recall; at most 100 detections of an image count; objects with `iscrowd` are ignored. A
+# class without objects has no AP, and is skipped in the mean. torchmetrics' `MeanAveragePrecision` computes all of it.
+
+
+# As in pycocotools, in float64: an overlap or a recall often equals one of them, and torchmetrics' are float32.
+OVERLAPS = np.linspace(0.5, 0.95, 10).tolist()
+
+
+RECALLS = np.linspace(0.0, 1.0, 101).tolist()
+
+
+class COCOMetrics(DetectionMetric):
+    """AP, AP50, and the AP50 of each class, by COCO's rules.
+
+    An image that several processes evaluate, because a distributed sampler repeats it, is counted once, by the
+    `image_id` of its target.
+
+    Args:
+        classes: number of classes, >= 1, with labels from 1; 0 is background.
+        kwargs: arguments of `torchmetrics.Metric`.
+
+    Raises:
+        ValueError: if `classes` is out of its range; in `update`, if shapes do not fit, a label is out of its range, or
+            a score or a box is not finite.
+        TypeError: if `classes` is not an integer; in `update`, if a detection or a target is not a mapping of tensors.
+        ModuleNotFoundError: if faster-coco-eval is not installed.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.detection import COCOMetrics
+        >>> metrics = COCOMetrics(2)
+        >>> box = torch.tensor([[0.0, 0.0, 10.0, 10.0]])
+        >>> detected = {"boxes": box + 1, "scores": torch.tensor([0.8]), "labels": torch.tensor([2])}
+        >>> metrics.update([detected], [{"boxes": box, "labels": torch.tensor([2])}])
+        >>> result = metrics.compute()
+        >>> result["AP50"], result["AP50_per_class"]  # the overlap is 81 / 119; there is no object of class 1
+        (tensor(1.), tensor([nan, 1.]))
+
+    Cost:
+        52 bytes for each detection and each object.
+
+    Relations:
+        `VOCMetrics` has the rules of Pascal VOC, which has difficult objects.
+    """
+
+    def __init__(self, classes: int, **kwargs: Any) -> None:
+        super().__init__(classes, **kwargs)
+        _check_backend()
+
+    def compute(self) -> dict[str, Tensor]:
+        """`AP`, `AP50` and `AP50_per_class`, which is NaN for a class without objects; all are if no class has any."""
+        found = self._found(*self.images_once())
+        return {name: value.to(self.device) for name, value in found.items()}
+
+    def _found(self, detections: Images, targets: Images) -> dict[str, Tensor]:
+        from torchmetrics.detection import MeanAveragePrecision
+
+        counted = sum(int((target["ignored"] == 0).sum()) for target in targets)
+        if counted == 0:  # for which torchmetrics has -1 or, without any image, an error
+            nothing = torch.tensor(torch.nan)
+            return {"AP": nothing, "AP50": nothing, "AP50_per_class": nothing.repeat(self.classes)}
+        metric = MeanAveragePrecision(
+            iou_thresholds=OVERLAPS,
+            rec_thresholds=RECALLS,
+            backend="faster_coco_eval",
+            extended_summary=True,
+            sync_on_compute=False,
+        )
+        metric.warn_on_many_detections = False
+        metric.update(detections, [{**target, "iscrowd": target["ignored"]} for target in targets])
+        result = metric.compute()
+        per_class = _average_precision_per_class(result["precision"], result["classes"].flatten(), self.classes)
+        return {"AP": result["map"], "AP50": result["map_50"], "AP50_per_class": per_class}
+
+
+def _average_precision_per_class(
+    precision: Float[Tensor, "threshold recall found area cap"], labels: Int[Tensor, " found"], classes: int
+) -> Float[Tensor, " class"]:
+    """AP50 of each class from COCO's table of precisions, which is -1 for a class without objects."""
+    first_threshold = precision[0, :, :, 0, -1].float()  # (recall, class)
+    values = torch.full((classes,), torch.nan)
+    for column, label in enumerate(labels.tolist()):
+        of_class = first_threshold[:, column]
+        if bool((of_class > -1).any()):
+            values[label - 1] = of_class.mean()
+    return values
+
+
+def _check_backend() -> None:
+    with optional_import(
+        'COCOMetrics: COCO\'s rules need faster-coco-eval: pip install "lightning-retrieval[detection]".'
+    ):
+        import faster_coco_eval  # noqa: F401

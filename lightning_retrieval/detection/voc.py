@@ -1,0 +1,192 @@
+"""Mean Average Precision of a detector on Pascal VOC, for any number of processes."""
+
+from enum import IntEnum
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torchvision.ops import box_iou
+
+from lightning_retrieval.checks import check_bool, check_positive
+from lightning_retrieval.detection.metric import DetectionMetric
+
+# Average Precision of detections as Pascal VOC defines it (Everingham et al., IJCV 2010, section 4.2).
+#
+# The rules are those of `VOCevaldet` in the development kit. Each detection belongs to the object of its class and
+# image that it overlaps most. If the two overlap by the threshold or more, the best-scored detection of the object is
+# true and the others are false; detections of a difficult object count neither way, and difficult objects need not be
+# found.
+#
+# Boxes are (left, top, right, bottom) in continuous coordinates. The kit's boxes are of inclusive pixels, counted from
+# 1: the overlaps are the same if 1 is subtracted from the left and the top.
+
+
+class Outcome(IntEnum):
+    """What a detection counts as."""
+
+    FALSE = 0
+    TRUE = 1
+    IGNORED = 2
+
+
+def detection_outcomes(
+    boxes: Float[Tensor, "detection 4"],
+    scores: Float[Tensor, " detection"],
+    labels: Int[Tensor, " detection"],
+    object_boxes: Float[Tensor, "object 4"],
+    object_labels: Int[Tensor, " object"],
+    difficult: Bool[Tensor, " object"],
+    *,
+    iou_threshold: float = 0.5,
+) -> Int[Tensor, " detection"]:
+    """The `Outcome` of each detection of one image; of equal scores, the first detection takes the object."""
+    outcomes = torch.full_like(labels, Outcome.FALSE)
+    if len(boxes) == 0 or len(object_boxes) == 0:
+        return outcomes
+    overlaps = box_iou(boxes, object_boxes)
+    overlaps = overlaps.masked_fill(labels[:, None] != object_labels, -1)
+    overlap, nearest = overlaps.max(1)
+    found = overlap >= iou_threshold
+
+    order = scores.argsort(descending=True, stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    none_found = torch.full((len(object_boxes),), len(order), dtype=place.dtype, device=place.device)
+    first_place = none_found.scatter_reduce(0, nearest[found], place[found], "amin")
+
+    outcomes[found & (place == first_place[nearest])] = Outcome.TRUE
+    outcomes[found & difficult[nearest]] = Outcome.IGNORED
+    return outcomes
+
+
+def voc_average_precision(
+    scores: Float[Tensor, " detection"],
+    outcomes: Int[Tensor, " detection"],
+    objects: int,
+    *,
+    eleven_points: bool,
+) -> float:
+    """AP of one class over all images.
+
+    Args:
+        scores: of all detections of the class; equal ones are ranked in the order given.
+        outcomes: the `Outcome` of each detection.
+        objects: number of objects of the class that are not difficult.
+        eleven_points: the rule until VOC 2009: the mean, over the recalls 0, 0.1, ..., 1, of the highest precision at
+            this recall or a higher one. If False, the rule since VOC 2010: the mean of these precisions over all
+            recalls, which is the area under the precision-recall curve made monotone.
+
+    Returns:
+        The AP, NaN without objects.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.detection.voc import Outcome, voc_average_precision
+        >>> scores = torch.tensor([0.9, 0.8, 0.7])
+        >>> outcomes = torch.tensor([Outcome.TRUE, Outcome.FALSE, Outcome.TRUE])
+        >>> voc_average_precision(scores, outcomes, 2, eleven_points=False)  # (1 + 2/3) / 2
+        0.8333333333333333
+        >>> voc_average_precision(scores, outcomes, 2, eleven_points=True)  # 1 up to a recall of 0.5, then 2/3
+        0.8484848484848484
+    """
+    if objects == 0:
+        return float("nan")
+    counted = outcomes != Outcome.IGNORED
+    order = scores[counted].argsort(descending=True, stable=True)
+    is_true = (outcomes[counted][order] == Outcome.TRUE).cpu()
+    found = is_true.cumsum(0)  # true detections among the best, exact integers
+    precision = found.double() / torch.arange(1, len(found) + 1)
+    if not eleven_points:
+        best_from_here = precision.flip(0).cummax(0).values.flip(0)
+        return float(best_from_here[is_true].sum() / objects)
+    total = 0.0
+    for tenth in range(11):
+        reached = precision[10 * found >= tenth * objects]
+        if len(reached) > 0:
+            total += float(reached.max())
+    return total / 11
+
+
+class VOCMetrics(DetectionMetric):
+    """AP of each class and their mean, by the rules of Pascal VOC.
+
+    An image that several processes evaluate, because a distributed sampler repeats it, is counted once, by the
+    `image_id` of its target.
+
+    Args:
+        classes: number of classes, >= 1, with labels from 1; 0 is background.
+        iou_threshold: overlap from which a detection has found an object, > 0 and at most 1.
+        eleven_points: the rule of VOC 2007 to 2009, by which results on VOC 2007 are reported; False for the rule
+            since 2010.
+        kwargs: arguments of `torchmetrics.Metric`.
+
+    Raises:
+        ValueError: if a number is out of its range; in `update`, if shapes do not fit, a label is out of its range, or
+            a score or a box is not finite.
+        TypeError: if an argument has another type; in `update`, if a detection or a target is not a mapping of tensors.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.detection import VOCMetrics
+        >>> metrics = VOCMetrics(2)
+        >>> box = torch.tensor([[0.0, 0.0, 10.0, 10.0]])
+        >>> detected = {"boxes": box + 1, "scores": torch.tensor([0.8]), "labels": torch.tensor([2])}
+        >>> metrics.update([detected], [{"boxes": box, "labels": torch.tensor([2]), "image_id": 7}])
+        >>> result = metrics.compute()
+        >>> result["AP50"], result["AP50_per_class"]  # the overlap is 81 / 119; there is no object of class 1
+        (tensor(1.), tensor([nan, 1.]))
+
+    Cost:
+        52 bytes for each detection and each object.
+
+    Relations:
+        `COCOMetrics` has COCO's rules.
+    """
+
+    def __init__(self, classes: int, *, iou_threshold: float = 0.5, eleven_points: bool = True, **kwargs: Any) -> None:
+        super().__init__(classes, **kwargs)
+        owner = type(self).__name__
+        self.iou_threshold = check_positive(owner, "iou_threshold", iou_threshold)
+        if self.iou_threshold > 1:
+            raise ValueError(f"{owner}: `iou_threshold` must be at most 1, got {iou_threshold}.")
+        self.eleven_points = check_bool(owner, "eleven_points", eleven_points)
+
+    def compute(self) -> dict[str, Tensor]:
+        """`AP50`, the mean over the classes that have objects, and `AP50_per_class`, NaN for those without.
+
+        The number in the names is the threshold in percent.
+        """
+        detections, targets = self.images_once()
+        outcomes, counted = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
+        for found, target in zip(detections, targets):
+            difficult = target["ignored"] != 0
+            outcome = detection_outcomes(
+                found["boxes"],
+                found["scores"],
+                found["labels"],
+                target["boxes"],
+                target["labels"],
+                difficult,
+                iou_threshold=self.iou_threshold,
+            )
+            outcomes.append(outcome)
+            counted.append(target["labels"][~difficult])
+        scores = torch.cat([torch.zeros(0), *(found["scores"] for found in detections)])
+        labels = torch.cat([torch.zeros(0, dtype=torch.int64), *(found["labels"] for found in detections)])
+        per_class = self._average_precision(scores, labels, torch.cat(outcomes), torch.cat(counted)).to(self.device)
+        name = f"AP{round(100 * self.iou_threshold)}"
+        return {name: per_class.nanmean(), f"{name}_per_class": per_class}
+
+    def init_args(self) -> dict[str, Any]:
+        return {**super().init_args(), "iou_threshold": self.iou_threshold, "eleven_points": self.eleven_points}
+
+    def _average_precision(self, scores: Tensor, labels: Tensor, outcomes: Tensor, objects: Tensor) -> Tensor:
+        """AP of each class, from all detections and the labels of the objects that count."""
+        found = []
+        for class_ in range(1, self.classes + 1):
+            of_class = labels == class_
+            count = int((objects == class_).sum())
+            value = voc_average_precision(scores[of_class], outcomes[of_class], count, eleven_points=self.eleven_points)
+            found.append(value)
+        return torch.tensor(found)

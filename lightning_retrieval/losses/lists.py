@@ -1,0 +1,456 @@
+"""The ranked lists of embeddings and labels: cosine scores, relevance by label, the query's own copy excluded."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lightning_retrieval.checks import (
+    check_device,
+    check_finite,
+    check_float,
+    check_integers,
+    check_labels,
+    check_matrix,
+    check_tensor,
+    short_repr,
+)
+from lightning_retrieval.distributed import size_for, to_host
+from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
+from lightning_retrieval.losses.positives import levels_in
+from lightning_retrieval.ranking.labels import check_nesting, finest
+from lightning_retrieval.ranking.rows import normalize
+
+# The ranked lists of one call, one for each query: scores, relevance and candidates of a block of queries at a time.
+#
+# Two sources have this interface: embeddings with labels (`EmbeddingLists`) and a score matrix with masks
+# (`ScoreLists`).
+
+
+# Elements of the mask in which positives are counted at a time, on the CPU and on other devices.
+COUNTED_ELEMENTS = 1 << 22
+
+
+ACCELERATOR_COUNTED_ELEMENTS = 1 << 25
+
+
+class RankedLists(ABC):
+    """One ranked list for each query, computed for a block of queries at a time.
+
+    `owner` is the prefix of error messages; `tensors` are the tensors that gradients are computed for, and `given` the
+    arguments that they were computed from, by name; `gallery` is the number of references, and `levels` are the levels
+    of relevance above 0 that may occur.
+    """
+
+    owner: str
+    tensors: tuple[Tensor, ...]
+    given: dict[str, Tensor]
+    gallery: int
+    levels: tuple[int, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensors[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors[0].device
+
+    @abstractmethod
+    def scores(self, rows: Int[Tensor, " query"]) -> Float[Tensor, "query gallery"]:
+        """The scores of these queries in a new tensor without a graph."""
+
+    @abstractmethod
+    def masks(self, rows: Int[Tensor, " query"]) -> tuple[Bool[Tensor, "query gallery"], Bool[Tensor, "query gallery"]]:
+        """Which references are relevant candidates of these queries, and which are candidates."""
+
+    @abstractmethod
+    def add_gradient(self, rows: Tensor, gradient: Tensor, gradients: list[Tensor | None]) -> None:
+        """Propagate the gradient of these queries' scores to `tensors`, and add it to `gradients`.
+
+        The rows are in ascending order. The gradient may be changed.
+        """
+
+    @abstractmethod
+    def class_weights(self, valid: Bool[Tensor, " query"]) -> Float[Tensor, " query"]:
+        """1 / (valid queries of the query's class), rescaled to mean 1 over the valid queries; 0 for the others."""
+
+    def count_positives(self) -> tuple[Int[Tensor, " query"], Int[Tensor, " query"]]:
+        """Number of relevant candidates of each query, on the device and on the CPU.
+
+        This is the only time that a loss waits for the device, so this also raises if what was given is not finite.
+        """
+        counts = self._count_on_device()
+        finite = torch.stack([values.isfinite().all() for values in self.given.values()])
+        read = to_host(torch.cat([counts, finite.all()[None]]))
+        if read[-1] == 0:
+            for name, values in self.given.items():
+                check_finite(self.owner, name, values)
+        return counts, read[:-1]
+
+    def _count_on_device(self) -> Int[Tensor, " query"]:
+        rows = torch.arange(len(self.tensors[0]), device=self.device)
+        elements = size_for(self.device, cpu=COUNTED_ELEMENTS, accelerator=ACCELERATOR_COUNTED_ELEMENTS)
+        rows_of_a_block = elements // max(1, self.gallery)
+        counts = []
+        for block in rows.split(max(1, rows_of_a_block)):
+            relevant = self.masks(block)[0]  # the candidates are freed at once
+            counts.append((relevant > 0).sum(1))
+        return torch.cat(counts)
+
+
+# The ranked lists of a score matrix: its rows, with masks for what is relevant and what is in the list.
+
+
+class ScoreLists(RankedLists):
+    """The rows of a score matrix, one list for each.
+
+    Args:
+        owner: name of the loss, the prefix of error messages.
+        scores: (queries, references), higher is nearer.
+        relevant: which references are relevant to each query, or their levels of relevance if `graded`.
+        candidate: which references are in each query's list; None for all.
+        graded: whether `relevant` holds levels, 0 for not relevant.
+        mask_name: what error messages call `relevant`.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        scores: Tensor,
+        relevant: Tensor,
+        *,
+        candidate: Tensor | None = None,
+        graded: bool = False,
+        mask_name: str = "relevant",
+    ) -> None:
+        _check_scores(owner, scores)
+        check_device(owner, mask_name, relevant, scores.device, "scores")
+        check_tensor(owner, mask_name, relevant)
+        if graded:
+            _check_relevance_levels(owner, relevant)
+        else:
+            _check_bool(owner, mask_name, relevant)
+        _check_shape(owner, mask_name, relevant, scores)
+        if candidate is not None:
+            check_device(owner, "candidate", candidate, scores.device, "scores")
+            check_tensor(owner, "candidate", candidate)
+            _check_bool(owner, "candidate", candidate)
+            _check_shape(owner, "candidate", candidate, scores)
+        self.owner, self.given = owner, {"scores": scores}
+        self.relevant, self.candidate = relevant, candidate
+        self.levels = (1,)
+        if graded:
+            self.levels = levels_in(relevant)
+        self.tensors = (scores.to(torch.promote_types(scores.dtype, torch.float32)),)
+        self.gallery = scores.shape[1]
+        self._scores = self.tensors[0].detach()
+
+    def scores(self, rows: Tensor) -> Tensor:
+        return self._scores[rows]
+
+    def masks(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        relevant = self.relevant[rows]
+        if self.candidate is None:
+            return relevant, torch.ones_like(relevant, dtype=torch.bool)
+        candidate = self.candidate[rows]
+        return relevant * candidate, candidate
+
+    def add_gradient(self, rows: Tensor, gradient: Tensor, gradients: list[Tensor | None]) -> None:
+        if gradients[0] is not None:
+            gradients[0].index_add_(0, rows, gradient)
+
+    def class_weights(self, valid: Tensor) -> Tensor:
+        raise NotImplementedError("a score matrix has no classes")  # from_scores has raised before
+
+
+def _check_scores(owner: str, scores: Tensor) -> None:
+    check_float(owner, "scores", scores)
+    if scores.ndim != 2 or len(scores) == 0:
+        raise ValueError(f"{owner}: `scores` must have shape (Q, R) with Q > 0, got {tuple(scores.shape)}.")
+
+
+def _check_relevance_levels(owner: str, relevant: Tensor) -> None:
+    if relevant.is_floating_point() or relevant.is_complex():
+        raise TypeError(f"{owner}: `relevant` must be integer levels, 0 for not relevant, got {relevant.dtype}.")
+    if bool((relevant < 0).any()):
+        raise ValueError(f"{owner}: `relevant` must be levels >= 0, got {int(relevant.min())}.")
+
+
+def _check_bool(owner: str, name: str, mask: Tensor) -> None:
+    if mask.dtype != torch.bool:
+        raise TypeError(f"{owner}: `{name}` must be bool, got {mask.dtype}.")
+
+
+def _check_shape(owner: str, name: str, mask: Tensor, scores: Tensor) -> None:
+    if mask.shape != scores.shape:
+        raise ValueError(
+            f"{owner}: `{name}` must have the shape of `scores` {tuple(scores.shape)}, got {tuple(mask.shape)}."
+        )
+
+
+# Reads from the device whose results several calls of losses share.
+#
+# The number of positives of a query follows from labels and ids, not from the embeddings. A loss that is computed at
+# several lengths of the same embeddings would read the same numbers at each length, and wait for the device each time.
+
+
+T = TypeVar("T")
+
+
+_Reads = dict[tuple[Any, ...], tuple[tuple[Tensor | None, ...], Any]]
+
+
+_reads: ContextVar[_Reads | None] = ContextVar("shared_reads", default=None)
+
+
+@contextmanager
+def shared_reads() -> Iterator[None]:
+    """Within this context, `read_once` returns the result of an earlier call with the same tensors and settings."""
+    token = _reads.set({})
+    try:
+        yield
+    finally:
+        _reads.reset(token)
+
+
+def read_once(tensors: tuple[Tensor | None, ...], settings: tuple[Any, ...], read: Callable[[], T]) -> T:
+    """The result of `read`, or of an earlier call with the same tensors and settings within `shared_reads`.
+
+    Args:
+        tensors: the objects that the result depends on, compared by identity; they must not change in between.
+        settings: whatever else it depends on, hashable.
+        read: computes the result.
+    """
+    reads = _reads.get()
+    if reads is None:
+        return read()
+    key = (*map(id, tensors), *settings)
+    if key not in reads:
+        reads[key] = (tensors, read())  # keeps the tensors, so that no other object gets the identity of one
+    result: T = reads[key][1]
+    return result
+
+
+# Rows and columns of the tiles in which a matrix is transposed.
+CPU_TILE = 256
+
+
+ACCELERATOR_TILE = 4096
+
+
+class EmbeddingLists(RankedLists):
+    """Every query of a batch against the references, or against the batch itself without references.
+
+    Args:
+        owner: name of the loss, the prefix of error messages.
+        batch: what is ranked; it is validated here.
+        include_self: keep each query in its own list.
+        self_is_positive: whether a query in its own list is a positive of itself.
+        graded: relevance is the number of label levels that query and reference share, instead of yes or no.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        batch: RankedBatch,
+        *,
+        include_self: bool,
+        self_is_positive: bool = True,
+        graded: bool = False,
+    ) -> None:
+        check_batch(owner, batch)
+        _check_ids_of_both(owner, batch)
+        self.owner = owner
+        self.in_batch = batch.ref_emb is None
+        self.include_self, self.self_is_positive = include_self, self_is_positive
+
+        ref_labels = batch.labels
+        if batch.ref_labels is not None:
+            ref_labels = batch.ref_labels
+        self.labels, self.ref_labels = finest(batch.labels), finest(ref_labels)
+        self.levels = (1,)
+        self._label_levels: tuple[Tensor, Tensor] | None = None
+        if graded:
+            label_levels = _as_levels(batch.labels), _as_levels(ref_labels)
+            read_once((batch.labels, ref_labels), (), lambda: _check_levels(owner, *label_levels))
+            self.levels = tuple(range(1, label_levels[0].shape[1] + 1))
+            self._label_levels = label_levels
+
+        self.ids, self.ref_ids = batch.ids, batch.ref_ids
+        if self.in_batch:
+            self.ref_ids = batch.ids
+
+        queries = normalize(batch.embeddings)
+        references = queries
+        self.given = {"embeddings": batch.embeddings.detach()}
+        if batch.ref_emb is not None:
+            references = normalize(batch.ref_emb).to(queries.dtype)
+            self.given["ref_emb"] = batch.ref_emb.detach()
+        self.tensors: tuple[Tensor, ...] = (queries, references)
+        if self.in_batch:
+            self.tensors = (queries,)
+        self.gallery = len(references)
+        self._queries, self._references = queries.detach(), references.detach()
+        self._labels_and_ids = (batch.labels, batch.ref_labels, batch.ids, batch.ref_ids)
+
+    def scores(self, rows: Tensor) -> Tensor:
+        return self._queries_at(rows) @ self._references.T
+
+    def masks(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        relevant = self._relevance(rows)
+        candidate = torch.ones_like(relevant, dtype=torch.bool)
+        if not self.include_self:
+            self._exclude_self(rows, candidate)
+            return relevant * candidate, candidate
+        if not self.self_is_positive:
+            others = torch.ones_like(candidate)
+            self._exclude_self(rows, others)
+            return relevant * others, candidate
+        return relevant, candidate
+
+    def count_positives(self) -> tuple[Tensor, Tensor]:
+        settings = (self.include_self, self.self_is_positive, self.levels)
+        return read_once(self._labels_and_ids, settings, super().count_positives)
+
+    def add_gradient(self, rows: Tensor, gradient: Tensor, gradients: list[Tensor | None]) -> None:
+        if not self.in_batch:
+            of_queries, of_references = gradients[:2]
+            if of_queries is not None:
+                of_queries.index_add_(0, rows, gradient @ self._references)
+            if of_references is not None:
+                of_references.addmm_(gradient.T, self._queries[rows])
+            return
+        of_embeddings = gradients[0]
+        if of_embeddings is None:
+            return
+        if len(rows) == len(self._queries):  # one product of G + G^T instead of one of each
+            of_embeddings.addmm_(add_transposed(gradient), self._queries)
+        else:
+            of_embeddings.index_add_(0, rows, gradient @ self._queries)
+            of_embeddings.addmm_(gradient.T, self._queries[rows])
+
+    def _queries_at(self, rows: Tensor) -> Tensor:
+        if len(rows) == len(self._queries):  # rows are in ascending order
+            return self._queries
+        return self._queries[rows]
+
+    def class_weights(self, valid: Tensor) -> Tensor:
+        labels = self.labels.contiguous()
+        ordered, order = labels.sort()
+        before = pad(valid[order].cumsum(0), (1, 0))  # number of valid queries before each position
+        begin, end = torch.searchsorted(ordered, labels), torch.searchsorted(ordered, labels, right=True)
+        sizes = before[end] - before[begin]  # valid queries of the query's class
+        weights = valid / sizes.clamp(min=1).to(self.dtype)
+        return weights * (valid.sum() / weights.sum().clamp(min=torch.finfo(self.dtype).tiny))
+
+    def _relevance(self, rows: Tensor) -> Tensor:
+        """Whether each reference has the query's label or, with levels, how many labels it shares with the query."""
+        if self._label_levels is None:
+            return self.labels[rows, None] == self.ref_labels
+        labels, ref_labels = self._label_levels
+        shared = torch.zeros(len(rows), len(ref_labels), dtype=torch.uint8, device=rows.device)
+        for of_queries, of_references in zip(labels.unbind(1), ref_labels.unbind(1)):
+            shared += of_queries[rows, None] == of_references
+        return shared
+
+    def _exclude_self(self, rows: Tensor, mask: Tensor) -> None:
+        """Set the elements of a mask to False where the reference is the query itself, by its position or its id."""
+        if self.in_batch:
+            mask.scatter_(1, rows[:, None], False)
+        if self.ids is not None and self.ref_ids is not None:
+            mask &= self.ids[rows, None] != self.ref_ids
+
+
+def add_transposed(matrix: Float[Tensor, "n n"]) -> Float[Tensor, "n n"]:
+    """Add the transposed matrix to a square matrix in place, tile by tile, without a second matrix of its size."""
+    size = size_for(matrix.device, cpu=CPU_TILE, accelerator=ACCELERATOR_TILE)
+    for i in range(0, len(matrix), size):
+        for j in range(0, i, size):
+            tile, mirrored = matrix[i : i + size, j : j + size], matrix[j : j + size, i : i + size]
+            tile += mirrored.T
+            mirrored.copy_(tile.T)
+        diagonal = matrix[i : i + size, i : i + size]
+        diagonal.copy_(diagonal + diagonal.T)
+    return matrix
+
+
+def _as_levels(labels: Tensor) -> Tensor:
+    if labels.ndim == 1:
+        return labels[:, None]
+    return labels
+
+
+def _check_levels(owner: str, labels: Tensor, ref_labels: Tensor) -> None:
+    if labels.ndim != 2 or ref_labels.ndim != 2 or labels.shape[1] != ref_labels.shape[1]:
+        raise ValueError(
+            f"{owner}: labels must have shape (rows, levels), finest level first, got `labels` {tuple(labels.shape)} "
+            f"and `ref_labels` {tuple(ref_labels.shape)}."
+        )
+    all_labels = labels
+    if ref_labels is not labels:
+        all_labels = torch.cat([labels, ref_labels])
+    check_nesting(owner, to_host(all_labels))
+
+
+def check_batch(owner: str, batch: RankedBatch) -> None:
+    """Raise unless all parts of a batch are tensors that fit together; whether they are finite is not checked."""
+    check_matrix(owner, "embeddings", batch.embeddings)
+    rows = len(batch.embeddings)
+    if rows == 0:
+        raise ValueError(
+            f"{owner}: `embeddings` must hold at least one row, got shape {tuple(batch.embeddings.shape)}."
+        )
+    device = batch.embeddings.device
+    check_labels(owner, "labels", batch.labels, rows, "embeddings", device=device)
+    if batch.ids is not None:
+        check_integers(owner, "ids", batch.ids, rows, "embeddings", device=device)
+    if batch.queries is not None and not isinstance(batch.queries, QueryRange):
+        raise TypeError(f"{owner}: `queries` must be a QueryRange or None, got {short_repr(batch.queries)}.")
+    if batch.ref_emb is None:
+        _check_no_references(owner, batch)
+    else:
+        _check_references(owner, batch, batch.ref_emb)
+
+
+def _check_no_references(owner: str, batch: RankedBatch) -> None:
+    for name, value in (("ref_labels", batch.ref_labels), ("ref_ids", batch.ref_ids)):
+        if value is not None:
+            raise ValueError(f"{owner}: `{name}` was given without `ref_emb`; give both or neither.")
+
+
+def _check_references(owner: str, batch: RankedBatch, ref_emb: Any) -> None:
+    if isinstance(ref_emb, tuple):
+        raise TypeError(
+            f"{owner}: `ref_emb` must be a tensor, got a tuple of {len(ref_emb)}, as the miners of "
+            "pytorch-metric-learning return; the losses of this library rank all pairs and need no miner, so call "
+            "loss(embeddings, labels)."
+        )
+    if batch.ref_labels is None:
+        raise ValueError(f"{owner}: `ref_emb` was given without `ref_labels`; give both or neither.")
+    device = batch.embeddings.device
+    check_device(owner, "ref_emb", ref_emb, device, "embeddings")
+    check_matrix(owner, "ref_emb", ref_emb)
+    if ref_emb.shape[1] != batch.embeddings.shape[1]:
+        raise ValueError(
+            f"{owner}: `ref_emb` must have the dimension of `embeddings`, got {tuple(ref_emb.shape)} "
+            f"against {tuple(batch.embeddings.shape)}."
+        )
+    check_labels(owner, "ref_labels", batch.ref_labels, len(ref_emb), "ref_emb", device=device)
+    if batch.ref_ids is not None:
+        check_integers(owner, "ref_ids", batch.ref_ids, len(ref_emb), "ref_emb", device=device)
+
+
+def _check_ids_of_both(owner: str, batch: RankedBatch) -> None:
+    if batch.ref_emb is None or (batch.ids is None) == (batch.ref_ids is None):
+        return
+    missing, given = "ref_ids", "ids"
+    if batch.ids is None:
+        missing, given = given, missing
+    raise ValueError(f"{owner}: `{given}` was given without `{missing}`; with `ref_emb` give both or neither.")

@@ -1,0 +1,1 @@
+"""What happens to an image between its file and the network."""

@@ -1,0 +1,130 @@
+"""The preparation of images for a backbone: what its weights want, with the settings that a user has changed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from PIL import Image
+
+from lightning_retrieval.checks import short_repr
+from lightning_retrieval.preparation.pixels import check_size
+from lightning_retrieval.preparation.preparation import Preparation
+
+# What Hugging Face's preprocessor_config.json says of images, as the arguments of `Preparation`.
+
+
+def read_preparation(transformers: Any, name: str, source: dict[str, Any]) -> dict[str, Any]:
+    """The preparation of a model; empty if it has none.
+
+    Args:
+        transformers: the package.
+        name: hub id or local folder.
+        source: keyword arguments that say where to look for it.
+    """
+    kind = transformers.image_processing_utils.ImageProcessingMixin
+    try:
+        settings, _ = kind.get_image_processor_dict(name, **source)
+    except (OSError, ValueError):
+        return {}
+    return as_preparation(settings)
+
+
+def as_preparation(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `Preparation` for the settings of an image processor.
+
+    Args:
+        settings: the content of preprocessor_config.json.
+    """
+    resized = _pixels(settings.get("size"))
+    size = resized
+    if settings.get("do_center_crop") or "crop_pct" in settings:
+        size = _pixels(settings.get("crop_size", size))
+    arguments: dict[str, Any] = {}
+    if size is not None:
+        arguments["image_size"] = size
+    if settings.get("do_resize", True) and resized is not None:
+        arguments["resize"] = resized
+    if "resample" in settings:
+        arguments["interpolation"] = Image.Resampling(settings["resample"]).name.lower()
+    if settings.get("do_normalize", True):
+        for name in ("mean", "std"):
+            if f"image_{name}" in settings:
+                arguments[name] = tuple(settings[f"image_{name}"])
+    else:
+        arguments |= {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    return arguments
+
+
+def _pixels(size: Any) -> int | tuple[int, int] | None:
+    """A size of transformers: one number for the short side, or height and width."""
+    if not isinstance(size, Mapping):
+        return size  # type: ignore[no-any-return]
+    if "shortest_edge" in size:
+        return int(size["shortest_edge"])
+    if "height" in size:
+        return int(size["height"]), int(size["width"])
+    return None
+
+
+def wanted_settings(owner: str, preparation: Any, image_size: Any) -> dict[str, Any]:
+    """The settings of a preparation that a user has given.
+
+    Args:
+        owner: prefix of error messages.
+        preparation: a `Preparation`, the settings to change, or None.
+        image_size: a size, or None; it replaces that of `preparation`.
+
+    Raises:
+        TypeError: if `preparation` is something else.
+        ValueError: if it has a setting that does not exist.
+    """
+    settings: dict[str, Any] = {}
+    if isinstance(preparation, Preparation):
+        settings = preparation.as_dict()
+    elif isinstance(preparation, Mapping):
+        settings = dict(preparation)
+    elif preparation is not None:
+        raise TypeError(
+            f"{owner}: `preparation` must be a Preparation or a dict of its settings, got {short_repr(preparation)} "
+            f"({type(preparation).__name__})."
+        )
+    known = Preparation().as_dict()
+    unknown = [name for name in settings if name not in known]
+    if unknown:
+        raise ValueError(f"{owner}: `preparation` must have settings among {', '.join(known)}, got {unknown[0]!r}.")
+    if "image_size" in settings:
+        settings["image_size"] = check_size("Preparation", "image_size", settings["image_size"])
+    image_size = check_size(owner, "image_size", image_size)
+    if image_size is not None:
+        if image_size != settings.get("image_size", image_size):
+            settings.pop("resize", None)
+        settings["image_size"] = image_size
+    Preparation(**settings)  # raises for an invalid value
+    return settings
+
+
+def merged_preparation(of_weights: Mapping[str, Any], wanted: Mapping[str, Any]) -> Preparation:
+    """The preparation of a backbone with the settings that are wanted.
+
+    If only the image size is changed, images are resized in the same proportion to it as before.
+
+    Args:
+        of_weights: arguments of `Preparation` for the weights.
+        wanted: arguments that replace them.
+    """
+    settings = {**of_weights, **wanted}
+    if "image_size" in wanted and "resize" not in wanted:
+        settings["resize"] = _scaled_resize(of_weights, wanted["image_size"])
+    return Preparation(**settings)
+
+
+def _scaled_resize(of_weights: Mapping[str, Any], image_size: Any) -> Any:
+    """The size to which images are resized before the crop of another size."""
+    before, resize = of_weights.get("image_size"), of_weights.get("resize")
+    if not isinstance(before, int):
+        return None
+    if isinstance(resize, int) and isinstance(image_size, int):
+        return max(image_size, round(image_size * resize / before))
+    if isinstance(resize, (list, tuple)) and isinstance(image_size, int):
+        height, width = resize
+        return max(image_size, round(image_size * height / before)), max(image_size, round(image_size * width / before))
+    return None

@@ -1,0 +1,291 @@
+"""Images as tensors of uint8, which are resized and cropped before the network.
+
+A tensor of an image has shape (channels, height, width), and its memory is that of (height, width, channels), as the
+decoders write it and as torch resizes it fastest.
+"""
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from PIL import Image, ImageColor, ImageFile, ImageOps
+from PIL.JpegImagePlugin import JpegImageFile
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from lightning_retrieval.checks import check_float_type, check_integer, check_tensor, short_repr
+
+# Colours of image files: conversion to RGB with 8 bits, where transparent pixels show a background.
+
+
+WHITE = (255, 255, 255)
+
+
+_WITH_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
+
+
+def check_colour(owner: str, name: str, value: Any) -> tuple[int, int, int]:
+    """Red, green and blue of a colour; raise unless it is a name of Pillow's or three integers from 0 to 255."""
+    rule = f"{owner}: `{name}` must be the name of a colour, such as 'white' or '#ff8000', or (red, green, blue)"
+    if isinstance(value, str):
+        try:
+            return ImageColor.getcolor(value, "RGB")  # type: ignore[return-value]
+        except ValueError:
+            raise ValueError(f"{rule}, got {short_repr(value)}.") from None
+    if not isinstance(value, (list, tuple)):
+        raise TypeError(f"{rule}, got {short_repr(value)} ({type(value).__name__}).")
+    if len(value) != 3:
+        raise ValueError(f"{rule}, got {short_repr(value)}.")
+    red, green, blue = (check_integer(owner, name, part, 0, 255) for part in value)
+    return red, green, blue
+
+
+def to_rgb(image: Image.Image, background: tuple[int, int, int] = WHITE) -> Image.Image:
+    """Convert an image to RGB with 8 bits; 16 bits are scaled to 8, and transparent pixels show the background.
+
+    Pillow's own conversion would clip all values above 255, and show what is hidden under transparent pixels, which is
+    mostly black.
+
+    Raises:
+        ValueError: if the pixels are floating-point numbers, or 32-bit integers that are not obviously 16-bit values.
+    """
+    if image.mode == "F":
+        raise ValueError("it holds floating-point numbers, whose range is unknown; save it in 8 bits")
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        return _16_bits_to_rgb(image)
+    if image.mode in _WITH_ALPHA or "transparency" in image.info:
+        return _compose(image, background)
+    return image.convert("RGB")
+
+
+def _compose(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
+    """The image on a background of this colour."""
+    if image.mode == "La":  # which Pillow converts to LA only
+        image = image.convert("LA")
+    canvas = Image.new("RGBA", image.size, (*background, 255))
+    canvas.alpha_composite(image.convert("RGBA"))
+    return canvas.convert("RGB")
+
+
+def _16_bits_to_rgb(image: Image.Image) -> Image.Image:
+    values = np.asarray(image).astype(np.int64)
+    low, high = int(values.min()), int(values.max())
+    if image.mode == "I" and not (low >= 0 and 255 < high < 2**16):
+        raise ValueError(f"it holds 32-bit integers from {low} to {high}, whose range is unknown; save it in 8 bits")
+    scaled = (values + 128) // 257
+    return Image.fromarray(scaled.astype(np.uint8)).convert("RGB")
+
+
+# Decoding of JPEGs at a half, a quarter or an eighth of their size, which libjpeg does much faster than in full.
+#
+# libjpeg takes the mean of each square of pixels nearly as a box filter would, so the pixels after resizing are others.
+
+
+Size = tuple[int, int]  # height and width
+
+
+DIVISORS = (8, 4, 2)
+
+
+def reduce_scale(image: Image.Image, least_size: Size | None, part: Size | None = None) -> int:
+    """Let Pillow decode a JPEG at the smallest scale at which it is not smaller than a size.
+
+    Images of other formats, and those that are decoded already, are left as they are.
+
+    Args:
+        image: that Pillow has opened, and decodes later; its size becomes the reduced one.
+        least_size: height and width that it must keep; None for the full scale.
+        part: height and width of that part of the image which must keep them; None for the whole image.
+
+    Returns:
+        What the size was divided by, and rounded up: 1, 2, 4 or 8.
+    """
+    if least_size is None or not isinstance(image, JpegImageFile):
+        return 1
+    if part is None:
+        part = (image.height, image.width)
+    before = image.size
+    for divisor in DIVISORS:
+        if part[0] >= divisor * least_size[0] and part[1] >= divisor * least_size[1]:
+            image.draft(None, (image.width // divisor, image.height // divisor))
+            return divisor if image.size != before else 1  # as for an image that is decoded already
+    return 1
+
+
+MOST_PIXELS = 16384  # of a side
+
+
+Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
+
+
+INTERPOLATIONS = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "lanczos": Image.Resampling.LANCZOS,
+    "box": Image.Resampling.BOX,
+    "hamming": Image.Resampling.HAMMING,
+}
+
+
+_ORIENTATION = 0x0112  # number of the EXIF tag, whose values above 4 exchange height and width
+
+
+Pixels = UInt8[Tensor, "channel height width"]
+
+
+PixelsOfNewSize = UInt8[Tensor, "channel new_height new_width"]
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """The image rotated as the EXIF orientation of its file says, if it comes straight from `PIL.Image.open`.
+
+    Pillow leaves the orientation in images that were converted or cropped since, which may have been rotated already.
+
+    Args:
+        image: of any mode.
+    """
+    if isinstance(image, ImageFile.ImageFile):
+        return ImageOps.exif_transpose(image)
+    return image
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Height and width of what `upright` returns.
+
+    Args:
+        image: of any mode, which is not decoded.
+    """
+    is_transposed = isinstance(image, ImageFile.ImageFile) and image.getexif().get(_ORIENTATION, 1) > 4
+    if is_transposed:
+        return image.width, image.height
+    return image.height, image.width
+
+
+def to_pixels(image: Image.Image) -> Pixels:
+    """The pixels of a PIL image of the mode RGB or L.
+
+    Args:
+        image: to be copied.
+    """
+    pixels = torch.from_numpy(np.array(image))
+    if pixels.ndim == 2:
+        return pixels[None]
+    return pixels.permute(2, 0, 1)
+
+
+def to_image(pixels: Pixels) -> Image.Image:
+    """The PIL image of these pixels, of the mode RGB.
+
+    Args:
+        pixels: with 3 channels.
+    """
+    return Image.fromarray(pixels.permute(1, 2, 0).numpy())
+
+
+def resize_bilinear(pixels: Pixels, height: int, width: int) -> PixelsOfNewSize:
+    """Resize an image with antialiasing; each value differs by at most 1 from that of Pillow's bilinear filter.
+
+    Args:
+        pixels: the image.
+        height: of the result.
+        width: of the result.
+    """
+    if pixels.shape[1:] == (height, width):
+        return pixels
+    batch = pixels.permute(1, 2, 0)[None].permute(0, 3, 1, 2)  # strides by which torch sees that channels are last
+    resized: Tensor = interpolate(batch, size=(height, width), mode="bilinear", antialias=True)
+    return resized[0]
+
+
+def resize_image(image: Image.Image, height: int, width: int, interpolation: Interpolation) -> Image.Image:
+    """Resize a PIL image by one of Pillow's filters.
+
+    Args:
+        image: the image.
+        height: of the result.
+        width: of the result.
+        interpolation: name of the filter.
+    """
+    if image.size == (width, height):
+        return image
+    return image.resize((width, height), INTERPOLATIONS[interpolation])
+
+
+def size_with_short_side(height: int, width: int, length: int) -> tuple[int, int]:
+    """Height and width after resizing the short side to `length`; the long side is rounded down.
+
+    Args:
+        height: before.
+        width: before.
+        length: of the short side.
+    """
+    short, long = sorted((height, width))
+    long_length = int(length * long / short)
+    if width <= height:
+        return long_length, length
+    return length, long_length
+
+
+def centre_crop(pixels: Pixels, height: int, width: int) -> PixelsOfNewSize:
+    """The centre of an image, which must be at least as large.
+
+    Args:
+        pixels: the image.
+        height: of the result.
+        width: of the result.
+    """
+    top = round((pixels.shape[1] - height) / 2)
+    left = round((pixels.shape[2] - width) / 2)
+    return pixels[:, top : top + height, left : left + width]
+
+
+def check_pixels(owner: str, name: str, pixels: Any) -> None:
+    """Raise unless a tensor holds the pixels of one image in colour.
+
+    Args:
+        owner: prefix of error messages.
+        name: of the argument.
+        pixels: a tensor.
+    """
+    check_tensor(owner, name, pixels)
+    if pixels.dtype != torch.uint8:
+        raise TypeError(f"{owner}: `{name}` must be a PIL image or a tensor of uint8, got {pixels.dtype}.")
+    if pixels.ndim != 3 or len(pixels) != 3:
+        raise ValueError(f"{owner}: `{name}` must have shape (3, height, width), got {tuple(pixels.shape)}.")
+
+
+def check_normalized(owner: str, images: Tensor) -> None:
+    """Raise unless images are floating point, as those that were normalised are.
+
+    Args:
+        owner: prefix of error messages.
+        images: a batch.
+    """
+    if images.dtype == torch.uint8:
+        raise TypeError(
+            f"{owner}: `images` must be floating point, got torch.uint8; normalise them, as "
+            "`Preparation.normalize` does."
+        )
+    check_float_type(owner, "images", images)
+
+
+def check_size(owner: str, name: str, value: Any) -> int | tuple[int, int] | None:
+    """One number of pixels or a pair of them, as plain data; None stays None.
+
+    Args:
+        owner: prefix of error messages.
+        name: of the argument.
+        value: the size.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple)):
+        return check_integer(owner, name, value, 1, MOST_PIXELS)
+    if len(value) != 2:
+        raise ValueError(
+            f"{owner}: `{name}` must be one number of pixels or a pair (height, width), got {short_repr(value)}."
+        )
+    height, width = (check_integer(owner, name, length, 1, MOST_PIXELS) for length in value)
+    return height, width

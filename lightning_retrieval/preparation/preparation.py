@@ -1,0 +1,352 @@
+"""What is done to an image before the network in evaluation: resize, crop, normalise, as plain data.
+
+A model gives the embeddings that it was evaluated with only for images that are prepared in the same way. So the
+preparation is a dataclass of plain values, which a checkpoint, a config and an exported model can hold.
+
+The preparations of the papers, by name:
+
+| name | result |
+| --- | --- |
+| `"plain"` | short side 256, centre crop 224 |
+| `"smooth_ap"` | the same: Brown et al., ECCV 2020, official code |
+| `"roadmap"` | 256 x 256, centre crop 224: Ramzi et al., NeurIPS 2021, official code |
+| `"ap_gem"` | the image as it is: Revaud et al., ICCV 2019 |
+| `"glyphs"` | 32 x 32, grey, values from 0 to 1: the data module `Glyphs` |
+
+The sizes and the pixels are those of torchvision's `Resize` and `CenterCrop`: with bilinear interpolation those for
+tensors, which differ from those for PIL images by at most 1 of 255, and with any other those for PIL images.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, UInt8
+from PIL import Image
+from torch import Tensor
+
+from lightning_retrieval.checks import (
+    check_bool,
+    check_choice,
+    check_finite_number,
+    check_float,
+    check_positive,
+    check_tensor,
+    short_repr,
+)
+from lightning_retrieval.preparation.pixels import (
+    INTERPOLATIONS,
+    Interpolation,
+    Size,
+    centre_crop,
+    check_colour,
+    check_pixels,
+    check_size,
+    reduce_scale,
+    resize_bilinear,
+    resize_image,
+    size_with_short_side,
+    to_image,
+    to_pixels,
+    to_rgb,
+    upright,
+    upright_size,
+)
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+DEFAULT_IMAGE_SIZE = 224
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """The preparation of an image for a network in evaluation: a function from an image to a normalised tensor.
+
+    Args:
+        image_size: height and width of the result, or one number for both, from 1 to 16,384 pixels: what the centre
+            crop keeps. None keeps the image as large as it is after resizing.
+        resize: before the crop, resize the image: one number for its short side, or height and width. If None, the
+            short side is 256 / 224 of `image_size`, as in the papers; if `image_size` is a pair, the image is resized
+            to it; if that is None too, the image is not resized.
+        interpolation: of resizing: `"nearest"`, `"bilinear"`, `"bicubic"`, `"lanczos"`, `"box"` or `"hamming"`.
+        mean: subtracted from each channel, whose values are from 0 to 1; by default that of ImageNet.
+        std: what the difference is divided by, for each channel; by default that of ImageNet.
+        channels: 3 for colour, 1 for grey.
+        background: the colour that shows through transparent pixels: a name such as `"white"`, a hexadecimal number
+            such as `"#ff8000"`, or red, green and blue from 0 to 255.
+        reduced_scale: whether JPEGs are decoded at a half, a quarter or an eighth of their size if they are then not
+            smaller than what they are resized to: faster for large photographs, but with other pixels. A PIL image that
+            is decoded already is left as it is.
+
+    Raises:
+        ValueError: if a value is out of its range, the crop is larger than the resized image, or `mean` or `std` has
+            not one number for each channel.
+        TypeError: if an argument has another type; when called, if the image is neither a PIL image nor uint8.
+
+    Example:
+        >>> from PIL import Image
+        >>> from lightning_retrieval.preparation.preparation import Preparation
+        >>> preparation = Preparation(image_size=64, resize=64)
+        >>> image = preparation(Image.new("RGB", (100, 80), "red"))
+        >>> image.shape, preparation.undo(image)[:, 0, 0].tolist()
+        (torch.Size([3, 64, 64]), [255, 0, 0])
+        >>> Preparation(**preparation.as_dict()) == preparation
+        True
+
+    Relations:
+        `Preparation.named` gives those of the papers. `training_transform` gives the random transforms of training.
+        `dataclasses.replace` changes a setting.
+    """
+
+    image_size: int | Sequence[int] | None = DEFAULT_IMAGE_SIZE
+    resize: int | Sequence[int] | None = None
+    interpolation: Interpolation = "bilinear"
+    mean: Sequence[float] = IMAGENET_MEAN
+    std: Sequence[float] = IMAGENET_STD
+    channels: int = 3
+    background: str | Sequence[int] = "white"
+    reduced_scale: bool = False
+
+    NAMES: ClassVar[tuple[str, ...]] = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")
+
+    def __post_init__(self) -> None:
+        self._set("image_size", check_size("Preparation", "image_size", self.image_size))
+        self._set("resize", check_size("Preparation", "resize", self.resize))
+        check_choice("Preparation", "interpolation", self.interpolation, tuple(INTERPOLATIONS))
+        self._set("channels", check_choice("Preparation", "channels", self.channels, (1, 3)))
+        self._set("mean", _check_channels("mean", self.mean, self.channels))
+        self._set("std", _check_channels("std", self.std, self.channels))
+        for mean, std in zip(self.mean, self.std):
+            check_finite_number("Preparation", "mean", mean, least=0, most=1)
+            check_positive("Preparation", "std", std)
+        check_colour("Preparation", "background", self.background)
+        if not isinstance(self.background, str):
+            self._set("background", tuple(self.background))
+        check_bool("Preparation", "reduced_scale", self.reduced_scale)
+        self._check_crop()
+
+    @staticmethod
+    def named(name: str) -> "Preparation":
+        """The preparation of a paper, see the table at the top of this module.
+
+        Args:
+            name: `"plain"`, `"smooth_ap"`, `"roadmap"`, `"ap_gem"` or `"glyphs"`.
+
+        Raises:
+            ValueError: if the name is unknown.
+        """
+        name = check_choice("Preparation", "name", name, Preparation.NAMES)
+        return Preparation(**_SETTINGS[name])
+
+    def __call__(self, image: Image.Image | Tensor) -> Float[Tensor, "channel height width"]:
+        """The image that the network receives.
+
+        Args:
+            image: a PIL image of any mode, or a tensor (3, height, width) of uint8. Both give the same result.
+
+        Raises:
+            TypeError: if the image is neither.
+            ValueError: if the range of its values is unknown, or the tensor has another shape.
+        """
+        return self.normalize(self.to_uint8(image))
+
+    def to_uint8(self, image: Image.Image | Tensor) -> UInt8[Tensor, "channel height width"]:
+        """The image after the conversion of its colours, resizing and cropping, before it is normalised.
+
+        Args:
+            image: as for a call.
+        """
+        if self.takes_pixels:
+            pixels = self._resized_pixels(self._pixels(image))
+        else:
+            pixels = to_pixels(self._resized_image(self._image(image)))
+        if self.crop_size is None:
+            return pixels
+        return centre_crop(pixels, *self.crop_size)
+
+    @property
+    def takes_pixels(self) -> bool:
+        """Whether tensors are prepared faster than PIL images, so that `ImageSet` decodes images to tensors."""
+        return self.interpolation == "bilinear" and self.channels == 3
+
+    def normalize(self, images: UInt8[Tensor, "*batch channel height width"]) -> Float[Tensor, "..."]:
+        """Images of uint8 as float32, scaled to values from 0 to 1 and normalised by `mean` and `std`.
+
+        Args:
+            images: one image or a batch.
+        """
+        check_tensor("Preparation", "images", images)
+        if images.dtype != torch.uint8:
+            raise TypeError(f"Preparation: `images` must be uint8, got {images.dtype}.")
+        mean, std = self._channel_values(images)
+        return images.to(torch.float32).mul_(1 / 255).sub_(mean).div_(std)
+
+    def undo(self, images: Float[Tensor, "*batch channel height width"]) -> UInt8[Tensor, "..."]:
+        """Normalised images as uint8 with their true colours, to show them.
+
+        Args:
+            images: one image or a batch.
+        """
+        check_float("Preparation", "images", images)
+        mean, std = self._channel_values(images)
+        values = images.float() * std + mean
+        return values.mul_(255).round_().clamp_(0, 255).to(torch.uint8)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The settings as plain data, which checkpoints, JSON and YAML can hold."""
+        settings = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            settings[field.name] = list(value) if isinstance(value, tuple) else value
+        return settings
+
+    def with_size(self, image_size: int | Sequence[int] | None) -> "Preparation":
+        """The preparation for another size, before which images are resized in proportion.
+
+        Args:
+            image_size: height and width of the result, or one number for both; None neither resizes nor crops.
+        """
+        other = replace(self, image_size=image_size, resize=None)
+        if self.resize is None or self.crop_size is None or other.crop_size is None:
+            return other
+        factors = [new / old for new, old in zip(other.crop_size, self.crop_size)]
+        if isinstance(self.resize, int):
+            return replace(other, resize=round(self.resize * max(factors)))
+        height, width = (round(length * factor) for length, factor in zip(self.resize, factors))
+        return replace(other, resize=(height, width))
+
+    @property
+    def resized_to(self) -> int | tuple[int, int] | None:
+        """What images are resized to: the length of the short side, height and width, or None."""
+        target = self.resize
+        if target is None:
+            target = self.image_size
+            if isinstance(target, int):
+                target = round(target * 256 / 224)
+        return target  # type: ignore[return-value]
+
+    @property
+    def least_size(self) -> Size | None:
+        """Height and width at which JPEGs may be decoded instead of in full, before they are resized; None if not."""
+        target = self.resized_to
+        if not self.reduced_scale or target is None:
+            return None
+        if isinstance(target, int):
+            return target, target
+        return target
+
+    @property
+    def gives_one_size(self) -> bool:
+        """Whether all images have the same size afterwards, so that they can be put into one batch."""
+        return self.image_size is not None or isinstance(self.resize, tuple)
+
+    @property
+    def crop_size(self) -> tuple[int, int] | None:
+        """Height and width of the centre crop, or None."""
+        if isinstance(self.image_size, int):
+            return self.image_size, self.image_size
+        return self.image_size  # type: ignore[return-value]
+
+    def _pixels(self, image: Any) -> UInt8[Tensor, "channel height width"]:
+        """The pixels of the image in colour."""
+        if isinstance(image, Tensor):
+            check_pixels("Preparation", "image", image)
+            return image
+        return to_pixels(self._image(image))
+
+    def _image(self, given: Any) -> Image.Image:
+        """The image in colour, or in grey for one channel."""
+        image: Image.Image = given
+        if isinstance(given, Tensor):
+            check_pixels("Preparation", "image", given)
+            image = to_image(given)
+        elif not isinstance(given, Image.Image):
+            raise TypeError(
+                f"Preparation: `image` must be a PIL image or a tensor of uint8, got {type(given).__name__}; "
+                "PIL.Image.fromarray makes one of an array (height, width, 3) of uint8."
+            )
+        reduce_scale(image, self.least_size, upright_size(image))
+        image = upright(image)
+        if image.mode != "RGB" or "transparency" in image.info:
+            image = to_rgb(image, check_colour("Preparation", "background", self.background))
+        if self.channels == 1:
+            return image.convert("L")
+        return image
+
+    def _resized_pixels(self, pixels: Tensor) -> Tensor:
+        size = self._resized_size(pixels.shape[1], pixels.shape[2])
+        if size is None:
+            return pixels
+        return resize_bilinear(pixels, *size)
+
+    def _resized_image(self, image: Image.Image) -> Image.Image:
+        size = self._resized_size(image.height, image.width)
+        if size is None:
+            return image
+        return resize_image(image, *size, self.interpolation)
+
+    def _resized_size(self, height: int, width: int) -> tuple[int, int] | None:
+        """Height and width after resizing, None if images are not resized."""
+        target = self.resized_to
+        if isinstance(target, int):
+            return size_with_short_side(height, width, target)
+        return target
+
+    def _channel_values(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """`mean` and `std` in a shape that fits the images."""
+        if images.ndim < 3 or images.shape[-3] != self.channels:
+            raise ValueError(
+                f"Preparation: `images` must have shape (..., {self.channels}, height, width), got "
+                f"{tuple(images.shape)}."
+            )
+        values = torch.tensor([self.mean, self.std], device=images.device)  # (2, channel)
+        mean, std = values[..., None, None]
+        return mean, std
+
+    def _check_crop(self) -> None:
+        """Raise if the crop would be larger than some resized image."""
+        crop, target = self.crop_size, self.resized_to
+        if crop is None or target is None:
+            return
+        if isinstance(target, int):
+            target = (target, target)
+        if crop[0] > target[0] or crop[1] > target[1]:
+            raise ValueError(
+                f"Preparation: `resize` must be at least `image_size`, {self.image_size}, so that the crop lies in the "
+                f"image, got {self.resize}."
+            )
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # the dataclass is frozen for everybody else
+
+
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smooth_ap": {},
+    "roadmap": {"resize": (256, 256)},
+    "ap_gem": {"image_size": None},
+    "glyphs": {
+        "image_size": 32,
+        "resize": (32, 32),
+        "interpolation": "bicubic",
+        "mean": (0.0,),
+        "std": (1.0,),
+        "channels": 1,
+    },
+}
+
+
+def _check_channels(name: str, values: Any, channels: int) -> tuple[float, ...]:
+    """One number for each channel, as plain data."""
+    if not isinstance(values, (list, tuple)):
+        raise TypeError(
+            f"Preparation: `{name}` must hold one number for each channel, got {short_repr(values)} "
+            f"({type(values).__name__})."
+        )
+    if len(values) != channels:
+        raise ValueError(
+            f"Preparation: `{name}` must hold one number for each channel, {channels}, got {short_repr(values)}."
+        )
+    return tuple(float(check_finite_number("Preparation", name, value)) for value in values)

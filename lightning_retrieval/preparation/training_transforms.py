@@ -1,0 +1,295 @@
+"""The random image transforms of training of the papers, by name.
+
+| name | with images of 224 pixels |
+| --- | --- |
+| `"plain"` | short side 256, random crop 224, flip |
+| `"smooth_ap"` | random resized crop 224 (area 0.08 to 1), flip |
+| `"roadmap"` | short side 256, random resized crop 224 (area 0.16 to 1), flip |
+| `"ap_gem"` | random resized crop (area 0.5 to 1; of 800 pixels if no size is set), colour jitter, tilt, flip |
+
+`"smooth_ap"` (Brown et al., ECCV 2020) and `"roadmap"` (Ramzi et al., NeurIPS 2021) are those of the official code.
+`"ap_gem"` (Revaud et al., ICCV 2019, section 4.2) has the kinds of transforms and the sizes of the paper; neither the
+paper nor its code states the strengths, so these are our choice. What evaluation does is a `Preparation` of the same
+name.
+
+All but `"ap_gem"`, whose colours torchvision changes differently in tensors, take tensors of uint8 if evaluation does.
+With `Preparation(reduced_scale=True)` they let JPEGs be decoded at a scale at which no random crop has to be enlarged.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from PIL import Image
+from torch import Tensor, nn
+from torchvision.transforms import InterpolationMode, v2
+
+from lightning_retrieval.checks import check_choice, check_instance
+from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.preparation.pixels import Pixels, Size, to_image, to_pixels
+from lightning_retrieval.preparation.preparation import Preparation
+
+# Transforms of albumentations, which take and return a dict of arrays, as functions of a PIL image.
+
+
+UPDATE = "NO_ALBUMENTATIONS_UPDATE"  # variable of the environment
+
+
+class AlbumentationsTransform:
+    """A transform of albumentations as a function from a PIL image.
+
+    Its random numbers are seeded by torch's seed, which `ImageSet` sets for each training image, because albumentations
+    has a generator of its own.
+
+    Args:
+        transform: `albumentations.Compose` or another transform; let it end in `albumentations.pytorch.ToTensorV2`.
+    """
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __call__(self, image: Image.Image) -> Any:
+        self.transform.set_random_seed(torch.initial_seed() % 2**32)
+        return self.transform(image=np.array(image))["image"]
+
+    def __repr__(self) -> str:
+        return repr(self.transform)
+
+    def as_dict(self) -> dict[str, Any] | None:
+        """The transform as plain data, None if it contains functions."""
+        try:
+            return {"albumentations": json.loads(json.dumps(self.transform.to_dict()))}  # with lists for tuples
+        except (NotImplementedError, AttributeError, ValueError, TypeError):
+            return None
+
+    @classmethod
+    def from_dict(cls, owner: str, described: dict[str, Any]) -> "AlbumentationsTransform":
+        """The transform of plain data; only classes of albumentations are made.
+
+        Args:
+            owner: prefix of error messages.
+            described: what `as_dict` returned.
+
+        Raises:
+            ModuleNotFoundError: if albumentations is not installed.
+        """
+        with (
+            _without_a_question_to_pypi(),
+            optional_import(
+                f"{owner}: the model was evaluated with a transform of albumentations, which is not installed; install "
+                "it: pip install 'lightning-retrieval[albumentations]'."
+            ),
+        ):
+            import albumentations  # type: ignore[import-untyped]
+        return cls(albumentations.from_dict(described["albumentations"]))
+
+
+def of_pil_images(transform: Any) -> Any:
+    """The transform as a function of a PIL image: those of albumentations are wrapped, all others are that already."""
+    if f"{type(transform).__module__}.".startswith("albumentations."):
+        return AlbumentationsTransform(transform)
+    return transform
+
+
+@contextmanager
+def _without_a_question_to_pypi() -> Iterator[None]:
+    """Import albumentations without the connection by which it looks for a newer version."""
+    given = os.environ.get(UPDATE)
+    os.environ[UPDATE] = given or "1"
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[UPDATE]
+
+
+PaperName = Literal["plain", "smooth_ap", "roadmap", "ap_gem"]
+
+
+PAPER_NAMES = ("plain", "smooth_ap", "roadmap", "ap_gem")
+
+
+AP_GEM_SIZE = 800  # pixels
+
+
+DEFAULT_SIZE = 224  # pixels, where the preparation does not crop
+
+
+class TrainingTransform:
+    """Random transforms of an image before it is normalised.
+
+    Args:
+        transforms: of torchvision, in their order, which may be random.
+        preparation: what evaluation does.
+        takes_pixels: whether the transforms are those of tensors of uint8 and not of PIL images.
+    """
+
+    def __init__(self, transforms: Sequence[nn.Module], preparation: Preparation, *, takes_pixels: bool) -> None:
+        self.transforms = list(transforms)
+        self.preparation = preparation
+        self.takes_pixels = takes_pixels
+
+    def __call__(self, image: Image.Image | Tensor) -> Float[Tensor, "channel height width"]:
+        return self.normalize(self.to_uint8(image))
+
+    def to_uint8(self, image: Image.Image | Tensor) -> Pixels:
+        """The image before it is normalised.
+
+        Args:
+            image: a PIL image in RGB, or a tensor (3, height, width) of uint8.
+        """
+        changed: Any = image
+        if self.takes_pixels and isinstance(image, Image.Image):
+            changed = to_pixels(image)
+        elif not self.takes_pixels and isinstance(image, Tensor):
+            changed = to_image(image)
+        for transform in self.transforms:
+            changed = transform(changed)
+        if isinstance(changed, Tensor):
+            return changed
+        return to_pixels(changed)
+
+    @property
+    def least_size(self) -> Size | None:
+        """Height and width at which JPEGs may be decoded instead of in full, if evaluation lets them be; else None."""
+        if self.preparation.reduced_scale:
+            return least_size(self.transforms)
+        return None
+
+    @property
+    def background(self) -> str | Sequence[int]:
+        """The colour that shows through transparent pixels, as in evaluation."""
+        return self.preparation.background
+
+    def normalize(self, images: UInt8[Tensor, "*batch channel height width"]) -> Float[Tensor, "..."]:
+        """Normalise images of uint8 as evaluation does.
+
+        Args:
+            images: one image or a batch.
+        """
+        return self.preparation.normalize(images)
+
+    def __repr__(self) -> str:
+        return f"TrainingTransform({self.transforms}, {self.preparation})"
+
+
+def least_size(transforms: Sequence[nn.Module]) -> Size | None:
+    """Height and width that images must have so that the first transform that resizes never enlarges them.
+
+    Args:
+        transforms: of torchvision; None is returned if none of them resizes.
+    """
+    for transform in transforms:
+        if isinstance(transform, v2.Resize):
+            height, width = (*transform.size, *transform.size)[:2]
+            return height, width
+        if isinstance(transform, v2.RandomResizedCrop):
+            return _least_size_of_crop(transform)
+    return None
+
+
+def _least_size_of_crop(crop: v2.RandomResizedCrop) -> Size:
+    """Height and width of a square image whose smallest random crop is as large as the result."""
+    smallest_area, narrowest, widest = crop.scale[0], crop.ratio[0], crop.ratio[1]
+    height, width = crop.size
+    of_height = height * math.sqrt(widest / smallest_area)
+    of_width = width / math.sqrt(narrowest * smallest_area)
+    side = math.ceil(max(of_height, of_width))
+    return side, side
+
+
+def training_transform(name: PaperName, preparation: Preparation | None = None) -> TrainingTransform:
+    """The random transform of training of a paper: a function from an image in RGB to a normalised tensor.
+
+    Args:
+        name: `"plain"`, `"smooth_ap"`, `"roadmap"` or `"ap_gem"`.
+        preparation: what evaluation does; training has its size, interpolation, channels, mean, standard deviation,
+            background and scale of decoding. If None, `Preparation.named(name)`.
+
+    Raises:
+        ValueError: if the name is unknown.
+        TypeError: if `preparation` is no `Preparation`.
+
+    Example:
+        >>> from PIL import Image
+        >>> from lightning_retrieval.datamodules import training_transform
+        >>> from lightning_retrieval.preparation.preparation import Preparation
+        >>> training_transform("roadmap", Preparation(image_size=64))(Image.new("RGB", (640, 480))).shape
+        torch.Size([3, 64, 64])
+
+    Relations:
+        `Preparation` is what evaluation does. Random numbers are drawn from torch's generator, which `ImageSet` seeds
+        for each training image.
+    """
+    check_choice("training_transform", "name", name, PAPER_NAMES)
+    if preparation is None:
+        preparation = Preparation.named(name)
+    check_instance("training_transform", "preparation", preparation, Preparation)
+    steps = _AUGMENTATION[name](preparation)
+    if preparation.channels == 1:
+        steps.insert(0, v2.Grayscale())
+    return TrainingTransform(steps, preparation, takes_pixels=preparation.takes_pixels and name != "ap_gem")
+
+
+def _plain(preparation: Preparation) -> list[nn.Module]:
+    return [_resize(preparation), v2.RandomCrop(_size(preparation)), v2.RandomHorizontalFlip()]
+
+
+def _smooth_ap(preparation: Preparation) -> list[nn.Module]:
+    return [v2.RandomResizedCrop(_size(preparation), interpolation=_mode(preparation)), v2.RandomHorizontalFlip()]
+
+
+def _roadmap(preparation: Preparation) -> list[nn.Module]:
+    crop = v2.RandomResizedCrop(
+        _size(preparation), scale=(0.16, 1.0), ratio=(0.75, 1.33), interpolation=_mode(preparation)
+    )
+    return [_resize(preparation, short_side=True), crop, v2.RandomHorizontalFlip()]
+
+
+def _ap_gem(preparation: Preparation) -> list[nn.Module]:
+    size = _size(preparation, AP_GEM_SIZE)
+    return [
+        v2.RandomPerspective(0.2),
+        v2.RandomResizedCrop(size, scale=(0.5, 1.0), interpolation=_mode(preparation)),
+        v2.ColorJitter(0.3, 0.3, 0.2, 0.1),
+        v2.RandomHorizontalFlip(),
+    ]
+
+
+_AUGMENTATION: dict[str, Callable[[Preparation], list[nn.Module]]] = {
+    "plain": _plain,
+    "smooth_ap": _smooth_ap,
+    "roadmap": _roadmap,
+    "ap_gem": _ap_gem,
+}
+
+
+def _mode(preparation: Preparation) -> InterpolationMode:
+    return InterpolationMode(preparation.interpolation)
+
+
+def _size(preparation: Preparation, default: int = DEFAULT_SIZE) -> tuple[int, int]:
+    """Height and width of the training images."""
+    size = preparation.crop_size
+    if size is None:
+        return default, default
+    return size
+
+
+def _resize(preparation: Preparation, *, short_side: bool = False) -> nn.Module:
+    """Resizing as in evaluation, or always of the short side; enough for the crop if evaluation does not resize."""
+    target = preparation.resized_to
+    if target is None:
+        target = round(max(_size(preparation)) * 256 / 224)
+    if short_side and not isinstance(target, int):
+        target = min(target)
+    if isinstance(target, int):
+        target = max(target, *_size(preparation))
+    resize: nn.Module = v2.Resize(target, _mode(preparation))
+    return resize

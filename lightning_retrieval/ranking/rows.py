@@ -1,0 +1,226 @@
+"""Rows of an evaluation set that are distributed over processes: each process holds about the same number of them.
+
+The rows are in one order, that of their labels. Blocks of consecutive rows go to the processes in turn, so that a large
+class is divided evenly. All rows together are needed piece by piece only, and a piece is gathered from all processes.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, finfo, float32, promote_types
+from torch.linalg import vector_norm
+
+from lightning_retrieval.distributed import UNSHARDED, Shard, fetch_rows, gather_parts
+
+# Cosine similarity: embeddings are normalised only here.
+
+
+def normalize(embeddings: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
+    """L2-normalise the rows, in float32 or better.
+
+    A row of zeros stays zero and gets a finite gradient; a row too large or too small for its squares to be
+    represented is scaled first, which changes neither the result nor its gradient.
+
+    Args:
+        embeddings: one row for each item. Half precision is widened to float32.
+
+    Example:
+        >>> import torch
+        >>> normalize(torch.tensor([[3.0, 4.0], [0.0, 0.0], [1e30, 0.0]]))
+        tensor([[0.6000, 0.8000],
+                [0.0000, 0.0000],
+                [1.0000, 0.0000]])
+    """
+    x = embeddings.to(promote_types(embeddings.dtype, float32))
+    largest = x.detach().abs().amax(dim=1, keepdim=True)
+    x = x / largest.masked_fill(largest < finfo(x.dtype).tiny, 1.0)
+    norm = vector_norm(x, dim=1, keepdim=True)
+    unit: Tensor = x / norm.masked_fill(norm == 0, 1.0)
+    return unit
+
+
+# Computing in float64: on the device itself, or on the CPU if the device has no float64.
+#
+# Ranks are counted on the device of the labels, and metrics are computed from them in float64. Apple's GPUs (MPS) have
+# no float64: there the ranks, which are few compared with the scores, are copied to the CPU, and so are the metrics'
+# values.
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """The device that computes float64 numbers for tensors of this device: the device itself, or the CPU."""
+    if device.type == "mps":
+        return torch.device("cpu")
+    return device
+
+
+def to_float64(values: Shaped[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """The values in float64, on the CPU if their device has none.
+
+    Example:
+        >>> import torch
+        >>> to_float64(torch.tensor([1, 2]))
+        tensor([1., 2.], dtype=torch.float64)
+    """
+    return values.to(float64_device(values.device)).double()
+
+
+_CHUNK = 1 << 14  # rows that are gathered at a time if all are
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which process holds which rows: blocks of `unit` rows go to the processes in turn.
+
+    Args:
+        rows: number of rows of all processes together.
+        unit: number of rows of a block; the last one may be smaller.
+        processes: number of processes.
+    """
+
+    rows: int
+    unit: int
+    processes: int
+
+    def sizes(self, begin: int = 0, end: int | None = None) -> list[int]:
+        """How many of the rows from `begin` to `end` each process holds; of all rows if they are not given."""
+        if end is None:
+            end = self.rows
+        return [self.rows_before(end, process) - self.rows_before(begin, process) for process in range(self.processes)]
+
+    def rows_before(self, position: int, process: int) -> int:
+        """How many of the rows before a position a process holds."""
+        whole, rest = divmod(position, self.unit * self.processes)
+        return whole * self.unit + min(max(rest - process * self.unit, 0), self.unit)
+
+    def holder(self, positions: Int[Tensor, " row"]) -> tuple[Int[Tensor, " row"], Int[Tensor, " row"]]:
+        """The process that holds each of these rows, and the index of the row among those of the process."""
+        process = positions // self.unit % self.processes
+        local = positions // (self.unit * self.processes) * self.unit + positions % self.unit
+        return process, local
+
+    def by_process(self, begin: int = 0, end: int | None = None) -> Int[Tensor, " row"]:
+        """The positions of the rows from `begin` to `end`: those of the first process, then those of the second, ..."""
+        if end is None:
+            end = self.rows
+        positions = torch.arange(begin, end)
+        process = positions // self.unit % self.processes
+        return positions[process.argsort(stable=True)]
+
+
+@dataclass(frozen=True)
+class ShardedRows:
+    """Rows of which this process holds a part.
+
+    Args:
+        local: the rows of this process, in their order.
+        layout: which process holds which rows.
+        shard: this process.
+    """
+
+    local: Float[Tensor, "local dim"]
+    layout: Layout
+    shard: Shard
+
+    def __len__(self) -> int:
+        return self.layout.rows
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether there are several processes."""
+        return self.shard.count > 1
+
+    def blocks(self) -> Iterator[tuple[Float[Tensor, "block dim"], slice]]:
+        """The blocks of rows of this process, each with its positions among all rows."""
+        unit = self.layout.unit
+        for number in range(math.ceil(len(self.local) / unit)):
+            rows = self.local[number * unit : (number + 1) * unit]
+            begin = (number * self.shard.count + self.shard.index) * unit
+            yield rows, slice(begin, begin + len(rows))
+
+    def parts(self, rows: int) -> Iterator[tuple[slice, slice]]:
+        """The blocks of this process, cut into parts of at most so many rows.
+
+        Yields the range of each part among the local rows, and among all rows.
+        """
+        local = 0
+        for _, positions in self.blocks():
+            for begin in range(positions.start, positions.stop, rows):
+                end = min(begin + rows, positions.stop)
+                yield slice(local, local + end - begin), slice(begin, end)
+                local += end - begin
+
+    def most_parts(self, rows: int) -> int:
+        """The largest number of `parts` that a process has."""
+        numbers = []
+        for size in self.layout.sizes():
+            blocks, rest = divmod(size, self.layout.unit)
+            numbers.append(blocks * math.ceil(self.layout.unit / rows) + math.ceil(rest / rows))
+        return max(numbers)
+
+    def range(self, begin: int, end: int) -> Float[Tensor, "range dim"]:
+        """The rows from `begin` to `end`. If they are sharded, this is a collective operation.
+
+        Sharded rows are on the device of the collective operation, other rows stay where they are.
+        """
+        if not self.is_sharded:
+            return self.local[begin:end]
+        first = self.layout.rows_before(begin, self.shard.index)
+        last = self.layout.rows_before(end, self.shard.index)
+        own = self.local[first:last].to(self.shard.device)
+        sizes = self.layout.sizes(begin, end)
+        parts = gather_parts(own, sizes, self.shard.group)
+        rows = own.new_empty(end - begin, own.shape[1])
+        positions = self.layout.by_process(begin, end).to(rows.device) - begin
+        for part, positions_of_part in zip(parts, positions.split(sizes)):
+            rows[positions_of_part] = part
+        return rows
+
+    def select(self, positions: Int[Tensor, " chosen"]) -> Float[Tensor, "chosen dim"]:
+        """The rows at these positions, on every process. If they are sharded, this is a collective operation."""
+        if not self.is_sharded:
+            return self.local[positions.to(self.local.device)]
+        positions = positions.cpu()
+        process, local = self.layout.holder(positions)
+        own = self.local[local[process == self.shard.index].to(self.local.device)].to(self.shard.device)
+        sizes = torch.bincount(process, minlength=self.shard.count).tolist()
+        rows = own.new_empty(len(positions), own.shape[1])
+        rows[process.argsort(stable=True).to(rows.device)] = torch.cat(gather_parts(own, sizes, self.shard.group))
+        return rows
+
+    def fetch(self, positions: Int[Tensor, "..."]) -> Float[Tensor, "... dim"]:
+        """The rows at these positions, which may be others on each process, on the device of the local rows.
+
+        This is a collective operation if the rows are sharded.
+        """
+        if not self.is_sharded:
+            return self.local[positions.to(self.local.device)]
+        wanted, inverse = positions.to(self.shard.device).unique(return_inverse=True)
+        process, local = self.layout.holder(wanted)
+        found = fetch_rows(self.local, process, local, self.shard)
+        return found[inverse.to(found.device)]
+
+    def all(self) -> Float[Tensor, "row dim"]:
+        """All rows, on every process, on the device of the local rows. A collective operation if they are sharded."""
+        if not self.is_sharded:
+            return self.local
+        rows = self.local.new_empty(len(self), self.local.shape[1])
+        for begin in range(0, len(self), _CHUNK):
+            end = min(begin + _CHUNK, len(self))
+            rows[begin:end] = self.range(begin, end)
+        return rows
+
+    def with_rows(self, rows: Float[Tensor, "row dim"]) -> "ShardedRows":
+        """Other rows, all of which are given on every process, in the same layout."""
+        if not self.is_sharded:
+            return ShardedRows(rows, self.layout, self.shard)
+        first = sum(self.layout.sizes()[: self.shard.index])
+        positions = self.layout.by_process()[first : first + len(self.local)]
+        return ShardedRows(rows[positions.to(rows.device)], self.layout, self.shard)
+
+
+def unsharded(rows: Float[Tensor, "row dim"], unit: int) -> ShardedRows:
+    """Rows that this process holds alone."""
+    return ShardedRows(rows, Layout(len(rows), unit, 1), UNSHARDED)
