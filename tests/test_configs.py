@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.preparation.of_run import CurrentTransform
-from tests.datamodules.boxes.small_voc import write_voc
+from tests.datamodules.detection.small_voc import write_voc
 from tests.datamodules.small_ijbc import write_ijbc
 from tests.datamodules.small_revisited import write_revisited
 from tests.datamodules.trees import write_cub, write_in_shop, write_online_products, write_vehicle_id

@@ -13,54 +13,19 @@ MIRRORED = {
     "tests/callbacks": "callbacks",
     "tests/datamodules": "datamodules",
 }
-# Tests that belong to no single source file: {file: what they test}.
-OF_NO_SINGLE_FILE = {
-    "tests/datamodules/readers/test_error_locations.py": "all readers, with errors in their lists",
-    "tests/datamodules/readers/test_every_reader.py": "what all readers have in common",
-    "tests/lightning_retrieval/losses/test_every_loss.py": "what all losses have in common",
-    "tests/lightning_retrieval/losses/test_extreme_settings.py": "all losses, with extreme settings",
-    "tests/lightning_retrieval/losses/test_golden.py": "all losses, against the numbers of the official code",
-    "tests/lightning_retrieval/losses/test_query_range.py": "all losses, computed for a range of the queries",
-    "tests/datamodules/samplers/test_scale.py": "all samplers, on ten million images",
-}
 # Files that also run as scripts: to print the figures, to write the public names.
 SCRIPTS = {"tests/test_figures.py", "tests/test_surface.py"}
 NAMES_OF_EXAMPLES = {"WholeClassesSampler"}
 COMPARISONS = {"allclose", "array_equal", "equal", "isclose"}
 
 
-def mirrored_file(test_file):
-    """The source file or package that a test file mirrors; None if there is none.
-
-    `test_module_ddp.py` may test `module.py` or a package `module`: its name continues that of the source after `_`.
-    """
-    (folder,) = [folder for folder in MIRRORED if test_file.startswith(f"{folder}/")]
-    path = Path(MIRRORED[folder], Path(test_file).relative_to(folder))
-    words = path.stem.removeprefix("test_").split("_")
-    for count in range(len(words), 0, -1):
-        source = path.with_name("_".join(words[:count]))
-        for candidate in (source.with_suffix(".py"), source):
-            if (REPOSITORY / candidate).exists():
-                return candidate.as_posix()
-    return None
-
-
-def in_mirrored_folder(path):
-    return path.startswith(tuple(f"{folder}/" for folder in MIRRORED))
-
-
-def test_test_files_mirror_source_files():
-    files = [path for path in TESTS if in_mirrored_folder(path) and Path(path).name.startswith("test_")]
-    assert len(files) > 50
-    assert {path for path in files if mirrored_file(path) is None} == OF_NO_SINGLE_FILE.keys()
-
-
-def test_a_test_file_without_a_source_file_is_seen():
-    assert mirrored_file("tests/lightning_retrieval/losses/test_base.py") == "lightning_retrieval/losses/base.py"
-    assert mirrored_file("tests/lightning_retrieval/losses/test_base_more.py") == "lightning_retrieval/losses/base.py"
-    assert mirrored_file("tests/lightning_retrieval/losses/test_nothing.py") is None
-    assert mirrored_file("tests/lightning_retrieval/losses/test_basement.py") is None
-    assert mirrored_file("tests/callbacks/test_base.py") is None
+def test_folders_of_tests_mirror_packages():
+    folders = {Path(path).parent.as_posix() for path in TESTS}
+    for folder, package in MIRRORED.items():
+        of_package = {path for path in folders if f"{path}/".startswith(f"{folder}/")}
+        assert len(of_package) > 0
+        sources = {path.replace(folder, package, 1) for path in of_package}
+        assert not {path for path in sources if not (REPOSITORY / path / "__init__.py").exists()}
 
 
 def test_processes_are_started_by_one_launcher():

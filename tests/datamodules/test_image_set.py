@@ -17,7 +17,7 @@ from lightning_retrieval.datamodules import (
 from lightning_retrieval.datamodules.image_index import DISTRACTOR
 from lightning_retrieval.datamodules.item_seeds import SeededIndex
 from lightning_retrieval.models import Preparation
-from tests.datamodules.images.pictures import TINY, as_it_is, picture
+from tests.datamodules.pictures import TINY, as_it_is, picture
 
 
 def test_items_hold_the_annotations_of_the_index(tmp_path):

@@ -10,7 +10,7 @@ from PIL import Image
 
 from lightning_retrieval.datamodules import ImageFolder, ImageIndex, ImageSet, ImageTable, image_check
 from lightning_retrieval.datamodules.image_check import DataReport, check_contents
-from tests.datamodules.images.pictures import as_it_is
+from tests.datamodules.pictures import as_it_is
 
 
 def noise(path, seed, size=(8, 8)):

@@ -5,7 +5,7 @@ import pytest
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import PascalVOC
 from lightning_retrieval.datamodules.detection.pascal_voc import CLASSES
-from tests.datamodules.boxes.small_voc import write_set
+from tests.datamodules.detection.small_voc import write_set
 
 # image: (name of the class, difficult, box)
 TRAIN_2007 = {

@@ -12,7 +12,7 @@ from lightning_retrieval.datamodules import (
     ImageIndex,
     ImageSet,
 )
-from tests.datamodules.images.pictures import as_it_is
+from tests.datamodules.pictures import as_it_is
 
 OTHER = ImageIndex(["z"], [3], roles=[1], instances=[5])
 

@@ -22,7 +22,7 @@ from lightning_retrieval.datamodules import (
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, class_numbers
 from lightning_retrieval.datamodules.shared_arrays import SharedArrays, digest_of_arrays
 from lightning_retrieval.ranking.labels import Role
-from tests.datamodules.images.pictures import TINY, picture
+from tests.datamodules.pictures import TINY, picture
 
 
 class Pictures(ImageDataModule):

@@ -12,7 +12,7 @@ from PIL import Image
 
 from lightning_retrieval.datamodules import CategorySampler, HuggingFaceImages, ImageFolder
 from lightning_retrieval.datamodules.base import RetrievalDataModule
-from tests.datamodules.images.pictures import TINY, as_it_is
+from tests.datamodules.pictures import TINY, as_it_is
 from tests.datamodules.trees_more import QUICK, fit_and_validate
 
 datasets = pytest.importorskip("datasets")

@@ -9,8 +9,8 @@ import pytorch_lightning as pl
 import torch.distributed as dist
 
 from lightning_retrieval.datamodules import ImageFolder
-from tests.datamodules.images.pictures import TINY
-from tests.datamodules.images.shared_run import FLAGS, Recorder, train
+from tests.datamodules.pictures import TINY
+from tests.datamodules.shared_run import FLAGS, Recorder, train
 from tests.datamodules.trees_more import write_folders
 
 LIST = ["images/ends", "images/labels", "images/name_ends", "images/names", "images/paths"]

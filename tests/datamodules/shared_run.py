@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_retrieval.datamodules import ImageFolder, PKSampler, shared_arrays
-from tests.datamodules.images.pictures import TINY
+from tests.datamodules.pictures import TINY
 
 FLAGS = {
     "max_epochs": 2,

@@ -12,7 +12,7 @@ from lightning_retrieval.datamodules import (
 )
 from lightning_retrieval.preparation import decoding
 from lightning_retrieval.preparation.decoding import read_image, read_pixels
-from tests.datamodules.images.pictures import as_it_is, picture
+from tests.datamodules.pictures import as_it_is, picture
 from tests.datamodules.trees import truncate, write_image
 
 

@@ -81,7 +81,7 @@ def test_images_are_searched_for_at_the_listed_paths(tmp_path):
     "name", [name for name in datamodules.__all__ if getattr(datamodules, name).__dict__.get("published_counts")]
 )
 def test_the_documentation_has_the_published_counts(name):
-    page = (Path(__file__).parents[3] / "docs" / "data-sets.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "data-sets.md").read_text(encoding="utf-8")
     _, _, section = page.partition(f"### {name}\n")
     (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
     text = row + section.partition("\n### ")[0]
