@@ -1,7 +1,7 @@
 """The contracts of everything public, checked from a table: a new public name without an entry fails.
 
 Each contract is a test with a row for each public name that has it. `Entry.without` names the contracts that a public
-name does not have, with the reason. The examples of the docstrings are run by test_docs.py; this file checks that each
+name does not have, with the reason. The examples of the docstrings are run by examples/test_docs.py; this file checks that each
 public name has one.
 """
 

@@ -33,7 +33,7 @@ def test_processes_are_started_by_one_launcher():
         "tests/processes.py",
         "tests/browser.py",  # keeps a browser open while a test uses its page
         "tests/datamodules/glyphs/test_cache.py",  # runs Python with warnings as errors
-        "tests/test_study.py",  # kills an example
+        "tests/examples/test_study.py",  # kills an example
     }
     assert {path for path, tree in TESTS.items() if is_script(tree)} == SCRIPTS
 

@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 COLUMNS = {
     "data": {"what", "images", "time", "images per second", "added MiB"},
     "embedding": {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--weights", "none", "--backbone", "squeezenet1_1", "--size", "32", "--epochs", "1", "--workers", "0"]
 MODULES = ("compare", "intervals", "own_images", "results_file")
 

@@ -31,7 +31,7 @@ IGNORED = [
 ]
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(*IGNORED)]
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 PIXELS = 32
 EMBEDDER, DATA = "model.init_args.embedder.init_args", "data.init_args"
 FOUND_OUT = (f"{EMBEDDER}.preparation", f"{EMBEDDER}.backbone_args", f"{EMBEDDER}.image_size", f"{EMBEDDER}.pooling")
@@ -103,7 +103,7 @@ CONFIGS = {
     "roadmap/inaturalist_deit.yaml": trained(write_inaturalist, DEIT, HALF, CHUNK),
     "ap_gem/landmarks.yaml": trained(write_landmarks, RESNET, CHUNK, LANDMARKS),
 }
-# Without files: tests/test_examples.py runs it.
+# Without files: test_examples.py runs it.
 DRAWN = {"rambo/glyph_scenes.yaml"}
 # Evaluated with the checkpoint of a config that trains: that config, the run, and the metrics of the paper.
 CITY = {f"{EMBEDDER}.embedding_dim": 8}

@@ -12,7 +12,7 @@ import torch
 
 pytestmark = pytest.mark.slow
 
-RAMBO = Path(__file__).parents[1] / "examples" / "rambo"
+RAMBO = Path(__file__).parents[2] / "examples" / "rambo"
 MODULES = ("detection_study", "detection_report", "study_experiments", "results_file", "intervals")
 
 

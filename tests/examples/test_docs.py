@@ -39,7 +39,7 @@ from tests.test_surface import public_objects
 
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 PUBLIC = public_objects()
 PUBLIC_NAMES = {name.rpartition(".")[2] for name in PUBLIC}
 RESULTS = REPOSITORY / "benchmarks" / "results"

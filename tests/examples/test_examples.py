@@ -30,7 +30,7 @@ from tests.wandb_files import OfflineRun
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 FEW = [
     *("--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.check_val_every_n_epoch=1"),
     *("--trainer.limit_train_batches=2", "--trainer.limit_val_batches=1", "--trainer.log_every_n_steps=1"),

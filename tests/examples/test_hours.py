@@ -8,7 +8,7 @@ import torch
 
 from lightning_retrieval.datamodules import AllClassesSampler, CategorySampler, PKSampler
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 
-NOTEBOOKS = Path(__file__).parents[1] / "docs" / "notebooks"
+NOTEBOOKS = Path(__file__).parents[2] / "docs" / "notebooks"
 PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 SHORT = {"PL_TRAINER_LIMIT_TRAIN_BATCHES": "2", "PL_TRAINER_LIMIT_TEST_BATCHES": "2"}

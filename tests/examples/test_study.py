@@ -19,7 +19,7 @@ from PIL import Image
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 QUICK = ["--quick", "--jobs", "1"]
 MODULES = ("study", "study_experiments", "study_losses", "study_memory", "study_tuning", "study_report", "study_runs")
 MODULES += ("study_callbacks", "study_memory_encoders", "results_file", "intervals")
