@@ -2,7 +2,7 @@
 # They use .venv if there is one. Choose another Python with `make PYTHON=...`.
 export PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 
-.PHONY: format check test test-fast test-dist test-shapes test-lowest docs bench
+.PHONY: format check test test-examples test-fast test-dist test-shapes test-lowest docs bench
 
 format:  ## format the code with ruff
 	$(PYTHON) -m ruff format .
@@ -11,8 +11,11 @@ format:  ## format the code with ruff
 check:  ## ruff, and mypy against the installed wheel
 	bash .ci/check
 
-test:  ## all tests
-	$(PYTHON) -m pytest
+test:  ## the tests of the library, on two processes
+	$(PYTHON) -m pytest -n 2 --dist loadfile
+
+test-examples:  ## the tests of examples, configs, notebooks, study, benchmarks and documents, on two processes
+	$(PYTHON) -m pytest -n 2 --dist worksteal tests/examples
 
 test-fast:  ## the core's tests that are neither slow nor start several processes, and the contracts, on two cores
 	$(PYTHON) -m pytest -n 2 -m "not slow and not distributed" tests/lightning_retrieval tests/test_*.py
