@@ -214,7 +214,7 @@ def main() -> None:
     images, killed_images, kills, processes = 250 * BATCH, 3000, 10, PROCESSES
     rows, factories = 200_000, ("Flat", "IVF64,PQ32")
     if options.quick:
-        images, killed_images, kills, processes = 4 * BATCH, 200, 1, ([2, 1],)
+        images, killed_images, kills, processes = 4 * BATCH, 200, 1, ([1],)
         rows, factories = 3000, ("Flat", "IVF4,PQ4x4")
     table = []
     with tempfile.TemporaryDirectory() as name:

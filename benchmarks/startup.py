@@ -46,10 +46,10 @@ def cpu_seconds(command: list[str]) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def interleaved_cpu(commands: Mapping[str, list[str]], runs: int) -> dict[str, Timing]:
-    """CPU time of each command, in turn, after one run that is not counted."""
+def interleaved_cpu(commands: Mapping[str, list[str]], runs: int, warm_up: int) -> dict[str, Timing]:
+    """CPU time of each command, in turn, after `warm_up` runs that are not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in commands}
-    for run in range(-1, runs):
+    for run in range(-warm_up, runs):
         for name, command in commands.items():
             spent = cpu_seconds(command)
             if run >= 0:
@@ -73,14 +73,14 @@ def search_command(folder: Path, count: int) -> list[str]:
 
 def main() -> None:
     options = arguments("CPU seconds that the commands need to start.")
-    runs, count = 5, IMAGES
+    runs, warm_up, count = 5, 1, IMAGES
     if options.quick:
-        runs, count = 1, 20
+        runs, warm_up, count = 1, 0, 20
     with tempfile.TemporaryDirectory() as folder:
         commands = {"imports alone": IMPORTS, "search": search_command(Path(folder), count)}
         for given in HELP:
             commands[" ".join(given)] = [*PROGRAM, *given]
-        times = interleaved_cpu(commands, runs)
+        times = interleaved_cpu(commands, runs, warm_up)
     floor = times.pop("imports alone")
     table: list[dict[str, Any]] = []
     for name, spent in times.items():

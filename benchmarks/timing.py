@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 
-IMPORTED_BY_SERVER = ["torch", "torchvision", "pytorch_lightning", "lightning_retrieval.datamodules"]
-
 
 @dataclass(frozen=True)
 class Timing:
@@ -117,13 +115,11 @@ def _added(setup: Callable[..., Callable[[], Any]], device: str, threads: int, *
 def process_context() -> BaseContext:
     """Starts each process anew, so that nothing that another has loaded or freed affects its memory.
 
-    With --quick, where the memory does not matter, processes are forked from one that has done the imports.
+    With --quick, where the memory does not matter, processes are forked from this one, which has done the imports.
     """
-    if "--quick" not in sys.argv or sys.platform != "linux":
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED_BY_SERVER)
-    return context
+    if "--quick" in sys.argv and sys.platform == "linux":
+        return multiprocessing.get_context("fork")
+    return multiprocessing.get_context("spawn")
 
 
 def run_processes(function: Callable[..., None], args: tuple[Any, ...], number: int) -> None:
@@ -180,6 +176,8 @@ def arguments(description: str, **flags: str) -> argparse.Namespace:
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("--device cuda: torch finds no GPU on this machine.")
+    if options.quick:
+        torch.set_num_threads(1)  # a process with several threads cannot be forked
     return options
 
 

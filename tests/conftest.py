@@ -40,6 +40,9 @@ GRACE = 5.0  # seconds that threads and processes have to end
 
 
 def pytest_configure(config):
+    # The tensors of tests are small: more threads would wait for each other.
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     config.addinivalue_line(
         "markers", "distributed: runs in several processes; conftest.py marks the tests that use `run_processes`"
     )

@@ -1,64 +1,20 @@
-"""Rules of the test suite itself: where a test belongs, how it starts processes, which warnings it may ignore."""
+"""Rules of the test suite itself: its folders mirror the packages, and no comparison is dropped."""
 
 import ast
-import re
 from pathlib import Path
 
-from tests.source_tree import REPOSITORY, called_name, lines_that_call, syntax_trees
-from tests.test_surface import public_objects
+from tests.source_tree import REPOSITORY, called_name, syntax_trees
 
 TESTS = syntax_trees("tests")
-MIRRORED = {
-    "tests/lightning_retrieval": "lightning_retrieval",
-    "tests/callbacks": "callbacks",
-    "tests/datamodules": "datamodules",
-}
-# Files that also run as scripts: to print the figures, to write the public names.
-SCRIPTS = {"tests/test_figures.py", "tests/test_surface.py"}
-NAMES_OF_EXAMPLES = {"WholeClassesSampler"}
+PACKAGES = ("lightning_retrieval", "callbacks", "datamodules")
 COMPARISONS = {"allclose", "array_equal", "equal", "isclose"}
 
 
 def test_folders_of_tests_mirror_packages():
-    folders = {Path(path).parent.as_posix() for path in TESTS}
-    for folder, package in MIRRORED.items():
-        of_package = {path for path in folders if f"{path}/".startswith(f"{folder}/")}
-        assert len(of_package) > 0
-        sources = {path.replace(folder, package, 1) for path in of_package}
-        assert not {path for path in sources if not (REPOSITORY / path / "__init__.py").exists()}
-
-
-def test_processes_are_started_by_one_launcher():
-    assert {path for path, tree in TESTS.items() if lines_that_call(tree, "Popen")} == {
-        "tests/processes.py",
-        "tests/browser.py",  # keeps a browser open while a test uses its page
-        "tests/datamodules/glyphs/test_cache.py",  # runs Python with warnings as errors
-        "tests/examples/test_study.py",  # kills an example
-    }
-    assert {path for path, tree in TESTS.items() if is_script(tree)} == SCRIPTS
-
-
-def is_script(tree):
-    """Whether a file has a part that only runs if it is run as a script."""
-    return any(isinstance(node, ast.If) and "__name__" in ast.unparse(node.test) for node in tree.body)
-
-
-def third_party_filters(tree, names):
-    """The warning filters of a test file that ignore a warning without naming a public object of the library."""
-    strings = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    filters = [text for text in strings if text.startswith("ignore:")]
-    return [text for text in filters if not names.intersection(re.findall(r"\w+", text))]
-
-
-def test_third_party_warnings_are_tolerated_in_setup_cfg_only():
-    names = {*public_objects(), *NAMES_OF_EXAMPLES}
-    others = {path: tree for path, tree in TESTS.items() if path != "tests/test_test_suite.py"}
-    assert not {path: found for path, tree in others.items() if (found := third_party_filters(tree, names))}
-
-
-def test_third_party_warnings_are_seen():
-    tree = ast.parse("a = ['ignore:PKSampler. left out:UserWarning', 'ignore:torch is old:UserWarning', 'ignored']")
-    assert third_party_filters(tree, {"PKSampler"}) == ["ignore:torch is old:UserWarning"]
+    folders = {Path(path).parent.relative_to("tests") for path in TESTS}
+    mirrored = [folder for folder in folders if folder.parts and folder.parts[0] in PACKAGES]
+    assert mirrored
+    assert not [folder for folder in mirrored if not (REPOSITORY / folder / "__init__.py").exists()]
 
 
 def dropped_comparisons(tree):
