@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.awkward_values import calls
-from tests.awkward_values.calls import Call, complaints, refused_numpy_integers
+from tests.awkward_values.calls import Call, complaints, missing_arguments, problem_of_error, refused_numpy_integers
 from tests.awkward_values.tables import TABLES
 from tests.test_surface import public_objects
 
@@ -60,12 +60,6 @@ def with_nan(x: float) -> float:
     return x
 
 
-def with_integers_of_python_only(x: int) -> int:
-    if not isinstance(x, int):
-        raise TypeError("with_integers_of_python_only: `x` must be an integer.")
-    return x
-
-
 def without_end(x: int) -> int:
     if isinstance(x, bool) or not isinstance(x, int):
         raise TypeError("without_end: `x` must be an integer.")
@@ -84,21 +78,7 @@ def test_faults_are_seen(monkeypatch):
     assert faults(with_nan, 1.0) == ["nan gave nan", "inf gave inf"]
     monkeypatch.setattr(calls, "SECONDS", 0.05)
     assert faults(without_end, 1) == ["10**30 took more than 0.05 seconds"]
-
-
-def test_an_error_that_does_not_name_the_argument_is_seen():
-    error = ValueError("of_another_name: `max` must be below 0.")
-    assert "raised ValueError" in calls.problem_of_error(error, "of_another_name", "x")
-    assert calls.problem_of_error(error, "of_another_name", "max") is None
-    assert calls.problem_of_error(RuntimeError("f: `max`"), "f", "max") == "raised RuntimeError: f: `max`"
-
-
-def test_a_refused_integer_of_numpy_is_seen():
-    call = Call("f", with_integers_of_python_only, lambda: {"x": 1})
-    assert refused_numpy_integers(call) == [
-        "f: x=np.int64(1) raised TypeError: with_integers_of_python_only: `x` must be an integer."
-    ]
-
-
-def test_an_argument_that_is_missing_in_the_table_is_seen():
-    assert calls.missing_arguments(Call("with_nan", with_nan)) == ["with_nan: the table gives no value for ['x']"]
+    unnamed = ValueError("of_another_name: `max` must be below 0.")
+    assert problem_of_error(unnamed, "of_another_name", "x").startswith("raised ValueError")
+    assert problem_of_error(unnamed, "of_another_name", "max") is None
+    assert missing_arguments(Call("with_nan", with_nan)) == ["with_nan: the table gives no value for ['x']"]

@@ -121,9 +121,7 @@ EVALUATIONS = {
     ),
     "ap_gem/revisited_oxford.yaml": (
         "ap_gem/landmarks.yaml",
-        Run(
-            partial(write_revisited, name="roxford5k", pickled="gnd_roxford5k.pkl"), {f"{EMBEDDER}.embedding_dim": 8}
-        ),
+        Run(partial(write_revisited, name="roxford5k", pickled="gnd_roxford5k.pkl"), {f"{EMBEDDER}.embedding_dim": 8}),
         ["test/mAP/medium", "test/mAP/hard"],
     ),
 }

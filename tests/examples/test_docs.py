@@ -66,11 +66,8 @@ SHORT_FIT = {  # for the command line; an environment variable limits scripts an
     "limit_test_batches": 2,
     "check_val_every_n_epoch": 1,
 }
-SHORT = ["--weights", "none", "--epochs", "1", "--workers", "0"]
-SHORT_SCRIPTS = {
-    "examples/own_images.py": SHORT,
-    "examples/compare.py": [*SHORT, "--size", "32", "--backbone", "squeezenet1_1", "--seeds", "0", "1"],
-}
+SHORT = ["--weights", "none", "--epochs", "1", "--workers", "0", "--size", "32", "--backbone", "squeezenet1_1"]
+SHORT_SCRIPTS = {"examples/own_images.py": SHORT, "examples/compare.py": [*SHORT, "--seeds", "0", "1"]}
 IGNORED = [  # what the library warns of in short runs
     "ignore:RetrievalEvaluation. (val|test) metrics cover:UserWarning",
     "ignore:RetrievalEvaluation. .* have a k above the number of ranked images:UserWarning",
@@ -227,36 +224,6 @@ def test_every_fence_is_a_block(page):
     assert len(re.findall(r"^\s*(?:```|~~~)", text, flags=re.MULTILINE)) == 2 * len(blocks_of(text))
 
 
-def test_blocks_and_commands_are_seen():
-    text = "a\n```python\nx = 1\n```\n```console\n$ one 'a b' && two  # three\nout\n$ four \\\n  five\n```\n"
-    text += '```yaml title="own.yaml"\nx: 1\n```\n```\nplain\n```\n'
-    found = blocks_of(text)
-    assert [(block.line, block.language, block.title) for block in found] == [
-        (3, "python", None),
-        (6, "console", None),
-        (12, "yaml", "own.yaml"),
-        (15, "", None),
-    ]
-    assert commands_of(found[1]) == [["one", "a b"], ["two"], ["four", "five"]]
-    assert commands_of(Block(1, "bash", None, ".venv/bin/one\n")) == [["one"]]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("```\nx\n```\n", "the block at line 2 is none of"),
-        ("```yaml\nx: 1\n```\n", "the block at line 2 names no file"),
-        ("```console\nout\n```\n", "no command in the block at line 2"),
-        ("```console\n$ rm -r photos\n```\n", "does not know how to run rm -r photos"),
-        ("```console\n$ lightning-retrieval check --data ImageFolder --root none\n```\n", "ended with 2"),
-    ],
-)
-@pytest.mark.filterwarnings(*IGNORED)
-def test_blocks_that_cannot_be_run_fail(text, message, monkeypatch):
-    with pytest.raises(AssertionError, match=message):
-        run_blocks(text, "page", monkeypatch)
-
-
 def links(text):
     """Targets of links and images outside of code."""
     text = re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -321,18 +288,6 @@ def test_every_line_of_the_decision_table_has_a_difference():
     assert all(quoted_differences(line) for line in lines)
 
 
-def test_quoted_differences_are_seen():
-    text = "[+0.1 (-0.2 to +0.4)](study/a.md#b-c) or [a (b)](study/a.md#b) or none: [-0.1 (-0.4 to +0.2)](study/a.md#b)"
-    assert [difference for difference, *_ in quoted_differences(text)] == ["+0.1 (-0.2 to +0.4)", "-0.1 (-0.4 to +0.2)"]
-    assert negative("+0.1 (-0.2 to +0.4)") == "-0.1 (-0.4 to +0.2)"
-
-
-def test_quoted_figures_are_seen():
-    text = "measured were [1.28](benchmarks.md#a-b), [134 ms](benchmarks.md#a-b) and [text](benchmarks.md#a-b)"
-    assert quoted(text) == [("1.28", "a-b"), ("134 ms", "a-b")]
-    assert measured("## X\n| 1 |\n\n## A b\n| 2 |\n", "a-b") == "| 2 |\n"
-
-
 def seconds(value):
     return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
@@ -364,17 +319,6 @@ def test_a_measured_table_is_that_of_its_results(file):
     assert f"\n{table}\n" in (DOCS / "benchmarks.md").read_text(encoding="utf-8") + "\n"
 
 
-def test_tables_are_those_of_the_results():
-    timing = {"median": 1.25, "lowest": 0.0125, "highest": 2, "runs": 3}
-    table = markdown([{"loss": "SmoothAPLoss", "batch": 8}, {"loss": "other", "ratio": 1.23456, "time": timing}])
-    assert table.splitlines() == [
-        "| loss | batch | ratio | time |",
-        "| --- | --- | --- | --- |",
-        "| `SmoothAPLoss` | 8 |  |  |",
-        "| other |  | 1.235 | 1.25 s (12.5 ms to 2 s, 3 runs) |",
-    ]
-
-
 def broken(page, text):
     paths = (target.split("#")[0] for target in links(text) if not re.match(r"[a-z]+:", target))
     return [path for path in paths if path and not (page.parent / path).exists()]
@@ -385,12 +329,6 @@ def test_relative_links_have_a_target(page):
     assert not broken(page, page.read_text(encoding="utf-8"))
 
 
-def test_broken_links_are_seen():
-    text = "[a](README.md) ![b](no.png) `[c](code)`\n```python\nx = 1\n```\n"
-    text += '<img src="gone.svg"> [d](https://e.org) [e](#f)'
-    assert broken(REPOSITORY / "x.md", text) == ["no.png", "gone.svg"]
-
-
 def targets(nav):
     """The files in a navigation of mkdocs.yml, whose entries are files, {title: file} or {title: entries}."""
     found = []
@@ -399,15 +337,6 @@ def targets(nav):
         for part in parts:
             found += targets(part) if isinstance(part, list) else [part]
     return found
-
-
-@pytest.mark.parametrize(
-    "words", ["image size", "resume", "export", "fine-tuning", "search", "tensorboard", "migrating"]
-)
-def test_a_heading_has_the_words_that_readers_search_for(words):
-    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
-    assert [heading for heading in headings if words in heading.lower()]
 
 
 def test_every_page_is_in_the_navigation():
@@ -457,27 +386,3 @@ def undocumented(cls):
 @pytest.mark.parametrize("name", sorted(name for name, thing in PUBLIC.items() if inspect.isclass(thing)))
 def test_public_methods_and_properties_have_docstrings(name):
     assert not undocumented(PUBLIC[name])
-
-
-def test_missing_docstrings_are_seen():
-    class Base:
-        def documented(self):
-            """Documented."""
-
-    class Child(Base):
-        __module__ = "lightning_retrieval.x"
-
-        def documented(self):
-            pass
-
-        def silent(self):
-            pass
-
-        @property
-        def still(self):
-            pass
-
-        def _private(self):
-            pass
-
-    assert undocumented(Child) == ["silent", "still"]
