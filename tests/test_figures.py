@@ -1,4 +1,4 @@
-"""How large, dense and branched the code is: the figures, and the limits that they must keep.
+"""How large, dense and branched the code is, and in how many files: the figures, and the limits that they must keep.
 
 `python tests/test_figures.py` prints the figures of the three packages, or of the files and folders that are named;
 `pytest tests/test_figures.py -s` prints them too.
@@ -8,6 +8,7 @@ import ast
 import io
 import sys
 import tokenize
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +25,12 @@ LIMITS = {
     "conditional expressions and comprehensions in one statement": 1,
     "positional constructor arguments": 3,
     "nonlocal statements": 0,
+    "files": 170,
+    "files of a folder": 16,
+    "files under 40 lines of code": 15,
+    "percent of lines of code that import": 10,
 }
+COUNTS_OF_FILES = ("files", "files of a folder", "files under 40 lines of code")
 BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.IfExp, ast.match_case)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -49,6 +55,9 @@ class Figures:
     """What was counted in some files; `worst` holds (value, location) for each limit, largest first."""
 
     code_lines: int = 0
+    import_lines: int = 0
+    folders: Counter[str] = field(default_factory=Counter)
+    small_files: int = 0
     conditional_expressions: int = 0
     comprehensions: int = 0
     worst: dict[str, list[tuple[float, str]]] = field(default_factory=dict)
@@ -56,10 +65,15 @@ class Figures:
     def add(self, limit, value, location):
         self.worst.setdefault(limit, []).append((value, location))
 
-    def add_densities(self):
-        """Divide the two counts of all files by their lines of code."""
+    def add_totals(self):
+        """Add what is counted in all files together: numbers of files, and what is divided by the lines of code."""
         thousands = max(1, self.code_lines) / 1000
         everywhere = "all files together"
+        self.add("files", self.folders.total(), everywhere)
+        for folder, files in self.folders.items():
+            self.add("files of a folder", files, folder)
+        self.add("files under 40 lines of code", self.small_files, everywhere)
+        self.add("percent of lines of code that import", self.import_lines / thousands / 10, everywhere)
         self.add("conditional expressions in 1,000 lines", self.conditional_expressions / thousands, everywhere)
         self.add("comprehensions in 1,000 lines", self.comprehensions / thousands, everywhere)
 
@@ -148,9 +162,18 @@ def measure(paths):
         if path.is_relative_to(REPOSITORY):
             name = path.relative_to(REPOSITORY).as_posix()
         measure_source(path.read_text(encoding="utf-8"), name, figures)
-    figures.add_densities()
+    figures.add_totals()
     figures.sort()
     return figures
+
+
+def import_lines(tree):
+    """The numbers of the lines of all import statements."""
+    lines = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            lines.update(range(node.lineno, node.end_lineno + 1))
+    return lines
 
 
 def measure_source(source, name, figures):
@@ -158,6 +181,10 @@ def measure_source(source, name, figures):
     tree = ast.parse(source)
     lines = code_lines(source, tree)
     figures.code_lines += len(lines)
+    figures.import_lines += len(import_lines(tree))
+    folder, _, file = name.rpartition("/")
+    figures.folders[folder] += 1
+    figures.small_files += len(lines) < 40 and file != "__init__.py"
     figures.add("lines of a file", len(source.splitlines()), name)
     for node in ast.walk(tree):
         figures.conditional_expressions += isinstance(node, ast.IfExp)
@@ -204,11 +231,12 @@ def test_the_library_keeps_the_limit_on(limit, library):
     assert not library.over(limit)
 
 
-def measured(source):
-    """The figures of one file with this text."""
+def measured(source, files=1):
+    """The figures of files with this text."""
     figures = Figures()
-    measure_source(source, "file.py", figures)
-    figures.add_densities()
+    for _ in range(files):
+        measure_source(source, "file.py", figures)
+    figures.add_totals()
     figures.sort()
     return figures
 
@@ -223,10 +251,13 @@ def test_the_counters_see_what_is_over_a_limit():
         "conditional expressions and comprehensions in one statement": "x = [1 if y else 2 for y in z]",
         "positional constructor arguments": "class A:\n    def __init__(self, a, b, c, d=1, *, e):\n        pass",
         "nonlocal statements": "def f():\n    x = 1\n    def g():\n        nonlocal x\n        x = 2",
+        "percent of lines of code that import": "import x\n" * 11 + "x = 1\n" * 89,
     }
-    assert too_much.keys() == LIMITS.keys()
     for limit, source in too_much.items():
         assert len(measured(source).over(limit)) == 1, limit
+    for limit in COUNTS_OF_FILES:
+        assert len(measured("x = 1", LIMITS[limit] + 1).over(limit)) == 1, limit
+    assert {*too_much, *COUNTS_OF_FILES} == LIMITS.keys()
 
 
 def test_the_counters_pass_what_is_at_a_limit():
@@ -243,10 +274,12 @@ def test_the_counters_pass_what_is_at_a_limit():
         ),
         "positional constructor arguments": "class A:\n    def __init__(self, a, b, c=1, *d, e, **f):\n        pass",
         "nonlocal statements": "def f():\n    global x\n    x = 2",
+        "percent of lines of code that import": "import x\n" * 10 + "x = 1\n" * 90,
     }
-    assert allowed.keys() == LIMITS.keys()
     for limit, source in allowed.items():
         assert not measured(source).over(limit), limit
+    for limit in COUNTS_OF_FILES:
+        assert not measured("x = 1", LIMITS[limit]).over(limit), limit
 
 
 def test_lines_of_code_are_neither_blank_nor_comment_nor_docstring():
