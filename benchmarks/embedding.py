@@ -13,13 +13,12 @@ building an index of random embeddings adds with the vectors of the index. Takes
 import os
 import random
 import resource
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +26,17 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from PIL import Image
-from timing import Timing, arguments, environment, peak_added_memory, report
+from timing import Timing, arguments, environment, peak_added_memory, process_context, report
 
 from lightning_retrieval import Embedder, RetrievalIndex, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli.embed_images import embed_images
 from lightning_retrieval.cli.embedding import ImageEmbedder
 from lightning_retrieval.cli.index_embeddings import index_embeddings
+from lightning_retrieval.cli.main import main as main_of_command
 from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder, EmbeddingManifest, ShardRows
 
-PROGRAM = [sys.executable, "-m", "lightning_retrieval.cli", "embed", "--device=cpu", "--format=npy", "--shard_size=50"]
+COMMAND = ["embed", "--device=cpu", "--format=npy", "--shard_size=50"]
 BATCH, DIM, SETTLED, MIB = 64, 512, 25, 1 << 20
 PROCESSES = ([1], [2], [3], [1, 2, 3])
 
@@ -118,20 +118,32 @@ def measure_loop(folder: Path, images: int, file_format: Any) -> dict[str, Any]:
     }
 
 
-def start(folder: Path, output: Path, processes: int) -> list[subprocess.Popen[bytes]]:
+def run_command(words: list[str], variables: dict[str, str]) -> None:
+    """What a process does that a launcher has started: the command, without what it prints."""
+    os.environ.update(variables)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+    torch.set_num_threads(1)
+    main_of_command(words)
+
+
+def start(folder: Path, output: Path, processes: int) -> list[BaseProcess]:
     """Start the command in this number of processes, as a launcher does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [*PROGRAM, f"--checkpoint={folder / 'model.ckpt'}", f"--images={folder / 'images'}", f"--output={output}"]
+    words = [*COMMAND, f"--checkpoint={folder / 'model.ckpt'}", f"--images={folder / 'images'}", f"--output={output}"]
+    words.append(f"--devices={processes}")
     started = []
     for rank in range(processes):
-        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+        variables = {"OMP_NUM_THREADS": "1"}
         if processes > 1:
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
             variables |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0"}
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        started.append(subprocess.Popen([*words, f"--devices={processes}"], env=variables, **quiet))  # type: ignore
+        process = process_context().Process(target=run_command, args=(words, variables))  # type: ignore[attr-defined]
+        process.start()
+        started.append(process)
     return started
 
 
@@ -143,16 +155,16 @@ def kill_once(folder: Path, output: Path, processes: int, dice: random.Random) -
     """Start the command and kill its processes; whether there was something to kill."""
     before = files(output)
     started = start(folder, output, processes)
-    while files(output) == before and all(process.poll() is None for process in started):
+    while files(output) == before and all(process.is_alive() for process in started):
         time.sleep(0.01)
     time.sleep(0.2 * dice.random())
     dice.shuffle(started)
-    was_running = started[0].poll() is None
+    was_running = started[0].is_alive()
     for process in started:
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         time.sleep(dice.random() * (process is started[0]))
     for process in started:
-        process.wait()
+        process.join()
     return was_running
 
 
@@ -169,7 +181,7 @@ def measure_kills(folder: Path, images: int, kills: int, processes: list[int]) -
         for file in dice.sample(complete, len(complete) // 2):  # so that there is enough to do for the next run
             file.unlink()
     for process in start(folder, output, processes[-1]):
-        process.wait()
+        process.join()
     embeddings = EmbeddingFolder.load("benchmark", output)
     ids = np.concatenate([embeddings.read(shard).ids for shard in range(len(embeddings))])
     whole = folder / "whole"
@@ -226,7 +238,7 @@ def main() -> None:
         folder = Path(name, "kills")
         write_inputs(folder, killed_images)
         for process in start(folder, folder / "whole", 1):
-            process.wait()
+            process.join()
         for numbers in processes:
             table.append(measure_kills(folder, killed_images, kills, numbers))
             print(table[-1], file=sys.stderr)
