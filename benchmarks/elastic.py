@@ -8,7 +8,8 @@ killed (`kill -9`) at a random step, five times in a run; torchrun then starts b
 its newest checkpoint, which it finds by itself. "restart" is the time from the kill to the next row of metrics.csv.
 
 The benchmark fails if a run does not end, if weights, optimizer or the number of steps are not, bit by bit, those of a
-run that was not disturbed, or if metrics.csv does not have the same rows.
+run that was not disturbed, or if metrics.csv does not have the same rows. That run has the same two workers, without
+agents.
 """
 
 import csv
@@ -26,7 +27,9 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from timing import Timing, arguments, environment, report
+from timing import Timing, arguments, environment, report, run_processes
+
+from lightning_retrieval.cli.main import main as main_of_command
 
 REPOSITORY = Path(__file__).parents[1]
 NODES, STEPS, PER_EPOCH = 2, 40, 20
@@ -70,6 +73,34 @@ class Pace(pl.Callback):
         time.sleep(0.1)
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def write_config(folder: Path) -> Path:
+    """The config of a run, beside its folder."""
+    config = folder.with_suffix(".yaml")
+    config.write_text(CONFIG)
+    return config
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    """The rows of metrics.csv of a run."""
+    path = folder / "metrics.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def last_checkpoint(folder: Path) -> dict[str, Any]:
+    checkpoint: dict[str, Any] = torch.load(folder / "checkpoints/last.ckpt", weights_only=True)
+    return checkpoint
+
+
 class Run:
     """A run on two agents of torchrun.
 
@@ -79,11 +110,7 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        config = folder.with_suffix(".yaml")
-        config.write_text(CONFIG)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        config, endpoint = write_config(folder), f"127.0.0.1:{free_port()}"
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(NODES), "--nproc-per-node", "1"),
             *("--max-restarts", "100", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", folder.name),
@@ -101,14 +128,6 @@ class Run:
                 agent = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **settings})
             self.agents.append(agent)
 
-    def rows(self) -> list[dict[str, str]]:
-        """The rows of metrics.csv."""
-        path = self.folder / "metrics.csv"
-        if not path.exists():
-            return []
-        with path.open(newline="") as file:
-            return list(csv.DictReader(file))
-
     def last_write(self) -> int:
         """When metrics.csv was written for the last time, in nanoseconds; 0 before."""
         path = self.folder / "metrics.csv"
@@ -122,7 +141,7 @@ class Run:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until a step has been logged."""
-        self._wait(lambda: any(int(row["step"]) >= step for row in self.rows()), f"step {step}")
+        self._wait(lambda: any(int(row["step"]) >= step for row in rows_of(self.folder)), f"step {step}")
 
     def kill(self, node: int) -> float:
         """Kill the worker of a node; the seconds until both have been started again and a step is logged."""
@@ -134,14 +153,11 @@ class Run:
         self._wait(lambda: self.last_write() > written, "a step after the restart")
         return time.monotonic() - begin
 
-    def end(self) -> dict[str, Any]:
-        """Wait for the end of the run; the last checkpoint."""
+    def wait_for_end(self) -> None:
         self._wait(lambda: all(agent.poll() is not None for agent in self.agents), "the end", may_end=True)
         codes = [agent.returncode for agent in self.agents]
         if any(codes):
             sys.exit(f"elastic.py: the agents ended with {codes}.\n{self._logs()}")
-        checkpoint: dict[str, Any] = torch.load(self.folder / "checkpoints/last.ckpt", weights_only=True)
-        return checkpoint
 
     def stop(self) -> None:
         """End the agents, which end their workers."""
@@ -164,6 +180,20 @@ class Run:
         return "\n".join(log.read_text(errors="replace")[-3000:] for log in logs)
 
 
+def undisturbed_worker(node: int, config: Path, folder: Path, port: int) -> None:
+    """The worker of a node in the run that is not disturbed."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(NODES)}
+    os.environ.update({**address, "NODE_RANK": str(node), "LOCAL_RANK": "0"})
+    torch.set_num_threads(1)
+    main_of_command(["fit", "--config", str(config), "--run_folder", str(folder)])
+
+
+def train_undisturbed(folder: Path) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """The last checkpoint and the rows of a run without agents and kills."""
+    run_processes(undisturbed_worker, (write_config(folder), folder, free_port()), NODES)
+    return last_checkpoint(folder), rows_of(folder)
+
+
 def train(folder: Path, kills: list[tuple[int, int]]) -> tuple[list[float], dict[str, Any], list[dict[str, str]]]:
     """Seconds of the restarts, the last checkpoint and the rows of a run, given the step and the node of each kill."""
     run = Run(folder)
@@ -172,7 +202,8 @@ def train(folder: Path, kills: list[tuple[int, int]]) -> tuple[list[float], dict
         for step, node in kills:
             run.wait_for_step(step)
             seconds.append(run.kill(node))
-        return seconds, run.end(), run.rows()
+        run.wait_for_end()
+        return seconds, last_checkpoint(folder), rows_of(folder)
     finally:
         run.stop()
 
@@ -202,7 +233,7 @@ def main() -> None:
         runs, kills_of_a_run = 1, 1
     choose, table = random.Random(0), []
     with tempfile.TemporaryDirectory() as folder:
-        _, expected, expected_rows = train(Path(folder, "undisturbed"), [])
+        expected, expected_rows = train_undisturbed(Path(folder, "undisturbed"))
         if [step for step, _ in metrics(expected_rows)] != [str(step) for step in range(STEPS)]:
             sys.exit("elastic.py: metrics.csv of the undisturbed run is not complete.")
         for number in range(runs):
