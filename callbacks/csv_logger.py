@@ -1,6 +1,7 @@
 """A metrics.csv that a run continues when it is started again."""
 
 import csv
+import io
 import os
 import warnings
 import zipfile
@@ -17,6 +18,7 @@ from pytorch_lightning.utilities import rank_zero_only
 
 from lightning_retrieval.checks import check_path, check_string
 from lightning_retrieval.distributed import world_size
+from lightning_retrieval.files import new_file
 from lightning_retrieval.training.checkpoint_files import find_damage
 
 # The folder of a run, and the checkpoint in it from which the run continues.
@@ -197,12 +199,12 @@ class _ContinuedFile(ExperimentWriter):
             rows += _read(self._file)[1]
         for row in self.metrics:
             _put(rows, row)
-        new_file = self._file.with_suffix(".csv.new")
-        with new_file.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self.metrics_keys)
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(new_file, self._file)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, self.metrics_keys)
+        writer.writeheader()
+        writer.writerows(rows)
+        with new_file(self._file) as file:
+            file.write(text.getvalue().encode())
 
 
 def _put(rows: list[Mapping[str, Any]], new: Mapping[str, Any]) -> None:

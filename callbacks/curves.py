@@ -1,7 +1,6 @@
 """A figure of a metric and the training loss over the optimizer steps."""
 
 import io
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +17,7 @@ from lightning_retrieval.callbacks.csv_logger import run_folder
 from lightning_retrieval.callbacks.evaluation import find_evaluation, log_without_sync, sets_ranked_by_label
 from lightning_retrieval.callbacks.evaluation_sets import EvaluationSet
 from lightning_retrieval.checks import check_integer, check_string
+from lightning_retrieval.files import new_file
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.metrics.curves import mean_precision, pair_counts
 from lightning_retrieval.ranking.rows import to_float64
@@ -50,9 +50,8 @@ def save_and_log(trainer: pl.Trainer, path: Path, key: str, drawing: Drawing) ->
     """
     image = _as_image(drawing)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".part")
-    image.save(partial, format="PNG")
-    os.replace(partial, path)
+    with new_file(path) as file:
+        image.save(file, format="PNG")
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import os
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.datamodules.image_check import record_warnings
 from lightning_retrieval.datamodules.image_index import ImageIndex
+from lightning_retrieval.files import new_file
 from lightning_retrieval.packed_strings import PackedStrings
 
 VERSION = 4  # of the file format
@@ -103,20 +102,13 @@ def _key(sources: Sequence[Path], settings: Any) -> str:
 
 
 def _save(file: Path, splits: Mapping[str, ImageIndex], messages: Sequence[str]) -> None:
-    """Write to a temporary file first, so that an interrupted write leaves no damaged file."""
     packed_messages = PackedStrings(messages)
     arrays: dict[str, Any] = {"warnings": packed_messages.data, "warning_ends": packed_messages.ends}
     for split, index in splits.items():
         for name, array in index.arrays().items():
             arrays[f"{split}/{name}"] = array
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, suffix=".npz")
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            np.savez(stream, **arrays)
-        os.replace(temporary, file)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with new_file(file) as stream:
+        np.savez(stream, **arrays)
 
 
 def _load(owner: str, file: Path) -> tuple[dict[str, ImageIndex], PackedStrings] | None:

@@ -1,38 +1,99 @@
-"""Files that must survive a crash: checksums, flushing to the disk, and a lock for one writer at a time."""
+"""Files that must survive a crash: one atomic writer, checksums, manifests, and a lock for one writer at a time.
+
+Whatever somebody could miss is written by `new_file`: a file has either its old content or the new one, complete.
+"""
 
 import fcntl
 import hashlib
+import json
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 LOCK = "lock"
-
-
+TEMPORARY = ".tmp"  # suffix of a file that is being written
 CHUNK = 1 << 20  # bytes read at a time
-
-
 UNCHANGED = "what was saved there before is unchanged, so free space on the disk and save again"
-
 
 _locks: set[IO[str]] = set()  # open files whose locks this process holds
 
 
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file that takes the place of `path` when the `with` block ends.
+
+    Its content is on the disk before it gets its name. If the block fails, `path` is as it was before. Only a process
+    that is killed leaves a temporary file, named `.<random>.tmp`.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    temporary = path.with_name(f".{secrets.token_hex(8)}{TEMPORARY}")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+        move_file(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def move_file(source: Path, path: Path) -> None:
+    """Wait until a new file is on the disk, and let it take the place of `path` in the same file system."""
+    flush(source)
+    os.replace(source, path)
+    with suppress(OSError):  # the file is in its place, and some file systems cannot flush a folder
+        flush(path.parent)
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a file has a name that `new_file` gives to temporary files."""
+    return bool(re.fullmatch(rf"\.[0-9a-f]{{16}}{TEMPORARY}", path.name))
+
+
+def delete_temporary_files(folder: Path) -> None:
+    """Delete what killed processes have left in a folder that nobody else writes to."""
+    for path in folder.iterdir():
+        if is_temporary(path):
+            path.unlink()
+
+
+def flush(path: Path) -> None:
+    """Wait until the content of a file, or the list of names in a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def reason(error: BaseException) -> str:
+    """The message of an error on one line; of an error of the operating system, its text alone."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror
+    return " ".join(text.split()) or type(error).__name__
+
+
 def file_digest(path: Path) -> str:
-    """SHA-256 of a file, which is read in chunks."""
+    """SHA-256 of a file, which is read in pieces."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while chunk := stream.read(CHUNK):
-            digest.update(chunk)
+        while data := stream.read(CHUNK):
+            digest.update(data)
     return digest.hexdigest()
 
 
 class DigestStream:
-    """A binary stream that only writes, and computes the SHA-256 of what it was given.
+    """A binary stream that can only be written to, and computes the SHA-256 of its content.
 
-    It has no file descriptor, so NumPy writes through it, too, and not past it.
+    It has no file descriptor, so that NumPy cannot write past it.
 
     Args:
         stream: where the bytes go.
@@ -42,10 +103,10 @@ class DigestStream:
         self._stream = stream
         self._digest = hashlib.sha256()
         self.error: OSError | None = None
-        """The first error of the stream; faiss' own error does not say what it was."""
+        """The first error of the stream, which faiss does not report."""
 
     def write(self, data: Any) -> int:
-        """Write all bytes of an object with the buffer protocol, such as `bytes` or pyarrow's buffers; their number."""
+        """Write an object with the buffer protocol, such as `bytes`, and return its number of bytes."""
         try:
             self._stream.write(data)
         except OSError as error:
@@ -60,11 +121,11 @@ class DigestStream:
 
 
 def write_verified(owner: str, path: Path, write: Callable[[DigestStream], None]) -> str:
-    """Write a file, wait until it is on the disk, and compare it with what was to be written.
+    """Write a file with `new_file`, after its content on the disk was compared with what was to be written.
 
     Args:
         owner: prefix of error messages.
-        path: of the new file.
+        path: of the file.
         write: writes the content to a stream.
 
     Returns:
@@ -75,35 +136,86 @@ def write_verified(owner: str, path: Path, write: Callable[[DigestStream], None]
     """
     digest = None
     try:
-        with path.open("wb") as file:
+        with new_file(path) as file:
             digest = DigestStream(file)
             write(digest)
-        flush(path)
+            file.flush()
+            temporary = Path(file.name)
+            flush(temporary)
+            if file_digest(temporary) != digest.hexdigest():
+                raise OSError("not all of it has reached the disk")
     except (OSError, RuntimeError) as error:
-        cause = error
+        cause: BaseException = error
         if digest is not None and digest.error is not None:
             cause = digest.error
         raise OSError(f"{owner}: {path} cannot be written ({reason(cause)}); {UNCHANGED}.") from None
-    if file_digest(path) != digest.hexdigest():
-        raise OSError(f"{owner}: {path} was not written completely; {UNCHANGED}.")
     return digest.hexdigest()
 
 
-def reason(error: BaseException) -> str:
-    """The message of an error on one line; of an error of the operating system, its text alone."""
-    text = str(error)
-    if isinstance(error, OSError) and error.strerror:
-        text = error.strerror
-    return " ".join(text.split()) or type(error).__name__
+@dataclass(frozen=True)
+class Manifest:
+    """The JSON file in a folder that lists or describes its other files, with a checksum of what it says.
+
+    Args:
+        content: what such a folder holds, such as `"index"`.
+        name: of the file.
+        command: of `lightning-retrieval` that writes such a folder.
+        cure: what to do if the file is damaged.
+        version: of the format.
+    """
+
+    content: str
+    name: str
+    command: str
+    cure: str
+    version: int = 1
+
+    @property
+    def format(self) -> str:
+        """The value of `format` in the file."""
+        return f"lightning-retrieval {self.content}"
+
+    def encode(self, values: Mapping[str, Any]) -> bytes:
+        """The file with these plain values."""
+        header = {"format": self.format, "version": self.version, "sha256": _digest_of_values(values)}
+        return (json.dumps({**header, **values}, indent=1) + "\n").encode()
+
+    def read(self, owner: str, folder: Path) -> dict[str, Any]:
+        """The values in the file.
+
+        Raises:
+            FileNotFoundError: if the folder has no such file.
+            ValueError: if the file is damaged, or is that of another format or version.
+        """
+        path = folder / self.name
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{owner}: the {self.content} must be a folder with {self.name} in it, got {folder}; "
+                f"`lightning-retrieval {self.command}` writes one."
+            )
+        try:
+            values = dict(json.loads(path.read_bytes()))
+            header = {name: values.pop(name, None) for name in ("format", "version", "sha256")}
+            digest = _digest_of_values(values)
+        except (TypeError, ValueError, RecursionError):  # the last for lists in lists, thousands deep
+            raise ValueError(f"{owner}: {path} is damaged, it is not valid JSON; {self.cure}.") from None
+        if header["format"] != self.format:
+            raise ValueError(
+                f"{owner}: {path} must be a manifest of the format {self.format!r}, which it is not; give another "
+                "folder."
+            )
+        if header["version"] != self.version:
+            raise ValueError(
+                f"{owner}: {folder} has format version {header['version']!r}, but this release reads version "
+                f"{self.version}; write it again, or use the release that wrote it."
+            )
+        if header["sha256"] not in (digest, None):  # the first release wrote none for embeddings
+            raise ValueError(f"{owner}: {path} is damaged, its checksum is not the one written in it; {self.cure}.")
+        return values
 
 
-def flush(path: Path) -> None:
-    """Wait until the content of a file, or the list of names in a folder, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _digest_of_values(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager
@@ -133,7 +245,7 @@ def folder_lock(owner: str, folder: Path, name: str = LOCK, *, shared: bool = Fa
 def _close_locks() -> None:
     """In a forked child, close the files whose locks belong to its parent.
 
-    Another file takes their descriptors, so that whoever closes the objects of Python closes nothing else.
+    Their descriptors then belong to /dev/null, so that whoever closes these objects of Python closes nothing else.
     """
     for file in _locks:
         other = os.open(os.devnull, os.O_RDWR)

@@ -14,10 +14,11 @@ The images are drawn once on the user's machine and kept in a cache.
 import hashlib
 import io
 import os
-import secrets
 import sys
+import tempfile
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from lightning_retrieval.datamodules.glyphs.characters import (
     read_class_table,
     table_bytes,
 )
+from lightning_retrieval.files import new_file
 
 # The file cache of the glyph images: where it is, and how a file is written completely or not at all.
 
@@ -73,7 +75,8 @@ def check_writable(path: Path) -> None:
     Raises:
         OSError: of the type that the system raised, if it cannot.
     """
-    _write(path, None)
+    with _in_folder(path), tempfile.TemporaryFile(dir=path.parent):
+        pass
 
 
 def write_cache(path: Path, content: bytes) -> None:
@@ -82,8 +85,9 @@ def write_cache(path: Path, content: bytes) -> None:
     Raises:
         OSError: of the type that the system raised, if the file cannot be written; the folder then has no parts of it.
     """
-    _write(path, content)
-    _write(_checksum_path(path), _checksum(content))
+    for part, data in ((path, content), (_checksum_path(path), _checksum(content))):
+        with _in_folder(path), new_file(part) as file:
+            file.write(data)
 
 
 def _user_cache_folder() -> Path:
@@ -115,25 +119,17 @@ def _checksum(content: bytes) -> bytes:
     return hashlib.sha256(content).hexdigest().encode("ascii") + b"\n"
 
 
-def _write(path: Path, content: bytes | None) -> None:
-    """Write a file completely or not at all; with None only find out whether it could be written."""
-    # A random name, since another process may write the same file. Not one of tempfile, whose files other users cannot
-    # read.
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+@contextmanager
+def _in_folder(path: Path) -> Iterator[None]:
+    """Create the folder of a file that is written in the `with` block; name it in the error if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("xb") as file:
-            file.write(content or b"")
-        if content is not None:
-            os.replace(temporary, path)
+        yield
     except OSError as error:
         raise type(error)(
             f"load_glyph_images: `cache_dir` must be a folder that can be created and written, got "
             f"{str(path.parent)!r} ({error.strerror}); pass another folder."
         ) from None
-    finally:
-        with suppress(OSError):  # it is gone if it was renamed to `path`
-            temporary.unlink()
 
 
 DRAWING_VERSION = 1  # increase it when the drawing changes: the name of the cache file depends on it

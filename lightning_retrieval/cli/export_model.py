@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from lightning_retrieval.cli.embedding import ImageEmbedder
 from lightning_retrieval.export.onnx_file import OnnxModel, load_onnx, write_onnx
 from lightning_retrieval.export.program import EmbeddingProgram, InputType, export_program, largest_difference
 from lightning_retrieval.export.quantization import quantize_onnx
+from lightning_retrieval.files import move_file
 from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.preparation.preparation import Preparation
 
@@ -130,7 +130,7 @@ def export_model(
             made.int8 = _write_int8(new, embedder, program, listed)
         (new / PREPARATION).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         for file in new.iterdir():
-            os.replace(file, output / file.name)
+            move_file(file, output / file.name)
     return made
 
 

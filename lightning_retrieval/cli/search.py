@@ -17,6 +17,7 @@ from lightning_retrieval.cli.embedding_options import (
     report_unreadable,
 )
 from lightning_retrieval.cli.options import printable
+from lightning_retrieval.files import new_file
 
 if TYPE_CHECKING:
     from lightning_retrieval.cli.embedding import UnreadableImage
@@ -109,7 +110,8 @@ def _write_page(page: Path, results: Sequence["QueryResult"], images: Path, abou
 
     source, missing = result_page(results, images, about)
     try:
-        _replace_text(_page_target(page), source)
+        with new_file(_page_target(page)) as file:
+            file.write(source.encode())
     except OSError as error:
         raise OSError(f"search: `--html` cannot be written to {page} ({error.strerror}).") from None
     if missing:
@@ -119,19 +121,6 @@ def _write_page(page: Path, results: Sequence["QueryResult"], images: Path, abou
             f"{missing[0]}; give the folder of the images with `--images`.",
             file=sys.stderr,
         )
-
-
-def _replace_text(target: Path, text: str) -> None:
-    """Write to a temporary file first, so that `target` is complete or unchanged; the temporary file is never left."""
-    partial = target.with_name(f"{target.name}.part")
-    partial.unlink(missing_ok=True)  # of a process that was killed
-    try:
-        with partial.open("x", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(partial, target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
 
 
 def _table(result: "QueryResult") -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_bool, check_path, check_string, first_line, short_repr
+from lightning_retrieval.files import new_file
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import check_plain_data
 
@@ -385,8 +386,10 @@ def save_model(owner: str, folder: Any, init_args: Mapping[str, Any], module: nn
         tensors[name] = value.detach().cpu().contiguous().clone()  # safetensors refuses tensors that share a storage
     config = {"format": FORMAT, "version": VERSION, "init_args": dict(init_args)}
     # `safetensors.torch.save_file` makes files that nobody else may read.
-    _replace(path / WEIGHTS, safetensors.save(tensors, metadata={"format": "pt"}))
-    _replace(path / CONFIG, (json.dumps(config, indent=1) + "\n").encode())
+    with new_file(path / WEIGHTS) as file:
+        file.write(safetensors.save(tensors, metadata={"format": "pt"}))
+    with new_file(path / CONFIG) as file:
+        file.write((json.dumps(config, indent=1) + "\n").encode())
 
 
 def find_files(owner: str, name: Any, revision: str | None) -> tuple[Path, Path]:
@@ -470,9 +473,3 @@ def push_folder(owner: str, folder: Path, repo_id: str, private: bool, message: 
             f"({first_line(error)}); log in with `hf auth login`, or use save_pretrained without a network."
         ) from None
     return str(commit)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)

@@ -10,8 +10,6 @@ files ignore names that begin with `_` or `.`, so they can read the folder as on
 
 import hashlib
 import json
-import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -23,7 +21,14 @@ import numpy as np
 from jaxtyping import Float, Int64
 
 from lightning_retrieval.checks import first_line
-from lightning_retrieval.files import DigestStream, flush, folder_lock, write_verified
+from lightning_retrieval.files import (
+    DigestStream,
+    Manifest,
+    delete_temporary_files,
+    folder_lock,
+    is_temporary,
+    write_verified,
+)
 from lightning_retrieval.optional_packages import optional_import
 
 # One shard of embeddings: a Parquet file, or a .npy file with a JSON file beside it.
@@ -189,17 +194,9 @@ def _digest(embeddings: Float[np.ndarray, "rows dim"]) -> str:
     return hashlib.sha256(np.ascontiguousarray(embeddings).data).hexdigest()
 
 
-FORMAT, VERSION = "lightning-retrieval embeddings", 1
-
-
-MANIFEST = "_manifest.json"
-
-
-LOCK = "_lock"
-
-
-TEMPORARY = ".tmp"
-
+# Readers of folders of Parquet files ignore names that begin with `_`.
+MANIFEST, LOCK = "_manifest.json", "_lock"
+FORMAT = Manifest("embeddings", MANIFEST, "embed", "restore it from a copy, or give another folder")
 
 SHOWN = 5  # missing files that an error message names
 
@@ -289,8 +286,8 @@ class EmbeddingFolder:
         if folder.check_begun():
             return folder
         path.mkdir(parents=True, exist_ok=True)
-        text = _manifest_text(asdict(manifest))
-        _write_atomically(owner, path / MANIFEST, lambda stream: stream.write(text.encode()))
+        content = FORMAT.encode(asdict(manifest))
+        write_verified(owner, path / MANIFEST, lambda stream: stream.write(content))
         return folder
 
     @classmethod
@@ -342,8 +339,7 @@ class EmbeddingFolder:
             ValueError: if another process is writing.
         """
         with folder_lock(self.owner, self.path, LOCK) as file:
-            for left in self.path.glob(f".*{TEMPORARY}"):
-                left.unlink()
+            delete_temporary_files(self.path)
             yield file
 
     def write(self, shard: int, rows: ShardRows) -> None:
@@ -356,10 +352,10 @@ class EmbeddingFolder:
         rows = replace(stored_rows(self.owner, rows, self.manifest.dtype), origin=self._origin(shard))
         if self.manifest.file_format == "npy":
             self._file(shard).unlink(missing_ok=True)  # of images that have changed, which is not that of the new JSON
-            _write_atomically(self.owner, self._file(shard, ".json"), partial(write_json, rows))
-            _write_atomically(self.owner, self._file(shard), partial(write_npy, rows))
+            write_verified(self.owner, self._file(shard, ".json"), partial(write_json, rows))
+            write_verified(self.owner, self._file(shard), partial(write_npy, rows))
         else:
-            _write_atomically(self.owner, self._file(shard), partial(write_parquet, self.owner, rows))
+            write_verified(self.owner, self._file(shard), partial(write_parquet, self.owner, rows))
 
     def read(self, shard: int) -> ShardRows:
         """The rows of a shard.
@@ -469,7 +465,7 @@ def check_output(owner: str, path: Path) -> None:
     if not occupied:
         return
     if path.is_dir():
-        others = [file for file in path.iterdir() if file.name != LOCK and file.suffix != TEMPORARY]
+        others = [file for file in path.iterdir() if file.name != LOCK and not is_temporary(file)]
         if not others or (path / MANIFEST).is_file():
             return
     raise ValueError(
@@ -479,41 +475,16 @@ def check_output(owner: str, path: Path) -> None:
 
 
 def _read_manifest(owner: str, path: Path) -> EmbeddingManifest:
-    file = path / MANIFEST
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"{owner}: the embeddings must be a folder with {MANIFEST} in it, got {path}; `lightning-retrieval embed` "
-            "writes one."
-        )
+    values = FORMAT.read(owner, path)
     try:
-        text = file.read_bytes().decode()
-        content = dict(json.loads(text))
-    except (TypeError, ValueError, RecursionError):
-        raise ValueError(f"{owner}: {file} is damaged, it is not valid JSON; give another folder.") from None
-    found = content.pop("format", None), content.pop("version", None)
-    has_digest = content.pop("sha256", None) is not None  # earlier releases wrote none
-    try:
-        if found != (FORMAT, VERSION):
-            raise TypeError
-        manifest = EmbeddingManifest(**content)
+        manifest = EmbeddingManifest(**values)
         _check_kinds(manifest)
     except TypeError:
         raise ValueError(
-            f"{owner}: {file} must be the manifest of embeddings that this release can read (version {VERSION}), which "
-            "it is not; give another folder."
+            f"{owner}: {path / MANIFEST} must be the manifest of embeddings that this release can read, which it is "
+            "not; give another folder."
         ) from None
-    if has_digest and text != _manifest_text(content):
-        raise ValueError(
-            f"{owner}: {file} is damaged, its checksum is not that of its content; restore it from a copy, or give "
-            "another folder."
-        )
     return manifest
-
-
-def _manifest_text(content: Mapping[str, Any]) -> str:
-    """The content of a manifest's file, with a checksum."""
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return json.dumps({"format": FORMAT, "version": VERSION, "sha256": digest, **content}, indent=1) + "\n"
 
 
 def _check_kinds(manifest: EmbeddingManifest) -> None:
@@ -548,10 +519,3 @@ def _check_same(owner: str, path: Path, found: EmbeddingManifest, wanted: Embedd
             f"{owner}: `output` must be a new folder or one that the same command began, got {path}, which holds "
             f"embeddings {what}; give another path."
         )
-
-
-def _write_atomically(owner: str, file: Path, write: Any) -> None:
-    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}{TEMPORARY}")  # of this process alone
-    write_verified(owner, temporary, write)
-    os.replace(temporary, file)
-    flush(file.parent)

@@ -360,7 +360,7 @@ class RetrievalIndex:
         check_disk_build(self.faiss_indexes[0], self.factory, embeddings, len(self), rows_in_memory)
         new_ids = check_new_rows(self._table, self.dim, embeddings, ids, paths)
         try:
-            with new_version(OWNER, folder) as version:
+            with new_version(folder) as version:
                 train_shards(self.faiss_indexes, self.factory, embeddings)
                 self.faiss_indexes = add_on_disk(self.faiss_indexes, embeddings, new_ids, rows_in_memory, version)
                 self._table.add(new_ids, paths)
@@ -457,7 +457,7 @@ class RetrievalIndex:
         path = check_path(OWNER, "folder", folder)
         with self._lock.reading():
             writers = {**self._table.writers(), **shard_writers(self.faiss_indexes)}
-            write_folder(OWNER, path, writers, {name: getattr(self, name) for name in SETTINGS})
+            write_folder(path, writers, {name: getattr(self, name) for name in SETTINGS})
 
     @classmethod
     def load(cls, folder: str | Path, mapped: bool = False, verify: bool = True) -> "RetrievalIndex":
@@ -477,7 +477,7 @@ class RetrievalIndex:
         check_bool(OWNER, "mapped", mapped)
         check_bool(OWNER, "verify", verify)
         path = check_path(OWNER, "folder", folder)
-        return read_folder(OWNER, path, verify, functools.partial(cls._read, path, mapped=mapped))
+        return read_folder(path, verify, functools.partial(cls._read, path, mapped=mapped))
 
     @classmethod
     def _read(cls, folder: Path, files: Mapping[str, Path], settings: dict[str, Any], mapped: bool) -> "RetrievalIndex":

@@ -10,9 +10,7 @@ not name are deleted after that; those that a killed process left are deleted be
 that they take no space from it. One process at a time changes the folder: it holds the lock.
 """
 
-import hashlib
 import json
-import os
 import re
 import secrets
 import shutil
@@ -24,15 +22,19 @@ from typing import Any, TypeVar
 from lightning_retrieval.files import (
     LOCK,
     DigestStream,
+    Manifest,
+    delete_temporary_files,
     file_digest,
     flush,
     folder_lock,
+    is_temporary,
     write_verified,
 )
+from lightning_retrieval.search.rows import OWNER
 
-FORMAT, VERSION = "lightning-retrieval index", 1
 MANIFEST = "manifest.json"
 REBUILD = "build the index again"
+FORMAT = Manifest("index", MANIFEST, "index", REBUILD)
 ATTEMPTS = 100  # of a reader, while other processes replace the index
 
 Writer = Callable[[DigestStream], None]
@@ -59,15 +61,13 @@ class NewVersion:
     """The files of a new version of a folder, which takes the place of the old one when it is published.
 
     Args:
-        owner: prefix of error messages.
         folder: of the index.
         inner: empty folder in it for the files; others in it must be deleted before the version is published.
     """
 
-    def __init__(self, owner: str, folder: Path, inner: Path) -> None:
+    def __init__(self, folder: Path, inner: Path) -> None:
         self.inner = inner
         self.is_published = False
-        self._owner = owner
         self._folder = folder
         self._fingerprints: dict[str, Any] = {}
 
@@ -82,7 +82,7 @@ class NewVersion:
             OSError: if it cannot be written completely.
         """
         path = self.inner / name
-        digest = write_verified(self._owner, path, write)
+        digest = write_verified(OWNER, path, write)
         self._fingerprints[f"{self.inner.name}/{name}"] = _fingerprint(path, digest)
         return path
 
@@ -101,38 +101,38 @@ class NewVersion:
         Args:
             settings: plain values, kept in the manifest.
         """
-        body = {"files": self._fingerprints, "settings": dict(settings)}
-        content = {"format": FORMAT, "version": VERSION, "sha256": _digest(body), **body}
-        manifest = self.inner / MANIFEST
-        manifest.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        for path in (manifest, self.inner, self._folder):
+        content = FORMAT.encode({"files": self._fingerprints, "settings": dict(settings)})
+        for path in (self.inner, self._folder):
             flush(path)
-        self.is_published = True  # before it is, so that nothing deletes the files from now on
-        os.replace(manifest, self._folder / MANIFEST)
-        flush(self._folder)
+        self.is_published = True  # before it is, so that no interrupt deletes files that the manifest names
+        try:
+            write_verified(OWNER, self._folder / MANIFEST, lambda stream: stream.write(content))
+        except OSError:
+            self.is_published = False
+            raise
 
 
 @contextmanager
-def new_version(owner: str, folder: Path) -> Iterator[NewVersion]:
+def new_version(folder: Path) -> Iterator[NewVersion]:
     """Lock a folder while a new version of its files is written, which the caller publishes.
 
     Args:
-        owner: prefix of error messages.
         folder: created if it does not exist.
 
     Raises:
         ValueError: if the folder holds anything but an index, is inside a file, or another process writes to it.
     """
-    check_folder(owner, folder)
+    check_folder(OWNER, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise ValueError(
-            f"{owner}: the index must be written to a folder, got {folder}, which is inside a file; give another path."
+            f"{OWNER}: the index must be written to a folder, got {folder}, which is inside a file; give another path."
         ) from None
-    with folder_lock(owner, folder):
-        _delete_inner(folder, _named_inner(owner, folder))
-        version = NewVersion(owner, folder, folder / f"files-{secrets.token_hex(4)}")
+    with folder_lock(OWNER, folder):
+        delete_temporary_files(folder)
+        _delete_inner(folder, _named_inner(folder))
+        version = NewVersion(folder, folder / f"files-{secrets.token_hex(4)}")
         version.inner.mkdir()
         try:
             yield version
@@ -143,11 +143,10 @@ def new_version(owner: str, folder: Path) -> Iterator[NewVersion]:
             _delete_inner(folder, {version.inner.name})
 
 
-def write_folder(owner: str, folder: Path, writers: Mapping[str, Writer], settings: Mapping[str, Any]) -> None:
+def write_folder(folder: Path, writers: Mapping[str, Writer], settings: Mapping[str, Any]) -> None:
     """Replace the content of a folder by these files and settings.
 
     Args:
-        owner: prefix of error messages.
         folder: created if it does not exist.
         writers: by file name, a function that writes the content of the file to a stream.
         settings: plain values, kept in the manifest.
@@ -156,21 +155,18 @@ def write_folder(owner: str, folder: Path, writers: Mapping[str, Writer], settin
         ValueError: if the folder holds anything but an index, is inside a file, or another process writes to it.
         OSError: if a file cannot be written completely; the folder keeps its previous content.
     """
-    with new_version(owner, folder) as version:
+    with new_version(folder) as version:
         version.write_all(writers)
         version.publish(settings)
 
 
-def read_folder(
-    owner: str, folder: Path, verify: bool, read: Callable[[dict[str, Path], dict[str, Any]], Read]
-) -> Read:
+def read_folder(folder: Path, verify: bool, read: Callable[[dict[str, Path], dict[str, Any]], Read]) -> Read:
     """Return what `read` makes of the files and the settings of a saved index.
 
     If another process replaces the index meanwhile, so that files of the old version disappear, the new version is
     read.
 
     Args:
-        owner: prefix of error messages.
         folder: folder that `write_folder` wrote.
         verify: read all files once and compare their checksums; if False, only their sizes are compared.
         read: called with the files, by name, and the settings; it may be called again.
@@ -181,64 +177,40 @@ def read_folder(
     """
     attempt = 1
     while True:
-        manifest = _read_manifest(owner, folder)
+        manifest = _read_manifest(folder)
         try:
-            files = _check_files(owner, folder, manifest["files"], verify)
+            files = _check_files(folder, manifest["files"], verify)
             return read(files, dict(manifest["settings"]))
         except (OSError, ValueError):
-            if attempt == ATTEMPTS or _read_manifest(owner, folder) == manifest:
+            if attempt == ATTEMPTS or _read_manifest(folder) == manifest:
                 raise
         attempt += 1
 
 
-def _check_files(owner: str, folder: Path, expected: Mapping[str, Any], verify: bool) -> dict[str, Path]:
+def _check_files(folder: Path, expected: Mapping[str, Any], verify: bool) -> dict[str, Path]:
     """The files of an index, by name; raise if one is missing or damaged."""
     files: dict[str, Path] = {}
     for name, fingerprint in expected.items():
         file = folder / name
         if not file.is_file():
-            raise FileNotFoundError(f"{owner}: {folder} is damaged, {name} is missing; {REBUILD}.")
+            raise FileNotFoundError(f"{OWNER}: {folder} is damaged, {name} is missing; {REBUILD}.")
         size = file.stat().st_size
         if size != fingerprint["bytes"]:
             raise ValueError(
-                f"{owner}: {file} is damaged, it has {size} bytes instead of {fingerprint['bytes']}; {REBUILD}."
+                f"{OWNER}: {file} is damaged, it has {size} bytes instead of {fingerprint['bytes']}; {REBUILD}."
             )
         if verify and _fingerprint(file, file_digest(file)) != fingerprint:
-            raise ValueError(f"{owner}: {file} is damaged, its checksum is not that of the manifest; {REBUILD}.")
+            raise ValueError(f"{OWNER}: {file} is damaged, its checksum is not that of the manifest; {REBUILD}.")
         files[file.name] = file
     return files
 
 
-def _read_manifest(owner: str, folder: Path) -> dict[str, Any]:
-    """Read the manifest of an index; raise if its format, version or checksum is wrong."""
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"{owner}: the index must be a folder with {MANIFEST} in it, got {folder}; `lightning-retrieval index` "
-            "writes one."
-        )
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):  # the latter for lists in lists, thousands deep
-        raise ValueError(f"{owner}: {path} is damaged, it is not valid JSON; {REBUILD}.") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(
-            f"{owner}: {path} is not the manifest of an index; give the folder that the index was saved to."
-        )
-    if manifest.get("version") != VERSION:
-        raise ValueError(
-            f"{owner}: {folder} has format version {manifest.get('version')!r}, but this release reads version "
-            f"{VERSION}; {REBUILD}, or use the release that wrote it."
-        )
-    body = {"files": manifest.get("files"), "settings": manifest.get("settings")}
-    try:
-        digest = _digest(body)
-    except RecursionError:
-        digest = ""
-    if digest != manifest.get("sha256"):
-        raise ValueError(f"{owner}: {path} is damaged, its checksum is not the one written in it; {REBUILD}.")
-    if not (_lists_files(body["files"]) and isinstance(body["settings"], dict)):
-        raise ValueError(f"{owner}: {path} is damaged, it does not list files and settings; {REBUILD}.")
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    """Read the manifest of an index; raise if it is damaged, or is not one."""
+    manifest = FORMAT.read(OWNER, folder)
+    is_valid = manifest.keys() == {"files", "settings"} and _lists_files(manifest["files"])
+    if not is_valid or not isinstance(manifest["settings"], dict):
+        raise ValueError(f"{OWNER}: {folder / MANIFEST} is damaged, it does not list files and settings; {REBUILD}.")
     return manifest
 
 
@@ -265,25 +237,29 @@ def _may_be_replaced(folder: Path) -> bool:
         except (OSError, ValueError, RecursionError):  # perhaps the damaged manifest of an index
             has_inner = any(_is_inner(path) for path in folder.iterdir())
             return has_inner and not _has_other_files(folder)
-        return isinstance(content, dict) and content.get("format") == FORMAT
+        return isinstance(content, dict) and content.get("format") == FORMAT.format
     return not _has_other_files(folder)
 
 
 def _has_other_files(folder: Path) -> bool:
     """Whether a folder holds files that are not part of an index."""
-    return any(path.name not in (MANIFEST, LOCK) and not _is_inner(path) for path in folder.iterdir())
+    for path in folder.iterdir():
+        is_part = path.name in (MANIFEST, LOCK) or _is_inner(path) or is_temporary(path)
+        if not is_part:
+            return True
+    return False
 
 
 def _is_inner(path: Path) -> bool:
     return bool(re.fullmatch("files-[0-9a-f]{8}", path.name)) and path.is_dir()
 
 
-def _named_inner(owner: str, folder: Path) -> set[str] | None:
+def _named_inner(folder: Path) -> set[str] | None:
     """The inner folders that the manifest names; None if it cannot be read."""
     if not (folder / MANIFEST).exists():
         return set()
     try:
-        files = _read_manifest(owner, folder)["files"]
+        files = _read_manifest(folder)["files"]
     except (OSError, ValueError):
         return None
     return {name.split("/")[0] for name in files}
@@ -301,7 +277,3 @@ def _delete_inner(folder: Path, kept: set[str] | None) -> None:
 def _fingerprint(path: Path, digest: str) -> dict[str, Any]:
     """Size and checksum of a file."""
     return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def _digest(body: Any) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -68,7 +68,7 @@ def test_a_cache_folder_that_is_a_file_raises(tmp_path):
             read_cached(lambda: {"test": OTHER}, [tmp_path / "cache"], {}, folder)
 
 
-@pytest.mark.parametrize("function", ["pathlib.Path.mkdir", "tempfile.mkstemp", "numpy.savez"])
+@pytest.mark.parametrize("function", ["pathlib.Path.mkdir", "os.replace", "numpy.savez"])
 def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, function):
     source, folder = tmp_path / "list.txt", tmp_path / "cache"
     source.write_text("one")

@@ -1,4 +1,4 @@
-"""Locks of a folder, and files that are on the disk before they are named."""
+"""One atomic writer, locks of a folder, and files that are on the disk before they are named."""
 
 import fcntl
 import os
@@ -7,7 +7,33 @@ import faiss
 import pytest
 
 from lightning_retrieval import RetrievalIndex
+from lightning_retrieval.files import new_file
 from tests.lightning_retrieval.search.vectors import built
+
+
+def test_a_new_file_takes_the_place_of_the_old_one_when_it_is_complete(tmp_path):
+    path = tmp_path / ("n" * 255)
+    for content in (b"old", b"new"):
+        with new_file(path) as file:
+            file.write(content)
+            assert path.exists() == (content == b"new")
+        assert path.read_bytes() == content
+    assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+@pytest.mark.parametrize("failing", ["fsync", "replace", "getpid"])  # the last one in the block
+def test_a_failure_leaves_the_old_file_and_nothing_else(error, failing, tmp_path, monkeypatch):
+    (tmp_path / "a").write_text("old")
+
+    def fails(*args):
+        raise error
+
+    monkeypatch.setattr(os, failing, fails)
+    with pytest.raises(type(error)), new_file(tmp_path / "a") as file:
+        file.write(str(os.getpid()).encode())
+    assert os.listdir(tmp_path) == ["a"]
+    assert (tmp_path / "a").read_text() == "old"
 
 
 @pytest.mark.refusal
@@ -46,17 +72,18 @@ def test_all_files_are_on_the_disk_before_the_manifest_is_replaced(tmp_path, mon
         flushed.append((status.st_ino, status.st_size))
         sync(descriptor)
 
-    def replaces(*paths):
-        at_replace.extend(flushed)
-        replace(*paths)
+    def replaces(source, target):
+        at_replace.append((str(target), set(flushed)))
+        replace(source, target)
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(os, "replace", replaces)
     built(rows=50, shards=2).save(tmp_path)
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "lock"]
     assert len(files) == 6
-    assert {(path.stat().st_ino, path.stat().st_size) for path in files} <= set(at_replace)
+    last, before = at_replace[-1]
+    assert last == str(tmp_path / "manifest.json")
+    assert {(path.stat().st_ino, path.stat().st_size) for path in files} <= before
     folders = {path.stat().st_ino for path in (tmp_path, *tmp_path.glob("files-*"))}
-    assert folders <= {inode for inode, _ in at_replace}
-    assert len(flushed) == len(at_replace) + 1
+    assert folders <= {inode for inode, _ in before}
     assert flushed[-1][0] == tmp_path.stat().st_ino

@@ -14,7 +14,6 @@ from PIL import Image
 from lightning_retrieval.cli.embed_images import embed_images
 from lightning_retrieval.cli.embedding import ImageEmbedder
 from lightning_retrieval.datamodules import shared_arrays
-from lightning_retrieval.search import embedding_folder
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.lightning_retrieval.cli.glyph_commands import command, error_of, paths_of
 from tests.processes import start_processes
@@ -138,7 +137,7 @@ def embed_until_killed(rank, world_size, folder, output, dying):
             os.kill(os.getpid(), signal.SIGKILL)
         replace(source, target)
 
-    embedding_folder.os.replace = replace_until_killed
+    os.replace = replace_until_killed
     embedded((folder,), output, shard_size=4, devices=world_size)
 
 

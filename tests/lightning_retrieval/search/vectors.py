@@ -1,5 +1,6 @@
 """Random vectors, their exact ranking by NumPy, indexes of them, and the memory that they take."""
 
+import pickle
 import re
 import threading
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 
 from lightning_retrieval import RetrievalIndex
+from lightning_retrieval.search import rows as rows_module
 
 ROWS, DIM = 600, 16
 FACTORIES = ["Flat", "IVF4,Flat", "IVF4,PQ4x4", "HNSW8", "SQ8", "PCA8,IVF4,SQ8", "IVF4,PQ4x4,RFlat"]
@@ -26,7 +28,18 @@ def exact(gallery, queries, k):
     return np.take_along_axis(scores, positions, 1), positions
 
 
+PICKLED = {}  # indexes that `built` has made, by their settings
+
+
 def built(factory="Flat", rows=ROWS, **settings):
+    """A copy of `newly_built` with these settings, which trains each index once."""
+    key = repr((factory, rows, settings, rows_module.BLOCK))
+    if key not in PICKLED:
+        PICKLED[key] = pickle.dumps(newly_built(factory, rows, **settings))
+    return pickle.loads(PICKLED[key])
+
+
+def newly_built(factory="Flat", rows=ROWS, **settings):
     """An index of these vectors with descending ids and non-ASCII paths."""
     index = RetrievalIndex(DIM, factory, **settings)
     index.add(vectors(rows), ids=1000 - torch.arange(rows), paths=[f"é/{i}.jpg" for i in range(rows)])
