@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_choice, check_flag, short_repr
 from lightning_retrieval.models.pretrained import without_pretrained_weights
-from lightning_retrieval.plain_data import check_settings
+from lightning_retrieval.plain_data import check_settings, describe, unsharded_class, without_sources
 from lightning_retrieval.preparation.described import check_described_transform
 from lightning_retrieval.training.checkpoint_files import (
     TRAINABLE,
@@ -28,8 +28,6 @@ from lightning_retrieval.training.checkpoint_files import (
     unfreeze,
     verify_checkpoints,
 )
-from lightning_retrieval.training.full_sharding import undivided_class
-from lightning_retrieval.training.hyperparameters import describe, without_sources
 
 # By which LightningCLI marks its hyperparameters.
 INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
@@ -129,7 +127,7 @@ class CheckpointedModule(pl.LightningModule):
         for name, value in hyperparameters.items():
             part = getattr(self, name, None)
             named = isinstance(value, dict) and str(value.get("class_path")).rpartition(".")[2]
-            if named == undivided_class(part).__name__ and hasattr(part, "init_args"):
+            if named == unsharded_class(part).__name__ and hasattr(part, "init_args"):
                 described = describe(part)
                 if described["init_args"] is not None:
                     complete[name] = described

@@ -21,6 +21,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_retrieval.distributed import sum_over_ranks, world_size
+from lightning_retrieval.plain_data import unsharded_class
 
 # What cannot be done with a network that Lightning's `ModelParallelStrategy` divides over the processes.
 
@@ -118,14 +119,6 @@ def whole_tensor(tensor: Any) -> Tensor:
 def has_sharded_parameters(module: nn.Module) -> bool:
     """Whether a parameter of a module is divided over the processes."""
     return any(is_sharded(parameter) for parameter in module.parameters())
-
-
-def undivided_class(value: Any) -> type[Any]:
-    """The class of an object; `fully_shard` replaces that of a module by a subclass which nobody can import."""
-    cls = type(value)
-    if hasattr(cls, "set_requires_gradient_sync"):
-        cls = cls.__bases__[-1]
-    return cls
 
 
 def blocks_of(network: nn.Module) -> list[nn.Module]:
@@ -231,7 +224,7 @@ def sharded_modules(module: nn.Module) -> list[Any]:
     """
     sharded: list[Any] = []
     for part in module.modules():
-        if undivided_class(part) is not type(part):
+        if unsharded_class(part) is not type(part):
             sharded.append(part)
     for part in sharded:
         part.reshard()

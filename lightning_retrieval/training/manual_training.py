@@ -58,7 +58,7 @@ class OptimizedModule(CheckpointedModule):
             monitor: the argument `lr_scheduler_monitor`.
         """
         owner = type(self).__name__
-        self.optimizer = rebuild_factory(owner, "optimizer", optimizer, Optimizer)
+        self.optimizer = rebuild_factory(owner, "optimizer", optimizer, (Optimizer,))
         self.lr_scheduler = lr_scheduler
         if lr_scheduler is not None:
             schedulers = (LRScheduler, ReduceLROnPlateau)

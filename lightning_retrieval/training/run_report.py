@@ -14,9 +14,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.models.embedder import Embedder
+from lightning_retrieval.plain_data import logged_settings
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.training.full_sharding import has_sharded_parameters, is_sharded
-from lightning_retrieval.training.logged_settings import logged_settings
 from lightning_retrieval.training.optimizers import trainable_parameters
 from lightning_retrieval.training.step import TrainingStep
 

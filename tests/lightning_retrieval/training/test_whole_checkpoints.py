@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.plain_data import describe
 from lightning_retrieval.training.checkpoint_files import WholeCheckpoints
 from lightning_retrieval.training.full_sharding import is_sharded, local_slice, shard_blocks
-from lightning_retrieval.training.hyperparameters import describe
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
 pytestmark = pytest.mark.skipif(
