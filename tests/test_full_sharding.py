@@ -30,7 +30,7 @@ pytestmark = [
     ),
 ]
 
-STEPS, CUT = 20, 7
+STEPS, CUT = 14, 7
 START_DRIFT = 0.3  # which MemoryMonitor finds before step 12
 MODULES = 7  # five of the six convolutions, the head, and the rest
 CHUNKS = 3  # of 23 images, and for the process with 22 images two and one of them again
@@ -123,7 +123,7 @@ def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=()):
         plugins=[DoublePrecision()],  # Lightning refuses precision="64-true" with this strategy
         max_epochs=-1,
         max_steps=steps,
-        val_check_interval=10,
+        val_check_interval=CUT,
         check_val_every_n_epoch=None,
         callbacks=[*monitors, watch, evaluation, keep, *callbacks],
         log_every_n_steps=1,
