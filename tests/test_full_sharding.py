@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import MemoryMonitor, RetrievalEvaluation
 from lightning_retrieval.training import full_sharding
-from lightning_retrieval.training.full_sharding import is_sharded, whole_tensor
+from lightning_retrieval.training.full_sharding import full_tensor, is_sharded
 from tests.processes import start_processes
 from tests.test_resume import assert_same
 from tests.test_same_run import CLASSES, FewGlyphs, Watch, all_glyphs, flat, retrieval_module
@@ -86,11 +86,11 @@ class Sums(Watch):
                 setattr(dist, name, functools.partial(self.counted, name, self.real[name]))
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
-        gradients = [whole_tensor(p.grad) for p in module.parameters() if p.grad is not None]
+        gradients = [full_tensor(p.grad) for p in module.parameters() if p.grad is not None]
         self.norms.append(float(flat(gradients).norm()))
 
     def on_train_end(self, trainer, module):
-        self.weights = flat(whole_tensor(parameter) for parameter in module.parameters())
+        self.weights = flat(full_tensor(parameter) for parameter in module.parameters())
         self.divided = {name for name, parameter in module.named_parameters() if is_sharded(parameter)}
         self.modules = sum(isinstance(part, FSDPModule) for part in module.modules())
 
