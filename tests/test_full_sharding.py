@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import MemoryMonitor, RetrievalEvaluation
 from lightning_retrieval.training import full_sharding
-from lightning_retrieval.training.full_sharding import is_sharded, whole_tensor
+from lightning_retrieval.training.full_sharding import full_tensor, is_sharded
 from tests.processes import start_processes
 from tests.test_resume import assert_same
 from tests.test_same_run import CLASSES, FewGlyphs, Watch, all_glyphs, flat, retrieval_module
@@ -30,7 +30,7 @@ pytestmark = [
     ),
 ]
 
-STEPS, CUT = 20, 7
+STEPS, CUT = 14, 7
 START_DRIFT = 0.3  # which MemoryMonitor finds before step 12
 MODULES = 7  # five of the six convolutions, the head, and the rest
 CHUNKS = 3  # of 23 images, and for the process with 22 images two and one of them again
@@ -86,11 +86,11 @@ class Sums(Watch):
                 setattr(dist, name, functools.partial(self.counted, name, self.real[name]))
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
-        gradients = [whole_tensor(p.grad) for p in module.parameters() if p.grad is not None]
+        gradients = [full_tensor(p.grad) for p in module.parameters() if p.grad is not None]
         self.norms.append(float(flat(gradients).norm()))
 
     def on_train_end(self, trainer, module):
-        self.weights = flat(whole_tensor(parameter) for parameter in module.parameters())
+        self.weights = flat(full_tensor(parameter) for parameter in module.parameters())
         self.divided = {name for name, parameter in module.named_parameters() if is_sharded(parameter)}
         self.modules = sum(isinstance(part, FSDPModule) for part in module.modules())
 
@@ -123,7 +123,7 @@ def fit(world, scenario, folder, *, ckpt_path=None, steps=STEPS, callbacks=()):
         plugins=[DoublePrecision()],  # Lightning refuses precision="64-true" with this strategy
         max_epochs=-1,
         max_steps=steps,
-        val_check_interval=10,
+        val_check_interval=CUT,
         check_val_every_n_epoch=None,
         callbacks=[*monitors, watch, evaluation, keep, *callbacks],
         log_every_n_steps=1,

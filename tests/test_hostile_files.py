@@ -19,6 +19,7 @@ from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.detection import DetectionModule, TinyFasterRCNN
 from lightning_retrieval.files import file_digest
+from lightning_retrieval.training.checkpointed_module import module_of_checkpoint
 from tests.lightning_retrieval.cli.example_config import SHORT, SMALL, write_example
 from tests.lightning_retrieval.cli.glyph_commands import command, save_checkpoint
 
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.refusal, pytest.mark.slow]
 INSTANTIATOR = "pytorch_lightning.cli.instantiate_module"
 MODULE = "lightning_retrieval.RetrievalModule"
 LINEAR = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 4, "out_features": 2}}
+OF_EACH_KIND = ("os.system", "planted_code.Net", "remote code")  # a function, a class and a setting
 LOSS = {"class_path": "lightning_retrieval.SmoothAPLoss", "init_args": {"tau": 0.1}}
 
 
@@ -135,9 +137,17 @@ def indexed(folder: Path, capsys) -> RetrievalIndex:
 
 @pytest.mark.parametrize("form", ["config", "python"])
 @pytest.mark.parametrize("place", ["embedder", "backbone", "loss", "optimizer", "lr_scheduler", "_class_path"])
-def test_hyperparameters(marker, tmp_path, place, form):
+def test_hyperparameters(marker, place, form):
     for name, description in hostile(marker).items():
-        saved = settings(description, place, form)
+        checkpoint = {"hyper_parameters": settings(description, place, form)}
+        with pytest.raises((ValueError, TypeError), match=r"^RetrievalModule: |^Embedder: "):
+            module_of_checkpoint(RetrievalModule, checkpoint)
+        assert not marker.exists(), name
+
+
+def test_hyperparameters_of_files(marker, tmp_path):
+    for name, description in hostile(marker).items():
+        saved = settings(description, "embedder", "config")
         path = write_checkpoint(tmp_path / "model.ckpt", saved)
         with pytest.raises((ValueError, TypeError), match=r"^RetrievalModule: |^Embedder: "):
             RetrievalModule.load_from_checkpoint(path)
@@ -184,8 +194,9 @@ def test_yaml_tags_and_older_keys_of_hyperparameters(marker, tmp_path):
 @pytest.mark.filterwarnings("ignore:RetrievalEvaluation. (val|test) metrics cover 2 of:UserWarning")
 @pytest.mark.parametrize("subcommand", ["fit", "validate", "test", "predict"])
 def test_ckpt_path(marker, tmp_path, capsys, subcommand):
-    config = write_example(tmp_path)
-    for name, description in hostile(marker).items():
+    config, descriptions = write_example(tmp_path), hostile(marker)
+    for name in OF_EACH_KIND:
+        description = descriptions[name]
         path = write_checkpoint(tmp_path / "model.ckpt", settings(description, "embedder", "config"))
         with pytest.raises(SystemExit, match=r"^2$"):
             main([subcommand, f"--config={config}", f"--ckpt_path={path}"])

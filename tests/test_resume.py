@@ -27,7 +27,7 @@ from tests.processes import start_processes
 
 pytestmark = pytest.mark.slow
 
-EPOCHS, BATCHES = 4, 10
+EPOCHS, BATCHES = 3, 8
 STEPS = EPOCHS * BATCHES
 PAUSE = 0.02  # seconds before each step, so that a kill meets a run that still goes on
 WHEN = {
@@ -38,7 +38,7 @@ WHEN = {
 
 
 class FewGlyphs(Glyphs):
-    """The first images of the training set, ten batches, and of the validation set."""
+    """The first images of the training set, eight batches, and of the validation set."""
 
     @cached_property
     def train_set(self):
@@ -55,7 +55,7 @@ def first(dataset, size):
 
 
 class FewScenes(SceneData):
-    """Ten batches of two scenes."""
+    """Eight batches of two scenes."""
 
     train_set = Scenes(0, 2 * BATCHES)
 
@@ -165,8 +165,7 @@ def killed_run(folder, run="retrieval", when="steps", workers=0, kills=0, dies_w
 
 
 CASES = {
-    "steps": {"when": "steps", "kills": 2, "dies_writing": True},
-    "steps with workers": {"when": "steps", "workers": 2, "kills": 1},
+    "steps with workers": {"when": "steps", "workers": 2, "kills": 2, "dies_writing": True},
     "epochs with workers": {"when": "epochs", "workers": 2, "kills": 2, "dies_writing": True},
     "validation": {"when": "validation", "kills": 1},
     "detection with workers": {"run": "detection", "workers": 2, "kills": 2, "dies_writing": True},

@@ -120,7 +120,7 @@ class DetectionAPLoss(nn.Module):
         check_class_labels("DetectionAPLoss", labels, 0, class_logits.shape[1] - 1)
         check_finite("DetectionAPLoss", "class_logits", class_logits)
         if self.gather:
-            batch = gather_batch("DetectionAPLoss", class_logits, labels, None, gather=True, own_queries=False)
+            batch = gather_batch("DetectionAPLoss", class_logits, labels, None, gather=True, local_queries=False)
             class_logits, labels = batch.embeddings, batch.labels
         scores, targets = foreground_lists(class_logits, labels)
         if len(scores) == 0:

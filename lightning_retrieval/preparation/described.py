@@ -11,7 +11,6 @@ Classes are looked up in torchvision, timm and albumentations only. Other code i
 """
 
 import enum
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +22,10 @@ from lightning_retrieval.plain_data import (
     TRANSFORM_PACKAGES,
     check_plain_data,
     class_path,
+    constructor_parameters,
     find_class,
     is_below,
+    is_variadic,
     load_function,
 )
 from lightning_retrieval.preparation.preparation import Preparation
@@ -227,8 +228,8 @@ def _is_known(cls: type) -> bool:
 
 def _class_and_arguments(step: Any) -> dict[str, Any]:
     arguments = {}
-    for parameter in list(inspect.signature(type(step).__init__).parameters.values())[1:]:
-        if parameter.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
+    for parameter in constructor_parameters(type(step)):
+        if not is_variadic(parameter):
             arguments[parameter.name] = _plain(getattr(step, parameter.name))
     return {"class_path": class_path(type(step)), "init_args": arguments}
 

@@ -1,7 +1,15 @@
-"""Checkpoint files are verified before they are loaded.
+"""What is in a checkpoint file, and how it is read.
 
-`torch.save` writes a zip archive with a checksum of each record, but `torch.load` does not compare them: a flipped bit
-becomes another weight, without a word.
+- Files are verified before they are loaded. `torch.save` writes a zip archive with a checksum of each record, but
+  `torch.load` does not compare them: a flipped bit would become another weight unnoticed.
+- Checkpoints of adapters do not hold the pretrained weights, which are loaded again from where they came from. They are
+  skipped only where an `Embedder` has `lora` and names its `weights`; random ones would be lost.
+- `BaseFinetuning` freezes its layers at the start of every run, and unfreezes them at the start of one epoch. A run
+  that is resumed after that epoch would keep them frozen, so a checkpoint names the parameters that are trained.
+- A checkpoint of a network that is sharded over the processes has the form of one of a single process: one file with
+  full tensors, which the first process writes. Any number of processes, with or without `ModelParallelStrategy`,
+  continue from it. Lightning's own code would lose the state that is neither a parameter nor a buffer, such as that of
+  a memory, and would take the state of the optimizer for that of other parameters if some of them are frozen.
 """
 
 import copy
@@ -22,136 +30,13 @@ from torch.optim import Optimizer
 from lightning_retrieval.checks import check_path, first_line, short_repr
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.embedder import Embedder
-from lightning_retrieval.training.full_sharding import is_sharded, whole_tensor
-
-# Checkpoints of adapters without the pretrained weights, which are loaded again from where they came from.
-#
-# They are left out only where an `Embedder` has `lora` and names its `weights`; random ones would be lost.
-
+from lightning_retrieval.training.full_sharding import full_tensor, is_sharded
 
 BASE_WEIGHTS = "base_weights"  # key of a checkpoint: the mean absolute value of each of these parameters
-
-
-STATES = ("state_dict", "current_model_state")  # the second one is that of Lightning's weight averaging
-
-
-def remove_base_weights(module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Leave the pretrained weights of adapters out of a checkpoint.
-
-    Args:
-        module: whose checkpoint it is.
-        checkpoint: changed in place.
-    """
-    names = _base_names(module)
-    if not names:
-        return
-    checkpoint[BASE_WEIGHTS] = _fingerprints(module, names)
-    for key in STATES:
-        if key in checkpoint:
-            checkpoint[key] = {name: value for name, value in checkpoint[key].items() if name not in names}
-
-
-def add_base_weights(owner: str, module: nn.Module, checkpoint: dict[str, Any]) -> None:
-    """Complete a checkpoint of adapters by the pretrained weights of the module that will load it.
-
-    Args:
-        owner: prefix of error messages.
-        module: with its pretrained weights.
-        checkpoint: changed in place.
-
-    Raises:
-        ValueError: if the weights are others than those that the adapters were trained with, or the checkpoint does not
-            say which these were.
-    """
-    if BASE_WEIGHTS not in checkpoint:
-        return
-    names = checkpoint[BASE_WEIGHTS]
-    if not isinstance(names, dict) or not all(isinstance(value, float) for value in names.values()):
-        raise ValueError(
-            f"{owner}: the checkpoint must have numbers by the names of weights as {BASE_WEIGHTS}, got "
-            f"{short_repr(names)}."
-        )
-    found = module.state_dict()
-    missing = [name for name in names if name not in found]
-    if missing:
-        raise ValueError(
-            f"{owner}: the checkpoint is one of adapters for another backbone: its weights have {missing[0]}, which "
-            "this module has not."
-        )
-    for name, value in _fingerprints(module, list(names)).items():
-        if abs(value - names[name]) > 0.01 * abs(names[name]):
-            raise ValueError(
-                f"{owner}: the checkpoint must be loaded with the pretrained weights that its adapters were trained "
-                f"with, got others (the mean absolute value of {name} is {value:.4g}, and was {names[name]:.4g})."
-            )
-    for key in STATES:
-        if key in checkpoint:
-            checkpoint[key] = {**{name: found[name] for name in names}, **checkpoint[key]}
-
-
-def _base_names(module: nn.Module) -> list[str]:
-    """The frozen parameters of backbones with adapters whose weights can be loaded again."""
-    names = []
-    for path, part in module.named_modules():
-        if not isinstance(part, Embedder) or part.lora is None or part.weights is None:
-            continue
-        prefix = ".".join(filter(None, (path, "backbone")))
-        names += [name for name, value in part.backbone.named_parameters(prefix) if not value.requires_grad]
-    return names
-
-
-def _fingerprints(module: nn.Module, names: list[str]) -> dict[str, float]:
-    """The mean absolute value of each of these parameters."""
-    found: dict[str, Tensor] = dict(module.named_parameters())
-    with torch.no_grad():
-        means = [whole_tensor(found[name]).abs().float().mean().cpu() for name in names]
-    return dict(zip(names, map(float, means)))
-
-
-# Layers that a callback of Lightning has unfrozen stay so in a run that is resumed.
-#
-# `BaseFinetuning` freezes its layers at the start of every run, and unfreezes them at the start of one epoch. A run
-# that is resumed after that epoch would keep them frozen.
-
-
 TRAINABLE = "trainable_parameters"  # key of a checkpoint
-
-
-def has_finetuning(module: Any) -> bool:
-    """Whether a LightningModule is in a run with such a callback."""
-    if module._trainer is None:
-        return False
-    return any(isinstance(callback, BaseFinetuning) for callback in module.trainer.callbacks)
-
-
-def unfreeze(module: Any, trainable: Collection[str]) -> None:
-    """Unfreeze the parameters that were trained when a checkpoint was written, if the run has such a callback.
-
-    Args:
-        module: a LightningModule.
-        trainable: names of these parameters.
-    """
-    if not has_finetuning(module):
-        return
-    names = set(trainable)
-    for prefix, layer in module.named_modules():
-        for name, parameter in layer.named_parameters(prefix, recurse=False):
-            if name in names and not parameter.requires_grad:
-                _make_trainable(layer, parameter)
-
-
-def _make_trainable(layer: nn.Module, parameter: nn.Parameter) -> None:
-    parameter.requires_grad = True
-    if isinstance(layer, _BatchNorm):  # freezing it ended its statistics
-        layer.track_running_stats = True
-
-
-ZIP_START = b"PK\x03\x04"
-
-
+STATES = ("state_dict", "current_model_state")  # the second one is that of Lightning's weight averaging
 HPARAMS_SUFFIXES = (".csv", ".yaml", ".yml")  # of Lightning
-
-
+ZIP_START = b"PK\x03\x04"
 LEGACY_START = b"\x80\x02"  # files of torch.save before torch 1.6, which have no checksums
 
 
@@ -168,7 +53,7 @@ def check_checkpoint(owner: str, checkpoint: Any) -> None:
         ValueError: if the file is cut short, or a checksum in it is not that of its content.
 
     Cost:
-        The file is read once. Checksums that `torch.serialization.set_crc32_options(False)` left out count as damage.
+        The file is read once. Checksums that `torch.serialization.set_crc32_options(False)` skipped count as damage.
     """
     damage = find_damage(checkpoint)
     if damage is not None:
@@ -226,16 +111,16 @@ def check_map_location(owner: str, map_location: Any) -> None:
         )
 
 
-def check_hparams_file(owner: str, hparams_file: Any) -> None:
-    """Raise unless `hparams_file` is a YAML or CSV file.
+def read_hparams_file(owner: str, hparams_file: Any) -> dict[str, Any]:
+    """The hyperparameters of a YAML or CSV file, as plain data.
 
     Args:
         owner: prefix of error messages.
-        hparams_file: the argument.
+        hparams_file: YAML, or CSV with the columns key and value, as Lightning's loggers write them.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it has another suffix.
+        ValueError: if it has another suffix, or holds something else.
         TypeError: if it is no path.
     """
     path = check_path(owner, "hparams_file", hparams_file)
@@ -243,19 +128,6 @@ def check_hparams_file(owner: str, hparams_file: Any) -> None:
         raise ValueError(f"{owner}: `hparams_file` must end in {', '.join(HPARAMS_SUFFIXES)}, got {path}.")
     if not path.is_file():
         raise FileNotFoundError(f"{owner}: `hparams_file` must be a file, got {path}, which is none.")
-
-
-def read_hparams_file(owner: str, hparams_file: str | Path) -> dict[str, Any]:
-    """The hyperparameters of a file that `check_hparams_file` accepts, as plain data.
-
-    Args:
-        owner: prefix of error messages.
-        hparams_file: YAML, or CSV with the columns key and value, as Lightning's loggers write them.
-
-    Raises:
-        ValueError: if it holds something else.
-    """
-    path = Path(hparams_file)
     try:
         if path.suffix.lower() == ".csv":
             content = load_hparams_from_tags_csv(path)
@@ -290,7 +162,7 @@ def find_damage(checkpoint: Any) -> str | None:
 
 
 class VerifiedCheckpoints(CheckpointIO):
-    """Loads checkpoints only if they are not damaged; everything else is left to another `CheckpointIO`.
+    """Loads checkpoints only if they are not damaged; another `CheckpointIO` does everything else.
 
     Args:
         owner: prefix of error messages.
@@ -306,7 +178,7 @@ class VerifiedCheckpoints(CheckpointIO):
         self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Verify a checkpoint and load it; unless the caller says otherwise, without what can run code.
+        """Verify a checkpoint and load it; without code to run, unless the caller asks for it.
 
         Raises:
             ValueError: if the file is damaged.
@@ -323,17 +195,6 @@ class VerifiedCheckpoints(CheckpointIO):
     def teardown(self) -> None:
         """End whatever the other `CheckpointIO` has started."""
         self.checkpoint_io.teardown()
-
-
-def verify_checkpoints(owner: str, strategy: Any) -> None:
-    """Let a strategy verify the checkpoints that it loads.
-
-    Args:
-        owner: prefix of error messages.
-        strategy: of a `pytorch_lightning.Trainer`.
-    """
-    if not isinstance(strategy.checkpoint_io, VerifiedCheckpoints):
-        strategy.checkpoint_io = VerifiedCheckpoints(owner, strategy.checkpoint_io)
 
 
 def _find_damage(stream: Any) -> str | None:
@@ -354,15 +215,104 @@ def _find_damage(stream: Any) -> str | None:
     return None
 
 
-# Checkpoints of a network that is divided over the processes have the form of those of one process.
-#
-# Such a checkpoint is one file, which the first process writes. It holds whole tensors, so any number of processes, and
-# one process without `ModelParallelStrategy`, continue from it, and the other way round. Lightning's own code would
-# lose the state that is neither a parameter nor a buffer, such as that of a memory, and would take the state of the
-# optimizer for that of other parameters if some of them are frozen.
+def remove_base_weights(module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """Remove the pretrained weights of adapters from a checkpoint.
+
+    Args:
+        module: whose checkpoint it is.
+        checkpoint: changed in place.
+    """
+    names = _base_names(module)
+    if not names:
+        return
+    checkpoint[BASE_WEIGHTS] = _fingerprints(module, names)
+    for key in STATES:
+        if key in checkpoint:
+            checkpoint[key] = {name: value for name, value in checkpoint[key].items() if name not in names}
 
 
-class WholeCheckpoints:
+def add_base_weights(owner: str, module: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """Complete a checkpoint of adapters by the pretrained weights of the module that will load it.
+
+    Args:
+        owner: prefix of error messages.
+        module: with its pretrained weights.
+        checkpoint: changed in place.
+
+    Raises:
+        ValueError: if the adapters were trained with other weights, or the checkpoint does not say with which.
+    """
+    if BASE_WEIGHTS not in checkpoint:
+        return
+    names = checkpoint[BASE_WEIGHTS]
+    if not isinstance(names, dict) or not all(isinstance(value, float) for value in names.values()):
+        raise ValueError(
+            f"{owner}: the checkpoint must have numbers by the names of weights as {BASE_WEIGHTS}, got "
+            f"{short_repr(names)}."
+        )
+    found = module.state_dict()
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise ValueError(
+            f"{owner}: the checkpoint is one of adapters for another backbone: its weights have {missing[0]}, which "
+            "this module has not."
+        )
+    for name, value in _fingerprints(module, list(names)).items():
+        if abs(value - names[name]) > 0.01 * abs(names[name]):
+            raise ValueError(
+                f"{owner}: the checkpoint must be loaded with the pretrained weights that its adapters were trained "
+                f"with, got others (the mean absolute value of {name} is {value:.4g}, and was {names[name]:.4g})."
+            )
+    for key in STATES:
+        if key in checkpoint:
+            checkpoint[key] = {**{name: found[name] for name in names}, **checkpoint[key]}
+
+
+def _base_names(module: nn.Module) -> list[str]:
+    """The frozen parameters of backbones with adapters whose weights can be loaded again."""
+    names = []
+    for path, part in module.named_modules():
+        if not isinstance(part, Embedder) or part.lora is None or part.weights is None:
+            continue
+        prefix = ".".join(filter(None, (path, "backbone")))
+        names += [name for name, value in part.backbone.named_parameters(prefix) if not value.requires_grad]
+    return names
+
+
+def _fingerprints(module: nn.Module, names: list[str]) -> dict[str, float]:
+    """The mean absolute value of each of these parameters."""
+    found: dict[str, Tensor] = dict(module.named_parameters())
+    with torch.no_grad():
+        means = [full_tensor(found[name]).abs().float().mean().cpu() for name in names]
+    return dict(zip(names, map(float, means)))
+
+
+def has_finetuning(module: Any) -> bool:
+    """Whether a LightningModule is in a run with such a callback."""
+    if module._trainer is None:
+        return False
+    return any(isinstance(callback, BaseFinetuning) for callback in module.trainer.callbacks)
+
+
+def unfreeze(module: Any, trainable: Collection[str]) -> None:
+    """Unfreeze the parameters that were trained when a checkpoint was written, if the run has such a callback.
+
+    Args:
+        module: a LightningModule.
+        trainable: names of these parameters.
+    """
+    if not has_finetuning(module):
+        return
+    names = set(trainable)
+    for prefix, layer in module.named_modules():
+        for name, parameter in layer.named_parameters(prefix, recurse=False):
+            if name in names and not parameter.requires_grad:
+                parameter.requires_grad = True
+                if isinstance(layer, _BatchNorm):  # freezing it ended its statistics
+                    layer.track_running_stats = True
+
+
+class FullCheckpoints:
     """Reads and writes checkpoints in place of a `ModelParallelStrategy`.
 
     Args:
@@ -380,18 +330,16 @@ class WholeCheckpoints:
         self.strategy.optimizer_state = self.optimizer_state
         self.strategy.load_checkpoint = self.load_checkpoint
 
-    def module_state(self) -> dict[str, Any]:
-        """The state of the module for a checkpoint, whole on the first process."""
-        state: dict[str, Any] = _whole(self.strategy.lightning_module.state_dict())
-        return state
+    def module_state(self) -> Any:
+        """The state of the module for a checkpoint, full on the first process."""
+        return _full_state(self.strategy.lightning_module.state_dict())
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The state of an optimizer for a checkpoint, whole on the first process."""
-        state: dict[str, Any] = _whole(optimizer.state_dict())
-        return state
+    def optimizer_state(self, optimizer: Any) -> Any:
+        """The state of an optimizer for a checkpoint, full on the first process."""
+        return _full_state(optimizer.state_dict())
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint, and give each process its slices of the weights and of the optimizers' states.
+        """Load a checkpoint, and give each process its shards of the weights and of the optimizers' states.
 
         Args:
             checkpoint_path: of the file, which every process can read.
@@ -411,57 +359,58 @@ class WholeCheckpoints:
         module = self.strategy.lightning_module
         add_base_weights(self.owner, module, checkpoint)
         current = module.state_dict()
-        divided = {}
-        for name, value in checkpoint["state_dict"].items():
-            divided[name] = _divided_as(current.get(name), value)
-        module.load_state_dict(divided, strict=module.strict_loading)
+        local = {name: _sharded_as(current.get(name), value) for name, value in checkpoint["state_dict"].items()}
+        module.load_state_dict(local, strict=module.strict_loading)
         for optimizer, saved in zip(self.strategy.optimizers, checkpoint.get("optimizer_states", ())):
             self._load_optimizer(optimizer, saved)
         return checkpoint
 
     def _load_optimizer(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-        """Load the state of an optimizer; parameters have the order of its groups, as in one process."""
+        """Load the state of an optimizer, whose parameters have the order of its groups, as in one process."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         state = dict(saved["state"])
         for number, parameter in zip(numbers, parameters):
             if number in state:
-                state[number] = self._divided_state(state[number], parameter)
+                state[number] = self._sharded_state(state[number], parameter)
         optimizer.load_state_dict({**saved, "state": state})
 
-    def _divided_state(self, state: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
-        """The state of one parameter, of which tensors of its shape are divided as it is."""
-        divided = {}
+    def _sharded_state(self, state: Mapping[str, Any], parameter: Any) -> dict[str, Any]:
+        """The state of one parameter, of which tensors of its shape are sharded as it is."""
+        if not is_sharded(parameter):
+            return dict(state)
+        sharded = dict(state)
         for name, value in state.items():
-            is_number = not isinstance(value, Tensor) or value.ndim == 0
-            if is_sharded(parameter) and not is_number and value.shape != parameter.shape:
+            if not isinstance(value, Tensor) or value.ndim == 0:
+                continue
+            if value.shape != parameter.shape:
                 raise ValueError(
-                    f"{self.owner}: the optimizer's state of a divided parameter must have the shape of the parameter, "
+                    f"{self.owner}: the optimizer's state of a sharded parameter must have the shape of the parameter, "
                     f"{tuple(parameter.shape)}, got {tuple(value.shape)} for {name!r}; use another optimizer, or DDP."
                 )
-            divided[name] = value if is_number else _divided_as(parameter, value)
-        return divided
+            sharded[name] = _sharded_as(parameter, value)
+        return sharded
 
 
-def _whole(state: Any) -> Any:
-    """A nested state whose tensors are whole on the first process, and empty on the others where they are divided."""
+def _full_state(state: Any) -> Any:
+    """A nested state whose tensors are full on the first process, and empty on the others where they are sharded."""
     if isinstance(state, dict):
-        whole = copy.copy(state)  # also the versions of modules, which are an attribute
+        full = copy.copy(state)  # also the versions of modules, which are an attribute
         for key, value in state.items():
-            whole[key] = _whole(value)
-        return whole
+            full[key] = _full_state(value)
+        return full
     if type(state) in (list, tuple):
-        return type(state)(map(_whole, state))
+        return type(state)(map(_full_state, state))
     if not is_sharded(state):
         return state
-    tensor = whole_tensor(state)
+    tensor = full_tensor(state)
     if rank() > 0:
         return tensor.new_empty(0)
     return tensor.cpu()
 
 
-def _divided_as(like: Any, value: Any) -> Any:
-    """This process's slice of a whole tensor, if `like` is divided."""
+def _sharded_as(like: Any, value: Any) -> Any:
+    """This process's shard of a full tensor, if `like` is sharded."""
     if not is_sharded(like) or not isinstance(value, Tensor) or is_sharded(value):
         return value
     from torch.distributed.tensor import distribute_tensor

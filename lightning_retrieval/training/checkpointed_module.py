@@ -1,4 +1,4 @@
-"""Checkpoints of all modules: verified when they are read, plain when they are written."""
+"""Modules whose checkpoints are verified when they are read and plain when they are written, and how one is rebuilt."""
 
 from collections.abc import Mapping
 from types import FrameType, MappingProxyType
@@ -13,25 +13,22 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_choice, check_flag, short_repr
 from lightning_retrieval.models.pretrained import without_pretrained_weights
-from lightning_retrieval.plain_data import check_settings
+from lightning_retrieval.plain_data import check_settings, describe, unsharded_class, without_sources
 from lightning_retrieval.preparation.described import check_described_transform
 from lightning_retrieval.training.checkpoint_files import (
     TRAINABLE,
+    VerifiedCheckpoints,
     add_base_weights,
     check_checkpoint,
     check_checkpoint_exists,
-    check_hparams_file,
     check_map_location,
     has_finetuning,
     read_hparams_file,
     remove_base_weights,
     unfreeze,
-    verify_checkpoints,
 )
-from lightning_retrieval.training.full_sharding import undivided_class
-from lightning_retrieval.training.hyperparameters import describe, without_sources
 
-# By which LightningCLI marks its hyperparameters.
+# LightningCLI marks its hyperparameters by one of these.
 INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
 PREPARATION = "preparation"  # in a checkpoint: what evaluation did to an image
 
@@ -39,7 +36,7 @@ PREPARATION = "preparation"  # in a checkpoint: what evaluation did to an image
 class CheckpointedModule(pl.LightningModule):
     """A module whose checkpoints hold plain values, so they load with `weights_only=True`, and are verified first."""
 
-    # What evaluation did to an image, as plain data of `describe_transform`; None if the data module did not say it.
+    # What evaluation did to an image, as plain data of `describe_transform`; None if the data module did not record it.
     preparation: dict[str, Any] | None = None
 
     def _keep_hyperparameters(self, objects: Mapping[str, Any], frame: FrameType | None) -> None:
@@ -61,7 +58,9 @@ class CheckpointedModule(pl.LightningModule):
 
     def configure_callbacks(self) -> Any:
         """Let the Trainer verify the checkpoints that it loads."""
-        verify_checkpoints(type(self).__name__, self.trainer.strategy)
+        strategy = self.trainer.strategy
+        if not isinstance(strategy.checkpoint_io, VerifiedCheckpoints):
+            strategy.checkpoint_io = VerifiedCheckpoints(type(self).__name__, strategy.checkpoint_io)
         return super().configure_callbacks()
 
     @_restricted_classmethod
@@ -76,7 +75,7 @@ class CheckpointedModule(pl.LightningModule):
     ) -> Any:  # not Self, which a run-time type checker cannot resolve in a decorated method
         """Rebuild a module from a checkpoint, after its checksums and all that it names have been checked.
 
-        The hyperparameters of the checkpoint are data: `plain_data.py` says which classes they may name.
+        The hyperparameters of the checkpoint are data: `plain_data` decides which classes they may name.
 
         Args:
             checkpoint_path: a path, an address or a stream.
@@ -120,16 +119,16 @@ class CheckpointedModule(pl.LightningModule):
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = self._with_complete_parts(described)
 
     def _with_complete_parts(self, hyperparameters: dict[str, Any]) -> dict[str, Any]:
-        """Hyperparameters in which the parts that describe themselves do so.
+        """Hyperparameters in which a part with `init_args` is described by it.
 
-        A config may only name a model, whose structure was then read from a hub or a folder. What the part itself
-        describes needs neither.
+        A config may only name a model, whose structure was then read from a hub or a folder. The description of the
+        part needs neither.
         """
         complete = dict(hyperparameters)
         for name, value in hyperparameters.items():
             part = getattr(self, name, None)
             named = isinstance(value, dict) and str(value.get("class_path")).rpartition(".")[2]
-            if named == undivided_class(part).__name__ and hasattr(part, "init_args"):
+            if named == unsharded_class(part).__name__ and hasattr(part, "init_args"):
                 described = describe(part)
                 if described["init_args"] is not None:
                     complete[name] = described
@@ -181,14 +180,15 @@ def _read_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file: Any, 
     check_flag(owner, "weights_only", weights_only)
     check_checkpoint_exists(owner, "checkpoint_path", path)
     check_map_location(owner, map_location)
+    replacing = None
     if hparams_file is not None:
-        check_hparams_file(owner, hparams_file)
+        replacing = read_hparams_file(owner, hparams_file)
     check_checkpoint(owner, path)
     checkpoint = _load(path, map_location or _default_map_location, weights_only is not False)
     if not isinstance(checkpoint, dict):
         raise ValueError(f"{owner}: `checkpoint_path` must be a checkpoint of Lightning, got {short_repr(checkpoint)}.")
-    if hparams_file is not None:
-        checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = read_hparams_file(owner, hparams_file)
+    if replacing is not None:
+        checkpoint[cls.CHECKPOINT_HYPER_PARAMS_KEY] = replacing
     return checkpoint
 
 

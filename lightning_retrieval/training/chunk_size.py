@@ -13,15 +13,10 @@ from lightning_retrieval.checks import check_callable, check_integer, check_tens
 from lightning_retrieval.training.chunked import RunningStatistics, check_inputs, visit_modules
 from lightning_retrieval.training.random_state import RandomState
 
-# Which errors mean that the memory of a device is exhausted.
-
-
 # cuBLAS and cuDNN allocate memory of their own, past the allocator of torch, and report a failure by a status.
 _ALLOCATION_FAILED = re.compile(
     r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(\w+_)?ALLOC(ATION)?_FAILED|CUDA error: out of memory"
 )
-
-
 # What remains of the error if the workspace of every algorithm of a convolution was too large.
 _NO_ALGORITHM = re.compile(r"unable to find an engine|unable to find a valid cuDNN algorithm", re.IGNORECASE)
 

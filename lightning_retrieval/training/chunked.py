@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from lightning_retrieval.checks import check_callable, check_integer, check_tensor
 from lightning_retrieval.training.random_state import RandomState
 
-# Reaching the modules behind an embedding function, which may be a module, a method of one or any other function.
+_OWNER = "chunked_backward"
 
 
 @contextmanager
@@ -54,13 +54,10 @@ def visit_modules(embed: Callable[[Tensor], Tensor], visit: Callable[[nn.Module]
         hook.remove()
 
 
-# Running statistics of normalisation layers that see a batch in chunks.
-
-
 class RunningStatistics:
     """Updates the running statistics of `embed`'s normalisation layers once per batch, whatever the number of chunks.
 
-    For each chunk, layers in training mode start from a copy of their own statistics. The change they make is linear in
+    For each chunk, layers in training mode start from a copy of their statistics. The change they make is linear in
     the chunk's statistics, so the mean of the changes, weighted by rows, is the change that the mean of the chunks'
     statistics would have made.
 
@@ -116,9 +113,6 @@ class RunningStatistics:
             self.changes[layer, name] = before + fraction * change
         else:  # the number of batches, which grows as by one chunk, and by none if every chunk skipped the layer
             self.changes[layer, name] = before.maximum(change)
-
-
-_OWNER = "chunked_backward"
 
 
 def chunked_backward(

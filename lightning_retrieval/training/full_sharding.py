@@ -1,12 +1,12 @@
-"""Networks that are divided over the processes: PyTorch's FSDP2 (`fully_shard`), with `ModelParallelStrategy`.
+"""Networks that are sharded over the processes: PyTorch's FSDP2 (`fully_shard`), with `ModelParallelStrategy`.
 
-Each process keeps one slice of each parameter, of its gradient and of the optimizer's state. A block of layers gathers
+Each process keeps one shard of each parameter, of its gradient and of the optimizer's state. A block of layers gathers
 its parameters before its forward pass and before its backward pass, and frees them afterwards. The gradients of all
 chunks of a step are added up on each process; the last backward pass of the step sums them over the processes, once,
-and leaves each process its slices.
+and leaves each process its shard.
 
 FSDP2 would divide this sum by the number of processes. Here the losses of the processes add up to the loss, so the
-gradient is the sum.
+gradient is the sum. What cannot be done with such a network is checked before a run (`check_model_parallel`).
 """
 
 from collections.abc import Iterator, Sequence, Set
@@ -16,23 +16,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from pytorch_lightning.callbacks import BaseFinetuning, ModelPruning, OnExceptionCheckpoint, WeightAveraging
-from pytorch_lightning.strategies import ModelParallelStrategy
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_retrieval.distributed import sum_over_ranks, world_size
+from lightning_retrieval.plain_data import unsharded_class
 
-# What cannot be done with a network that Lightning's `ModelParallelStrategy` divides over the processes.
-
-
+LISTS = (nn.Sequential, nn.ModuleList)
+SMALLEST_BLOCK = 100_000  # parameters; the time to gather fewer is that of the latency
+_NEEDS_FULL = "needs full parameters, which ModelParallelStrategy does not keep"
 # Callbacks that would fail or wait forever, and why.
-_WHOLE = "needs whole parameters, which ModelParallelStrategy does not keep"
-
-
 WRONG_CALLBACKS = {
-    BaseFinetuning: _WHOLE,
-    ModelPruning: _WHOLE,
-    WeightAveraging: _WHOLE,
+    BaseFinetuning: _NEEDS_FULL,
+    ModelPruning: _NEEDS_FULL,
+    WeightAveraging: _NEEDS_FULL,
     OnExceptionCheckpoint: "saves with all processes, but one of them may have failed alone",
 }
 
@@ -49,32 +46,7 @@ def check_model_parallel(owner: str, trainer: Any) -> None:
     """
     from torch.distributed.fsdp import FSDPModule
 
-    _check_arguments(owner, trainer.strategy)
-    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
-        raise ValueError(
-            f"{owner}: ModelParallelStrategy needs a newer torch, in which gradients can be summed instead of averaged "
-            f"(FSDPModule.set_force_sum_reduction_for_comms), got torch {torch.__version__}; update torch, or use DDP."
-        )
-    for callback in trainer.callbacks:
-        _check_callback(owner, callback)
-    if trainer.state.fn == TrainerFn.PREDICTING and trainer.world_size > 1:
-        raise ValueError(
-            f"{owner}: in predict the processes may have unequal numbers of batches, but with ModelParallelStrategy "
-            "they embed each batch together; predict with Trainer(strategy='ddp') from a checkpoint."
-        )
-
-
-def _check_callback(owner: str, callback: Any) -> None:
-    for kind, reason in WRONG_CALLBACKS.items():
-        if isinstance(callback, kind):
-            raise ValueError(
-                f"{owner}: the callback {type(callback).__name__} of Lightning {reason}; leave it out, or use "
-                "Trainer(strategy='ddp')."
-            )
-
-
-def _check_arguments(owner: str, strategy: ModelParallelStrategy) -> None:
-    """Raise unless the network is divided over all processes, and checkpoints are files."""
+    strategy = trainer.strategy
     tensor_parallel_size = strategy._tensor_parallel_size
     if tensor_parallel_size == "auto":
         tensor_parallel_size = strategy.num_processes
@@ -86,46 +58,49 @@ def _check_arguments(owner: str, strategy: ModelParallelStrategy) -> None:
             f"save_distributed_checkpoint={strategy._save_distributed_checkpoint}); use ModelParallelStrategy("
             f"data_parallel_size={processes}, tensor_parallel_size=1, save_distributed_checkpoint=False)."
         )
-
-
-LISTS = (nn.Sequential, nn.ModuleList)
-
-
-SMALLEST_BLOCK = 100_000  # parameters; the time to gather fewer is that of the latency
+    if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
+        raise ValueError(
+            f"{owner}: ModelParallelStrategy needs a newer torch, in which gradients can be summed instead of averaged "
+            f"(FSDPModule.set_force_sum_reduction_for_comms), got torch {torch.__version__}; update torch, or use DDP."
+        )
+    for callback in trainer.callbacks:
+        for kind, reason in WRONG_CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise ValueError(
+                    f"{owner}: the callback {type(callback).__name__} of Lightning {reason}; leave it out, or use "
+                    "Trainer(strategy='ddp')."
+                )
+    if trainer.state.fn == TrainerFn.PREDICTING and trainer.world_size > 1:
+        raise ValueError(
+            f"{owner}: in predict the processes may have unequal numbers of batches, but with ModelParallelStrategy "
+            "they embed each batch together; predict with Trainer(strategy='ddp') from a checkpoint."
+        )
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Whether a tensor is divided over the processes (a `DTensor`)."""
+    """Whether a tensor is sharded over the processes (a `DTensor`)."""
     return hasattr(tensor, "full_tensor")
 
 
-def local_slice(tensor: Any) -> Tensor:
-    """The slice of a tensor that this process keeps; of a tensor that is not divided, all of it."""
+def local_shard(tensor: Any) -> Tensor:
+    """The shard of a tensor that this process keeps; of a tensor that is not sharded, all of it."""
     if is_sharded(tensor):
         tensor = tensor.to_local()
-    own: Tensor = tensor
-    return own
+    local: Tensor = tensor
+    return local
 
 
-def whole_tensor(tensor: Any) -> Tensor:
-    """A tensor that all processes have whole; all of them must call this."""
+def full_tensor(tensor: Any) -> Tensor:
+    """A tensor with the shards of all processes; all of them must call this."""
     if is_sharded(tensor):
         tensor = tensor.full_tensor()
-    whole: Tensor = tensor
-    return whole
+    full: Tensor = tensor
+    return full
 
 
 def has_sharded_parameters(module: nn.Module) -> bool:
-    """Whether a parameter of a module is divided over the processes."""
+    """Whether a parameter of a module is sharded over the processes."""
     return any(is_sharded(parameter) for parameter in module.parameters())
-
-
-def undivided_class(value: Any) -> type[Any]:
-    """The class of an object; `fully_shard` replaces that of a module by a subclass which nobody can import."""
-    cls = type(value)
-    if hasattr(cls, "set_requires_gradient_sync"):
-        cls = cls.__bases__[-1]
-    return cls
 
 
 def blocks_of(network: nn.Module) -> list[nn.Module]:
@@ -145,10 +120,10 @@ def blocks_of(network: nn.Module) -> list[nn.Module]:
 
 
 def shard_blocks(network: nn.Module, mesh: Any) -> None:
-    """Divide a network over the processes of a mesh: each of its blocks, and the rest together.
+    """Shard a network over the processes of a mesh: each of its blocks, and the rest together.
 
     Args:
-        network: is called as a whole; changed in place. A parameter that is a single number (shape ()) stays whole.
+        network: is called as a whole; changed in place. A parameter that is a single number (shape ()) is not sharded.
         mesh: of one dimension, a `torch.distributed.DeviceMesh`.
 
     Raises:
@@ -166,30 +141,30 @@ def shard_blocks(network: nn.Module, mesh: Any) -> None:
 
 
 def _check_nothing_is_shared(network: nn.Module, blocks: Sequence[nn.Module], scalars: Set[nn.Parameter]) -> None:
-    """Raise if a parameter belongs to several of the parts that are divided one after the other.
+    """Raise if a parameter belongs to several of the parts that are sharded one after the other.
 
     FSDP2 has an error without a name for a layer that is in two parts, and none for layers that share a parameter: it
     would train two copies of it.
     """
     name_of = {module: name for name, module in network.named_modules()}
     first: dict[nn.Parameter, tuple[int, str]] = {}  # the part in which each parameter occurs first, and its name there
-    divided = set[nn.Module]()
+    sharded = set[nn.Module]()
     for number, part in enumerate([*blocks, network]):
-        for module in _modules_outside(part, divided):
+        for module in _modules_outside(part, sharded):
             for local_name, parameter in module.named_parameters(recurse=False):
                 first_part, name = first.setdefault(parameter, (number, f"{name_of[module]}.{local_name}"))
                 if first_part != number and parameter not in scalars:
                     raise ValueError(
                         f"{type(network).__name__}: FSDP2 must find each parameter in one block of layers only, got "
                         f"`{name.lstrip('.')}` in several; train with strategy='ddp', or override `shard_network` of "
-                        "the module to divide these blocks together."
+                        "the module to shard these blocks together."
                     )
-        divided.add(part)
+        sharded.add(part)
 
 
-def _modules_outside(part: nn.Module, divided: Set[nn.Module]) -> Iterator[nn.Module]:
-    """A module and all within it, without those that are divided already, and without what is in these."""
-    waiting, seen = [part], {*divided}
+def _modules_outside(part: nn.Module, sharded: Set[nn.Module]) -> Iterator[nn.Module]:
+    """A module and all within it, without those that are sharded already, and without what is in these."""
+    waiting, seen = [part], {*sharded}
     while waiting:
         module = waiting.pop()
         if module not in seen:
@@ -199,7 +174,7 @@ def _modules_outside(part: nn.Module, divided: Set[nn.Module]) -> Iterator[nn.Mo
 
 
 def broadcast_state(module: nn.Module, device: torch.device) -> None:
-    """Give all processes the parameters and buffers of the first one, before they are divided.
+    """Give all processes the parameters and buffers of the first one, before they are sharded.
 
     Args:
         module: changed in place.
@@ -225,21 +200,19 @@ def broadcast_buffers(module: nn.Module) -> None:
 
 
 def sharded_modules(module: nn.Module) -> list[Any]:
-    """The modules within a module, and perhaps itself, whose parameters `fully_shard` has divided; all divided now.
+    """The modules within a module, and perhaps itself, to which `fully_shard` has been applied.
 
-    An evaluation may have left parameters gathered, which are other objects than those of the optimizer.
+    Their parameters are sharded again. An evaluation may have left them gathered, as other objects than those of the
+    optimizer.
     """
-    sharded: list[Any] = []
-    for part in module.modules():
-        if undivided_class(part) is not type(part):
-            sharded.append(part)
+    sharded: list[Any] = [part for part in module.modules() if unsharded_class(part) is not type(part)]
     for part in sharded:
         part.reshard()
     return sharded
 
 
 class ShardedParts:
-    """The modules of a network that FSDP2 divides; none in one process and under other strategies.
+    """The modules of a network that FSDP2 shards; none in one process and under other strategies.
 
     Args:
         module: that is trained.
@@ -278,7 +251,7 @@ class ShardedParts:
 
 
 def check_placements(owner: str, parameters: Sequence[Any]) -> None:
-    """Raise unless each parameter that is divided is divided over all processes.
+    """Raise unless each parameter that is sharded is sharded over all processes.
 
     Args:
         owner: prefix of error messages.
@@ -291,38 +264,35 @@ def check_placements(owner: str, parameters: Sequence[Any]) -> None:
         placements = parameter.placements
         if len(placements) > 1 or not placements[0].is_shard() or parameter.device_mesh.size() != world_size():
             raise ValueError(
-                f"{owner}: a parameter must be divided over all {world_size()} processes, or not at all, got the "
+                f"{owner}: a parameter must be sharded over all {world_size()} processes, or not at all, got the "
                 f"placement {placements} on {parameter.device_mesh}; call fully_shard with the mesh of shard_network."
             )
-
-
-# Clipping of gradients of which each process has only a slice.
 
 
 def clip_sharded_gradients(parameters: Sequence[Any], limit: float, algorithm: str) -> None:
     """Clip gradients in place, as `torch.nn.utils` clips those of one process.
 
     Args:
-        parameters: some divided over all processes, the others the same on all.
+        parameters: some sharded over all processes, the others the same on all.
         limit: largest norm, or largest value.
         algorithm: `"norm"` of all gradients together, or each `"value"`.
     """
-    divided, whole = [], []
+    sharded, full = [], []
     for parameter in parameters:
         if parameter.grad is None:
             continue
-        gradient = local_slice(parameter.grad)
+        gradient = local_shard(parameter.grad)
         if is_sharded(parameter.grad):
-            divided.append(gradient)
+            sharded.append(gradient)
         else:
-            whole.append(gradient)
+            full.append(gradient)
     if algorithm == "value":
-        for gradient in (*divided, *whole):
+        for gradient in (*sharded, *full):
             gradient.clamp_(-limit, limit)
         return
-    norm = (sum_over_ranks(_squared_norm(divided)) + _squared_norm(whole)).sqrt()
+    norm = (sum_over_ranks(_squared_norm(sharded)) + _squared_norm(full)).sqrt()
     factor = (limit / (norm + 1e-6)).clamp(max=1)
-    for gradient in (*divided, *whole):
+    for gradient in (*sharded, *full):
         gradient.mul_(factor.to(gradient))
 
 

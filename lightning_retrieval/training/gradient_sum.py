@@ -1,6 +1,6 @@
 """The sum of the gradients of all processes, once a step, most of it while the last backward pass is still running.
 
-The loss of a step is a sum with one term for each process: either the loss of its own queries against all rows, or an
+The loss of a step is a sum with one term for each process: either the loss of its queries against all rows, or an
 equal fraction of a loss that is known for whole batches only. The gradient of a parameter is then the sum of the
 processes' gradients, whatever the loss.
 
@@ -33,10 +33,10 @@ class GradientSum:
     bit. The buckets are a function of the parameters alone, so that a resumed run sums in the same order.
 
     Args:
-        parameters: those that do not require a gradient are ignored, and so are those that are divided over the
+        parameters: those that do not require a gradient are ignored, and so are those that are sharded over the
             processes.
         of_loss: those among them whose gradients no backward pass of a chunk completes.
-        sharded: the modules whose parameters are divided; they sum their gradients themselves, in `overlapped`.
+        sharded: the modules whose parameters are sharded; they sum their gradients themselves, in `overlapped`.
         bucket_bytes: size from which a bucket is full. The rest is summed by `finish`, with the values of the step.
     """
 

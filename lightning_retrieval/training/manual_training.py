@@ -1,4 +1,4 @@
-"""What Lightning leaves to a module in manual optimization: stepping, clipping, schedulers, logging."""
+"""What Lightning leaves to a module in manual optimization: optimizers, clipping, schedulers, logging."""
 
 import time
 import warnings
@@ -17,14 +17,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lightning_retrieval.checks import check_choice, check_integer, check_string, short_repr
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.plain_data import rebuild_factory
-from lightning_retrieval.training.checkpoint_files import WholeCheckpoints
+from lightning_retrieval.training.checkpoint_files import FullCheckpoints
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
 from lightning_retrieval.training.optimizers import GradientWatch, NetworkParts, check_optimized, make_optimizer
-from lightning_retrieval.training.run_report import log_facts
+from lightning_retrieval.training.run_report import log_settings
 from lightning_retrieval.training.trainer_checks import check_trainer, keeps_parameters
-
-# The optimizer of a module and its learning-rate scheduler, as its constructor was given them.
 
 
 class OptimizedModule(CheckpointedModule):
@@ -58,7 +56,7 @@ class OptimizedModule(CheckpointedModule):
             monitor: the argument `lr_scheduler_monitor`.
         """
         owner = type(self).__name__
-        self.optimizer = rebuild_factory(owner, "optimizer", optimizer, Optimizer)
+        self.optimizer = rebuild_factory(owner, "optimizer", optimizer, (Optimizer,))
         self.lr_scheduler = lr_scheduler
         if lr_scheduler is not None:
             schedulers = (LRScheduler, ReduceLROnPlateau)
@@ -86,7 +84,7 @@ class OptimizedModule(CheckpointedModule):
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     def configure_callbacks(self) -> Any:
-        """Begin a run without what was seen in another."""
+        """Forget what was seen in an earlier run."""
         self._epoch_of_check = None
         self._gradient_watch = GradientWatch()
         return super().configure_callbacks()
@@ -105,86 +103,6 @@ class OptimizedModule(CheckpointedModule):
     def on_train_end(self) -> None:
         """Warn of parameters without a gradient in a run of few steps."""
         self._gradient_watch.report(self)
-
-
-# Stepping of learning rate schedulers, which Lightning leaves to the module in manual optimization.
-
-
-def step_schedulers(module: Any, interval: str, index: int) -> None:
-    """Step the schedulers of an interval that are due; `ReduceLROnPlateau` has a function of its own.
-
-    Args:
-        module: a LightningModule in a run.
-        interval: `"step"` or `"epoch"`, what has just ended.
-        index: index of the batch or of the epoch.
-    """
-    for config in module.trainer.lr_scheduler_configs:
-        if isinstance(config.scheduler, ReduceLROnPlateau) or config.interval != interval:
-            continue
-        if (index + 1) % config.frequency == 0:
-            module.lr_scheduler_step(config.scheduler, None)
-
-
-def check_plateau_schedulers(module: Any) -> None:
-    """Raise if a `ReduceLROnPlateau` of the interval `"epoch"` waits for validations that are not at the end of epochs.
-
-    Args:
-        module: a LightningModule at the start of its training, whose class name is the prefix of the message.
-
-    Raises:
-        ValueError: the message names the flags of the Trainer, and what to use instead.
-    """
-    trainer = module.trainer
-    if not trainer.enable_validation or _validates_after_last_batch(trainer):
-        return
-    interval = getattr(trainer, "val_check_interval", "a time")
-    for config in trainer.lr_scheduler_configs:
-        if isinstance(config.scheduler, ReduceLROnPlateau) and config.interval == "epoch":
-            raise ValueError(
-                f"{type(module).__name__}: ReduceLROnPlateau with the interval 'epoch' needs a validation after the "
-                f"last batch of an epoch, but val_check_interval={interval!r} with "
-                f"check_val_every_n_epoch={trainer.check_val_every_n_epoch!r} puts it elsewhere; use the interval "
-                "'step', which steps it after each validation."
-            )
-
-
-def _validates_after_last_batch(trainer: Any) -> bool:
-    """Whether the epochs that are followed by a validation have it after their last batch."""
-    interval, batches = trainer.val_check_batch, trainer.num_training_batches
-    if interval is None:  # by the clock
-        return False
-    if interval == float("inf") or batches % interval == 0:
-        return True
-    return trainer.check_val_every_n_epoch is None and interval % batches == 0
-
-
-def step_plateau_schedulers(module: Any, monitor: str) -> None:
-    """Step each `ReduceLROnPlateau` that is due with the logged metric `monitor`.
-
-    Args:
-        module: a LightningModule in a run, whose class name is the prefix of error messages.
-        monitor: name of the metric.
-
-    Raises:
-        ValueError: if the metric was not logged.
-    """
-    trainer = module.trainer
-    for config in trainer.lr_scheduler_configs:
-        if not isinstance(config.scheduler, ReduceLROnPlateau):
-            continue
-        epoch_is_due = trainer.is_last_batch and (module.current_epoch + 1) % config.frequency == 0
-        if not epoch_is_due and config.interval != "step":
-            continue
-        value = trainer.callback_metrics.get(monitor)
-        if value is None:
-            raise ValueError(
-                f"{type(module).__name__}: ReduceLROnPlateau needs `lr_scheduler_monitor`, got {monitor!r}, which was "
-                f"not logged; logged are {sorted(trainer.callback_metrics)}."
-            )
-        module.lr_scheduler_step(config.scheduler, value)
-
-
-# Images per second, from the end of a training step to the end of the next.
 
 
 class Throughput:
@@ -211,9 +129,6 @@ class Throughput:
             return None
         self.measured += 1
         return images / (now - last_end)
-
-
-# What a training step needs of Lightning's strategy and precision: buffers, gradients, results, the loss scale.
 
 
 def without_gradient_sync(trainer: Any) -> AbstractContextManager[None]:
@@ -246,19 +161,13 @@ class CheckedSteps:
     returned as in automatic optimization would not be trained, and no hook would notice it.
 
     Args:
-        owner: prefix of error messages.
         strategy: of a Trainer.
         module: a LightningModule.
     """
 
-    def __init__(self, owner: str, strategy: Any, module: Any) -> None:
-        self.owner = owner
+    def __init__(self, strategy: Any, module: Any) -> None:
         self.strategy = strategy
         self.module = module
-
-    def install(self) -> None:
-        """Let the strategy call this object in place of its own method."""
-        self.strategy.training_step = self
 
     def __call__(self, *arguments: Any, **settings: Any) -> Any:
         """What the training step returns.
@@ -267,33 +176,19 @@ class CheckedSteps:
             ValueError: if the module returns a loss with a graph.
         """
         output = type(self.strategy).training_step(self.strategy, *arguments, **settings)
-        is_own = self.strategy.lightning_module is self.module  # the Trainer may train another module afterwards
-        if is_own and not self.module.automatic_optimization:  # Lightning may be asked to back-propagate the output
-            self._check(output)
-        return output
-
-    def _check(self, output: Any) -> None:
+        if self.strategy.lightning_module is not self.module or self.module.automatic_optimization:
+            return output  # the Trainer trains another module now, or Lightning back-propagates the output
         loss = output
         if isinstance(output, Mapping):
             loss = output.get("loss")
         if isinstance(loss, Tensor) and loss.requires_grad:
             raise ValueError(
-                f"{self.owner}: `training_step` must not return a loss that requires a gradient, because the step has "
-                f"ended and nothing back-propagates what it returns, got {short_repr(loss)}; make it a term of `loss`, "
-                "WeightedSum({'ap': (1.0, SmoothAPLoss()), 'extra': (0.5, ExtraLoss())}), or return its detach()."
+                f"{type(self.module).__name__}: `training_step` must not return a loss that requires a gradient, "
+                "because the step has ended and nothing back-propagates what it returns, got "
+                f"{short_repr(loss)}; make it a term of `loss`, WeightedSum({{'ap': (1.0, SmoothAPLoss()), 'extra': "
+                "(0.5, ExtraLoss())}), or return its detach()."
             )
-
-
-def loss_scale(trainer: Any) -> float:
-    """The scale of the loss in half precision, 0 if losses are not scaled. It falls when an optimizer step is skipped.
-
-    Args:
-        trainer: a `pytorch_lightning.Trainer`.
-    """
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is None:
-        return 0.0
-    return float(scaler.get_scale())
+        return output
 
 
 class ManualTraining(OptimizedModule):
@@ -310,28 +205,58 @@ class ManualTraining(OptimizedModule):
 
     def _step_optimizers(self) -> bool:
         """Step all optimizers; False if half precision skipped the step, since gradients were infinite."""
-        scale_before = loss_scale(self.trainer)
+        scale_before = self._loss_scale()
         optimizers = self.optimizers()
         if not isinstance(optimizers, list):
             optimizers = [optimizers]
         for optimizer in optimizers:
             optimizer.step()
-        return loss_scale(self.trainer) >= scale_before
+        return self._loss_scale() >= scale_before
+
+    def _loss_scale(self) -> float:
+        """The scale of the loss in half precision, 0 if losses are not scaled. It falls when a step is skipped."""
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is None:
+            return 0.0
+        return float(scaler.get_scale())
 
     def _step_due_schedulers(self, batch_idx: int, stepped: bool) -> None:
-        """Step the schedulers that are due after a batch.
+        """Step the schedulers that are due after a batch; `ReduceLROnPlateau` waits for its metric.
 
         Args:
             batch_idx: index of the batch in its epoch.
             stepped: whether the optimizers have stepped.
         """
+        ended: dict[str, int] = {}  # the index of what has just ended
         if stepped:
-            step_schedulers(self, "step", batch_idx)
+            ended["step"] = batch_idx
         if self.trainer.is_last_batch:
-            step_schedulers(self, "epoch", self.current_epoch)
+            ended["epoch"] = self.current_epoch
+        for interval, index in ended.items():
+            for config in self.trainer.lr_scheduler_configs:
+                is_due = config.interval == interval and (index + 1) % config.frequency == 0
+                if is_due and not isinstance(config.scheduler, ReduceLROnPlateau):
+                    self.lr_scheduler_step(config.scheduler, None)
+
+    def _step_plateau_schedulers(self) -> None:
+        """Step each `ReduceLROnPlateau` that is due with its metric; raise if the metric was not logged."""
+        trainer, monitor = self.trainer, self.lr_scheduler_monitor
+        for config in trainer.lr_scheduler_configs:
+            if not isinstance(config.scheduler, ReduceLROnPlateau):
+                continue
+            epoch_is_due = trainer.is_last_batch and (self.current_epoch + 1) % config.frequency == 0
+            if not epoch_is_due and config.interval != "step":
+                continue
+            value = trainer.callback_metrics.get(monitor)
+            if value is None:
+                raise ValueError(
+                    f"{type(self).__name__}: ReduceLROnPlateau needs `lr_scheduler_monitor`, got {monitor!r}, which "
+                    f"was not logged; logged are {sorted(trainer.callback_metrics)}."
+                )
+            self.lr_scheduler_step(config.scheduler, value)
 
     def _log_step(self, terms: Mapping[str, Tensor], images: int) -> None:
-        """Log the loss and its terms and, where somebody reads it, the throughput.
+        """Log the loss and its terms and, where it is read, the throughput.
 
         Args:
             terms: values by the names under which they are logged.
@@ -354,9 +279,9 @@ class ManualTraining(OptimizedModule):
         """Check the flags of the Trainer, at the first moment it is known."""
         owner, strategy = type(self).__name__, self.trainer.strategy
         check_trainer(owner, self.trainer)
-        CheckedSteps(owner, strategy, self).install()
+        strategy.training_step = CheckedSteps(strategy, self)  # type: ignore[method-assign]
         if isinstance(strategy, ModelParallelStrategy):
-            WholeCheckpoints(owner, strategy).install()
+            FullCheckpoints(owner, strategy).install()
         # A step ends with its state complete, so a run can be resumed from a checkpoint that is written after it.
         warnings.filterwarnings("ignore", "Using ModelCheckpoint with manual optimization and every_n_train_steps")
         # `configure_model` is overridden, but does nothing under the strategies with which this callback works.
@@ -365,8 +290,19 @@ class ManualTraining(OptimizedModule):
         return super().configure_callbacks()
 
     def on_train_start(self) -> None:
-        """Check the schedulers, now that the number of batches is known."""
-        check_plateau_schedulers(self)
+        """Raise if a `ReduceLROnPlateau` waits for validations at the end of epochs that do not come."""
+        trainer: Any = self.trainer
+        if not trainer.enable_validation or _validates_after_last_batch(trainer):
+            return
+        interval = getattr(trainer, "val_check_interval", "a time")
+        for config in trainer.lr_scheduler_configs:
+            if isinstance(config.scheduler, ReduceLROnPlateau) and config.interval == "epoch":
+                raise ValueError(
+                    f"{type(self).__name__}: ReduceLROnPlateau with the interval 'epoch' needs a validation after the "
+                    f"last batch of an epoch, but val_check_interval={interval!r} with "
+                    f"check_val_every_n_epoch={trainer.check_val_every_n_epoch!r} puts it elsewhere; use the interval "
+                    "'step', which steps it after each validation."
+                )
 
     def on_train_epoch_start(self) -> None:
         """Exclude the time between epochs from the throughput."""
@@ -394,22 +330,22 @@ class ManualTraining(OptimizedModule):
         broadcast_buffers_before_forward(self.trainer)
         self._throughput.restart()
         if self.trainer.state.fn == TrainerFn.VALIDATING:
-            log_facts(self.trainer, {})
+            log_settings(self.trainer, {})
 
     def on_test_start(self) -> None:
         """Log the settings of the test data."""
         if self._is_first_step:
-            log_facts(self.trainer, {})
+            log_settings(self.trainer, {})
 
     def on_validation_epoch_end(self) -> None:
         """Step `ReduceLROnPlateau`, before a checkpoint is written."""
         if self.trainer.state.fn == TrainerFn.FITTING and not self.trainer.sanity_checking:
-            step_plateau_schedulers(self, self.lr_scheduler_monitor)
+            self._step_plateau_schedulers()
 
     def on_train_epoch_end(self) -> None:
         """Step `ReduceLROnPlateau` in a run without validation."""
         if not self.trainer.enable_validation:
-            step_plateau_schedulers(self, self.lr_scheduler_monitor)
+            self._step_plateau_schedulers()
 
 
 def _count_begun_epoch(trainer: Any) -> None:
@@ -425,3 +361,13 @@ def _count_begun_epoch(trainer: Any) -> None:
     if progress.current.ready <= progress.current.completed:
         progress.increment_ready()
         progress.increment_started()
+
+
+def _validates_after_last_batch(trainer: Any) -> bool:
+    """Whether the epochs that are followed by a validation have it after their last batch."""
+    interval, batches = trainer.val_check_batch, trainer.num_training_batches
+    if interval is None:  # by the clock
+        return False
+    if interval == float("inf") or batches % interval == 0:
+        return True
+    return trainer.check_val_every_n_epoch is None and interval % batches == 0

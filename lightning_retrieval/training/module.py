@@ -1,4 +1,4 @@
-"""The LightningModule that trains any embedding network with any loss of the whole batch's ranked lists."""
+"""The LightningModule that trains any embedding network with any loss of the ranked lists of a batch."""
 
 import functools
 import inspect
@@ -34,14 +34,13 @@ from lightning_retrieval.training.full_sharding import (
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.manual_training import ManualTraining, without_gradient_sync
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
-from lightning_retrieval.training.optimizers import FrozenBackbone, NetworkParts
+from lightning_retrieval.training.optimizers import FrozenBackbone, NetworkParts, check_backbone
 from lightning_retrieval.training.random_state import seed_of_run, step_random_state
 from lightning_retrieval.training.run_report import report_first_step
 from lightning_retrieval.training.step import ChunkSizeSearch, TrainingStep, Unpacked, check_first_batch, unpack
 from lightning_retrieval.training.trainer_checks import (
     adapt_loss,
     check_chunk_size,
-    check_clip_value,
     check_memory,
     check_memory_start,
     check_processes,
@@ -155,14 +154,18 @@ class RetrievalModule(ManualTraining):
         self.chunk_size: int | Literal["auto"] | None = check_chunk_size(owner, chunk_size)
         self.keep_graphs = check_integer(owner, "keep_graphs", keep_graphs, least=1)
         self.gather = check_bool(owner, "gather", gather)
-        self.gradient_clip_val = check_clip_value(owner, gradient_clip_val)
+        self.gradient_clip_val = gradient_clip_val
+        if gradient_clip_val is not None:
+            self.gradient_clip_val = check_positive(owner, "gradient_clip_val", gradient_clip_val)
         self.gradient_clip_algorithm = check_choice(
             owner, "gradient_clip_algorithm", gradient_clip_algorithm, ("norm", "value")
         )
         self.head_lr_factor = check_positive(owner, "head_lr_factor", head_lr_factor)
         self.layer_decay = check_positive(owner, "layer_decay", layer_decay, least=0.01, most=1)
-        self._frozen_backbone = FrozenBackbone(owner, self.embedder, freeze_backbone_epochs)
-        self.freeze_backbone_epochs = self._frozen_backbone.epochs
+        self.freeze_backbone_epochs = check_integer(owner, "freeze_backbone_epochs", freeze_backbone_epochs, least=0)
+        if freeze_backbone_epochs > 0:
+            check_backbone(owner, "freeze_backbone_epochs", self.embedder)
+        self._frozen_backbone = FrozenBackbone(self.freeze_backbone_epochs)
         self.seed = seed_of_run(owner, seed)
         self._chunk_size_search = ChunkSizeSearch()
 
@@ -221,9 +224,9 @@ class RetrievalModule(ManualTraining):
         return self._make_optimizer(groups)
 
     def configure_model(self) -> None:
-        """Divide the network over the processes, with Lightning's `ModelParallelStrategy`.
+        """Shard the network over the processes, with Lightning's `ModelParallelStrategy`.
 
-        The processes first take over the weights of the first one.
+        Before, all processes copy the weights of the first one.
         """
         mesh = self.device_mesh
         if mesh is None or sharded_modules(self):
@@ -232,10 +235,10 @@ class RetrievalModule(ManualTraining):
         self.shard_network(mesh["data_parallel"])
 
     def shard_network(self, mesh: Any) -> None:
-        """Divide the embedder over the processes of a mesh: each element of its lists of layers, and the rest together.
+        """Shard the embedder over the processes of a mesh: each element of its lists of layers, and the rest together.
 
-        Override it to divide other parts, with `torch.distributed.fsdp.fully_shard(part, mesh=mesh)`; what it leaves
-        whole is the same on all processes, as under DDP.
+        Override it to shard other parts, with `torch.distributed.fsdp.fully_shard(part, mesh=mesh)`; what it does not
+        shard is the same on all processes, as under DDP.
 
         Args:
             mesh: all processes, as a `torch.distributed.DeviceMesh` of one dimension.
@@ -303,7 +306,7 @@ class RetrievalModule(ManualTraining):
         return terms["train/loss"]
 
     def _finish_first_step(self, step: TrainingStep, chunk_size: int) -> None:
-        """Report what the first step of a run has shown."""
+        """Log the report on the first step of a run."""
         report_first_step(self, step, chunk_size)
         self.preparation = getattr(self.trainer.datamodule, "described_preparation", None)  # type: ignore[attr-defined]
         self._is_first_step = False

@@ -1,4 +1,9 @@
-"""The parameters that optimizers train: groups that learn at different rates, and those that nothing trains."""
+"""The parameters that optimizers train: groups that learn at different rates, frozen ones, and those nothing trains.
+
+With `layer_decay`, the learning rate of a parameter depends on its depth in the backbone. Layer 0 is what comes before
+the first block, and layer i the i-th block. What comes after the last block belongs to it, as in timm (Clark et al.,
+"ELECTRA", ICLR 2020; Bao et al., "BEiT", ICLR 2022).
+"""
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -9,12 +14,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_retrieval.checks import check_integer
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.timm_backbones import TimmBackbone
 from lightning_retrieval.training.full_sharding import sharded_modules
 
-# The backbone of an embedder stays as it is in the first epochs, while the new head learns.
+FIRST_STEPS = 10  # layers that are dropped at random, and branches, have a gradient in one of them
+MOST_NAMES = 5  # in a message
+PRETRAINING_ONLY = ("mask_token",)  # last part of the names of parameters that DINOv2 has, and no embedding needs
 
 
 def check_backbone(owner: str, name: str, embedder: nn.Module) -> nn.Module:
@@ -40,22 +46,18 @@ class FrozenBackbone:
     optimizer, whether it begins before or after the end of the freezing.
 
     Args:
-        owner: prefix of error messages.
-        embedder: with a `backbone`, if `epochs` > 0.
         epochs: number of first epochs, >= 0.
     """
 
-    def __init__(self, owner: str, embedder: nn.Module, epochs: int) -> None:
-        self.epochs = check_integer(owner, "freeze_backbone_epochs", epochs, least=0)
-        if self.epochs > 0:
-            check_backbone(owner, "freeze_backbone_epochs", embedder)
+    def __init__(self, epochs: int) -> None:
+        self.epochs = epochs
         self.names: list[str] = []  # of the parameters that are frozen at present
 
     def set_epoch(self, embedder: Any, epoch: int) -> None:
         """Freeze the backbone, or let it train again, as an epoch of this number needs.
 
         Args:
-            embedder: with the backbone.
+            embedder: with a `backbone`, if there are such epochs.
             epoch: from 0.
         """
         if self.epochs == 0:
@@ -68,12 +70,6 @@ class FrozenBackbone:
             parameters[name].requires_grad = epoch >= self.epochs
         if epoch >= self.epochs:
             self.names = []
-
-
-# How deep in a backbone each of its parameters is, for learning rates that differ from layer to layer.
-#
-# Layer 0 is what comes before the first block, and layer i the i-th block. What comes after the last block belongs to
-# it, as in timm (Clark et al., "ELECTRA", ICLR 2020; Bao et al., "BEiT", ICLR 2022).
 
 
 def layer_depths(owner: str, backbone: nn.Module) -> dict[str, int]:
@@ -90,7 +86,10 @@ def layer_depths(owner: str, backbone: nn.Module) -> dict[str, int]:
         ValueError: if the backbone has no list of layers.
     """
     if isinstance(backbone, TimmBackbone):
-        return _depths_of_timm(backbone)
+        from timm.models import group_parameters
+
+        groups = group_parameters(backbone.model, backbone.model.group_matcher(coarse=False), reverse=True)
+        return {f"model.{name}": int(number) for name, number in groups.items()}
     path, blocks = _largest_list(backbone)
     if blocks is None:
         raise ValueError(
@@ -107,15 +106,8 @@ def layer_depths(owner: str, backbone: nn.Module) -> dict[str, int]:
         elif depth > 0:
             depth = len(prefixes)
         depths[name] = depth
-    return _without_gap(depths)
-
-
-def _depths_of_timm(backbone: TimmBackbone) -> dict[str, int]:
-    """The layers that timm uses for learning rates."""
-    from timm.models import group_parameters
-
-    groups = group_parameters(backbone.model, backbone.model.group_matcher(coarse=False), reverse=True)
-    return {f"model.{name}": int(number) for name, number in groups.items()}
+    numbers = {depth: number for number, depth in enumerate(sorted(set(depths.values())))}  # without a gap
+    return {name: numbers[depth] for name, depth in depths.items()}
 
 
 def _largest_list(backbone: nn.Module) -> tuple[str, nn.Module | None]:
@@ -132,21 +124,6 @@ def _largest_list(backbone: nn.Module) -> tuple[str, nn.Module | None]:
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _without_gap(depths: dict[str, int]) -> dict[str, int]:
-    """The same order of layers, numbered from 0."""
-    numbers = {depth: number for number, depth in enumerate(sorted(set(depths.values())))}
-    return {name: numbers[depth] for name, depth in depths.items()}
-
-
-FIRST_STEPS = 10  # layers that are dropped at random, and branches, have a gradient in one of them
-
-
-MOST_NAMES = 5  # in a message
-
-
-PRETRAINING_ONLY = ("mask_token",)  # last part of the names of parameters that DINOv2 has, and no embedding needs
 
 
 @dataclass(frozen=True)
@@ -186,7 +163,7 @@ def make_optimizer(module: nn.Module, make: Callable[[Iterable[Any]], Optimizer]
     in_head: list[nn.Parameter] = []
     if isinstance(parts.head, nn.Module):
         in_head = trainable_parameters(parts.head)
-    groups = _layers(owner, module, parts)
+    groups = _layers(module, parts)
     grouped = {id(parameter) for group, _ in groups for parameter in group}
     grouped.update(map(id, in_head))
     rest = [parameter for parameter in trainable_parameters(module) if id(parameter) not in grouped]
@@ -194,7 +171,7 @@ def make_optimizer(module: nn.Module, make: Callable[[Iterable[Any]], Optimizer]
     groups += [(rest, 1.0), (in_head, parts.head_lr_factor)]
     groups = [(parameters, factor) for parameters, factor in groups if parameters]
     if not groups:
-        raise _nothing_to_train(owner, module)
+        raise _nothing_to_train(module)
     if parts.head_lr_factor != 1 and not in_head:
         raise ValueError(
             f"{owner}: `head_lr_factor` is {parts.head_lr_factor}, but the embedder has no `head` with parameters; "
@@ -206,18 +183,19 @@ def make_optimizer(module: nn.Module, make: Callable[[Iterable[Any]], Optimizer]
     return optimizer
 
 
-def _nothing_to_train(owner: str, module: nn.Module) -> ValueError:
+def _nothing_to_train(module: nn.Module) -> ValueError:
     parts = [f"`{name}`" for name, part in module.named_children() if not isinstance(part, Metric)]
     return ValueError(
-        f"{owner}: {' and '.join(parts)} must have a parameter to train, got none with requires_grad; call "
-        "requires_grad_(True) on the layers that should learn."
+        f"{type(module).__name__}: {' and '.join(parts)} must have a parameter to train, got none with requires_grad; "
+        "call requires_grad_(True) on the layers that should learn."
     )
 
 
-def _layers(owner: str, module: nn.Module, parts: NetworkParts) -> list[tuple[list[nn.Parameter], float]]:
+def _layers(module: nn.Module, parts: NetworkParts) -> list[tuple[list[nn.Parameter], float]]:
     """The trainable parameters of each layer of the backbone, and the factor of its learning rate."""
     if parts.layer_decay == 1:
         return []
+    owner = type(module).__name__
     backbone = check_backbone(owner, "layer_decay", getattr(module, "embedder", module))
     depths = layer_depths(owner, backbone)
     last = max(depths.values())
@@ -285,7 +263,8 @@ class GradientWatch:
         """
         without = self._names or set()
         self._names = None
-        names = [name for name, _ in module.named_parameters() if name in without and not _is_of_pretraining(name)]
+        names = [name for name, _ in module.named_parameters() if name in without]
+        names = [name for name in names if name.rpartition(".")[2] not in PRETRAINING_ONLY]
         if names and rank() == 0:
             warnings.warn(
                 f"{type(module).__name__}: {_listed(names)} have had no gradient in the first {self._steps} steps, so "
@@ -310,7 +289,3 @@ def _listed(names: Sequence[str]) -> str:
     if len(names) > MOST_NAMES:
         listed += f" and {len(names) - MOST_NAMES} other parameters"
     return listed
-
-
-def _is_of_pretraining(name: str) -> bool:
-    return name.rpartition(".")[2] in PRETRAINING_ONLY

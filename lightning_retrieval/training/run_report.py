@@ -1,4 +1,4 @@
-"""The report of a run's first step: the length of lists, what a step communicates, and facts for the loggers."""
+"""The report on the first step of a run: the length of lists, what a step communicates, and what is logged."""
 
 import json
 import math
@@ -14,13 +14,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.models.embedder import Embedder
+from lightning_retrieval.plain_data import logged_settings
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.training.full_sharding import has_sharded_parameters, is_sharded
-from lightning_retrieval.training.logged_settings import logged_settings
 from lightning_retrieval.training.optimizers import trainable_parameters
 from lightning_retrieval.training.step import TrainingStep
-
-# What a training step communicates.
 
 
 def step_traffic(
@@ -30,7 +28,7 @@ def step_traffic(
     world: int,
     *,
     gather: bool = True,
-    own_queries: bool = True,
+    local_queries: bool = True,
     bytes_: int = 4,
     weights: int = 0,
 ) -> dict[str, float]:
@@ -42,16 +40,16 @@ def step_traffic(
         parameters: number of elements of the gradient.
         world: W, number of processes.
         gather: whether lists are those of the global batch.
-        own_queries: whether each process computes the loss of its own queries, so that gradients of embeddings are
+        local_queries: whether each process computes the loss of its local queries, so that gradients of embeddings are
             exchanged.
         bytes_: bytes of one element.
-        weights: number of elements that are gathered in a step, if the network is divided over the processes.
+        weights: number of elements that are gathered in a step, if the network is sharded over the processes.
 
     Returns:
         The sum of (W - 1) / W x B (D x bytes + 16) for gathering, where label and id have 8 bytes each,
         (W - 1) / W x B D x bytes for the exchange of gradients, and 2 (W - 1) / W x parameters x bytes for the
-        all-reduce. In a divided network (W - 1) / W x weights x bytes for gathering them and (W - 1) / W x parameters x
-        bytes for the sum of gradients, of which each process gets its slice, take the place of the all-reduce.
+        all-reduce. In a sharded network (W - 1) / W x weights x bytes for gathering them and (W - 1) / W x parameters x
+        bytes for the sum of gradients, of which each process gets its shard, take the place of the all-reduce.
 
     Example:
         >>> from lightning_retrieval.training.run_report import step_traffic
@@ -61,7 +59,7 @@ def step_traffic(
     others = (world - 1) / world
     traffic = {
         "gather": others * batch * (dim * bytes_ + 16) * gather,
-        "exchange": others * batch * dim * bytes_ * (gather and own_queries),
+        "exchange": others * batch * dim * bytes_ * (gather and local_queries),
     }
     if weights > 0:
         return {**traffic, "weights": others * weights * bytes_, "reduce-scatter": others * parameters * bytes_}
@@ -69,7 +67,7 @@ def step_traffic(
 
 
 def report_first_step(module: Any, step: TrainingStep, chunk_size: int) -> None:
-    """Log the length of lists and the traffic of a step, warn of what may go wrong, and give facts to the loggers.
+    """Log the length of lists and the traffic of a step, warn of what may go wrong, and log settings.
 
     Args:
         module: a `RetrievalModule` in a run.
@@ -80,28 +78,28 @@ def report_first_step(module: Any, step: TrainingStep, chunk_size: int) -> None:
     report.warn_of_batch_norm()
     report.warn_of_early_memory()
     rank_zero_info(f"{report.lists()}{report.traffic()}.")
-    log_facts(module.trainer, report.facts())
+    log_settings(module.trainer, report.settings())
 
 
-def log_facts(trainer: Any, facts: Mapping[str, Any]) -> None:
-    """Log facts and the settings of the data module as hyperparameters, or as text with TensorBoard.
+def log_settings(trainer: Any, settings: Mapping[str, Any]) -> None:
+    """Log settings, and those of the data module, as hyperparameters, or as text with TensorBoard.
 
     Args:
         trainer: a `pytorch_lightning.Trainer`.
-        facts: plain data by name.
+        settings: plain data by name.
     """
-    facts = dict(facts)
+    settings = dict(settings)
     data_module = getattr(trainer, "datamodule", None)
     if data_module is not None:
-        facts["data"] = logged_settings(data_module)
-    if not facts:
+        settings["data"] = logged_settings(data_module)
+    if not settings:
         return
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):  # it shows and stores the first hyperparameters only
-            for name, fact in facts.items():
-                logger.experiment.add_text(name, f"```json\n{json.dumps(fact, indent=2)}\n```")
+            for name, value in settings.items():
+                logger.experiment.add_text(name, f"```json\n{json.dumps(value, indent=2)}\n```")
         else:
-            logger.log_hyperparams(facts)
+            logger.log_hyperparams(settings)
 
 
 @dataclass
@@ -177,7 +175,7 @@ class _FirstStep:
             sum(parameter.numel() for parameter in trainable_parameters(self.module)),
             world_size(),
             gather=self.step.gather,
-            own_queries=self.step.batch_loss.splits_by_query,
+            local_queries=self.step.batch_loss.splits_by_query,
             bytes_=self.step.batch.embeddings.element_size(),
             weights=self._gathered_weights(),
         )
@@ -189,22 +187,22 @@ class _FirstStep:
         return f", {lists_of} {world_size()} processes; each process sends {total:.3g} MB a step ({parts})"
 
     def _gathered_weights(self) -> int:
-        """Number of elements that a step gathers, if the network is divided over the processes: all in each pass."""
+        """Number of elements that a step gathers, if the network is sharded over the processes: all in each pass."""
         if not has_sharded_parameters(self.module):
             return 0
         chunks = 1
         if self.module.chunk_size is not None:
             chunks = math.ceil(max(self.step.batch.counts) / self.chunk_size)
         passes: int = 3 * chunks - min(self.module.keep_graphs, chunks)
-        divided: list[nn.Parameter] = list(filter(is_sharded, self.module.parameters()))
-        return passes * sum(parameter.numel() for parameter in divided)
+        sharded: list[nn.Parameter] = list(filter(is_sharded, self.module.parameters()))
+        return passes * sum(parameter.numel() for parameter in sharded)
 
-    def facts(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """The batch and the sampler as plain data."""
         list_length = self.rows - 1
         if self.step.memory is not None:
             list_length += self.step.memory.size
-        facts: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "batch": {
                 "images": self.step.images,
                 "classes": len(self.class_sizes),
@@ -216,5 +214,5 @@ class _FirstStep:
         sampler = getattr(self.module.trainer.train_dataloader, "batch_sampler", None)
         if sampler is not None:
             # RetrievalDataLoader wraps the sampler of global batches in one of this process's shards.
-            facts["sampler"] = logged_settings(getattr(sampler, "batch_sampler", sampler))
-        return facts
+            settings["sampler"] = logged_settings(getattr(sampler, "batch_sampler", sampler))
+        return settings

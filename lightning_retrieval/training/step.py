@@ -1,4 +1,7 @@
-"""One training step between the embeddings of a process and the gradients of all processes."""
+"""One training step between the embeddings of a process and the gradients of all processes.
+
+The loss ranks the batch of all processes together (`gather_batch`): three collectives, and one in the backward pass.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +27,7 @@ from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.optimizers import trainable_parameters
 from lightning_retrieval.training.random_state import step_random_state
 
-# The batch of all processes together, in which the loss ranks: three collectives, and one in the backward pass.
+Unpacked = tuple[Tensor, Tensor, Tensor | None]  # images, labels, ids
 
 
 class GlobalBatch(NamedTuple):
@@ -43,7 +46,7 @@ def gather_batch(
     ids: Int[Tensor, " shard"] | None,
     *,
     gather: bool,
-    own_queries: bool,
+    local_queries: bool,
 ) -> GlobalBatch:
     """The batch of all processes; the gradient of its embeddings flows back to the rows of each process.
 
@@ -53,9 +56,9 @@ def gather_batch(
         labels: of each row.
         ids: of each row, or None on all processes.
         gather: False returns the rows of this process only.
-        own_queries: True if each process computes the loss of its own queries: the gradient of a row then comes from
-            all processes, in one exchange in the backward pass. False if each computes an equal fraction of the same
-            loss: every process then has the gradient already, and nothing is communicated.
+        local_queries: True if each process computes the loss of its own shard of the queries: the gradient of a row
+            then comes from all processes, in one exchange in the backward pass. False if each computes an equal
+            fraction of the same loss: every process then has the gradient already, and nothing is communicated.
 
     Raises:
         ValueError: on all processes, if batches differ in anything but their number of rows or, with `gather=False`, in
@@ -73,7 +76,7 @@ def gather_batch(
             )
         return GlobalBatch(embeddings, labels, ids, counts)
     all_labels, all_ids = _gather_labels_and_ids(labels, ids, counts)
-    all_embeddings = _GatherEmbeddings.apply(embeddings, counts, own_queries)
+    all_embeddings = _GatherEmbeddings.apply(embeddings, counts, local_queries)
     return GlobalBatch(all_embeddings, all_labels, all_ids, counts)
 
 
@@ -99,8 +102,8 @@ def _form_of(embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> _Form:
 
 def _agreed_counts(owner: str, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> list[int]:
     """Rows of each process, after a check that their batches differ in nothing else."""
-    own_form = torch.tensor([_form_of(embeddings, labels, ids)], device=embeddings.device)
-    forms = [_Form(*form) for form in gather_rows(own_form, [1] * world_size()).tolist()]
+    local_form = torch.tensor([_form_of(embeddings, labels, ids)], device=embeddings.device)
+    forms = [_Form(*form) for form in gather_rows(local_form, [1] * world_size()).tolist()]
     if not all(form.are_integers for form in forms):
         came = "None"
         if ids is not None:
@@ -137,26 +140,20 @@ class _GatherEmbeddings(torch.autograd.Function):
     """The rows of all processes; the backward pass returns the gradient of the sum of all processes' losses."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, counts: Sequence[int], own_queries: bool) -> Tensor:
-        ctx.counts, ctx.own_queries = list(counts), own_queries
+    def forward(ctx: Any, rows: Tensor, counts: Sequence[int], local_queries: bool) -> Tensor:
+        ctx.counts, ctx.local_queries = list(counts), local_queries
         return gather_rows(rows, counts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         counts, world = ctx.counts, len(ctx.counts)
-        if not ctx.own_queries:
+        if not ctx.local_queries:
             return world * grad.split(counts)[rank()], None, None
-        own_rows = counts[rank()]
-        parts = grad.new_empty(world * own_rows, grad.shape[1])
-        dist.all_to_all_single(parts, grad.contiguous(), [own_rows] * world, counts)
-        return parts.view(world, own_rows, grad.shape[1]).sum(0), None, None
-
-
-# The forms of a batch of a DataLoader, and what the first batch of a run tells about labels and ids.
-
-
-Unpacked = tuple[Tensor, Tensor, Tensor | None]
+        rows = counts[rank()]
+        parts = grad.new_empty(world * rows, grad.shape[1])
+        dist.all_to_all_single(parts, grad.contiguous(), [rows] * world, counts)
+        return parts.view(world, rows, grad.shape[1]).sum(0), None, None
 
 
 def unpack(owner: str, batch: Any) -> Unpacked:
@@ -190,7 +187,7 @@ def unpack(owner: str, batch: Any) -> Unpacked:
 def check_first_batch(module: Any, batch: GlobalBatch) -> None:
     """Compare labels and ids of a run's first batch with what the sampler drew, as far as that is known.
 
-    It says nothing about labels and ids of a wrong type, which the loss refuses.
+    Labels and ids of a wrong type are skipped here, since the loss raises for them.
 
     Args:
         module: a `RetrievalModule` in a run.
@@ -221,7 +218,7 @@ def _warn_of_ids(owner: str, loader: Any, labels: Tensor, ids: Tensor) -> None:
     repeated = int((counts[inverse] > 1).sum())
     if not repeated:
         return
-    cure = "give each image an id of its own, such as its index in the data set, or no ids"
+    cure = "give each image a different id, such as its index in the data set, or no ids"
     first = torch.full_like(unique, len(ids)).scatter_reduce(0, inverse, torch.arange(len(ids)), "amin")
     differs = (labels != labels[first][inverse]).nonzero()[:, 0]
     if len(differs):
@@ -232,26 +229,26 @@ def _warn_of_ids(owner: str, loader: Any, labels: Tensor, ids: Tensor) -> None:
             f"{labels_of_id}, and {len(ids)} images have {len(unique)} different ids; images with the same id are not "
             f"in each other's lists: {cure}."
         )
-    elif _repeats_are_unexpected(loader, share_of_ids=len(unique) / len(ids)):
+    elif _repeats_are_unexpected(loader, fraction_of_ids=len(unique) / len(ids)):
         rank_zero_warn(
-            f"{owner}: in the first batch {repeated} of {len(ids)} images share their id with others, which leaves "
-            f"them out of each other's lists; unless the sampler draws images several times, {cure}."
+            f"{owner}: in the first batch {repeated} of {len(ids)} images share their id with others, so that they "
+            f"are not in each other's lists; unless the sampler draws images several times, {cure}."
         )
 
 
-def _repeats_are_unexpected(loader: Any, share_of_ids: float) -> bool:
+def _repeats_are_unexpected(loader: Any, fraction_of_ids: float) -> bool:
     """Whether ids that repeat in a batch are probably wrong, as far as the sampler of a loader is known.
 
     Args:
         loader: of the training batches.
-        share_of_ids: number of different ids for each row.
+        fraction_of_ids: number of different ids for each row.
     """
     sampler = getattr(loader, "sampler", None)
     replacement = getattr(sampler, "replacement", None)
     draws_images = getattr(loader, "batch_size", None) is not None  # else the sampler may draw whole batches
     if draws_images and (replacement is False or isinstance(sampler, SequentialSampler)):
         return True
-    return replacement is not True and share_of_ids <= 0.5
+    return replacement is not True and fraction_of_ids <= 0.5
 
 
 def _warn_of_one_label(owner: str, labels: Tensor) -> None:
@@ -260,9 +257,6 @@ def _warn_of_one_label(owner: str, labels: Tensor) -> None:
             f"{owner}: all {len(labels)} images of the first batch have the label {int(labels[0])}, so that no list "
             "has a negative and nothing is learned; check the labels, and that the sampler draws several classes."
         )
-
-
-# The chunk size of a run with `chunk_size="auto"`.
 
 
 class ChunkSizeSearch:
@@ -386,7 +380,7 @@ class TrainingStep:
 
     @property
     def _divides_queries(self) -> bool:
-        """Whether each process computes the loss of its own queries; else each computes the whole loss."""
+        """Whether each process computes the loss of its local queries; else each computes the loss of all queries."""
         return self.gather and world_size() > 1 and self.batch_loss.splits_by_query
 
     def _fraction_of_the_value(self) -> float:
@@ -408,14 +402,14 @@ class TrainingStep:
             self.labels,
             self.ids,
             gather=self.gather,
-            own_queries=self.batch_loss.splits_by_query,
+            local_queries=self.batch_loss.splits_by_query,
         )
 
     @contextmanager
     def _explained_errors(self) -> Iterator[None]:
-        """If embeddings are not finite, say so in place of the error of the loss, which knows no step, rank and ids.
+        """Raise for embeddings that are not finite in place of the error of the loss, which has no step, rank and ids.
 
-        A loss that raises nothing is left to `finish`, since a check before the loss would wait for the device.
+        If the loss raises nothing, `finish` checks them, since a check before the loss would wait for the device.
         """
         try:
             yield

@@ -1,4 +1,4 @@
-"""Trainer flags, and settings of several processes, that a listwise loss cannot work with."""
+"""Settings of a `RetrievalModule` and flags of a Trainer that do not work with ranked lists of the global batch."""
 
 from typing import Any, get_args
 
@@ -17,7 +17,7 @@ from pytorch_lightning.strategies.single_xla import SingleDeviceXLAStrategy
 from pytorch_lightning.strategies.xla import XLAStrategy
 from torch import nn
 
-from lightning_retrieval.checks import check_choice, check_finite_number, check_integer, check_positive
+from lightning_retrieval.checks import check_choice, check_finite_number, check_integer
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
@@ -25,7 +25,14 @@ from lightning_retrieval.losses.third_party import USE_OTHER_LOSS, as_batch_loss
 from lightning_retrieval.training.full_sharding import check_model_parallel, check_placements, has_sharded_parameters
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 
-# Settings of a `RetrievalModule` that are validated at construction.
+# Callbacks that need automatic optimization: what they would do, and the cure. Methods of the Tuner use two of them.
+WRONG_CALLBACKS = {
+    StochasticWeightAveraging: "trains on in the epoch that it adds; use EMAWeightAveraging or WeightAveraging",
+    LearningRateFinder: "does not see the loss of manual optimization; compare a few short runs instead",
+    BatchSizeFinder: "would change the ranked lists; use chunk_size='auto', which fits any batch in memory",
+    GradientAccumulationScheduler: "would cut the ranked lists apart; use larger batches and set chunk_size",
+    SpikeDetection: "does not see the loss of manual optimization; leave it out",
+}
 
 
 def check_chunk_size(owner: str, chunk_size: Any) -> Any:
@@ -89,28 +96,6 @@ def check_memory(
     if weight is None:
         return 1.0
     return weight
-
-
-def check_clip_value(owner: str, gradient_clip_val: float | None) -> float | None:
-    """Return `gradient_clip_val`; raise unless it is a finite number > 0 or None.
-
-    Args:
-        owner: prefix of error messages.
-        gradient_clip_val: the setting.
-    """
-    if gradient_clip_val is None:
-        return None
-    return check_positive(owner, "gradient_clip_val", gradient_clip_val)
-
-
-# Callbacks that need automatic optimization: what they would do, and the cure. Methods of the Tuner use two of them.
-WRONG_CALLBACKS = {
-    StochasticWeightAveraging: "trains on in the epoch that it adds; use EMAWeightAveraging or WeightAveraging",
-    LearningRateFinder: "does not see the loss of manual optimization; compare a few short runs instead",
-    BatchSizeFinder: "would change the ranked lists; use chunk_size='auto', which fits any batch in memory",
-    GradientAccumulationScheduler: "would cut the ranked lists apart; use larger batches and set chunk_size",
-    SpikeDetection: "does not see the loss of manual optimization; leave it out",
-}
 
 
 def check_trainer(owner: str, trainer: Any) -> None:
@@ -271,6 +256,6 @@ def _check_strategy(owner: str, strategy: Any) -> None:
         )
     if not keeps_parameters(strategy):
         raise ValueError(
-            f"{owner}: gradients are summed over whole parameters, which {type(strategy).__name__} does not keep; "
+            f"{owner}: gradients are summed over full parameters, which {type(strategy).__name__} does not keep; "
             "use Trainer(strategy='auto') or 'ddp', or ModelParallelStrategy for a large network."
         )

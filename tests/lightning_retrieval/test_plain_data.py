@@ -16,17 +16,18 @@ import yaml
 from torch import nn
 
 import lightning_retrieval
-from lightning_retrieval import RetrievalModule, callbacks, datamodules, losses, metrics, models, plain_data
+from lightning_retrieval import RetrievalModule, callbacks, datamodules, losses, metrics, models
 from lightning_retrieval.plain_data import (
     check_plain_data,
     check_settings,
     class_path,
+    describe,
     find_class,
     import_named_module,
     rebuild,
     rebuild_factory,
+    rules,
 )
-from lightning_retrieval.training.hyperparameters import describe
 
 PUBLIC_CLASSES = {
     f"{package.__name__}.{name}": getattr(package, name)
@@ -63,9 +64,8 @@ def test_shortest_path(path):
 @pytest.mark.parametrize("path", PUBLIC_CLASSES)
 def test_public_class_has_a_public_path_that_leads_back_to_it(path):
     cls = PUBLIC_CLASSES[path]
-    shortest = class_path(cls)
-    assert len(shortest) <= len(path)
-    assert find_class("Test", "thing", shortest) is cls
+    assert find_class("Test", "thing", path) is cls
+    assert find_class("Test", "thing", class_path(cls)) is cls
 
 
 @pytest.mark.parametrize("path", [*KNOWN, *PUBLIC_CLASSES])
@@ -157,7 +157,7 @@ def test_without_known_requirements_no_installed_library_is_a_module_of_the_user
 
     importlib.import_module("torchmetrics.classification")
     monkeypatch.setattr(importlib.metadata, "requires", requires)
-    monkeypatch.setattr(plain_data, "_required_modules", plain_data._required_modules.__wrapped__)  # not the cache
+    monkeypatch.setattr(rules, "_required_modules", rules._required_modules.__wrapped__)  # not the cache
     assert find_class("Test", "thing", f"{__name__}.Outer") is Outer
     with pytest.raises(ValueError, match=r"^Test: `thing` names .*, and a file may name classes only of"):
         find_class("Test", "thing", "torchmetrics.classification.BinaryAccuracy")
@@ -258,7 +258,7 @@ def test_networks_of_timm_are_those_that_it_lists(model):
 @pytest.mark.parametrize("path", ["timm.create_model", "torchvision.models.resnet18"])
 def test_builders_of_networks_make_nothing_else(path):
     with pytest.raises((ValueError, TypeError), match=r"^Test: `optimizer` names"):
-        rebuild_factory("Test", "optimizer", {"class_path": path}, torch.optim.Optimizer)
+        rebuild_factory("Test", "optimizer", {"class_path": path}, (torch.optim.Optimizer,))
 
 
 class Wide(nn.Module):
@@ -303,7 +303,7 @@ def test_a_string_is_never_called():
         rebuild("Test", "net", {"class_path": path, "init_args": {"norm": "torch.nn.Linear"}}, nn.Module)
     scheduler = {"class_path": "torch.optim.lr_scheduler.LambdaLR", "init_args": {"lr_lambda": ["builtins.print"]}}
     with pytest.raises(ValueError, match=r"^Test: `lr_lambda` must be passed again, .* got 'builtins.print'"):
-        rebuild_factory("Test", "lr_scheduler", scheduler, torch.optim.lr_scheduler.LRScheduler)
+        rebuild_factory("Test", "lr_scheduler", scheduler, (torch.optim.lr_scheduler.LRScheduler,))
 
 
 def test_settings_are_checked_before_anything_is_built(monkeypatch):

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_retrieval.detection import VOCMetrics
-from lightning_retrieval.plain_data import rebuild
-from lightning_retrieval.training.hyperparameters import describe
+from lightning_retrieval.plain_data import describe, rebuild
 
 CLASSES = 3
 

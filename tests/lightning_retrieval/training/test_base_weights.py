@@ -3,6 +3,7 @@
 import copy
 import functools
 import socket
+import time
 
 import pytest
 import torch
@@ -135,7 +136,8 @@ def test_invalid_weights_that_are_not_those_of_the_adapters(weights, tmp_path):
 
 @pytest.fixture
 def no_network(monkeypatch, tmp_path):
-    """No socket can be opened and no cache has weights; the list of what was tried."""
+    """No socket can be opened, no cache has weights, and nobody waits to try again; the list of what was tried."""
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     tried = []
 
     def refused(*args, **kwargs):

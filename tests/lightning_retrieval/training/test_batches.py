@@ -86,7 +86,7 @@ def warnings_of_a_step(labels, ids, memory=None, **loader) -> list[str]:
 def test_ids_that_repeat_warn_with_a_sampler_of_others(ids, expected):
     messages = warnings_of_a_step(CLASSES, ids)
     assert [message[: len(expected or "")] for message in messages] == [expected] * (expected is not None)
-    assert all("give each image an id of its own, such as its index" in message for message in messages)
+    assert all("give each image a different id, such as its index" in message for message in messages)
 
 
 def test_images_that_another_sampler_draws_several_times_do_not_warn():

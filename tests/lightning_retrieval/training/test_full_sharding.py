@@ -19,10 +19,10 @@ from lightning_retrieval.training.full_sharding import (
     broadcast_state,
     check_placements,
     clip_sharded_gradients,
+    full_tensor,
     has_sharded_parameters,
-    local_slice,
+    local_shard,
     shard_blocks,
-    whole_tensor,
 )
 from lightning_retrieval.training.gradient_sum import GradientSum
 
@@ -95,17 +95,17 @@ def divided_step(this, dtype, keep_graphs=1):
     )
     total = gradients.finish(value[None])
     found = {"total": total.item(), "least": least, "blocks": len(sharded.parts)}
-    found["slices"] = {name: len(torch.atleast_1d(local_slice(p))) for name, p in module["net"].named_parameters()}
+    found["slices"] = {name: len(torch.atleast_1d(local_shard(p))) for name, p in module["net"].named_parameters()}
     found["summed"] = whole_gradients(module)
     for algorithm, limit in (("norm", 0.5), ("norm", 1e6), ("value", 0.01)):
         clipped = copy_of_gradients(module)
         clip_sharded_gradients(clipped, limit, algorithm)
-        found[algorithm, limit] = [whole_tensor(parameter.grad) for parameter in clipped if parameter.grad is not None]
+        found[algorithm, limit] = [full_tensor(parameter.grad) for parameter in clipped if parameter.grad is not None]
     return found
 
 
 def whole_gradients(module):
-    return {name: whole_tensor(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+    return {name: full_tensor(p.grad) for name, p in module.named_parameters() if p.grad is not None}
 
 
 def copy_of_gradients(module):
@@ -249,7 +249,7 @@ def test_all_processes_get_the_state_of_the_first(ranks):
 def test_a_network_that_is_not_divided_over_all_processes_raises(ranks):
     for result in ranks:
         assert result["replica"].startswith(
-            "RetrievalModule: a parameter must be divided over all 2 processes, or not at all, got the placement "
+            "RetrievalModule: a parameter must be sharded over all 2 processes, or not at all, got the placement "
         )
         assert "Replicate" in result["replica"]
 
@@ -329,5 +329,5 @@ def test_nothing_is_divided_in_one_process():
     assert sharded.parts == []
     assert sharded.least_chunks(5, torch.device("cpu")) == 1
     assert not has_sharded_parameters(module)
-    assert whole_tensor(module["loss"].scale) is module["loss"].scale
-    assert local_slice(module["loss"].scale) is module["loss"].scale
+    assert full_tensor(module["loss"].scale) is module["loss"].scale
+    assert local_shard(module["loss"].scale) is module["loss"].scale

@@ -29,15 +29,15 @@ def network():
     return net
 
 
-def gradients_of_a_step(this, world, own_queries):
+def gradients_of_a_step(this, world, local_queries):
     """Each process has its shard of the rows, and computes the loss of its own queries or a fraction of the loss."""
     x, labels = whole_batch()
     own = torch.arange(ROWS).split(SHARDS[world])[this]
     levels = torch.stack([labels, labels // 3], 1)
     net = network()
-    batch = gather_batch("Owner", net(x[own]), levels[own], own, gather=True, own_queries=own_queries)
+    batch = gather_batch("Owner", net(x[own]), levels[own], own, gather=True, local_queries=local_queries)
     loss = SmoothAPLoss(tau=0.2)
-    if own_queries:
+    if local_queries:
         begin = sum(batch.counts[:this])
         queries = QueryRange(begin, begin + len(own), sum_over_ranks)
         part = loss(batch.embeddings, batch.labels[:, 0], queries=queries)
@@ -57,7 +57,7 @@ def gradients_of_a_step(this, world, own_queries):
 def message_of(embeddings, labels, ids, gather=True):
     """The error message of a batch, the same on all processes."""
     with pytest.raises((ValueError, TypeError)) as error:
-        gather_batch("Owner", embeddings, labels, ids, gather=gather, own_queries=True)
+        gather_batch("Owner", embeddings, labels, ids, gather=gather, local_queries=True)
     return type(error.value), str(error.value)
 
 
@@ -81,14 +81,14 @@ def messages_of_batches_that_do_not_match(this):
 
 def rows_without_gathering():
     embeddings, labels = torch.ones(2, 3), torch.zeros(2, dtype=torch.int64)
-    batch = gather_batch("Owner", embeddings, labels, None, gather=False, own_queries=True)
+    batch = gather_batch("Owner", embeddings, labels, None, gather=False, local_queries=True)
     return len(batch.embeddings), batch.counts
 
 
 def in_each_process(this, world):
     return {
-        "own queries": gradients_of_a_step(this, world, own_queries=True),
-        "whole loss": gradients_of_a_step(this, world, own_queries=False),
+        "own queries": gradients_of_a_step(this, world, local_queries=True),
+        "whole loss": gradients_of_a_step(this, world, local_queries=False),
         "messages": messages_of_batches_that_do_not_match(this),
         "rows without gathering": rows_without_gathering(),
     }
@@ -158,7 +158,7 @@ def test_labels_and_ids_that_are_invalid_on_one_rank_raise_on_every_rank(ranks, 
 
 def test_one_process_keeps_its_batch_as_it_is():
     rows, labels = torch.randn(3, 2, requires_grad=True), torch.arange(3)
-    batch = gather_batch("Owner", rows, labels, None, gather=True, own_queries=True)
+    batch = gather_batch("Owner", rows, labels, None, gather=True, local_queries=True)
     assert batch.embeddings is rows
     assert batch.labels is labels
     assert (batch.ids, batch.counts) == (None, [3])
@@ -171,10 +171,12 @@ def on_gpus(this, world):
     own = torch.arange(10).split([3, 7])[this]
     rows = whole_batch()[0][own].to(device).requires_grad_()
     gradients = {}
-    for own_queries in (True, False):
-        batch = gather_batch("Owner", rows, own.to(device) % 3, own.to(device), gather=True, own_queries=own_queries)
+    for local in (True, False):
+        batch = gather_batch(
+            "Owner", rows, own.to(device) % 3, own.to(device), gather=True, local_queries=local_queries
+        )
         weighted = (batch.embeddings * (this + 1)).sum()
-        gradients[own_queries] = torch.autograd.grad(weighted, rows)[0].cpu()
+        gradients[local_queries] = torch.autograd.grad(weighted, rows)[0].cpu()
     return gradients, batch.embeddings.detach().cpu(), batch.labels.cpu(), batch.ids.cpu()
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss
-from lightning_retrieval.plain_data import rebuild, rebuild_factory
-from lightning_retrieval.training.hyperparameters import describe
+from lightning_retrieval.plain_data import describe, rebuild, rebuild_factory
 
 PATH = "lightning_retrieval.SmoothAPLoss"
 
@@ -65,7 +64,7 @@ def test_an_object_stands_for_itself():
 
 @pytest.mark.parametrize("given", [functools.partial(torch.optim.SGD, lr=0.25, momentum=0.5), torch.optim.AdamW])
 def test_a_factory_and_back(given):
-    factory = rebuild_factory("Test", "optimizer", describe(given), torch.optim.Optimizer)
+    factory = rebuild_factory("Test", "optimizer", describe(given), (torch.optim.Optimizer,))
     parameters = [nn.Parameter(torch.zeros(1))]
     made, expected = factory(parameters), given(parameters)
     assert type(made) is type(expected)
@@ -82,7 +81,7 @@ def test_a_factory_of_several_kinds():
 
 def test_a_callable_stands_for_itself():
     make = lambda parameters: None  # noqa: E731
-    assert rebuild_factory("Test", "optimizer", make, torch.optim.Optimizer) is make
+    assert rebuild_factory("Test", "optimizer", make, (torch.optim.Optimizer,)) is make
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,7 @@ def test_what_cannot_be_described_says_so_when_it_is_loaded(value):
     with pytest.raises(ValueError, match=match):
         rebuild("Test", "thing", description, nn.Module)
     with pytest.raises(ValueError, match=match):
-        rebuild_factory("Test", "thing", description, nn.Module)
+        rebuild_factory("Test", "thing", description, (nn.Module,))
 
 
 def test_a_class_inside_a_function_cannot_be_found_again():
@@ -120,8 +119,8 @@ def test_a_class_inside_a_function_cannot_be_found_again():
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("load", [rebuild, rebuild_factory])
-def test_only_the_expected_kind_is_made(load, monkeypatch):
+@pytest.mark.parametrize(("load", "kind"), [(rebuild, RetrievalLoss), (rebuild_factory, (RetrievalLoss,))])
+def test_only_the_expected_kind_is_made(load, kind, monkeypatch):
     def called(*args, **kwargs):
         raise AssertionError("it was called")
 
@@ -129,7 +128,7 @@ def test_only_the_expected_kind_is_made(load, monkeypatch):
     with pytest.raises(
         TypeError, match=r"Test: `loss` names torch.nn.Linear, which is not a class of the kind needed here"
     ):
-        load("Test", "loss", {"class_path": "torch.nn.Linear", "init_args": {"args": ["true"]}}, RetrievalLoss)
+        load("Test", "loss", {"class_path": "torch.nn.Linear", "init_args": {"args": ["true"]}}, kind)
 
 
 @pytest.mark.refusal
@@ -160,7 +159,7 @@ def test_a_value_of_another_kind(value, came):
 @pytest.mark.refusal
 def test_a_factory_that_cannot_be_called():
     with pytest.raises(TypeError, match=r"Test: `optimizer` must be callable, .* got 0\.1\."):
-        rebuild_factory("Test", "optimizer", 0.1, torch.optim.Optimizer)
+        rebuild_factory("Test", "optimizer", 0.1, (torch.optim.Optimizer,))
 
 
 def test_every_loss_of_the_package_can_be_described():

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lightning_retrieval.losses import SmoothAPLoss
-from lightning_retrieval.training.logged_settings import logged_settings
+from lightning_retrieval.plain_data import logged_settings
 
 
 class Base:

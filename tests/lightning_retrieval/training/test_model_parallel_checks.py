@@ -60,9 +60,9 @@ def test_the_right_arguments_raise_nothing():
 @pytest.mark.parametrize(
     ("callback", "reason"),
     [
-        (FreezesAll(), "needs whole parameters"),
-        (EMAWeightAveraging(), "needs whole parameters"),
-        (ModelPruning("l1_unstructured"), "needs whole parameters"),
+        (FreezesAll(), "needs full parameters"),
+        (EMAWeightAveraging(), "needs full parameters"),
+        (ModelPruning("l1_unstructured"), "needs full parameters"),
         (OnExceptionCheckpoint("folder"), "saves with all processes, but one of them may have failed alone; leave it"),
     ],
 )

@@ -7,7 +7,7 @@ def test_traffic_by_hand():
     exchanged = 3 * 8 * 5 * 4  # the gradients of the others' rows
     reduced = 2 * 3 * 100 / 4 * 4  # a ring: a quarter of the sum at a time, first added up, then passed on
     assert step_traffic(32, 5, 100, 4) == {"gather": gathered, "exchange": exchanged, "all-reduce": reduced}
-    assert step_traffic(32, 5, 100, 4, own_queries=False)["exchange"] == 0
+    assert step_traffic(32, 5, 100, 4, local_queries=False)["exchange"] == 0
     assert list(step_traffic(32, 5, 100, 4, gather=False).values()) == [0, 0, reduced]
     divided = step_traffic(32, 5, 100, 4, weights=700)  # seven passes of a network that gathers all its parameters
     slices = {"weights": 3 * 700 / 4 * 4, "reduce-scatter": 3 * 100 / 4 * 4}

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.training.checkpoint_files import WholeCheckpoints
-from lightning_retrieval.training.full_sharding import is_sharded, local_slice, shard_blocks
-from lightning_retrieval.training.hyperparameters import describe
+from lightning_retrieval.plain_data import describe
+from lightning_retrieval.training.checkpoint_files import FullCheckpoints
+from lightning_retrieval.training.full_sharding import is_sharded, local_shard, shard_blocks
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
 pytestmark = pytest.mark.skipif(
@@ -52,7 +52,7 @@ def train(module, optimizer, steps=2):
 
 def strategy_with(module, optimizer):
     strategy = SimpleNamespace(lightning_module=module, optimizers=[optimizer])
-    WholeCheckpoints("RetrievalModule", strategy).install()
+    FullCheckpoints("RetrievalModule", strategy).install()
     return strategy
 
 
@@ -71,10 +71,10 @@ def message_of(strategy, path):
 
 def slices(module, optimizer):
     """All that this process keeps."""
-    found = [local_slice(value).clone() for value in module.state_dict().values() if isinstance(value, torch.Tensor)]
+    found = [local_shard(value).clone() for value in module.state_dict().values() if isinstance(value, torch.Tensor)]
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            found += [local_slice(value).clone() for value in optimizer.state[parameter].values()]
+            found += [local_shard(value).clone() for value in optimizer.state[parameter].values()]
     return found
 
 
@@ -186,7 +186,7 @@ def assert_equal(found, expected):
         ("damaged", "RetrievalModule: the checkpoint "),
         (
             "factored",
-            "RetrievalModule: the optimizer's state of a divided parameter must have the shape of the parameter, "
+            "RetrievalModule: the optimizer's state of a sharded parameter must have the shape of the parameter, "
             "(3, 7), got (2,) for 'rows'; use another optimizer, or DDP.",
         ),
     ],

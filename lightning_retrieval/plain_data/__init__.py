@@ -1,0 +1,27 @@
+"""Objects as plain data and back, for checkpoints, transforms, logs and hubs.
+
+An object is described as in the config files of LightningCLI, by its class path and its constructor arguments:
+`{"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}`. `describe.py` writes such descriptions, and `rebuild.py`
+makes the objects again. Descriptions in a file are data: a file may not choose what is imported or called, and
+`rules.py` alone decides which classes and settings it may name.
+"""
+
+from lightning_retrieval.plain_data.describe import class_path as class_path
+from lightning_retrieval.plain_data.describe import constructor_parameters as constructor_parameters
+from lightning_retrieval.plain_data.describe import describe as describe
+from lightning_retrieval.plain_data.describe import is_variadic as is_variadic
+from lightning_retrieval.plain_data.describe import logged_settings as logged_settings
+from lightning_retrieval.plain_data.describe import unsharded_class as unsharded_class
+from lightning_retrieval.plain_data.describe import without_sources as without_sources
+from lightning_retrieval.plain_data.rebuild import check_settings as check_settings
+from lightning_retrieval.plain_data.rebuild import rebuild as rebuild
+from lightning_retrieval.plain_data.rebuild import rebuild_factory as rebuild_factory
+from lightning_retrieval.plain_data.rebuild import rebuild_optional as rebuild_optional
+from lightning_retrieval.plain_data.rules import TRANSFORM_PACKAGES as TRANSFORM_PACKAGES
+from lightning_retrieval.plain_data.rules import check_plain_data as check_plain_data
+from lightning_retrieval.plain_data.rules import find_class as find_class
+from lightning_retrieval.plain_data.rules import import_named_module as import_named_module
+from lightning_retrieval.plain_data.rules import is_below as is_below
+from lightning_retrieval.plain_data.rules import load_function as load_function
+from lightning_retrieval.plain_data.rules import named_by_user as named_by_user
+from lightning_retrieval.plain_data.rules import names_kernels as names_kernels

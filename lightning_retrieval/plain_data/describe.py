@@ -1,0 +1,195 @@
+"""Objects as plain data, which `rebuild` makes again, and their settings for the logs of a run."""
+
+import functools
+import inspect
+import os
+import sys
+from typing import Any
+
+from torch import nn
+
+LONGEST_LIST = 100  # a longer list or dict is logged by its length
+DEEPEST_NESTING = 3  # what is nested deeper is logged by its class
+_SCALARS = (bool, int, float, str)
+
+
+def class_path(cls: type) -> str:
+    """The shortest dotted path from which a class can be imported, the one that LightningCLI writes into a config.
+
+    Packages re-export what is public, so the parents of the class's module are asked first: the path of a public class
+    does not depend on the file that defines it.
+
+    Args:
+        cls: any class; one that is defined within a function has no path, and gets a name that cannot be imported.
+
+    Example:
+        >>> import torch
+        >>> from lightning_retrieval.plain_data import class_path
+        >>> class_path(torch.optim.AdamW), class_path(torch.nn.Linear)
+        ('torch.optim.AdamW', 'torch.nn.Linear')
+    """
+    parts = cls.__module__.split(".")
+    for length in range(1, len(parts)):
+        package = ".".join(parts[:length])
+        if getattr(sys.modules.get(package), cls.__qualname__, None) is cls:  # parents of a loaded module are loaded
+            return f"{package}.{cls.__qualname__}"
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def unsharded_class(value: Any) -> type[Any]:
+    """The class of an object; `fully_shard` replaces that of a module by a subclass which nobody can import."""
+    cls = type(value)
+    if hasattr(cls, "set_requires_gradient_sync"):
+        cls = cls.__bases__[-1]
+    return cls
+
+
+def constructor_parameters(cls: Any) -> list[inspect.Parameter]:
+    """The parameters of the constructor of a class, without `self`.
+
+    Raises:
+        ValueError: if it has no signature, as some types written in C.
+    """
+    return list(inspect.signature(cls.__init__).parameters.values())[1:]
+
+
+def is_variadic(parameter: inspect.Parameter) -> bool:
+    """Whether a parameter is `*args` or `**kwargs`."""
+    return parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+
+
+def describe(value: Any) -> Any:
+    """Plain data from which `rebuild` or `rebuild_factory` makes the value again.
+
+    Plain values stay as they are. An object becomes its class and its constructor arguments: those that its method
+    `init_args()` returns if it has one, else its attributes of the arguments' names. If an argument cannot be found or
+    is not plain, `init_args` is None: the object has to be passed to `load_from_checkpoint` again.
+
+    Args:
+        value: plain data, a module, another object, a class, or `functools.partial` of a class.
+
+    Example:
+        >>> from lightning_retrieval.losses import SmoothAPLoss
+        >>> from lightning_retrieval.plain_data import describe
+        >>> describe(SmoothAPLoss(tau=0.1))["init_args"]["tau"]
+        0.1
+    """
+    if value is None or isinstance(value, _SCALARS):
+        return _scalar(value)
+    if isinstance(value, (list, tuple)):
+        return [describe(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): describe(item) for key, item in value.items()}
+    if isinstance(value, type):
+        return {"class_path": class_path(value), "init_args": {}}
+    if isinstance(value, functools.partial) and isinstance(value.func, type):
+        arguments = None
+        if not value.args:
+            arguments = _describe_arguments(value.keywords)
+        return {"class_path": class_path(value.func), "init_args": arguments}
+    return {"class_path": class_path(unsharded_class(value)), "init_args": _init_args(value)}
+
+
+def without_sources(described: Any) -> Any:
+    """Descriptions without the file and the folder from which `timm.create_model` has loaded weights.
+
+    The weights are in the checkpoint, and no file may name others (`rules.FORBIDDEN`).
+
+    Args:
+        described: plain data.
+    """
+    if isinstance(described, list):
+        return [without_sources(item) for item in described]
+    if not isinstance(described, dict):
+        return described
+    kept = {key: without_sources(item) for key, item in described.items()}
+    if kept.get("class_path") == "timm.create_model" and isinstance(kept.get("init_args"), dict):
+        for name in ("cache_dir", "checkpoint_path"):
+            kept["init_args"].pop(name, None)
+    return kept
+
+
+def logged_settings(value: Any) -> dict[str, Any]:
+    """Class and settings of an object as plain data, for a log; no object is rebuilt from it.
+
+    Settings are the constructor arguments, of the class and of its bases, that the object keeps as attributes of the
+    same names. A value that is not plain is logged by its class, a long list by its length.
+
+    Args:
+        value: any object. Its properties are not called, since they may compute anything.
+
+    Example:
+        >>> from lightning_retrieval.losses import SmoothAPLoss
+        >>> from lightning_retrieval.plain_data import logged_settings
+        >>> settings = logged_settings(SmoothAPLoss(tau=0.1))
+        >>> settings["class_path"], settings["tau"]
+        ('lightning_retrieval.SmoothAPLoss', 0.1)
+    """
+    attributes = getattr(value, "__dict__", {})
+    settings: dict[str, Any] = {"class_path": class_path(type(value))}
+    for base in type(value).__mro__[:-1]:
+        if "__init__" not in vars(base):
+            continue
+        for parameter in constructor_parameters(base):
+            name = parameter.name
+            if name not in settings and attributes.get(name) is not None:
+                settings[name] = _logged(attributes[name], DEEPEST_NESTING)
+    return settings
+
+
+def _scalar(value: Any) -> Any:
+    """A number or string of Python's own type, in place of one of a subclass, such as NumPy's float64; or None."""
+    for kind in _SCALARS:
+        if isinstance(value, kind):
+            return kind(value)
+    return None
+
+
+def _init_args(value: Any) -> dict[str, Any] | None:
+    """The constructor arguments of an object; None if they cannot be found or are not plain."""
+    if callable(getattr(value, "init_args", None)):
+        given: dict[str, Any] | None = value.init_args()
+        return given
+    try:
+        parameters = constructor_parameters(type(value))
+    except ValueError:
+        return None
+    arguments = {}
+    for parameter in parameters:
+        if is_variadic(parameter) or not hasattr(value, parameter.name):
+            return None
+        arguments[parameter.name] = getattr(value, parameter.name)
+    return _describe_arguments(arguments)
+
+
+def _describe_arguments(arguments: dict[str, Any]) -> dict[str, Any] | None:
+    described = {name: describe(argument) for name, argument in arguments.items()}
+    for name, argument in arguments.items():
+        if not _can_be_rebuilt(argument, described[name]):
+            return None
+    return described
+
+
+def _can_be_rebuilt(argument: Any, described: Any) -> bool:
+    """Whether a constructor argument can be made from its description."""
+    if isinstance(argument, (list, tuple)):
+        return all(_can_be_rebuilt(item, other) for item, other in zip(argument, described))
+    if isinstance(argument, dict):
+        return all(_can_be_rebuilt(item, other) for item, other in zip(argument.values(), described.values()))
+    if isinstance(argument, nn.Module):
+        return described["init_args"] is not None
+    return not isinstance(described, dict)
+
+
+def _logged(value: Any, depth: int) -> Any:
+    if value is None or isinstance(value, _SCALARS):
+        return _scalar(value)
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if not isinstance(value, (list, tuple, dict)) or depth == 0:
+        return class_path(type(value))
+    if len(value) > LONGEST_LIST:
+        return f"{type(value).__name__} of {len(value)}"
+    if isinstance(value, dict):
+        return {str(key): _logged(item, depth - 1) for key, item in value.items()}
+    return [_logged(item, depth - 1) for item in value]

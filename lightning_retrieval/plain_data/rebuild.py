@@ -1,0 +1,312 @@
+"""Objects from their descriptions.
+
+A description is first read as a whole (`check_plain_data`, which imports nothing). Then each class in it is looked up
+and compared with what its argument accepts, by the annotations of the constructor. Only then is anything built.
+
+No function is called because a file names it: `timm.create_model` and torchvision's builders of models are translated
+into networks without pretrained weights.
+"""
+
+import collections.abc
+import contextlib
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+from torch import nn
+
+from lightning_retrieval.checks import short_repr
+from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.plain_data.describe import constructor_parameters, is_variadic
+from lightning_retrieval.plain_data.rules import Kinds, check_plain_data, find_class, imported_object
+
+T = TypeVar("T")
+
+_WEIGHTS = ("weights", "weights_backbone", "pretrained", "pretrained_backbone")  # arguments of torchvision's builders
+
+
+def rebuild(owner: str, name: str, value: Any, kind: type[T]) -> T:
+    """An instance of `kind`: the value itself, or the object of its description.
+
+    Args:
+        owner: prefix of error messages.
+        name: the argument that the value is for.
+        value: an object or its description.
+        kind: class that the object must have.
+
+    Raises:
+        TypeError: if it is neither, or describes a class that is not a `kind`.
+        ValueError: if a file may not name its class, or the object could not be described, so that it has to be given.
+    """
+    if _is_description(value):
+        check_plain_data(owner, name, value)
+        value = _Reader(owner).description(name, value, _Place((kind,))).build()
+    if not isinstance(value, kind):
+        raise TypeError(f"{owner}: `{name}` must be a {kind.__module__}.{kind.__name__}, got {type(value).__name__}.")
+    return value
+
+
+def rebuild_optional(owner: str, name: str, value: Any, kind: type[T]) -> T | None:
+    """As `rebuild`, and None for None."""
+    if value is None:
+        return None
+    return rebuild(owner, name, value, kind)
+
+
+def rebuild_factory(owner: str, name: str, value: Any, kinds: Kinds) -> Any:
+    """A callable that makes one of `kinds`: the value itself, or a `functools.partial` of its description.
+
+    Args:
+        owner: prefix of error messages.
+        name: the argument that the value is for.
+        value: a callable or its description.
+        kinds: classes of what the callable may make.
+    """
+    if _is_description(value):
+        check_plain_data(owner, name, value)
+        return _Reader(owner).description(name, value, _Place(products=kinds)).build()
+    if not callable(value):
+        raise TypeError(
+            f"{owner}: `{name}` must be callable, such as functools.partial(torch.optim.SGD, lr=0.1), got "
+            f"{short_repr(value)}."
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class CheckedSettings:
+    """The class of a module and its arguments, as the file has them and as `_Description`s; nothing is built yet."""
+
+    cls: type[Any]
+    plain: dict[str, Any]
+    checked: dict[str, Any]
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments with the objects in them, newly built."""
+        return {name: _built(value) for name, value in self.checked.items()}
+
+
+def check_settings(owner: str, cls: type[Any], settings: Mapping[str, Any]) -> CheckedSettings:
+    """Check the settings of a module in a file as a whole, before anything is built.
+
+    Args:
+        owner: prefix of error messages.
+        cls: the module must be of this class; the entry `_class_path`, which LightningCLI writes, names a subclass.
+        settings: plain data; what the constructor does not accept is skipped.
+
+    Raises:
+        ValueError: if the file names what it may not name, or an object that has to be passed again.
+        TypeError: if it names a class of another kind than the argument has.
+    """
+    check_plain_data(owner, "hyperparameters", settings)
+    given = dict(settings)
+    path = given.pop("_class_path", None)
+    if path is not None:
+        cls = find_class(owner, "_class_path", path, (cls,))
+    places = _places(cls)
+    if not _accepts_any(cls):
+        given = {name: value for name, value in given.items() if name in places}
+    return CheckedSettings(cls, given, _Reader(owner).arguments(given, places))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What an argument accepts: objects of `kinds`, callables that make one of `products`, strings as they are."""
+
+    kinds: Kinds = ()
+    products: Kinds = ()
+    takes_strings: bool = False
+
+
+_ANY = _Place((nn.Module,), takes_strings=True)  # of an argument without annotation
+
+
+@dataclass(frozen=True)
+class _Description:
+    """A class, or a builder of networks, and its arguments, which may hold descriptions; nothing is built yet."""
+
+    make: Callable[..., Any]
+    arguments: dict[str, Any]
+    is_factory: bool = False
+
+    def build(self) -> Any:
+        """The object; of a factory, the class with its arguments."""
+        arguments = {name: _built(value) for name, value in self.arguments.items()}
+        if self.is_factory:
+            return functools.partial(self.make, **arguments)
+        return self.make(**arguments)
+
+
+def _built(value: Any) -> Any:
+    if isinstance(value, _Description):
+        return value.build()
+    if isinstance(value, dict):
+        return {key: _built(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_built(item) for item in value]
+    return value
+
+
+def _is_description(value: Any) -> bool:
+    return isinstance(value, dict) and "class_path" in value
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Looks up the classes of plain data, and raises if an argument does not accept one of them."""
+
+    owner: str
+
+    def arguments(self, given: Mapping[str, Any], places: Mapping[str, _Place]) -> dict[str, Any]:
+        """The arguments of a constructor, with a `_Description` in place of each description."""
+        return {name: self._value(name, value, places.get(name, _ANY)) for name, value in given.items()}
+
+    def description(self, name: str, value: dict[str, Any], place: _Place) -> _Description:
+        """What is described for an argument, if its place accepts it."""
+        path, arguments = value["class_path"], self._described_arguments(name, value)
+        if arguments is None or "<" in path:
+            raise ValueError(
+                f"{self.owner}: `{name}` was a {path} whose constructor arguments are not plain values, so the "
+                f"checkpoint cannot rebuild it; pass it again: load_from_checkpoint(path, {name}=...)."
+            )
+        if issubclass(nn.Module, place.kinds):
+            network = self._network(name, path, arguments)
+            if network is not None:
+                return network
+        cls = find_class(self.owner, name, path, place.kinds + place.products)
+        is_factory = not issubclass(cls, place.kinds)
+        return _Description(cls, self.arguments(arguments, _places(cls)), is_factory)
+
+    def _value(self, name: str, value: Any, place: _Place) -> Any:
+        if _is_description(value):
+            return self.description(name, value, place)
+        if isinstance(value, dict):
+            return {key: self._value(str(key), item, place) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._value(name, item, place) for item in value]
+        if isinstance(value, str) and place.products and not place.takes_strings:
+            raise ValueError(
+                f"{self.owner}: `{name}` must be passed again, as in load_from_checkpoint(path, lr_scheduler=...), "
+                f"because it is a function, and a file does not choose what is called, got {short_repr(value)}."
+            )
+        return value
+
+    def _described_arguments(self, name: str, value: dict[str, Any]) -> dict[str, Any] | None:
+        """The arguments of a description; None if they could not be described."""
+        arguments, further = value.get("init_args", {}), value.get("dict_kwargs") or {}
+        is_valid = isinstance(arguments, (dict, type(None))) and isinstance(further, dict)
+        if not is_valid or not isinstance(value["class_path"], str):
+            raise TypeError(
+                f"{self.owner}: `{name}` must have a string as class_path and a dict of arguments as init_args, got "
+                f"{short_repr(value)}."
+            )
+        if arguments is None:
+            return None
+        return {**arguments, **further}
+
+    def _network(self, name: str, path: str, arguments: dict[str, Any]) -> _Description | None:
+        """What a builder of timm or torchvision makes, with random weights; None if the path leads to none."""
+        if path.startswith("torchvision.models."):
+            return _network_of_torchvision(path, arguments)
+        if path != "timm.create_model":
+            return None
+        with optional_import(
+            f"{self.owner}: timm must be installed for `{name}`: pip install 'lightning-retrieval[timm]'."
+        ):
+            import timm
+        model = arguments.get("model_name")
+        if not (isinstance(model, str) and timm.is_model(model)):
+            raise ValueError(f"{self.owner}: `{name}` must name a model that timm lists, got {short_repr(model)}.")
+        given = {key: value for key, value in arguments.items() if value is not None}
+        return _Description(timm.create_model, {**given, "pretrained": False})
+
+
+def _network_of_torchvision(path: str, arguments: dict[str, Any]) -> _Description | None:
+    from torchvision import models
+
+    found = imported_object(path)
+    if found not in [models.get_model_builder(model) for model in models.list_models()]:
+        return None
+    given = {key: value for key, value in arguments.items() if key not in _WEIGHTS}
+    accepted = inspect.signature(found).parameters
+    return _Description(found, {**given, **{key: None for key in _WEIGHTS if key in accepted}})
+
+
+def _places(cls: Any) -> dict[str, _Place]:
+    """What the arguments of a class accept, by its annotations; `**kwargs` are those of its base classes.
+
+    One without annotation also accepts what its name does in a base class, to which it is usually passed on.
+    """
+    places: dict[str, _Place] = {}
+    passes_on = True
+    for base in [base for base in cls.__mro__ if "__init__" in vars(base)]:
+        for name, annotation in _annotations(base).items():
+            found = _place(annotation)
+            if places.get(name) == _ANY:
+                places[name] = _Place(_ANY.kinds + found.kinds, found.products, takes_strings=True)
+            elif passes_on:
+                places.setdefault(name, found)
+        passes_on = passes_on and _accepts_any(base)
+    return places
+
+
+def _annotations(cls: type[Any]) -> dict[str, Any]:
+    """The annotation of each argument of a constructor, `Any` where there is none or it cannot be evaluated."""
+    names = {**vars(typing), **getattr(inspect.unwrap(cls.__init__), "__globals__", {})}
+    annotations = {}
+    for parameter in constructor_parameters(cls):
+        if is_variadic(parameter):
+            continue
+        annotations[parameter.name] = Any
+        if parameter.annotation is not inspect.Parameter.empty:
+            holder = types.SimpleNamespace(__annotations__={parameter.name: parameter.annotation})
+            with contextlib.suppress(Exception):  # of a string whose names the module imports for type checkers only
+                annotations |= typing.get_type_hints(holder, names)
+    return annotations
+
+
+def _accepts_any(cls: type[Any]) -> bool:
+    kinds = [parameter.kind for parameter in constructor_parameters(cls)]
+    return inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _place(annotation: Any) -> _Place:
+    """What an annotation accepts, wherever in a union, a list or a dict it says so."""
+    kinds: list[type[Any]] = []
+    products: list[type[Any]] = []
+    takes_strings = False
+    pending = [annotation]
+    while pending:
+        current = pending.pop()
+        origin, arguments = get_origin(current), get_args(current)
+        if current in (Any, object) or isinstance(current, TypeVar):
+            kinds.append(nn.Module)
+            takes_strings = True
+        elif origin is type:
+            products += _classes(arguments)
+        elif origin is collections.abc.Callable or current in (Callable, typing.Callable):
+            products += _classes(arguments[-1:] or (nn.Module,))
+        elif origin is typing.Literal or current is str:
+            takes_strings = True
+        elif arguments:
+            pending += arguments
+        else:
+            kinds += _classes((current,))
+    return _Place(tuple(kinds), tuple(products), takes_strings)
+
+
+def _classes(annotations: Iterable[Any]) -> list[type[Any]]:
+    """The classes of annotations, which may be unions, without those of plain values."""
+    found: list[type[Any]] = []
+    for annotation in annotations:
+        if get_origin(annotation) in (Union, types.UnionType):
+            found += _classes(get_args(annotation))
+        elif annotation in (Any, object):
+            found.append(nn.Module)
+        elif isinstance(annotation, type) and not getattr(annotation, "_is_protocol", False):
+            found.append(annotation)
+    return found

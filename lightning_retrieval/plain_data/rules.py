@@ -1,0 +1,265 @@
+"""Which classes and settings a file may name. Everything that reads a file asks here, and nothing else decides it.
+
+- A class is accepted if the module that defines it is in `PACKAGES`, or belongs to the user (`_is_of_user`), and if it
+  is a subclass of the type of the argument. It is looked up only after its path has been accepted.
+- No function is called because a file names it; `load_function` is for names that the user gives.
+- Settings that make another library run code or load files are invalid (`FORBIDDEN`, addresses, names of kernels).
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import re
+import sys
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightning_retrieval.checks import check_callable, short_repr
+from lightning_retrieval.plain_data.describe import class_path
+
+Kinds = tuple[type[Any], ...]
+
+# A file may name classes that these modules, or modules below them, define.
+PACKAGES = (
+    "lightning_retrieval",
+    "pytorch_metric_learning.distances",
+    "pytorch_metric_learning.losses",
+    "pytorch_metric_learning.reducers",
+    "pytorch_metric_learning.regularizers",
+    "timm.layers",
+    "timm.models",
+    "torch.nn.modules",
+    "torch.optim",
+    "torchvision.models",
+    "torchvision.ops",
+)
+TRANSFORM_PACKAGES = ("timm.data.transforms", "torchvision.transforms")
+_PUBLIC_PARENTS = ("timm.data", "torch.nn")  # packages from which some of these classes are usually imported
+
+# Settings with which another library would run code, or read a file or an address that the description chooses.
+FORBIDDEN = ("auto_map", "cache_dir", "checkpoint_path", "megatron_config", "pretrained_cfg", "trust_remote_code")
+_ADDRESSES = ("://", "hf-hub:", "hf_hub:", "local-dir:")  # in names that are looked up elsewhere
+_MOST_DEPTH, _MOST_VALUES = 100, 1_000_000  # of plain data
+_MAIN = ("__main__", "__mp_main__")  # the script of the user, in its process and in those that it has spawned
+
+named_by_user: set[str] = set()  # modules that the user, not a file, has named
+
+
+def check_plain_data(owner: str, name: str, value: Any, packages: tuple[str, ...] = PACKAGES) -> None:
+    """Raise unless a value of a file is plain data that names nothing which a file may not name; imports nothing.
+
+    Args:
+        owner: prefix of error messages.
+        name: the argument that the value is for.
+        value: numbers, strings, None, lists and dicts.
+        packages: modules whose classes a file may name; those of the user count in any case.
+
+    Raises:
+        ValueError: if a class path leads to a module that a file may not name, or a setting would make another library
+            run code, read a file or open an address.
+        TypeError: if something else is in it.
+    """
+    pending, seen = [(name, value, 0)], 0
+    while pending:
+        inner, item, depth = pending.pop()
+        seen += 1
+        if depth > _MOST_DEPTH or seen > _MOST_VALUES:  # a list may hold another one twice, which holds another ...
+            raise ValueError(f"{owner}: `{name}` must be plain data, got lists or dicts that are nested too deeply.")
+        pending += [(key, part, depth + 1) for key, part in _checked_parts(owner, inner, item, packages)]
+
+
+def find_class(
+    owner: str, name: str, path: Any, kinds: Kinds = (object,), packages: tuple[str, ...] = PACKAGES
+) -> type[Any]:
+    """The class of a path that a file holds.
+
+    Args:
+        owner: prefix of error messages.
+        name: the argument that the path belongs to.
+        path: dotted path of a class.
+        kinds: the class must be a subclass of one of these.
+        packages: as for `check_plain_data`.
+
+    Raises:
+        ValueError: if a file may not name it, or it does not exist.
+        TypeError: if it is not a class of one of the kinds.
+    """
+    _check_path(owner, name, path, packages)
+    try:
+        cls = _look_up(path, packages)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{owner}: `{name}` names the class {path}, which cannot be imported ({error}).") from None
+    if not (isinstance(cls, type) and issubclass(cls, kinds)):
+        shown = " or ".join(map(class_path, kinds))
+        raise TypeError(f"{owner}: `{name}` names {path}, which is not a class of the kind needed here ({shown}).")
+    if not _may_name(cls.__module__, packages):
+        raise _not_allowed(owner, name, f"{cls.__module__}.{cls.__qualname__}", packages)
+    return cls
+
+
+def names_kernels(name: str, value: Any) -> bool:
+    """Whether a setting of transformers, maybe for each part of a network, names kernels on a hub."""
+    return "_implementation" in name and value is not None and not str(value).isidentifier()
+
+
+def load_function(owner: str, name: str, path: str) -> Any:
+    """What the user, not a file, named by a dotted path: a function, or another object that can be called.
+
+    Args:
+        owner: prefix of error messages.
+        name: the argument that names it.
+        path: dotted path, whose module is imported.
+
+    Raises:
+        ValueError: if its module cannot be imported, or does not have it.
+        TypeError: if it cannot be called.
+    """
+    module, _, attribute = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{owner}: `{name}` must name a function that can be imported, got {path} ({error}); `python -m "
+            "lightning_retrieval.cli` finds the modules of the working directory."
+        ) from None
+    return check_callable(owner, name, found)
+
+
+def import_named_module(owner: str, name: str, module: str) -> None:
+    """Import a module that the user, not a file, has named by an argument, so that files may name its classes.
+
+    Raises:
+        ValueError: if it cannot be imported.
+    """
+    try:
+        importlib.import_module(module)
+    except (ImportError, ValueError) as error:
+        raise ValueError(
+            f"{owner}: `{name}` must name a module that can be imported, got {module} ({error})."
+        ) from None
+    named_by_user.add(module)
+
+
+def _checked_parts(owner: str, name: str, value: Any, packages: tuple[str, ...]) -> list[tuple[str, Any]]:
+    """What is in a value, with names; raise if the value itself, or its names, may not be in a file."""
+    if isinstance(value, (list, tuple)):
+        return [(name, item) for item in value]
+    if isinstance(value, Mapping):
+        if isinstance(value.get("class_path"), str) and value.get("init_args", {}) is not None:
+            _check_path(owner, name, value["class_path"], packages)
+        own = dict.fromkeys(("class_path", "init_args", "dict_kwargs"), name)
+        parts = [(own.get(str(key), str(key)), item) for key, item in value.items()]
+        for inner, item in parts:
+            _check_setting(owner, inner, item)
+        return parts
+    if not (value is None or isinstance(value, (bool, int, float, str))):
+        raise TypeError(f"{owner}: `{name}` must be plain data, got {short_repr(value)} ({type(value).__name__}).")
+    if isinstance(value, str) and any(prefix in value.lower() for prefix in _ADDRESSES):
+        raise ValueError(
+            f"{owner}: `{name}` must name no address, since a file does not choose what is downloaded, got "
+            f"{short_repr(value)}; pass the object again, as in load_from_checkpoint(path, embedder=...)."
+        )
+    return []
+
+
+def _check_setting(owner: str, name: str, value: Any) -> None:
+    if value and (name.startswith(FORBIDDEN) or names_kernels(name, value)):
+        raise ValueError(
+            f"{owner}: `{name}` must not be set in a file, since it makes another library run code or read other "
+            f"files, got {short_repr(value)}; pass the object again, as in load_from_checkpoint(path, embedder=...)."
+        )
+
+
+def _check_path(owner: str, name: str, path: Any, packages: tuple[str, ...]) -> None:
+    """Raise unless a file may name a path, as it is written; nothing is imported."""
+    if not isinstance(path, str):
+        raise TypeError(f"{owner}: `{name}` must have a string as class_path, got {short_repr(path)}.")
+    module = path.rpartition(".")[0]
+    is_path = path == "timm.create_model" or module in _PUBLIC_PARENTS or _may_name(module, packages)
+    if "<" not in path and not is_path:
+        raise _not_allowed(owner, name, path, packages)
+
+
+def _not_allowed(owner: str, name: str, path: str, packages: tuple[str, ...]) -> ValueError:
+    cure = f"pass the object again: load_from_checkpoint(path, {name}=...)"
+    module = path.rpartition(".")[0]
+    if module and not is_below(module, (*sys.stdlib_module_names, *_required_modules())):
+        cure = f"import {module} first if it is yours (in the commands: --import_module {module}), or {cure}"
+    return ValueError(
+        f"{owner}: `{name}` names {path}, and a file may name classes only of {', '.join(packages)}, and of modules of "
+        f"yours that are imported; if you trust it, {cure}."
+    )
+
+
+def _may_name(module: str, packages: tuple[str, ...]) -> bool:
+    return is_below(module, packages) or _is_of_user(module)
+
+
+def is_below(module: str, packages: Iterable[str]) -> bool:
+    """Whether a module is one of these packages, or in one of them."""
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
+
+
+def _is_of_user(module: str) -> bool:
+    """Whether a module is one that the user has named or imported: no part of Python or of a library that we need."""
+    if module in _MAIN or is_below(module, named_by_user):
+        return True
+    top_level = module.partition(".")[0]
+    is_library = top_level in sys.stdlib_module_names or top_level in _required_modules()
+    return top_level in sys.modules and not is_library
+
+
+@functools.cache
+def _required_modules() -> frozenset[str]:
+    """The top-level modules of this library, its requirements with all extras and theirs; of all if none is known."""
+    owners = importlib.metadata.packages_distributions()
+    pending = ["lightning-retrieval"]
+    found: set[str] = set()
+    while pending:
+        distribution = _normalized(pending.pop())
+        if distribution in found:
+            continue
+        requirements: list[str] = []
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            requirements = importlib.metadata.requires(distribution) or []
+        is_ours = not found
+        if is_ours and not requirements:
+            return frozenset(owners)
+        found.add(distribution)
+        for requirement in requirements:
+            if is_ours or "extra ==" not in requirement:
+                pending.append(requirement)
+    return frozenset(name for name, names in owners.items() if found.intersection(map(_normalized, names)))
+
+
+def _normalized(requirement: str) -> str:
+    """The name of a distribution as package indexes compare it (PEP 503)."""
+    found = re.match(r"[\w.-]+", requirement)
+    return re.sub(r"[-_.]+", "-", found[0] if found else "").lower()
+
+
+def _look_up(path: str, packages: tuple[str, ...]) -> Any:
+    """What a path leads to; modules are imported only if they are in one of the packages."""
+    found = imported_object(path, packages)
+    module, _, attribute = path.rpartition(".")
+    if found is not None:
+        return found
+    if "__main__" in path or not (module in _PUBLIC_PARENTS or is_below(module, packages)):
+        raise ImportError(f"{module} has no {attribute}")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def imported_object(path: str, packages: tuple[str, ...] = PACKAGES) -> Any:
+    """What a path leads to in imported modules; not through one that a file may not name, which can import others."""
+    parts = path.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        found: Any = sys.modules.get(".".join(parts[:length]))
+        if found is not None:
+            for part in parts[length:]:
+                found = getattr(found, part, None)
+                if isinstance(found, types.ModuleType) and not _may_name(found.__name__, packages):
+                    return None
+            return found
+    return None
