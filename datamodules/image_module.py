@@ -34,7 +34,6 @@ from lightning_retrieval.datamodules.loader import RetrievalDataLoader
 from lightning_retrieval.datamodules.shared_arrays import SharedArrays
 from lightning_retrieval.distributed import gather_objects, together, world_size
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.preparation.described import describe_transform
 from lightning_retrieval.preparation.of_run import (
     CurrentTransform,
     ImageTransforms,
@@ -43,6 +42,7 @@ from lightning_retrieval.preparation.of_run import (
     sends_uint8,
 )
 from lightning_retrieval.preparation.pixels import Interpolation, check_colour
+from lightning_retrieval.preparation.serialised import describe_transform
 from lightning_retrieval.preparation.training_transforms import PAPER_NAMES, PaperName, of_pil_images
 
 # Checks that no class and no image is used for training and for evaluation.

@@ -25,7 +25,7 @@ from PIL import Image
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.preparation.described import describe_transform
+from lightning_retrieval.preparation.serialised import describe_transform
 from tests.wandb_files import OfflineRun
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages, load_gly
 from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.item_seeds import item_generator
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.preparation.described import describe_transform
+from lightning_retrieval.preparation.serialised import describe_transform
 
 # Largest changes by augmentation: rotation and shear in radians, scaling and shift as fractions of the image.
 MAX_ROTATION, MAX_SHEAR, MAX_SCALING, MAX_SHIFT = 0.12, 0.15, 0.12, 0.05

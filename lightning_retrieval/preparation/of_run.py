@@ -9,9 +9,9 @@ from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from lightning_retrieval.preparation.described import describe_transform, rebuild_transform, shown_transform
 from lightning_retrieval.preparation.pixels import Size
 from lightning_retrieval.preparation.preparation import Preparation
+from lightning_retrieval.preparation.serialised import describe_transform, rebuild_transform, shown_transform
 from lightning_retrieval.preparation.training_transforms import PaperName, TrainingTransform, training_transform
 
 # What an `ImageSet` does to its images, which may be decided later than the data set is made.

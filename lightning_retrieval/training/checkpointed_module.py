@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_retrieval.checks import check_choice, check_flag, short_repr
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import check_settings
-from lightning_retrieval.preparation.described import check_described_transform
+from lightning_retrieval.preparation.serialised import check_described_transform
 from lightning_retrieval.training.checkpoint_files import (
     TRAINABLE,
     add_base_weights,

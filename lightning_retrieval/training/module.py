@@ -23,7 +23,7 @@ from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.plain_data import rebuild, rebuild_optional
-from lightning_retrieval.preparation.described import preparation_of
+from lightning_retrieval.preparation.serialised import preparation_of
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.full_sharding import (
     ShardedParts,

@@ -18,7 +18,7 @@ from lightning_retrieval.cli.embedding import ImageEmbedder
 from lightning_retrieval.cli.index_images import index_images
 from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.preparation.described import describe_transform
+from lightning_retrieval.preparation.serialised import describe_transform
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.datamodules.trees import write_image
 from tests.datamodules.trees_more import write_folders

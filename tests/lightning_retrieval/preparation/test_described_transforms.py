@@ -11,7 +11,7 @@ from torchvision.transforms import InterpolationMode, transforms, v2
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.preparation.described import (
+from lightning_retrieval.preparation.serialised import (
     describe_transform,
     named_transform,
     preparation_of,

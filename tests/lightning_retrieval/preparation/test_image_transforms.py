@@ -14,8 +14,8 @@ from torch import nn
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.datamodules import ImageFolder, training_transform
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.preparation.described import describe_transform
 from lightning_retrieval.preparation.of_run import ImageTransforms
+from lightning_retrieval.preparation.serialised import describe_transform
 from tests.datamodules.pictures import TINY
 from tests.datamodules.trees import write_image
 from tests.datamodules.trees_more import write_folders

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_retrieval import CalibrationLoss, Embedder, HAPLoss, RetrievalModule, SmoothAPLoss, WeightedSum
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.losses.third_party import original_loss
-from lightning_retrieval.preparation.described import describe_transform
+from lightning_retrieval.preparation.serialised import describe_transform
 from tests.lightning_retrieval.training.small_training import (
     CHUNKS,
     ROWS,

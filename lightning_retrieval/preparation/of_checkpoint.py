@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_retrieval.checks import first_line
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.features import image_channels
-from lightning_retrieval.preparation.described import (
+from lightning_retrieval.preparation.serialised import (
     Transform,
     check_described_transform,
     describe_transform,
