@@ -167,13 +167,14 @@ class ImageEmbedder:
         module = load_checkpoint(owner, checkpoint)
         if recorded is None:
             recorded = module.preparation
-        prepare, described, source = choose_transform(owner, checkpoint, module, transform, recorded)
+        channels = image_channels(module)
+        prepare, serialised, source = choose_transform(owner, checkpoint, module, transform, recorded, channels)
         about = {
             "checkpoint": str(checkpoint.absolute()),
             "checkpoint_sha256": sha256 or file_digest(checkpoint),
-            "preparation": described,
+            "preparation": serialised,
             "preparation_from": source,
-            "channels": image_channels(module),
+            "channels": channels,
         }
         if isinstance(prepare, Preparation) and not prepare.gives_one_size:
             batch_size = 1

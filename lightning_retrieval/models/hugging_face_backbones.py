@@ -34,7 +34,7 @@ from lightning_retrieval.models.pretrained import (
 )
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import names_kernels
-from lightning_retrieval.preparation.of_model import read_preparation
+from lightning_retrieval.preparation.of_model import preparation_of_processor
 from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE
 
 CLASS_TOKENS = ("cls_token", "class_embedding")
@@ -290,7 +290,12 @@ def _folder_preparation(transformers: Any, request: BackboneRequest) -> dict[str
     """The preparation of the folder or of the hub, scaled to the image size that is asked for."""
     if "model_type" in request.arguments:
         return {}
-    return read_preparation(transformers, request.name, _source(request))
+    kind = transformers.image_processing_utils.ImageProcessingMixin
+    try:
+        settings, _ = kind.get_image_processor_dict(request.name, **_source(request))
+    except (OSError, ValueError):
+        return {}
+    return preparation_of_processor(settings)
 
 
 def _plain_config(config: Any) -> dict[str, Any]:

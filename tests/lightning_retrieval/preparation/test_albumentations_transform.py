@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from lightning_retrieval.datamodules import ImageFolder
-from lightning_retrieval.preparation.training_transforms import AlbumentationsTransform, of_pil_images
+from lightning_retrieval.preparation.serialised import AlbumentationsTransform, of_pil_images
 from tests.datamodules.trees_more import QUICK, write_folders
 
 
@@ -63,7 +63,7 @@ REBUILT = """
 import socket, sys
 asked = []
 socket.getaddrinfo = lambda *address, **_: asked.append(address) or []
-from lightning_retrieval.preparation.training_transforms import AlbumentationsTransform
+from lightning_retrieval.preparation.serialised import AlbumentationsTransform
 assert "albumentations" not in sys.modules
 described = {"__version__": "2.0.8", "transform": {"__class_fullname__": "ToGray", "p": 1}}
 AlbumentationsTransform.from_dict("Test", {"albumentations": described})

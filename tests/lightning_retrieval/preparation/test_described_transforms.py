@@ -11,14 +11,14 @@ from torchvision.transforms import InterpolationMode, transforms, v2
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.models import Preparation
+from lightning_retrieval.preparation.of_model import preparation_of
 from lightning_retrieval.preparation.serialised import (
-    describe_transform,
     named_transform,
-    preparation_of,
+    of_pil_images,
     rebuild_transform,
+    serialise_transform,
     shown_transform,
 )
-from lightning_retrieval.preparation.training_transforms import of_pil_images
 
 MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
 TO_TENSOR = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
@@ -53,9 +53,9 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_is_the_same_after_plain_data(name):
     transform = TRANSFORMS[name]()
-    described = json.loads(json.dumps(describe_transform(transform)))
+    described = json.loads(json.dumps(serialise_transform(transform)))
     assert "function" not in described
-    assert describe_transform(transform) == described
+    assert serialise_transform(transform) == described
     rebuilt = rebuild_transform("owner", described)
     wanted = transform(noise())
     assert torch.equal(rebuilt(noise()), wanted)
@@ -84,7 +84,7 @@ class WithState(v2.Resize):
     ],
 )
 def test_code_of_the_user_has_a_name_or_none(transform, name):
-    assert describe_transform(transform) == {"function": name}
+    assert serialise_transform(transform) == {"function": name}
 
 
 def test_a_function_is_looked_up_if_the_caller_names_it():
@@ -121,8 +121,8 @@ def test_only_classes_of_transforms_are_rebuilt(path):
 
 @pytest.mark.refusal
 def test_another_transform_than_the_models_raises():
-    recorded = describe_transform(Preparation(64))
-    assert rebuild_transform("owner", describe_transform(Preparation()), "plain") == Preparation()
+    recorded = serialise_transform(Preparation(64))
+    assert rebuild_transform("owner", serialise_transform(Preparation()), "plain") == Preparation()
     with pytest.raises(
         ValueError,
         match=r"^owner: `transform` must be that of the model, .* with Preparation\(image_size=64\), got 'plain'; l",
@@ -145,8 +145,8 @@ NOT_CALLABLE = ["own", "no such"]
 
 
 def test_what_messages_show():
-    assert shown_transform(describe_transform(Preparation())) == "'plain'"
-    assert shown_transform(describe_transform(Preparation(64, mean=[0.5] * 3))) == (
+    assert shown_transform(serialise_transform(Preparation())) == "'plain'"
+    assert shown_transform(serialise_transform(Preparation(64, mean=[0.5] * 3))) == (
         "Preparation(image_size=64, mean=[0.5, 0.5, 0.5])"
     )
     assert shown_transform({"function": "package.function"}) == "package.function"
@@ -156,7 +156,7 @@ def test_the_preparation_of_a_module_is_the_recorded_one_else_that_of_its_embedd
     embedder = Embedder("glyph_net", 8)
     module = RetrievalModule(embedder, SmoothAPLoss())
     assert preparation_of(module) == embedder.preparation
-    module.preparation = describe_transform(Preparation(64))
+    module.preparation = serialise_transform(Preparation(64))
     assert preparation_of(module) == Preparation(64)
     module.preparation = {"function": "package.function"}
     assert preparation_of(module) is None

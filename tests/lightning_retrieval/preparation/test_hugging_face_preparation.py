@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from lightning_retrieval.models import Embedder, Preparation
-from lightning_retrieval.preparation.of_model import as_preparation
+from lightning_retrieval.preparation.of_model import preparation_of_processor
 from tests.lightning_retrieval.models.hugging_face_folders import PROCESSOR, write_folder
 
 
@@ -50,4 +50,4 @@ def test_without_a_processor_the_size_is_that_of_the_config(tmp_path):
     ],
 )
 def test_settings(settings, expected):
-    assert as_preparation(settings) == expected
+    assert preparation_of_processor(settings) == expected

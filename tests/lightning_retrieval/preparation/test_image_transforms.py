@@ -14,8 +14,8 @@ from torch import nn
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.datamodules import ImageFolder, training_transform
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.preparation.of_run import ImageTransforms
-from lightning_retrieval.preparation.serialised import describe_transform
+from lightning_retrieval.preparation.of_run import RunPreparation
+from lightning_retrieval.preparation.serialised import serialise_transform
 from tests.datamodules.pictures import TINY
 from tests.datamodules.trees import write_image
 from tests.datamodules.trees_more import write_folders
@@ -24,14 +24,14 @@ GREY = Preparation(32, channels=1, mean=(0.5,), std=(0.5,))
 
 
 def of_settings(paper=None, train_transform=None, eval_transform=None, **settings):
-    return ImageTransforms("Data", paper, settings, train_transform=train_transform, eval_transform=eval_transform)
+    return RunPreparation("Data", paper, settings, train_transform=train_transform, eval_transform=eval_transform)
 
 
 def model(embedder=None, recorded=None):
     return SimpleNamespace(preparation=recorded, embedder=SimpleNamespace(preparation=embedder))
 
 
-RECORDED = describe_transform(Preparation(48, background="black"))
+RECORDED = serialise_transform(Preparation(48, background="black"))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_run_takes_the_size_of_the_embedder_and_its_checkpoint_that_of_the_run
     assert other.embedder.shapes == {(3, 16, 16)}
     trainer.save_checkpoint(tmp_path / "model.ckpt", weights_only=True)
     saved = torch.load(tmp_path / "model.ckpt", weights_only=True)
-    assert saved["preparation"] == describe_transform(Preparation(16, background="black"))
+    assert saved["preparation"] == serialise_transform(Preparation(16, background="black"))
 
     loaded = RetrievalModule.load_from_checkpoint(tmp_path / "model.ckpt", embedder=Small())
     run("predict", loaded, images_in(root))
@@ -157,7 +157,7 @@ def test_a_given_transform_is_recorded(tmp_path):
     module = RetrievalModule(Small(), SmoothAPLoss())
     run("fit", module, images_in(tmp_path / "images", train_transform=TINY, eval_transform=TINY))
     assert module.embedder.shapes == {(3, 8, 8)}
-    assert module.preparation == describe_transform(TINY)
+    assert module.preparation == serialise_transform(TINY)
     assert "function" not in module.preparation
 
 
@@ -199,7 +199,7 @@ def test_transforms_of_a_config(tmp_path, given, shape, name):
     )
     data = parser.instantiate_classes(config).data
     assert data.train_set[0]["images"].shape == data.test_set[0]["images"].shape == shape
-    assert data.described_preparation.get("function") == name
+    assert data.serialised_preparation.get("function") == name
     assert data.preparation == Preparation((9, 7))
     assert "train_transform:" in parser.dump(config)
 
@@ -216,7 +216,7 @@ def test_albumentations_in_a_config(tmp_path):
     config = parser.parse_string(yaml.safe_dump({"data": {"class_path": "ImageFolder", "init_args": settings}}))
     data = parser.instantiate_classes(config).data
     assert data.test_set[0]["images"].shape == (3, 12, 10)
-    assert "albumentations" in data.described_preparation
+    assert "albumentations" in data.serialised_preparation
 
 
 @pytest.mark.refusal
@@ -241,7 +241,7 @@ def test_all_runs_of_a_model_decode_at_the_scale_at_which_it_was_evaluated(tmp_p
     trainer = run("fit", RetrievalModule(Seen(), SmoothAPLoss()), images_in(root, image_size=16, reduced_scale=True))
     trainer.save_checkpoint(tmp_path / "model.ckpt")
     preparation = Preparation(16, reduced_scale=True)
-    assert torch.load(tmp_path / "model.ckpt", weights_only=True)["preparation"] == describe_transform(preparation)
+    assert torch.load(tmp_path / "model.ckpt", weights_only=True)["preparation"] == serialise_transform(preparation)
 
     loaded = RetrievalModule.load_from_checkpoint(tmp_path / "model.ckpt", embedder=Seen())
     seen.clear()
