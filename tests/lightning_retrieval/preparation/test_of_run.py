@@ -1,4 +1,4 @@
-"""Images are prepared as the arguments say, else as the model of the run wants; in batches of uint8 they are the same."""
+"""Images are prepared as the arguments say, else as the model of the run wants; so are those in batches of uint8."""
 
 from types import SimpleNamespace
 
