@@ -60,7 +60,7 @@ def train(embedder: Embedder, steps: int, data: Glyphs, checkpoint: Path) -> Non
         enable_model_summary=False,
     )
     trainer.fit(module, datamodule=data)
-    module.preparation = data.described_preparation  # which is otherwise noted in the evaluation
+    module.preparation = data.serialised_preparation  # which is otherwise noted in the evaluation
     trainer.save_checkpoint(checkpoint)
 
 

@@ -215,7 +215,7 @@ def _preparation(trainer: pl.Trainer) -> dict[str, Any]:
     datamodule: Any = getattr(trainer, "datamodule", None)
     if datamodule is None:
         return {}
-    described = getattr(datamodule, "described_preparation", None)
+    described = getattr(datamodule, "serialised_preparation", None)
     return dict(described or datamodule.state_dict())
 
 

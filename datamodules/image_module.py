@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.checks import (
     check_bool,
-    check_callable,
     check_choice,
     check_finite_number,
     check_flag,
@@ -34,16 +33,10 @@ from lightning_retrieval.datamodules.loader import RetrievalDataLoader
 from lightning_retrieval.datamodules.shared_arrays import SharedArrays
 from lightning_retrieval.distributed import gather_objects, together, world_size
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.preparation.described import describe_transform
-from lightning_retrieval.preparation.of_run import (
-    CurrentTransform,
-    ImageTransforms,
-    Transform,
-    normalized_batch,
-    sends_uint8,
-)
-from lightning_retrieval.preparation.pixels import Interpolation, check_colour
-from lightning_retrieval.preparation.training_transforms import PAPER_NAMES, PaperName, of_pil_images
+from lightning_retrieval.preparation.of_run import CurrentTransform, RunPreparation, normalized_batch
+from lightning_retrieval.preparation.pixels import Interpolation
+from lightning_retrieval.preparation.serialised import Transform
+from lightning_retrieval.preparation.training_transforms import PAPER_NAMES, PaperName
 
 # Checks that no class and no image is used for training and for evaluation.
 
@@ -278,7 +271,7 @@ class ImageDataModule(RetrievalDataModule):
         self.mean, self.std = mean, std
         self.interpolation, self.background = interpolation, background
         self.reduced_scale = check_flag(owner, "reduced_scale", reduced_scale)
-        self._transforms = self._make_transforms(train_transform, eval_transform)
+        self._run_preparation = self._prepare_run(train_transform, eval_transform)
         self.on_error: OnError = check_choice(owner, "on_error", on_error, ("raise", "skip"))
         self.load_truncated = check_bool(owner, "load_truncated", load_truncated)
         self.val_fraction = check_finite_number(owner, "val_fraction", val_fraction)
@@ -300,22 +293,22 @@ class ImageDataModule(RetrievalDataModule):
     @property
     def train_transform(self) -> CurrentTransform:
         """What is done to an image in training."""
-        return self._transforms.train
+        return self._run_preparation.train
 
     @property
     def eval_transform(self) -> CurrentTransform:
         """What is done to an image in evaluation."""
-        return self._transforms.evaluation
+        return self._run_preparation.evaluation
 
     @property
     def preparation(self) -> Preparation:
         """The size, mean and standard deviation of images: in evaluation, unless `eval_transform` was given."""
-        return self._transforms.preparation
+        return self._run_preparation.preparation
 
     @property
-    def described_preparation(self) -> dict[str, Any]:
+    def serialised_preparation(self) -> dict[str, Any]:
         """What evaluation does to an image, as plain data for checkpoints."""
-        return describe_transform(self.eval_transform.current)
+        return self._run_preparation.serialised()
 
     def prepare_data(self) -> None:
         """Read the splits, so that a mistake in the data set's files is found before anything else happens."""
@@ -446,7 +439,7 @@ class ImageDataModule(RetrievalDataModule):
 
     def _set_of_loader(self, dataset: Any) -> Any:
         """In a run the images before they are normalised, if `transfer_batch_to_device` normalises them alike."""
-        if isinstance(dataset, ImageSet) and sends_uint8(self, dataset.transform, self.preparation):
+        if isinstance(dataset, ImageSet) and self._run_preparation.sends_uint8(self, dataset.transform):
             return dataset.in_uint8()
         return dataset
 
@@ -454,23 +447,22 @@ class ImageDataModule(RetrievalDataModule):
         """Prepare images for the model of the run, which may have been loaded since the data sets were made."""
         if self.trainer is None:
             return
-        self._transforms.follow(self.trainer.lightning_module, predicts=self.trainer.state.fn == "predict")
+        self._run_preparation.follow(self.trainer.lightning_module, predicts=self.trainer.state.fn == "predict")
 
-    def _make_transforms(self, train_transform: Any, eval_transform: Any) -> ImageTransforms:
-        """The transforms that the arguments of the constructor describe."""
-        owner = type(self).__name__
-        given = {"train_transform": of_pil_images(train_transform), "eval_transform": of_pil_images(eval_transform)}
-        for name, value in given.items():
-            if value is not None:
-                check_callable(owner, name, value)
+    def _prepare_run(self, train_transform: Transform | None, eval_transform: Transform | None) -> RunPreparation:
+        """What the arguments of the constructor say of the images of a run."""
         settings = {}
         for name in ("image_size", "resize", "mean", "std", "interpolation", "background", "reduced_scale"):
             value = getattr(self, name)
             if value is not None:
                 settings[name] = value
-        if self.background is not None:
-            check_colour(owner, "background", self.background)
-        return ImageTransforms(owner, self.transform, settings, **given)
+        return RunPreparation(
+            type(self).__name__,
+            self.transform,
+            settings,
+            train_transform=train_transform,
+            eval_transform=eval_transform,
+        )
 
     def _split(self, name: str) -> ImageIndex:
         if name in self.splits:

@@ -18,7 +18,7 @@ from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages, load_gly
 from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.item_seeds import item_generator
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.preparation.described import describe_transform
+from lightning_retrieval.preparation.serialised import serialise_transform
 
 # Largest changes by augmentation: rotation and shear in radians, scaling and shift as fractions of the image.
 MAX_ROTATION, MAX_SHEAR, MAX_SCALING, MAX_SHIFT = 0.12, 0.15, 0.12, 0.05
@@ -151,9 +151,9 @@ class Glyphs(RetrievalDataModule):
         return dataclasses.replace(grey, channels=3, mean=(0.0,) * 3, std=(1.0,) * 3)
 
     @property
-    def described_preparation(self) -> dict[str, Any]:
+    def serialised_preparation(self) -> dict[str, Any]:
         """The same as plain data for checkpoints."""
-        return describe_transform(self.preparation)
+        return serialise_transform(self.preparation)
 
     @cached_property
     def train_set(self) -> GlyphDataset:

@@ -15,12 +15,12 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 from lightning_retrieval.callbacks.embedding_writer import DealtLoader
 from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.cli.options import printable
-from lightning_retrieval.cli.transforms import PROBED_SIZE, choose_transform
 from lightning_retrieval.datamodules import ImageIndex, ImageSet
 from lightning_retrieval.files import file_digest
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.features import image_channels
-from lightning_retrieval.preparation.described import shown_transform
+from lightning_retrieval.preparation.of_checkpoint import PROBED_SIZE, choose_transform
+from lightning_retrieval.preparation.serialised import shown_transform
 from lightning_retrieval.training.checkpoint_files import find_damage
 from lightning_retrieval.training.checkpointed_module import restored_module
 from lightning_retrieval.training.chunk_size import is_out_of_memory
@@ -167,13 +167,14 @@ class ImageEmbedder:
         module = load_checkpoint(owner, checkpoint)
         if recorded is None:
             recorded = module.preparation
-        prepare, described, source = choose_transform(owner, checkpoint, module, transform, recorded)
+        channels = image_channels(module)
+        prepare, serialised, source = choose_transform(owner, checkpoint, module, transform, recorded, channels)
         about = {
             "checkpoint": str(checkpoint.absolute()),
             "checkpoint_sha256": sha256 or file_digest(checkpoint),
-            "preparation": described,
+            "preparation": serialised,
             "preparation_from": source,
-            "channels": image_channels(module),
+            "channels": channels,
         }
         if isinstance(prepare, Preparation) and not prepare.gives_one_size:
             batch_size = 1

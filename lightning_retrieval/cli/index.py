@@ -49,7 +49,7 @@ def index(args: Sequence[str]) -> int:
     from lightning_retrieval.cli.stores import close_index
 
     if "images" in settings:
-        from lightning_retrieval.cli.transforms import shown_choice
+        from lightning_retrieval.preparation.of_checkpoint import shown_choice
 
         print(f"images prepared with {shown_choice(made.about)}")
     print(f"{settings['output']}: {_summary(made)}")

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA) of a backbone, through peft: the weights stay as they are, and small matrices are trained.
+"""What may be added to a backbone before training: low-rank adapters (LoRA) through peft, and gradient checkpointing.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", ICLR 2022, eq. 3: W x becomes W x + (alpha / r) B A x,
-with A (r, in) and B (out, r), and B = 0 at the start.
+with A (r, in) and B (out, r), and B = 0 at the start. The weights W stay as they are.
 """
 
 from collections.abc import Mapping
@@ -15,101 +15,49 @@ from lightning_retrieval.models.hugging_face_backbones import HuggingFaceBackbon
 from lightning_retrieval.models.timm_backbones import TimmBackbone
 from lightning_retrieval.optional_packages import optional_import
 
-# Gradient checkpointing of a backbone: its blocks keep only their inputs, and run again in the backward pass.
-
-
-def enable_gradient_checkpointing(owner: str, name: str, backbone: nn.Module, *, frozen_norms: bool) -> None:
-    """Let the blocks of a backbone run again in the backward pass.
-
-    Args:
-        owner: prefix of error messages.
-        name: of the backbone.
-        backbone: of timm or Hugging Face.
-        frozen_norms: whether its batch norms are in eval mode.
-
-    Raises:
-        ValueError: if the backbone has no such option, or batch norms would count each batch twice.
-    """
-    if isinstance(backbone, TimmBackbone) and hasattr(backbone.model, "set_grad_checkpointing"):
-        _check_norms(owner, name, backbone, frozen_norms)
-        backbone.model.set_grad_checkpointing(True)
-        return
-    if isinstance(backbone, HuggingFaceBackbone) and backbone.model.supports_gradient_checkpointing:
-        _check_norms(owner, name, backbone, frozen_norms)
-        _enable_hugging_face(backbone.model)
-        return
-    raise ValueError(
-        f"{owner}: `gradient_checkpointing` must be False for {name}, which has no such option, got True; take a "
-        "transformer of timm or Hugging Face, or a smaller chunk_size of RetrievalModule."
-    )
-
-
-def _enable_hugging_face(model: Any) -> None:
-    settings = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-
-
-def _check_norms(owner: str, name: str, backbone: nn.Module, frozen_norms: bool) -> None:
-    has_norms = any(isinstance(module, _BatchNorm) for module in backbone.modules())
-    if has_norms and not frozen_norms:
-        raise ValueError(
-            f"{owner}: `gradient_checkpointing` runs the batch norms of {name} twice a batch, so that their statistics "
-            "would count it twice; set freeze_batch_norm=True."
-        )
-
-
 MOST_RANK = 4096
-
-
 ATTENTION = ("attn", "attention")
-
-
 ADAPTER = "lora_"  # prefix of the names of the trained matrices
 
 
-def check_lora(owner: str, lora: Any) -> dict[str, Any] | None:
+def check_lora(lora: Any) -> dict[str, Any] | None:
     """The arguments of `peft.LoraConfig`, or None without adapters.
 
     Args:
-        owner: prefix of error messages.
         lora: the rank r, these arguments, or None.
 
     Raises:
-        ValueError: if the rank is out of its range, or peft would import a module that an argument names.
+        ValueError: if the rank is out of its range, or an argument names a module that peft would import.
         TypeError: if it is something else.
     """
     if lora is None:
         return None
     if isinstance(lora, Mapping):
         if lora.get("megatron_config") is not None:  # with it, peft imports the module that another argument names
-            raise ValueError(f"{owner}: `lora` must not have megatron_config, got {short_repr(lora)}; leave it out.")
-        check_integer(owner, "lora['r']", lora.get("r", 8), 1, MOST_RANK)
+            raise ValueError(f"Embedder: `lora` must not have megatron_config, got {short_repr(lora)}; leave it out.")
+        check_integer("Embedder", "lora['r']", lora.get("r", 8), 1, MOST_RANK)
         return dict(lora)
-    rank = check_integer(owner, "lora", lora, 1, MOST_RANK)
+    rank = check_integer("Embedder", "lora", lora, 1, MOST_RANK)
     return {"r": rank, "lora_alpha": rank}
 
 
-def add_adapters(owner: str, backbone: nn.Module, lora: Mapping[str, Any]) -> None:
+def add_adapters(backbone: nn.Module, lora: Mapping[str, Any]) -> None:
     """Freeze a backbone and add adapters to its linear layers, by default to those of its attention.
 
     Args:
-        owner: prefix of error messages.
         backbone: changed in place.
         lora: arguments of `peft.LoraConfig`.
 
     Raises:
         ModuleNotFoundError: if peft is not installed.
-        ValueError: if there is no attention and `target_modules` is not given, or peft refuses an argument.
+        ValueError: if there is no attention and `target_modules` is not given, or an argument is invalid for peft.
     """
-    with optional_import(f"{owner}: peft must be installed for `lora`: pip install 'lightning-retrieval[lora]'."):
+    with optional_import("Embedder: peft must be installed for `lora`: pip install 'lightning-retrieval[lora]'."):
         import peft
     settings = {"target_modules": _attention_layers(backbone), **lora}
     if not settings["target_modules"]:
         raise ValueError(
-            f"{owner}: `lora` must name its `target_modules`, since {type(backbone).__name__} has no linear layers in "
+            f"Embedder: `lora` must name its `target_modules`, since {type(backbone).__name__} has no linear layers in "
             f"an attention, got {short_repr(dict(lora))}."
         )
     backbone.requires_grad_(False)
@@ -118,7 +66,7 @@ def add_adapters(owner: str, backbone: nn.Module, lora: Mapping[str, Any]) -> No
     except (TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"{owner}: `lora` must be a rank or arguments of peft.LoraConfig, got {short_repr(dict(lora))} ({reason})."
+            f"Embedder: `lora` must be a rank or arguments of peft.LoraConfig, got {short_repr(dict(lora))} ({reason})."
         ) from None
     for name, parameter in backbone.named_parameters():
         parameter.requires_grad = ADAPTER in name
@@ -151,3 +99,36 @@ def _attention_layers(backbone: nn.Module) -> list[str]:
         if isinstance(module, nn.Linear) and is_attention and not name.startswith(hidden):
             found.append(name)
     return found
+
+
+def enable_gradient_checkpointing(name: str, backbone: nn.Module, *, frozen_norms: bool) -> None:
+    """Let the blocks of a backbone keep only their inputs, and run again in the backward pass.
+
+    Args:
+        name: of the backbone.
+        backbone: of timm or Hugging Face.
+        frozen_norms: whether its batch norms are in eval mode.
+
+    Raises:
+        ValueError: if the backbone has no such option, or batch norms would count each batch twice.
+    """
+    is_timm = isinstance(backbone, TimmBackbone) and hasattr(backbone.model, "set_grad_checkpointing")
+    is_hugging_face = isinstance(backbone, HuggingFaceBackbone) and backbone.model.supports_gradient_checkpointing
+    if not is_timm and not is_hugging_face:
+        raise ValueError(
+            f"Embedder: `gradient_checkpointing` must be False for {name}, which has no such option, got True; take a "
+            "transformer of timm or Hugging Face, or a smaller chunk_size of RetrievalModule."
+        )
+    if not frozen_norms and any(isinstance(module, _BatchNorm) for module in backbone.modules()):
+        raise ValueError(
+            f"Embedder: `gradient_checkpointing` runs the batch norms of {name} twice a batch, so that their "
+            "statistics would count it twice; set freeze_batch_norm=True."
+        )
+    model: Any = backbone.model
+    settings = {"use_reentrant": False}
+    if is_timm:
+        model.set_grad_checkpointing(True)
+    elif hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)

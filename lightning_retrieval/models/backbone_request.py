@@ -1,4 +1,4 @@
-"""What is asked of a builder of backbones, and what it returns."""
+"""What a builder of backbones gets and returns, and which names there are."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,10 @@ from torch import nn
 
 from lightning_retrieval.checks import check_choice
 
-# Names of backbones, and the error for one that is unknown.
-
-
 GLYPH_NET = "glyph_net"
+MAP_POOLINGS = ("gem", "avg", "max")  # of feature maps and patch tokens
+OWN, CLASS_TOKEN = "own", "class_token"
+ALL_POOLINGS = (*MAP_POOLINGS, CLASS_TOKEN, OWN)
 
 
 def torchvision_names() -> list[str]:
@@ -33,42 +33,27 @@ def timm_names() -> list[str]:
     return names
 
 
-def unknown_name(owner: str, name: str) -> ValueError:
+def unknown_name(name: str) -> ValueError:
     """The error for an unknown name, with the names of torchvision and timm that are close to it.
 
     Args:
-        owner: prefix of error messages.
         name: the argument `backbone`.
     """
-    close = close_names(name, [*torchvision_names(), GLYPH_NET])
-    close += [f"timm/{other}" for other in close_names(name.removeprefix("timm/"), timm_names())]
+    close = _close_names(name, [*torchvision_names(), GLYPH_NET])
+    close += [f"timm/{other}" for other in _close_names(name.removeprefix("timm/"), timm_names())]
     hint = "no name is close"
     if close:
         hint = "close names are " + ", ".join(map(repr, close))
     return ValueError(
-        f"{owner}: `backbone` must be the name of a torchvision classification model, 'timm/' and the name of a timm "
+        f"Embedder: `backbone` must be the name of a torchvision classification model, 'timm/' and the name of a timm "
         "model, 'hf/' and a Hugging Face hub id or a local folder (hf/facebook/dinov2-small), 'glyph_net' or a module, "
         f"got {name!r}; {hint}."
     )
 
 
-def close_names(name: str, names: Sequence[str]) -> list[str]:
-    """At most three names that are similar to an unknown one.
-
-    Args:
-        name: that is unknown.
-        names: that are known.
-    """
+def _close_names(name: str, names: Sequence[str]) -> list[str]:
+    """At most three names that are similar to an unknown one."""
     return difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.5)
-
-
-MAP_POOLINGS = ("gem", "avg", "max")  # of feature maps and patch tokens
-
-
-OWN, CLASS_TOKEN = "own", "class_token"
-
-
-ALL_POOLINGS = (*MAP_POOLINGS, CLASS_TOKEN, OWN)
 
 
 @dataclass(frozen=True)
@@ -76,7 +61,6 @@ class BackboneRequest:
     """The backbone that an `Embedder` needs.
 
     Args:
-        owner: prefix of error messages.
         name: the argument `backbone`.
         weights: the argument `weights`.
         pooling: the argument `pooling`, not yet checked.
@@ -84,7 +68,6 @@ class BackboneRequest:
         arguments: further keyword arguments of the constructor of the network.
     """
 
-    owner: str
     name: str
     weights: str | None
     pooling: Any
@@ -100,7 +83,7 @@ class BackboneRequest:
         """
         if self.pooling is None:
             return default
-        pooling: str = check_choice(self.owner, "pooling", self.pooling, allowed)
+        pooling: str = check_choice("Embedder", "pooling", self.pooling, allowed)
         return pooling
 
 

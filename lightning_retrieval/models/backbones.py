@@ -25,14 +25,13 @@ from lightning_retrieval.models.torchvision_backbones import build_torchvision
 from lightning_retrieval.plain_data import check_plain_data
 from lightning_retrieval.preparation.preparation import Preparation
 
-# A small convolutional backbone for glyphs that trains quickly from scratch on a CPU.
-
-
 MOST_CHANNELS = 1024
 
 
 class GlyphNet(nn.Module):
     """Six 3 x 3 convolutions, each with batch norm and ReLU, that map a glyph to a feature map of 1/8 of its size.
+
+    It is small enough to be trained from scratch on a CPU.
 
     Args:
         width: number of channels of the first convolution, from 1 to 1024; the feature map has 8 times as many.
@@ -94,7 +93,7 @@ def build_backbone(request: BackboneRequest) -> BuiltBackbone:
         ModuleNotFoundError: if the package of the family is not installed.
     """
     if is_rebuilding():
-        check_plain_data(request.owner, "backbone_args", dict(request.arguments))
+        check_plain_data("Embedder", "backbone_args", dict(request.arguments))
     build: Callable[[BackboneRequest], BuiltBackbone] = build_torchvision
     if request.name == GLYPH_NET:
         build = _build_glyph_net
@@ -108,7 +107,7 @@ def build_backbone(request: BackboneRequest) -> BuiltBackbone:
         if not request.arguments:
             raise
         raise TypeError(
-            f"{request.owner}: `backbone_args` must be arguments that {request.name} takes, got "
+            f"Embedder: `backbone_args` must be arguments that {request.name} takes, got "
             f"{short_repr(dict(request.arguments))} ({error})."
         ) from None
 
@@ -120,10 +119,10 @@ def of_module(request: BackboneRequest, module: nn.Module) -> BuiltBackbone:
         request: without weights and further arguments.
         module: from images to feature maps or vectors.
     """
-    check_no_weights(request.owner, request.weights, f"a module ({request.name})")
+    check_no_weights(request.weights, f"a module ({request.name})")
     if request.arguments:
         raise ValueError(
-            f"{request.owner}: `backbone_args` must be empty unless `backbone` is a name, got "
+            f"Embedder: `backbone_args` must be empty unless `backbone` is a name, got "
             f"{short_repr(dict(request.arguments))} for a module ({request.name})."
         )
     preparation = {}
@@ -133,17 +132,17 @@ def of_module(request: BackboneRequest, module: nn.Module) -> BuiltBackbone:
     return BuiltBackbone(module, request.checked_pooling("gem", MAP_POOLINGS), preparation, {})
 
 
-def check_no_weights(owner: str, weights: str | None, backbone: str) -> None:
+def check_no_weights(weights: str | None, backbone: str) -> None:
     """Raise if pretrained weights are named for a backbone that has none."""
     if weights is not None:
         raise ValueError(
-            f"{owner}: `weights` must be None unless `backbone` is the name of a torchvision, timm or Hugging Face "
+            f"Embedder: `weights` must be None unless `backbone` is the name of a torchvision, timm or Hugging Face "
             f"model, got {short_repr(weights)} for {backbone}."
         )
 
 
 def _build_glyph_net(request: BackboneRequest) -> BuiltBackbone:
-    check_no_weights(request.owner, request.weights, repr(request.name))
+    check_no_weights(request.weights, repr(request.name))
     pooling = request.checked_pooling("gem", MAP_POOLINGS)
     network = GlyphNet(**request.arguments)
     preparation = Preparation.named("glyphs").as_dict()

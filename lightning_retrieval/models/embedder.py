@@ -140,11 +140,11 @@ class Embedder(PretrainedModule):
         self.weights = weights
         self.layer_norm = check_bool("Embedder", "layer_norm", layer_norm)
         self.freeze_batch_norm = check_bool("Embedder", "freeze_batch_norm", freeze_batch_norm)
-        self.lora = check_lora("Embedder", lora)
+        self.lora = check_lora(lora)
         self.gradient_checkpointing = check_bool("Embedder", "gradient_checkpointing", gradient_checkpointing)
         if feature_dim is not None:
             check_integer("Embedder", "feature_dim", feature_dim, 1, MOST_DIM)
-        wanted = wanted_settings("Embedder", preparation, image_size)
+        wanted = wanted_settings(preparation, image_size)
         if backbone_args is None:
             backbone_args = {}
         self._set_backbone(backbone, pooling, wanted, backbone_args)
@@ -153,7 +153,7 @@ class Embedder(PretrainedModule):
             cure = "give `feature_dim`, the length of its features"
             if self.backbone_name is not None:
                 cure = "give another `image_size`"
-            shape = feature_shape("Embedder", self.backbone, cure)
+            shape = feature_shape(self.backbone, cure)
             feature_dim = shape[1]
             has_maps = len(shape) == 4
         self.feature_dim = feature_dim
@@ -200,9 +200,9 @@ class Embedder(PretrainedModule):
             features: Tensor = self.backbone(images)
         except Exception as error:
             if self.backbone_name is not None:
-                check_image_shape("Embedder", self.backbone_name, images, self.backbone, self.image_size, error)
+                check_image_shape(self.backbone_name, images, self.backbone, self.image_size, error)
             raise
-        check_features("Embedder", features, tuple(images.shape))
+        check_features(features, tuple(images.shape))
         if features.shape[1] != self.feature_dim:
             raise ValueError(
                 f"Embedder: `backbone` must return features with {self.feature_dim} channels (`feature_dim`), got "
@@ -304,7 +304,7 @@ class Embedder(PretrainedModule):
         name = type(backbone).__name__
         if isinstance(backbone, str):
             name = backbone
-        request = BackboneRequest("Embedder", name, self.weights, pooling, wanted.get("image_size"), backbone_args)
+        request = BackboneRequest(name, self.weights, pooling, wanted.get("image_size"), backbone_args)
         self.backbone_name: str | None = None
         if isinstance(backbone, str):
             self.backbone_name = backbone
@@ -323,10 +323,10 @@ class Embedder(PretrainedModule):
     def _prepare_backbone(self) -> None:
         """Add adapters and gradient checkpointing, where they are asked for."""
         if self.lora is not None:
-            add_adapters("Embedder", self.backbone, self.lora)
+            add_adapters(self.backbone, self.lora)
         if self.gradient_checkpointing:
             name = self.backbone_name or type(self.backbone).__name__
-            enable_gradient_checkpointing("Embedder", name, self.backbone, frozen_norms=self.freeze_batch_norm)
+            enable_gradient_checkpointing(name, self.backbone, frozen_norms=self.freeze_batch_norm)
 
     def _freeze(self) -> None:
         if not self.freeze_batch_norm:

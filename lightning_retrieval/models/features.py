@@ -1,4 +1,14 @@
-"""What a backbone returns for an image: feature maps (N, C, H, W) or vectors (N, C), found without arithmetic."""
+"""What a backbone returns for an image, feature maps (N, C, H, W) or vectors (N, C), and the pooling of feature maps.
+
+GeM: Radenovic, Tolias, Chum: "Fine-tuning CNN Image Retrieval with No Human Annotation", TPAMI 2019, eq. 3:
+
+    f_k = (1 / |X_k| * sum over x in X_k of x^p_k)^(1 / p_k)
+
+Symbols: X_k the activations of channel k, p_k `p` (here one exponent for all channels). The average is p = 1 (eq. 2),
+the maximum p -> infinity (eq. 1). As in the official code, activations below `eps` are replaced by `eps`. Difference
+from the official code: each channel is divided by its largest activation before the powers and multiplied by it
+afterwards. This changes neither the result nor its gradient, and prevents overflow and underflow for every p.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,18 +27,6 @@ from lightning_retrieval.checks import (
     first_line,
 )
 from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE
-
-# Pooling of a feature map to a vector: generalized mean (GeM), average, maximum.
-#
-# GeM: Radenovic, Tolias, Chum: "Fine-tuning CNN Image Retrieval with No Human Annotation", TPAMI 2019, eq. 3:
-#
-#     f_k = (1 / |X_k| * sum over x in X_k of x^p_k)^(1 / p_k)
-#
-# Symbols: X_k the activations of channel k, p_k `p` (here one exponent for all channels). The average is p = 1 (eq. 2),
-# the maximum p -> infinity (eq. 1). As in the official code, activations below `eps` are replaced by `eps`. Difference
-# from the official code: each channel is divided by its largest activation before the powers and multiplied by it
-# afterwards. This changes neither the result nor its gradient, and prevents overflow and underflow for every p.
-
 
 # For smaller exponents, float32 cannot tell the powers from 1.
 LEAST_P, MOST_P = 1e-2, 1e6
@@ -172,13 +170,12 @@ class GlobalMaxPool(nn.Module):
         return features.amax((-2, -1))
 
 
-def feature_shape(owner: str, backbone: nn.Module, cure: str) -> tuple[int, ...]:
+def feature_shape(backbone: nn.Module, cure: str) -> tuple[int, ...]:
     """The shape of the features of one image, found in eval mode on meta tensors, which hold no numbers.
 
     Neither the random state nor any parameter, buffer or training mode of the backbone changes.
 
     Args:
-        owner: prefix of error messages.
         backbone: from images to features; its attribute `image_size` is the size of the image.
         cure: what to do if it does not run on meta tensors, for the error message.
 
@@ -196,23 +193,23 @@ def feature_shape(owner: str, backbone: nn.Module, cure: str) -> tuple[int, ...]
             features = functional_call(backbone, meta_tensors, (images,))
     except Exception as error:
         raise ValueError(
-            f"{owner}: `backbone` {type(backbone).__name__} could not be run on an image (a meta tensor) of shape "
+            f"Embedder: `backbone` {type(backbone).__name__} could not be run on an image (a meta tensor) of shape "
             f"{tuple(images.shape)} ({type(error).__name__}: {first_line(error)}); {cure}."
         ) from None
     finally:
         for module, mode in modes:
             module.training = mode
-    check_features(owner, features, tuple(images.shape))
+    check_features(features, tuple(images.shape))
     return tuple(features.shape)
 
 
-def check_features(owner: str, features: Any, images: tuple[int, ...]) -> None:
+def check_features(features: Any, images: tuple[int, ...]) -> None:
     """Raise unless the features are a tensor of feature maps or vectors; `images` is the shape of the images."""
     if not isinstance(features, Tensor):
-        raise TypeError(f"{owner}: `backbone` must return a tensor, got {type(features).__name__}.")
+        raise TypeError(f"Embedder: `backbone` must return a tensor, got {type(features).__name__}.")
     if features.ndim not in (2, 4):
         raise ValueError(
-            f"{owner}: `backbone` must return feature maps (N, C, H, W) or vectors (N, C), got "
+            f"Embedder: `backbone` must return feature maps (N, C, H, W) or vectors (N, C), got "
             f"{tuple(features.shape)} for images of shape {images}."
         )
 
@@ -229,13 +226,10 @@ def patch_map(
     return tokens[:, prefix_tokens:].transpose(1, 2).unsqueeze(-1)
 
 
-def check_image_shape(
-    owner: str, name: str, images: Tensor, backbone: nn.Module, built_for: Any, error: Exception
-) -> None:
+def check_image_shape(name: str, images: Tensor, backbone: nn.Module, built_for: Any, error: Exception) -> None:
     """Raise in place of the error of a backbone if the images have another shape than that for which it was built.
 
     Args:
-        owner: prefix of error messages.
         name: of the backbone.
         images: the batch.
         backbone: itself.
@@ -248,7 +242,7 @@ def check_image_shape(
     channels = image_channels(backbone)
     if images.ndim != 4 or images.shape[1] != channels:
         raise ValueError(
-            f"{owner}: `images` must have the shape (batch, {channels}, height, width) for {name}, got "
+            f"Embedder: `images` must have the shape (batch, {channels}, height, width) for {name}, got "
             f"{tuple(images.shape)}; let the transform return tensors (channels, height, width)."
         ) from None
     size = tuple(images.shape[-2:])
@@ -256,7 +250,7 @@ def check_image_shape(
     if size == built_for:
         return
     raise ValueError(
-        f"{owner}: `images` must have a size that {name}, built for {built_for}, takes, got {size} "
+        f"Embedder: `images` must have a size that {name}, built for {built_for}, takes, got {size} "
         f"({type(error).__name__}: {reason}); give Embedder the `image_size` of the images."
     ) from None
 
@@ -270,7 +264,7 @@ def returns_tokens(features: Callable[[Tensor], Any], model: nn.Module, image_si
         image_size: of the images.
     """
     try:
-        shape = feature_shape("", _WithoutChannels(features, model, image_size), "")
+        shape = feature_shape(_WithoutChannels(features, model, image_size), "")
     except (TypeError, ValueError):  # several feature maps or lists of tokens, which only the model itself can pool
         return True
     return len(shape) == 2

@@ -34,7 +34,7 @@ from lightning_retrieval.models.pretrained import (
 )
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import names_kernels
-from lightning_retrieval.preparation.of_model import read_preparation
+from lightning_retrieval.preparation.of_model import preparation_of_processor
 from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE
 
 CLASS_TOKENS = ("cls_token", "class_embedding")
@@ -95,17 +95,26 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
         FileNotFoundError: if a file of weights does not exist.
         ModuleNotFoundError: if transformers is not installed.
     """
-    transformers = _import_transformers(request)
+    with optional_import(
+        f"Embedder: transformers must be installed for `backbone` hf/{request.name}: "
+        "pip install 'lightning-retrieval[hf]'."
+    ):
+        import transformers
     if request.arguments.get("trust_remote_code"):
         raise ValueError(
-            f"{request.owner}: `backbone_args` must not have trust_remote_code, got "
+            f"Embedder: `backbone_args` must not have trust_remote_code, got "
             f"{short_repr(request.arguments['trust_remote_code'])} for hf/{request.name}; to run code of a repository "
             "that you trust, build the model with transformers and give the module as `backbone`."
         )
     config = _config(transformers, request)
     image_size = _image_size(config)
     model = _model(transformers, request, config)
-    _check_vision_model(request, model)
+    main_input = getattr(model, "main_input_name", "pixel_values")
+    if main_input != "pixel_values":
+        raise ValueError(
+            f"Embedder: `backbone` must be a model of images, got hf/{request.name}, a {type(model).__name__}, "
+            f"which takes {main_input}."
+        )
     size = height_and_width(image_size)
     default = "gem"
     if returns_tokens(lambda images: model(images).last_hidden_state, model, size):
@@ -113,16 +122,9 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
     pooling = request.checked_pooling(default, _poolings(model))
     backbone = HuggingFaceBackbone(model, pooling, size)
     preparation = {"image_size": image_size, **_folder_preparation(transformers, request)}
-    return BuiltBackbone(backbone.train(), pooling, preparation, _plain_config(config))
-
-
-def _import_transformers(request: BackboneRequest) -> Any:
-    with optional_import(
-        f"{request.owner}: transformers must be installed for `backbone` hf/{request.name}: "
-        "pip install 'lightning-retrieval[hf]'."
-    ):
-        import transformers
-    return transformers
+    # Plain data with the kind of network, from which `AutoConfig.for_model` makes the config again.
+    arguments = {name: value for name, value in config.to_dict().items() if name not in NOT_KEPT}
+    return BuiltBackbone(backbone.train(), pooling, preparation, arguments)
 
 
 def _config(transformers: Any, request: BackboneRequest) -> Any:
@@ -132,7 +134,7 @@ def _config(transformers: Any, request: BackboneRequest) -> Any:
         kind = arguments.pop("model_type")
         if kind not in transformers.CONFIG_MAPPING:
             raise ValueError(
-                f"{request.owner}: `backbone_args` must have a `model_type` of transformers, such as 'dinov2', got "
+                f"Embedder: `backbone_args` must have a `model_type` of transformers, such as 'dinov2', got "
                 f"{short_repr(kind)}."
             )
         if is_rebuilding():
@@ -166,7 +168,7 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
         model: Any = transformers.AutoModel.from_config(config, **NO_CODE, **settings)
         if has_file and not are_skipped():
             prefix = f"{model.base_model_prefix}."
-            load_local_file(request.owner, str(request.weights), model, optional=CLASSIFIERS, prefix=prefix)
+            load_local_file(str(request.weights), model, optional=CLASSIFIERS, prefix=prefix)
         return model
     what = f"{request.weights!r} of hf/{request.name}"
     try:
@@ -174,10 +176,10 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
             request.name, config=config, output_loading_info=True, **_source(request), **NO_CODE, **settings
         )
     except (OSError, ValueError) as error:
-        raise hub_error(request.owner, "weights", what, error) from None
+        raise hub_error("weights", what, error) from None
     missing = [name for name in loading["missing_keys"] if not name.startswith(CLASSIFIERS)]
     trained = [name for name in missing if name.rpartition(".")[2] != MASK_TOKEN]
-    check_loaded(request.owner, what, f"hf/{request.name}", model, trained)
+    check_loaded(what, f"hf/{request.name}", model, trained)
     return model
 
 
@@ -185,17 +187,17 @@ def _unknown_model(request: BackboneRequest, error: Exception) -> ValueError:
     """The error for a name without a config."""
     if "trust_remote_code" in str(error):
         return ValueError(
-            f"{request.owner}: `backbone` must be a model whose code is part of transformers, got hf/{request.name}, "
+            f"Embedder: `backbone` must be a model whose code is part of transformers, got hf/{request.name}, "
             "whose config names Python code of its repository; if you trust it, build the model with transformers and "
             "give the module."
         )
     if Path(request.name).is_dir():
         return ValueError(
-            f"{request.owner}: `backbone` must be 'hf/' and a folder with the config.json of a model, got "
+            f"Embedder: `backbone` must be 'hf/' and a folder with the config.json of a model, got "
             f"{request.name} ({type(error).__name__})."
         )
     what = f"the Hugging Face hub id {request.name!r} (which is no local folder)"
-    return hub_error(request.owner, "backbone", what, error)
+    return hub_error("backbone", what, error)
 
 
 def _source(request: BackboneRequest) -> dict[str, Any]:
@@ -219,7 +221,7 @@ def _check_no_kernels(request: BackboneRequest, config: Any) -> None:
             _check_no_kernels(request, value)
         if names_kernels(name, value):
             raise ValueError(
-                f"{request.owner}: `backbone` must be a model whose code is part of transformers, got "
+                f"Embedder: `backbone` must be a model whose code is part of transformers, got "
                 f"hf/{request.name}, whose config names kernels of a repository, {short_repr(value)}; if you trust "
                 "them, build the model with transformers and give the module."
             )
@@ -232,7 +234,7 @@ def _check_no_other_model(request: BackboneRequest, config: Mapping[str, Any]) -
             _check_no_other_model(request, value)
         if name == "backbone" and isinstance(value, str):
             raise ValueError(
-                f"{request.owner}: `backbone_args` asks for another model, {short_repr(value)}, in a config of a file; "
+                f"Embedder: `backbone_args` asks for another model, {short_repr(value)}, in a config of a file; "
                 "build the model with transformers and give the module."
             )
 
@@ -261,15 +263,6 @@ def _image_size(config: Any) -> int | tuple[int, int]:
     return int(size)
 
 
-def _check_vision_model(request: BackboneRequest, model: nn.Module) -> None:
-    """Raise unless a model takes images."""
-    if getattr(model, "main_input_name", "pixel_values") != "pixel_values":
-        raise ValueError(
-            f"{request.owner}: `backbone` must be a model of images, got hf/{request.name}, a {type(model).__name__}, "
-            f"which takes {getattr(model, 'main_input_name', 'text')}."
-        )
-
-
 def _prefix_tokens(model: nn.Module) -> dict[str, int]:
     """The number of tokens before those of the patches, for each parameter that holds some."""
     found = {}
@@ -290,9 +283,9 @@ def _folder_preparation(transformers: Any, request: BackboneRequest) -> dict[str
     """The preparation of the folder or of the hub, scaled to the image size that is asked for."""
     if "model_type" in request.arguments:
         return {}
-    return read_preparation(transformers, request.name, _source(request))
-
-
-def _plain_config(config: Any) -> dict[str, Any]:
-    """A config as plain data, with the kind of network, from which `AutoConfig.for_model` makes it again."""
-    return {name: value for name, value in config.to_dict().items() if name not in NOT_KEPT}
+    kind = transformers.image_processing_utils.ImageProcessingMixin
+    try:
+        settings, _ = kind.get_image_processor_dict(request.name, **_source(request))
+    except (OSError, ValueError):
+        return {}
+    return preparation_of_processor(settings)

@@ -1,4 +1,13 @@
-"""Pretrained weights: skipped while a checkpoint is loaded, read from a local file, and errors of a hub."""
+"""Pretrained weights of backbones, and the files of an embedder.
+
+Pretrained weights are skipped while a checkpoint is loaded, which replaces them, or read from a local file.
+An embedder is saved to a folder, loaded from a folder or from the Hugging Face hub, and pushed there:
+
+    FOLDER/config.json        the constructor's arguments, and the preparation of images
+    FOLDER/model.safetensors  the weights
+
+Both are plain data: loading runs no code of the file. Only `push_to_hub` and a name that is no folder need a network.
+"""
 
 import copy
 import json
@@ -18,25 +27,18 @@ from lightning_retrieval.files import new_file
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import check_plain_data
 
+Self = TypeVar("Self", bound="PretrainedModule")
+
 DEFAULT_WEIGHTS = "DEFAULT"
-
-
 FILE_SUFFIXES = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".pth.tar")
-
-
 # What wrappers write before the names of weights: DistributedDataParallel, torch.compile, and modules of training.
 PREFIXES = ("module.", "_orig_mod.", "embedder.", "model.", "backbone.")
-
-
 RUNNING_STATISTICS = ("running_mean", "running_var")
-
-
 SHOWN_NAMES = 3  # in error messages
-
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+FORMAT, VERSION = "lightning-retrieval embedder", 1
 
 _rebuilding: ContextVar[bool] = ContextVar("rebuilding_from_a_file", default=False)
-
-
 _skipped: ContextVar[bool] = ContextVar("pretrained_weights_skipped", default=False)
 
 
@@ -81,13 +83,10 @@ def is_local_file(weights: str | None) -> bool:
     return weights.endswith(FILE_SUFFIXES) or os.path.isfile(os.path.expanduser(weights))
 
 
-def load_local_file(
-    owner: str, path: str, backbone: nn.Module, *, optional: tuple[str, ...] = (), prefix: str = ""
-) -> None:
+def load_local_file(path: str, backbone: nn.Module, *, optional: tuple[str, ...] = (), prefix: str = "") -> None:
     """Load a local file of weights into a backbone.
 
     Args:
-        owner: prefix of error messages.
         path: a file of safetensors or of `torch.save`; its entries may be under `state_dict` or `model`.
         backbone: every parameter and running statistic must be in the file.
         optional: prefixes of names in the file that the backbone need not have, such as those of a classifier.
@@ -98,40 +97,40 @@ def load_local_file(
         FileNotFoundError: if there is no such file.
         ValueError: if it is damaged, or its names or shapes are not those of the backbone.
     """
-    own = backbone.state_dict().keys()
-    found = without_prefixes(read_weights(owner, path), own, (*PREFIXES, prefix))
+    names = backbone.state_dict().keys()
+    found = without_prefixes(read_weights(path), names, (*PREFIXES, prefix))
     kept = {name: value for name, value in found.items() if not name.startswith(optional)}
-    check_loaded(owner, path, "this backbone", backbone, [name for name in own if name not in kept])
+    check_loaded(path, "this backbone", backbone, [name for name in names if name not in kept])
     # Files of older releases hold buffers of indices that are computed today.
-    unknown = [name for name, value in kept.items() if name not in own and value.is_floating_point()]
+    unknown = [name for name, value in kept.items() if name not in names and value.is_floating_point()]
     if unknown:
         raise ValueError(
-            f"{owner}: `weights` must be a file with the weights of this backbone, got {path}, which has "
+            f"Embedder: `weights` must be a file with the weights of this backbone, got {path}, which has "
             f"{len(unknown)} tensors more ({_shown(unknown)})."
         )
     try:
         backbone.load_state_dict(kept, strict=False)
     except RuntimeError as error:
-        raise other_weights(owner, path, "this backbone", error) from None
+        raise other_weights(path, "this backbone", error) from None
 
 
 def without_prefixes(
-    tensors: Mapping[str, Tensor], own: Collection[str], prefixes: tuple[str, ...] = PREFIXES
+    tensors: Mapping[str, Tensor], names: Collection[str], prefixes: tuple[str, ...] = PREFIXES
 ) -> dict[str, Tensor]:
     """The tensors of a file without what wrappers of a network write before its names.
 
-    What else is in a file with such a prefix, such as a head or a loss, is left out.
+    Other tensors of a file with such a prefix, such as those of a head or a loss, are skipped.
 
     Args:
         tensors: by their names in the file.
-        own: the names of the network's tensors.
+        names: of the network's tensors.
         prefixes: that are removed, in any order and number, unless the network has the name or names with them.
     """
     found = dict(tensors)
-    while not any(name in own for name in found):
+    while not any(name in names for name in found):
         for prefix in prefixes:
             inside = {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
-            if prefix and inside and not any(name.startswith(prefix) for name in own):
+            if prefix and inside and not any(name.startswith(prefix) for name in names):
                 break
         else:
             return found
@@ -139,11 +138,10 @@ def without_prefixes(
     return found
 
 
-def check_loaded(owner: str, path: str, network: str, backbone: nn.Module, missing: Collection[str]) -> None:
+def check_loaded(path: str, network: str, backbone: nn.Module, missing: Collection[str]) -> None:
     """Raise if a parameter or a running statistic of a backbone has not been loaded from a file.
 
     Args:
-        owner: prefix of error messages.
         path: of the file.
         network: what error messages call the backbone.
         backbone: without a classifier.
@@ -154,22 +152,21 @@ def check_loaded(owner: str, path: str, network: str, backbone: nn.Module, missi
     absent = [name for name in needed if name in missing]
     if absent:
         raise ValueError(
-            f"{owner}: `weights` must be a file with the weights of {network}, got {path}, loaded "
+            f"Embedder: `weights` must be a file with the weights of {network}, got {path}, loaded "
             f"{len(needed) - len(absent)} of {len(needed)} tensors; it has no {_shown(absent)}."
         )
 
 
-def other_weights(owner: str, path: str, network: str, error: Exception) -> ValueError:
+def other_weights(path: str, network: str, error: Exception) -> ValueError:
     """The error for a file whose tensors have other names or shapes than those of a network.
 
     Args:
-        owner: prefix of error messages.
         path: of the file.
         network: what error messages call the network.
         error: of torch.
     """
     reason = " ".join(str(error).split())
-    return ValueError(f"{owner}: `weights` must be a file with the weights of {network}, got {path} ({reason[:300]}).")
+    return ValueError(f"Embedder: `weights` must be a file with the weights of {network}, got {path} ({reason[:300]}).")
 
 
 def _shown(names: list[str]) -> str:
@@ -180,90 +177,67 @@ def _shown(names: list[str]) -> str:
     return shown
 
 
-def read_weights(owner: str, path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> dict[str, Tensor]:
+def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> dict[str, Tensor]:
     """The tensors of a file by their names; nothing is unpickled that could run code.
 
     Args:
-        owner: prefix of error messages.
         path: of the file.
         keys: entries of the file that may hold the tensors, the first one that does.
     """
-    file = check_path(owner, "weights", path)
+    file = check_path("Embedder", "weights", path)
     if not file.is_file():
-        raise FileNotFoundError(f"{owner}: `weights` must be a file of weights, got {path}, which does not exist.")
+        raise FileNotFoundError(f"Embedder: `weights` must be a file of weights, got {path}, which does not exist.")
     try:
         if file.suffix == ".safetensors":
-            content = load_safetensors(owner).load_file(file)
+            content = load_safetensors().load_file(file)
         else:
             content = torch.load(file, map_location="cpu", weights_only=True)
     except ModuleNotFoundError:
         raise
     except Exception as error:  # damaged files raise errors of many kinds
         raise ValueError(
-            f"{owner}: `weights` must be a file of safetensors or of torch.save with tensors only, got {path} "
+            f"Embedder: `weights` must be a file of safetensors or of torch.save with tensors only, got {path} "
             f"({type(error).__name__}: {first_line(error)})."
         ) from None
     for key in keys:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     if not isinstance(content, Mapping):
-        raise ValueError(f"{owner}: `weights` must be a file of tensors by name, got {path} ({short_repr(content)}).")
+        raise ValueError(f"Embedder: `weights` must be a file of tensors by name, got {path} ({short_repr(content)}).")
     tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
     if not tensors:  # for which timm would fetch the weights of its hub
         found = ", ".join(sorted(map(str, content))[:SHOWN_NAMES])
         raise ValueError(
-            f"{owner}: `weights` must be a file of tensors by name, got {path}, which has none, but the entries "
+            f"Embedder: `weights` must be a file of tensors by name, got {path}, which has none, but the entries "
             f"{found}; save the state_dict of the network."
         )
     return tensors
 
 
-def hub_error(owner: str, argument: str, what: str, error: Exception) -> ValueError:
+def hub_error(argument: str, what: str, error: Exception) -> ValueError:
     """The error for something that a hub did not give, with what to do offline.
 
     Args:
-        owner: prefix of error messages.
         argument: that asked for it.
         what: that was asked for.
         error: of the hub.
     """
     return ValueError(
-        f"{owner}: `{argument}` asks for {what}, which could not be loaded ({type(error).__name__}: "
+        f"Embedder: `{argument}` asks for {what}, which could not be loaded ({type(error).__name__}: "
         f"{first_line(error)}); offline, give the path of a local file or folder, or download it once with a network, "
         "after which it is read from the cache."
     )
 
 
-def load_safetensors(owner: str) -> Any:
+def load_safetensors() -> Any:
     """The module `safetensors.torch`.
 
     Raises:
         ModuleNotFoundError: if it is not installed.
     """
-    with optional_import(f"{owner}: safetensors must be installed: pip install 'lightning-retrieval[hub]'."):
+    with optional_import("Embedder: safetensors must be installed: pip install 'lightning-retrieval[hub]'."):
         import safetensors.torch
     return safetensors.torch
-
-
-# Save an embedder to a folder, load it from a folder or from the Hugging Face hub, and push it there.
-#
-#     FOLDER/config.json        the constructor's arguments, and the preparation of images
-#     FOLDER/model.safetensors  the weights
-#
-# Both are plain data: loading runs no code of the file. Nothing but `push_to_hub` and a name that is no folder needs a
-# network.
-
-
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
-
-
-FORMAT, VERSION = "lightning-retrieval embedder", 1
-
-
-OWNER = "Embedder"  # prefix of error messages
-
-
-Self = TypeVar("Self", bound="PretrainedModule")
 
 
 class PretrainedModule(nn.Module):
@@ -288,7 +262,7 @@ class PretrainedModule(nn.Module):
             folder: created if it does not exist; `config.json` and `model.safetensors` in it are replaced.
 
         Raises:
-            ValueError: if the backbone was given as a module, which a file cannot hold.
+            ValueError: if the backbone was given as a module, which a file cannot hold, or the folder is a file.
             ModuleNotFoundError: if safetensors is not installed.
         """
         merged = copy.deepcopy(self).merge_lora()
@@ -298,7 +272,23 @@ class PretrainedModule(nn.Module):
                 "Embedder: `backbone` must be a name, so that save_pretrained can write how to build it, got a module "
                 f"({type(self.backbone).__name__}); save its state_dict instead."
             )
-        save_model(OWNER, folder, arguments, merged)
+        safetensors = load_safetensors()
+        path = check_path("Embedder", "folder", folder)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ValueError(
+                f"Embedder: `folder` must be a folder, got {path}, which is a file or is inside one."
+            ) from None
+        tensors: dict[str, Tensor] = {}
+        for name, value in merged.state_dict().items():
+            tensors[name] = value.detach().cpu().contiguous().clone()  # safetensors rejects tensors of one storage
+        config = {"format": FORMAT, "version": VERSION, "init_args": arguments}
+        # `safetensors.torch.save_file` makes files that nobody else may read.
+        with new_file(path / WEIGHTS) as file:
+            file.write(safetensors.save(tensors, metadata={"format": "pt"}))
+        with new_file(path / CONFIG) as file:
+            file.write((json.dumps(config, indent=1) + "\n").encode())
 
     @classmethod
     def from_pretrained(cls: type[Self], name: str | Path, *, revision: str | None = None) -> Self:
@@ -313,20 +303,26 @@ class PretrainedModule(nn.Module):
             ValueError: if a file is damaged, is not that of an embedder, or sets what a file may not set.
             ModuleNotFoundError: if safetensors, or for a name on the hub huggingface_hub, is not installed.
         """
-        config, weights = find_files(OWNER, name, revision)
-        arguments = read_config(OWNER, config)
-        check_plain_data(OWNER, "init_args", arguments)
+        config, weights = find_files(name, revision)
+        arguments = read_config(config)
+        check_plain_data("Embedder", "init_args", arguments)
         if arguments.get("lora") is not None:  # adapters need weights of elsewhere; save_pretrained merges them
-            raise ValueError(f"{OWNER}: {config} must not have `lora`, got {short_repr(arguments['lora'])}.")
+            raise ValueError(f"Embedder: {config} must not have `lora`, got {short_repr(arguments['lora'])}.")
         try:
             with without_pretrained_weights():
                 embedder = cls(**arguments)
         except TypeError as error:
             raise ValueError(
-                f"{OWNER}: {config} must hold arguments that this release of lightning-retrieval knows, got others "
+                f"Embedder: {config} must hold arguments that this release of lightning-retrieval knows, got others "
                 f"({first_line(error)})."
             ) from None
-        load_weights(OWNER, weights, embedder)
+        safetensors = load_safetensors()
+        try:
+            embedder.load_state_dict(safetensors.load_file(weights))
+        except Exception as error:  # safetensors has an error of its own
+            raise ValueError(
+                f"Embedder: {weights} must hold the weights of its config's model ({first_line(error)})."
+            ) from None
         return embedder.eval()
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, message: str = "Add the embedder") -> str:
@@ -344,84 +340,64 @@ class PretrainedModule(nn.Module):
             ConnectionError: if the hub cannot be reached, or does not accept it.
             ModuleNotFoundError: if huggingface_hub or safetensors is not installed.
         """
-        check_bool(OWNER, "private", private)
+        check_bool("Embedder", "private", private)
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            return push_folder(OWNER, Path(folder), repo_id, private, message)
+            check_string("Embedder", "repo_id", repo_id)
+            hub = load_hub()
+            try:
+                hub.create_repo(repo_id, private=private, exist_ok=True)
+                commit = hub.upload_folder(repo_id=repo_id, folder_path=Path(folder), commit_message=message)
+            except Exception as error:  # of the network, of the hub, or of a name that cannot be one
+                raise ConnectionError(
+                    f"Embedder: the hub must be reachable and accept the model as {short_repr(repo_id)}, got an error "
+                    f"({first_line(error)}); log in with `hf auth login`, or use save_pretrained without a network."
+                ) from None
+        return str(commit)
 
 
-def load_hub(owner: str) -> Any:
+def load_hub() -> Any:
     """The module `huggingface_hub`.
 
     Raises:
         ModuleNotFoundError: if it is not installed.
     """
     with optional_import(
-        f"{owner}: huggingface_hub must be installed: pip install 'lightning-retrieval[hub]'; or give a folder."
+        "Embedder: huggingface_hub must be installed: pip install 'lightning-retrieval[hub]'; or give a folder."
     ):
         import huggingface_hub
     return huggingface_hub
 
 
-def save_model(owner: str, folder: Any, init_args: Mapping[str, Any], module: nn.Module) -> None:
-    """Write the two files of a model, each in one atomic step, with the permissions of any new file.
-
-    Args:
-        owner: prefix of error messages.
-        folder: created if it does not exist.
-        init_args: plain values.
-        module: its parameters and buffers are written.
-
-    Raises:
-        ValueError: if the folder is a file.
-    """
-    safetensors = load_safetensors(owner)
-    path = check_path(owner, "folder", folder)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"{owner}: `folder` must be a folder, got {path}, which is a file or is inside one.") from None
-    tensors: dict[str, Tensor] = {}
-    for name, value in module.state_dict().items():
-        tensors[name] = value.detach().cpu().contiguous().clone()  # safetensors refuses tensors that share a storage
-    config = {"format": FORMAT, "version": VERSION, "init_args": dict(init_args)}
-    # `safetensors.torch.save_file` makes files that nobody else may read.
-    with new_file(path / WEIGHTS) as file:
-        file.write(safetensors.save(tensors, metadata={"format": "pt"}))
-    with new_file(path / CONFIG) as file:
-        file.write((json.dumps(config, indent=1) + "\n").encode())
-
-
-def find_files(owner: str, name: Any, revision: str | None) -> tuple[Path, Path]:
+def find_files(name: Any, revision: str | None) -> tuple[Path, Path]:
     """The two files of a model in a local folder, or in the cache of the hub, which downloads them at the first use.
 
     Args:
-        owner: prefix of error messages.
         name: a folder, or `user/name` on the hub.
         revision: branch, tag or commit on the hub.
 
     Raises:
         FileNotFoundError: if the folder lacks a file, or the hub cannot be reached or has no such model.
     """
-    folder = Path(check_path(owner, "name", name))
+    folder = Path(check_path("Embedder", "name", name))
     if folder.is_dir():
         for file in (CONFIG, WEIGHTS):
             if not (folder / file).is_file():
-                raise FileNotFoundError(f"{owner}: {folder} must hold {CONFIG} and {WEIGHTS}, but {file} is missing.")
+                raise FileNotFoundError(f"Embedder: {folder} must hold {CONFIG} and {WEIGHTS}, but {file} is missing.")
         return folder / CONFIG, folder / WEIGHTS
-    hub = load_hub(owner)
+    hub = load_hub()
     try:
         config = hub.hf_hub_download(str(name), CONFIG, revision=revision)
         weights = hub.hf_hub_download(str(name), WEIGHTS, revision=revision)
     except Exception as error:  # of the network, of the hub, or of a name that cannot be one
         raise FileNotFoundError(
-            f"{owner}: `name` must be a folder that save_pretrained wrote, or a model on the hub that can be reached, "
+            f"Embedder: `name` must be a folder that save_pretrained wrote, or a model on the hub that can be reached, "
             f"got {str(name)!r} ({first_line(error)}); without a network, give a folder."
         ) from None
     return Path(config), Path(weights)
 
 
-def read_config(owner: str, path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """The constructor's arguments in a config file.
 
     Raises:
@@ -436,40 +412,6 @@ def read_config(owner: str, path: Path) -> dict[str, Any]:
         if isinstance(arguments, dict):
             return arguments
     raise ValueError(
-        f"{owner}: {path} must be the config of an Embedder (version {VERSION}), which save_pretrained writes, got "
+        f"Embedder: {path} must be the config of an Embedder (version {VERSION}), which save_pretrained writes, got "
         "something else."
     )
-
-
-def load_weights(owner: str, path: Path, module: nn.Module) -> None:
-    """Read the weights of a model from a file of safetensors.
-
-    Raises:
-        ValueError: if the file is damaged, or its weights are those of another model.
-    """
-    safetensors = load_safetensors(owner)
-    try:
-        module.load_state_dict(safetensors.load_file(path))
-    except Exception as error:  # safetensors has an error of its own
-        raise ValueError(
-            f"{owner}: {path} must hold the weights of its config's model ({first_line(error)})."
-        ) from None
-
-
-def push_folder(owner: str, folder: Path, repo_id: str, private: bool, message: str) -> str:
-    """Upload a folder to the hub; the address of the commit.
-
-    Raises:
-        ConnectionError: if the hub cannot be reached, or does not accept it.
-    """
-    check_string(owner, "repo_id", repo_id)
-    hub = load_hub(owner)
-    try:
-        hub.create_repo(repo_id, private=private, exist_ok=True)
-        commit = hub.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
-    except Exception as error:  # of the network, of the hub, or of a name that cannot be one
-        raise ConnectionError(
-            f"{owner}: the hub must be reachable and accept the model as {short_repr(repo_id)}, got an error "
-            f"({first_line(error)}); log in with `hf auth login`, or use save_pretrained without a network."
-        ) from None
-    return str(commit)

@@ -51,10 +51,10 @@ def matching_pairs(labels: Int[Tensor, " row"], pairs_per_image: int) -> Int[Ten
     _, class_of_row, sizes = torch.unique_consecutive(labels[by_class], return_inverse=True, return_counts=True)
     start = (sizes.cumsum(0) - sizes)[class_of_row]
     size = sizes[class_of_row]
-    place = torch.arange(len(labels), device=labels.device) - start
+    position = torch.arange(len(labels), device=labels.device) - start
     pairs = [torch.empty(0, 2, dtype=torch.int64, device=labels.device)]
     for step in range(1, min(pairs_per_image, int(sizes.max()) - 1) + 1):
-        partner = start + (place + step) % size
+        partner = start + (position + step) % size
         pairs_of_step = torch.stack([by_class, by_class[partner]], 1)
         pairs.append(pairs_of_step[step < size])
     return torch.cat(pairs)
@@ -166,7 +166,7 @@ class SupervisedWhitening(Whitening):
     def fit_over_processes(
         self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
     ) -> Whitening:
-        """Learn from the rows of all processes, of which each gives its own; returns itself.
+        """Learn from the rows of all processes, of which each gives its shard; returns itself.
 
         This is a collective operation. Each process sends sums, D^2 + D numbers, and the rows that are the second of a
         pair whose first row is on another process. The order of a class is that of the ranks, and then of the rows.

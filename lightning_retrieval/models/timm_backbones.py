@@ -106,16 +106,23 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
         FileNotFoundError: if a file of weights does not exist.
         ModuleNotFoundError: if timm is not installed.
     """
-    timm = _import_timm(request)
+    with optional_import(
+        f"Embedder: timm must be installed for `backbone` timm/{request.name}: pip install 'lightning-retrieval[timm]'."
+    ):
+        import timm
+        import timm.data
     if not timm.is_model(request.name):
-        raise unknown_name(request.owner, f"timm/{request.name}")
+        raise unknown_name(f"timm/{request.name}")
     model = _create_model(timm, request)
     if not hasattr(model, "forward_features"):
         raise ValueError(
-            f"{request.owner}: `backbone_args` must leave timm/{request.name} a classification model, got "
+            f"Embedder: `backbone_args` must leave timm/{request.name} a classification model, got "
             f"{short_repr(dict(request.arguments))}, which makes it a {type(model).__name__}."
         )
-    config = timm.data.resolve_model_data_config(model, args=_size_arguments(request.image_size))
+    size_arguments = None
+    if request.image_size is not None:
+        size_arguments = {"input_size": (3, *height_and_width(request.image_size))}
+    config = timm.data.resolve_model_data_config(model, args=size_arguments)
     image_size = tuple(config["input_size"][1:])
     default = "gem"
     if returns_tokens(model.forward_features, model, image_size):
@@ -124,16 +131,6 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
     backbone = TimmBackbone(model, pooling, image_size)
     arguments = {name: value for name, value in request.arguments.items() if name not in SOURCES}
     return BuiltBackbone(backbone.train(), pooling, _preparation(config), arguments)
-
-
-def _import_timm(request: BackboneRequest) -> Any:
-    with optional_import(
-        f"{request.owner}: timm must be installed for `backbone` timm/{request.name}: "
-        "pip install 'lightning-retrieval[timm]'."
-    ):
-        import timm
-        import timm.data
-    return timm
 
 
 def _create_model(timm: Any, request: BackboneRequest) -> Any:
@@ -147,12 +144,12 @@ def _create_model(timm: Any, request: BackboneRequest) -> Any:
     if weights != DEFAULT_WEIGHTS:
         plain_name = name.split(".")[0]
         tags = [other.split(".")[1] for other in timm.list_pretrained(f"{plain_name}.*")]
-        check_choice(request.owner, "weights", weights, (DEFAULT_WEIGHTS, *tags))
+        check_choice("Embedder", "weights", weights, (DEFAULT_WEIGHTS, *tags))
         name = f"{plain_name}.{weights}"
     try:
         return _flexible_model(timm, request, name, {"pretrained": not are_skipped()})
     except (OSError, RuntimeError, ValueError) as error:
-        raise hub_error(request.owner, "weights", f"{weights!r} of timm/{name}", error) from None
+        raise hub_error("weights", f"{weights!r} of timm/{name}", error) from None
 
 
 def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dict[str, Any]) -> Any:
@@ -191,7 +188,7 @@ def _try_to_create(timm: Any, name: str, arguments: dict[str, Any], flexible: tu
 
 def _with_local_file(timm: Any, request: BackboneRequest, path: str) -> Any:
     """A model with all of its weights from a local file, which timm renames and resamples to the image size."""
-    tensors = read_weights(request.owner, path, ENTRIES)
+    tensors = read_weights(path, ENTRIES)
     plain = without_prefixes(tensors, ())
     if plain.keys() != tensors.keys():
         # timm also knows the names of the authors of a model, some of which begin with such a prefix.
@@ -213,9 +210,9 @@ def _loaded_model(timm: Any, request: BackboneRequest, path: str, tensors: dict[
         with _noted_loading() as missing:
             model = _flexible_model(timm, request, request.name, weights)
     except (AttributeError, LookupError, RuntimeError, ValueError) as error:  # of what timm does with strange names
-        raise other_weights(request.owner, path, network, error) from None
+        raise other_weights(path, network, error) from None
     model.pretrained_cfg.pop("state_dict", None)  # else the model keeps and copies them
-    check_loaded(request.owner, path, network, model, missing.get(model, model.state_dict().keys()))
+    check_loaded(path, network, model, missing.get(model, model.state_dict().keys()))
     return model
 
 
@@ -258,12 +255,6 @@ def _poolings(model: nn.Module) -> tuple[str, ...]:
     if _has_class_token(model):
         return ALL_POOLINGS
     return (*MAP_POOLINGS, OWN)
-
-
-def _size_arguments(image_size: Any) -> dict[str, Any] | None:
-    if image_size is None:
-        return None
-    return {"input_size": (3, *height_and_width(image_size))}
 
 
 def _preparation(config: dict[str, Any]) -> dict[str, Any]:

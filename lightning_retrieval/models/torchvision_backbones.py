@@ -37,15 +37,15 @@ def build_torchvision(request: BackboneRequest) -> BuiltBackbone:
     from torchvision import models
 
     if request.name not in torchvision_names():
-        raise unknown_name(request.owner, request.name)
+        raise unknown_name(request.name)
     has_file = is_local_file(request.weights)
     weights = None
     if request.weights is not None and not has_file:
         kinds = models.get_model_weights(request.name)
-        weights = kinds[check_choice(request.owner, "weights", request.weights, tuple(kinds.__members__))]
-    backbone = _without_classifier(request.owner, _get_model(request, weights))
+        weights = kinds[check_choice("Embedder", "weights", request.weights, tuple(kinds.__members__))]
+    backbone = _without_classifier(_get_model(request, weights))
     if has_file and not are_skipped():
-        load_local_file(request.owner, str(request.weights), backbone, optional=CLASSIFIERS)
+        load_local_file(str(request.weights), backbone, optional=CLASSIFIERS)
     poolings: tuple[str, ...] = MAP_POOLINGS
     if isinstance(backbone, models.VisionTransformer):  # returns its class token, whatever the pooling
         poolings = ALL_POOLINGS
@@ -66,11 +66,11 @@ def _get_model(request: BackboneRequest, weights: Any) -> nn.Module:
         if request.image_size is None:
             raise
         raise ValueError(
-            f"{request.owner}: `image_size` must be a size that {request.name} with weights {request.weights!r} takes, "
+            f"Embedder: `image_size` must be a size that {request.name} with weights {request.weights!r} takes, "
             f"got {request.image_size} ({first_line(error)}); leave it out, or take a transformer of timm."
         ) from None
     except OSError as error:
-        raise hub_error(request.owner, "weights", f"{request.weights!r} of {request.name}", error) from None
+        raise hub_error("weights", f"{request.weights!r} of {request.name}", error) from None
     return model
 
 
@@ -108,7 +108,7 @@ def _preparation(backbone: nn.Module, weights: Any) -> dict[str, Any]:
     }
 
 
-def _without_classifier(owner: str, model: nn.Module) -> nn.Module:
+def _without_classifier(model: nn.Module) -> nn.Module:
     """A torchvision model up to its last feature map or, for ViT, up to its class token.
 
     torchvision registers the parts of a model in the order in which its forward calls them. So the trunk is everything
@@ -124,13 +124,13 @@ def _without_classifier(owner: str, model: nn.Module) -> nn.Module:
     trunk: OrderedDict[str, nn.Module] = OrderedDict()
     if getattr(model, "transform_input", False):
         trunk["transform_input"] = _InceptionInput()
-    trunk.update(_parts_before_pooling(owner, model))
+    trunk.update(_parts_before_pooling(model))
     if isinstance(model, DenseNet):
         trunk["relu"] = nn.ReLU(inplace=True)
     return nn.Sequential(trunk)
 
 
-def _parts_before_pooling(owner: str, model: nn.Module) -> OrderedDict[str, nn.Module]:
+def _parts_before_pooling(model: nn.Module) -> OrderedDict[str, nn.Module]:
     """The children of a model before its pooling or classifier, without auxiliary classifiers."""
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     for name, part in model.named_children():
@@ -142,7 +142,7 @@ def _parts_before_pooling(owner: str, model: nn.Module) -> OrderedDict[str, nn.M
             part = nn.Sequential(*part)
         parts[name] = part
     raise ValueError(
-        f"{owner}: `backbone` must be a model whose classifier can be found, got {type(model).__name__} with the "
+        f"Embedder: `backbone` must be a model whose classifier can be found, got {type(model).__name__} with the "
         f"parts {', '.join(parts)}; build it, remove its classifier and give the module."
     )
 

@@ -36,12 +36,12 @@ from lightning_retrieval.distributed import (
 )
 from lightning_retrieval.ranking.rows import float64_device, normalize
 
-# The rows that a whitening is learned from: those of one process, or those of several that hold a part each.
+_FIT_ROWS = 8192  # rows that are converted to float64 at a time
 
 
 @dataclass(frozen=True)
 class FitRows:
-    """The rows of all processes, in rank order, of which this process holds its own.
+    """The rows that a whitening is learned from: of all processes, in rank order, of which this one holds a shard.
 
     Args:
         local: the rows of this process.
@@ -128,9 +128,6 @@ def _kind(values: Tensor | None) -> str:
         return "None"
     sizes = ", ".join(["rows", *map(str, values.shape[1:])])
     return f"({sizes}) of {values.dtype}"
-
-
-_FIT_ROWS = 8192  # rows that are converted to float64 at a time
 
 
 class PrincipalComponents(NamedTuple):
@@ -222,7 +219,7 @@ class Whitening(nn.Module):
     def fit_over_processes(
         self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
     ) -> "Whitening":
-        """Learn from the rows of all processes, of which each gives its own; returns itself.
+        """Learn from the rows of all processes, of which each gives its shard; returns itself.
 
         This is a collective operation. Every process gathers all rows for `fit`, unless a subclass overrides it.
 
@@ -353,7 +350,7 @@ class PCAWhitening(Whitening):
     def fit_over_processes(
         self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
     ) -> Whitening:
-        """Learn from the rows of all processes, of which each gives its own; returns itself.
+        """Learn from the rows of all processes, of which each gives its shard; returns itself.
 
         This is a collective operation. Each process sends sums only, D^2 + D numbers.
 

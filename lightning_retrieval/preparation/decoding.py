@@ -1,4 +1,4 @@
-"""Image files: which suffixes they have, and how one is decoded.
+"""Image files: which suffixes they have, and how one is decoded, rotated and cropped to its box.
 
 Pillow decodes all files, and torchvision decodes JPEGs to tensors in the same way: both use libjpeg-turbo, and give the
 same pixels.
@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 from PIL import EpsImagePlugin, Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
-from lightning_retrieval.preparation.pixels import WHITE, Pixels, PixelsOfNewSize, Size, reduce_scale, to_pixels, to_rgb
+from lightning_retrieval.preparation.pixels import (
+    ORIENTATION,
+    WHITE,
+    Pixels,
+    PixelsOfNewSize,
+    Size,
+    reduce_scale,
+    to_pixels,
+    to_rgb,
+)
 
 try:
     from torchvision.io import ImageReadMode, decode_image
@@ -25,8 +34,8 @@ except ImportError:  # deprecated in torchvision 0.29
     decode_image = None
 
 
-_ORIENTATION = 0x0112  # number of the EXIF tag
-
+IDENTIFIED_ONLY = {"MPEG"}  # formats whose size Pillow reads, but whose pixels it cannot decode
+JPEG_START = b"\xff\xd8\xff"
 
 _ROTATIONS = {  # by value of the tag; 1 is upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -37,8 +46,6 @@ _ROTATIONS = {  # by value of the tag; 1 is upright
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-
-
 _FLIPPED = {  # the same for tensors (channel, height, width): whether to transpose first, and what to flip then
     2: (False, (2,)),
     3: (False, (1, 2)),
@@ -48,12 +55,6 @@ _FLIPPED = {  # the same for tensors (channel, height, width): whether to transp
     7: (True, (1, 2)),
     8: (True, (1,)),
 }
-
-
-JPEG_START = b"\xff\xd8\xff"
-
-
-IDENTIFIED_ONLY = {"MPEG"}  # formats whose size Pillow reads, but whose pixels it cannot decode
 
 
 def image_suffixes() -> frozenset[str]:
@@ -105,7 +106,7 @@ def read_image(
     with truncated_images(load_truncated), Image.open(path) as file:
         divisor = _reduce(file, box, least_size, boxes_before_rotation=boxes_before_rotation)
         image = to_rgb(file, background)
-        rotation = _ROTATIONS.get(file.getexif().get(_ORIENTATION, 1))
+        rotation = _ROTATIONS.get(file.getexif().get(ORIENTATION, 1))
     box = _divided(box, divisor)
     if box is not None and boxes_before_rotation:
         image = _crop(image, box)
@@ -184,7 +185,7 @@ def _decoded_jpeg(path: Path | BinaryIO, reduce: Callable[[Image.Image], int]) -
         with Image.open(io.BytesIO(data)) as file:  # reads the header only
             if file.mode not in ("RGB", "L"):
                 return None
-            orientation = file.getexif().get(_ORIENTATION, 1)
+            orientation = file.getexif().get(ORIENTATION, 1)
             divisor = reduce(file)
             if divisor > 1:
                 return to_pixels(file.convert("RGB")), orientation, divisor
@@ -225,7 +226,7 @@ def _reduce(
     """Let Pillow decode a JPEG at a reduced scale if it may be; what its size is divided by."""
     if least_size is None or not isinstance(file, JpegImageFile):
         return 1
-    is_transposed, _ = _FLIPPED.get(file.getexif().get(_ORIENTATION, 1), (False, ()))
+    is_transposed, _ = _FLIPPED.get(file.getexif().get(ORIENTATION, 1), (False, ()))
     if is_transposed:
         least_size = _transposed(least_size)  # in the file, before the rotation
     if box is None:

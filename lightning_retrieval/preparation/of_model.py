@@ -1,4 +1,4 @@
-"""The preparation of images for a backbone: what its weights want, with the settings that a user has changed."""
+"""The preparation of a model: what its weights want, what its user changes, what it was evaluated with."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,27 +9,38 @@ from lightning_retrieval.checks import short_repr
 from lightning_retrieval.preparation.pixels import check_size
 from lightning_retrieval.preparation.preparation import Preparation
 
-# What Hugging Face's preprocessor_config.json says of images, as the arguments of `Preparation`.
 
-
-def read_preparation(transformers: Any, name: str, source: dict[str, Any]) -> dict[str, Any]:
-    """The preparation of a model; empty if it has none.
+def wanted_preparation(module: Any) -> Preparation | None:
+    """The preparation that the weights of a module's embedder want; None if it has none.
 
     Args:
-        transformers: the package.
-        name: hub id or local folder.
-        source: keyword arguments that say where to look for it.
+        module: with an attribute `embedder`, as a `RetrievalModule`, or any other.
     """
-    kind = transformers.image_processing_utils.ImageProcessingMixin
-    try:
-        settings, _ = kind.get_image_processor_dict(name, **source)
-    except (OSError, ValueError):
-        return {}
-    return as_preparation(settings)
+    wanted = getattr(getattr(module, "embedder", None), "preparation", None)
+    if isinstance(wanted, Preparation):
+        return wanted
+    return None
 
 
-def as_preparation(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `Preparation` for the settings of an image processor.
+def preparation_of(module: Any) -> Preparation | None:
+    """The preparation that a module was evaluated with, else that of its embedder.
+
+    Args:
+        module: whose attribute `preparation` is what it was evaluated with, as plain data, or None.
+
+    Returns:
+        None if there is none, or the module was evaluated with another transform.
+    """
+    recorded = getattr(module, "preparation", None)
+    if recorded is None:
+        return wanted_preparation(module)
+    if "preparation" in recorded:
+        return Preparation(**recorded["preparation"])
+    return None
+
+
+def preparation_of_processor(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `Preparation` for the settings of an image processor of Hugging Face.
 
     Args:
         settings: the content of preprocessor_config.json.
@@ -45,12 +56,11 @@ def as_preparation(settings: Mapping[str, Any]) -> dict[str, Any]:
         arguments["resize"] = resized
     if "resample" in settings:
         arguments["interpolation"] = Image.Resampling(settings["resample"]).name.lower()
-    if settings.get("do_normalize", True):
-        for name in ("mean", "std"):
-            if f"image_{name}" in settings:
-                arguments[name] = tuple(settings[f"image_{name}"])
-    else:
-        arguments |= {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    if not settings.get("do_normalize", True):
+        return {**arguments, "mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
+    for name in ("mean", "std"):
+        if f"image_{name}" in settings:
+            arguments[name] = tuple(settings[f"image_{name}"])
     return arguments
 
 
@@ -65,11 +75,10 @@ def _pixels(size: Any) -> int | tuple[int, int] | None:
     return None
 
 
-def wanted_settings(owner: str, preparation: Any, image_size: Any) -> dict[str, Any]:
-    """The settings of a preparation that a user has given.
+def wanted_settings(preparation: Any, image_size: Any) -> dict[str, Any]:
+    """The settings of a preparation that the user of an `Embedder` has given.
 
     Args:
-        owner: prefix of error messages.
         preparation: a `Preparation`, the settings to change, or None.
         image_size: a size, or None; it replaces that of `preparation`.
 
@@ -84,16 +93,16 @@ def wanted_settings(owner: str, preparation: Any, image_size: Any) -> dict[str, 
         settings = dict(preparation)
     elif preparation is not None:
         raise TypeError(
-            f"{owner}: `preparation` must be a Preparation or a dict of its settings, got {short_repr(preparation)} "
+            f"Embedder: `preparation` must be a Preparation or a dict of its settings, got {short_repr(preparation)} "
             f"({type(preparation).__name__})."
         )
     known = Preparation().as_dict()
     unknown = [name for name in settings if name not in known]
     if unknown:
-        raise ValueError(f"{owner}: `preparation` must have settings among {', '.join(known)}, got {unknown[0]!r}.")
+        raise ValueError(f"Embedder: `preparation` must have settings among {', '.join(known)}, got {unknown[0]!r}.")
     if "image_size" in settings:
         settings["image_size"] = check_size("Preparation", "image_size", settings["image_size"])
-    image_size = check_size(owner, "image_size", image_size)
+    image_size = check_size("Embedder", "image_size", image_size)
     if image_size is not None:
         if image_size != settings.get("image_size", image_size):
             settings.pop("resize", None)
@@ -120,11 +129,10 @@ def merged_preparation(of_weights: Mapping[str, Any], wanted: Mapping[str, Any])
 def _scaled_resize(of_weights: Mapping[str, Any], image_size: Any) -> Any:
     """The size to which images are resized before the crop of another size."""
     before, resize = of_weights.get("image_size"), of_weights.get("resize")
-    if not isinstance(before, int):
+    if not isinstance(before, int) or not isinstance(image_size, int):
         return None
-    if isinstance(resize, int) and isinstance(image_size, int):
+    if isinstance(resize, int):
         return max(image_size, round(image_size * resize / before))
-    if isinstance(resize, (list, tuple)) and isinstance(image_size, int):
-        height, width = resize
-        return max(image_size, round(image_size * height / before)), max(image_size, round(image_size * width / before))
+    if isinstance(resize, (list, tuple)):
+        return tuple(max(image_size, round(image_size * length / before)) for length in resize)
     return None

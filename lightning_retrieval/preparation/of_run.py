@@ -1,4 +1,13 @@
-"""How the images of a data module are transformed: as its arguments say, else as the model of the run wants."""
+"""How the images of a run are prepared: decided in one object, which the data module owns.
+
+    arguments of the data module  -+
+    what the model was evaluated with  +->  RunPreparation.follow  ->  transforms of the data sets
+    what the weights of its embedder want  -+                              |
+                                                                           v
+                                                record_preparation  ->  the module, and its checkpoints
+
+What a run records does not come back to its own data module: `follow` decides by what the model was before the run.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,27 +18,41 @@ from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from lightning_retrieval.preparation.described import describe_transform, rebuild_transform, shown_transform
-from lightning_retrieval.preparation.pixels import Size
+from lightning_retrieval.checks import check_callable
+from lightning_retrieval.preparation.of_model import wanted_preparation
+from lightning_retrieval.preparation.pixels import Size, check_colour
 from lightning_retrieval.preparation.preparation import Preparation
+from lightning_retrieval.preparation.serialised import (
+    Transform,
+    of_pil_images,
+    rebuild_transform,
+    serialise_transform,
+    shown_transform,
+)
 from lightning_retrieval.preparation.training_transforms import PaperName, TrainingTransform, training_transform
 
-# What an `ImageSet` does to its images, which may be decided later than the data set is made.
-
-
-Transform = Callable[[Any], Any]
+UNNORMALIZED = "unnormalized"  # key of the batches of an `ImageSet` in uint8
 
 
 class CurrentTransform:
-    """A transform that the data sets of a data module share, and that the module of a run may exchange.
+    """A transform that the data sets of a data module share, and that its `RunPreparation` may exchange.
 
     Args:
-        preparation: what is done at first.
+        preparation: the first transform.
     """
 
     def __init__(self, preparation: Preparation) -> None:
-        self.current: Transform = preparation
-        self.background = preparation.background  # the colour that shows through transparent pixels
+        self.set(preparation, preparation.background)
+
+    def set(self, transform: Transform, background: Any) -> None:
+        """Exchange the transform.
+
+        Args:
+            transform: a function from an image to a tensor.
+            background: the colour that shows through transparent pixels, unless the transform has one.
+        """
+        self.current = transform
+        self.background = getattr(transform, "background", background)
 
     @property
     def takes_pixels(self) -> bool:
@@ -43,7 +66,7 @@ class CurrentTransform:
 
     @property
     def to_uint8(self) -> Transform | None:
-        """The current transform before it normalises, None if it is one that cannot be divided."""
+        """The current transform before it normalises, None if it does not separate the two."""
         return getattr(self.current, "to_uint8", None)
 
     def __call__(self, image: Any) -> Any:
@@ -53,65 +76,11 @@ class CurrentTransform:
         return f"CurrentTransform({self.current!r})"
 
 
-# Batches of uint8, which are normalised on the device of the run: a quarter of the bytes are sent to it.
+class RunPreparation:
+    """What is done to the images of a run, in training and in evaluation.
 
-
-UNNORMALIZED = "unnormalized"  # key of the batches of an `ImageSet` in uint8
-
-
-def normalized_batch(batch: Any, normalize: Callable[[Tensor], Tensor]) -> Any:
-    """The batch with normalised images, whatever lists and dicts it is part of; others are left as they are.
-
-    Args:
-        batch: of one or several loaders.
-        normalize: a function from images of uint8 to those that the network receives.
-    """
-    if isinstance(batch, dict):
-        if UNNORMALIZED not in batch:
-            return {name: normalized_batch(part, normalize) for name, part in batch.items()}
-        normalized = {name: value for name, value in batch.items() if name != UNNORMALIZED}
-        normalized["images"] = normalize(batch["images"])
-        return normalized
-    if type(batch) in (list, tuple):
-        return type(batch)(normalized_batch(part, normalize) for part in batch)
-    return batch
-
-
-def sends_uint8(datamodule: pl.LightningDataModule, transform: Any, preparation: Preparation) -> bool:
-    """Whether a loader gives uint8: in a run whose hooks do not change batches before the device.
-
-    The transform must normalise by the mean and the standard deviation of the preparation.
-
-    Args:
-        datamodule: that normalises the images of its batches on the device.
-        transform: of the images of the loader.
-        preparation: by which the data module normalises.
-    """
-    trainer = datamodule.trainer
-    if trainer is None or trainer.state.status != TrainerStatus.RUNNING:
-        return False
-    if not _normalizes_alike(transform, preparation):
-        return False
-    owners = (datamodule, trainer.lightning_module)
-    return not any(is_overridden("on_before_batch_transfer", owner) for owner in owners)
-
-
-def _normalizes_alike(transform: Any, preparation: Preparation) -> bool:
-    """Whether a transform normalises as a preparation does; False for a function of the user."""
-    if isinstance(transform, CurrentTransform):
-        transform = transform.current
-    if isinstance(transform, TrainingTransform):
-        transform = transform.preparation
-    if not isinstance(transform, Preparation):
-        return False
-    return (transform.mean, transform.std) == (preparation.mean, preparation.std)
-
-
-class ImageTransforms:
-    """The transforms of a data module for training and for evaluation.
-
-    What evaluation does to an image is, in this order: the transform that was given, the named preparation with the
-    settings that were given, that with which the model was evaluated before, that of its embedder, the default.
+    Evaluation has the first of these: the transform that was given, the named preparation with the settings that were
+    given, the transform with which the model was evaluated before, the preparation of its embedder, the default.
 
     Args:
         owner: the class of the data module, prefix of error messages.
@@ -119,6 +88,10 @@ class ImageTransforms:
         settings: those of a `Preparation` that were given, by name.
         train_transform: of training, or None.
         eval_transform: of evaluation, or None.
+
+    Raises:
+        ValueError: if a setting is out of its range.
+        TypeError: if a transform cannot be called, or a setting has another type.
     """
 
     def __init__(
@@ -133,15 +106,21 @@ class ImageTransforms:
         self.owner = owner
         self.paper = paper
         self.settings = dict(settings)
-        self._given_train = train_transform
-        self._given_eval = eval_transform
+        self._given_train = of_pil_images(train_transform)
+        self._given_eval = of_pil_images(eval_transform)
+        for name, given in (("train_transform", self._given_train), ("eval_transform", self._given_eval)):
+            if given is not None:
+                check_callable(owner, name, given)
+        if "background" in settings:
+            check_colour(owner, "background", settings["background"])
+        self._serialised: dict[str, Any] | None = None
         self.preparation = Preparation()
         self.train = CurrentTransform(self.preparation)
         self.evaluation = CurrentTransform(self.preparation)
         self.follow(None)
 
     def follow(self, module: Any, *, predicts: bool = False) -> None:
-        """Take the transforms for a run of this module.
+        """Decide for a run of this module.
 
         Args:
             module: the `LightningModule`, whose `preparation` is what its earlier evaluation did, or None.
@@ -152,28 +131,57 @@ class ImageTransforms:
                 with another preparation.
         """
         recorded = getattr(module, "preparation", None)
+        if recorded is not None and recorded is self._serialised:  # what this run has recorded
+            return
         is_given = self._given_eval is not None or self.paper is not None or bool(self.settings)
         if recorded is not None and not is_given:
-            evaluation = self._recorded(recorded)
+            evaluation = self._rebuilt(recorded)
         else:
             evaluation = self._given_eval or self._changed(self._base(module, recorded))
-        if predicts and recorded is not None and describe_transform(evaluation) != recorded:
+        if predicts and recorded is not None and serialise_transform(evaluation) != recorded:
             raise ValueError(
                 f"{self.owner}: images must be prepared as the model was evaluated, with {shown_transform(recorded)}, "
-                f"got {shown_transform(describe_transform(evaluation))}; leave out the arguments that differ."
+                f"got {shown_transform(serialise_transform(evaluation))}; leave out the arguments that differ."
             )
         if isinstance(evaluation, Preparation):
             self.preparation = evaluation
         else:
             self.preparation = self._changed(self._base(module, None))
-        background = self.preparation.background
-        self.evaluation.current = evaluation
-        self.evaluation.background = getattr(evaluation, "background", background)
         training = self._given_train or training_transform(self.paper or "plain", self.preparation)
-        self.train.current = training
-        self.train.background = getattr(training, "background", background)
+        self.evaluation.set(evaluation, self.preparation.background)
+        self.train.set(training, self.preparation.background)
+        self._serialised = None
 
-    def _recorded(self, recorded: dict[str, Any]) -> Transform:
+    def serialised(self) -> dict[str, Any]:
+        """What evaluation does to an image, as plain data: the same object until something else is decided."""
+        if self._serialised is None:
+            self._serialised = serialise_transform(self.evaluation.current)
+        return self._serialised
+
+    def sends_uint8(self, datamodule: pl.LightningDataModule, transform: Any) -> bool:
+        """Whether a loader gives uint8: in a run whose hooks do not change batches before the device.
+
+        The transform must normalise by the mean and the standard deviation of the evaluation.
+
+        Args:
+            datamodule: that normalises the images of its batches on the device.
+            transform: of the images of the loader.
+        """
+        trainer = datamodule.trainer
+        if trainer is None or trainer.state.status != TrainerStatus.RUNNING:
+            return False
+        if isinstance(transform, CurrentTransform):
+            transform = transform.current
+        if isinstance(transform, TrainingTransform):
+            transform = transform.preparation
+        if not isinstance(transform, Preparation):  # a function of the user
+            return False
+        if (transform.mean, transform.std) != (self.preparation.mean, self.preparation.std):
+            return False
+        owners = (datamodule, trainer.lightning_module)
+        return not any(is_overridden("on_before_batch_transfer", owner) for owner in owners)
+
+    def _rebuilt(self, recorded: dict[str, Any]) -> Transform:
         """The transform that the model was evaluated with."""
         if "function" in recorded:
             raise ValueError(
@@ -188,10 +196,7 @@ class ImageTransforms:
             return Preparation.named(self.paper)
         if recorded is not None and "preparation" in recorded:
             return Preparation(**recorded["preparation"])
-        wanted = getattr(getattr(module, "embedder", None), "preparation", None)
-        if isinstance(wanted, Preparation):
-            return wanted
-        return Preparation()
+        return wanted_preparation(module) or Preparation()
 
     def _changed(self, preparation: Preparation) -> Preparation:
         settings = dict(self.settings)
@@ -203,3 +208,32 @@ class ImageTransforms:
         except (ValueError, TypeError) as error:
             message = str(error).replace("Preparation:", f"{self.owner}:", 1)
             raise type(error)(message) from None
+
+
+def record_preparation(module: Any) -> None:
+    """Keep with a module what the evaluation of its run does to an image, for its checkpoints and its later runs.
+
+    Args:
+        module: a `LightningModule`; its `preparation` becomes None if the data module of the run does not say it.
+    """
+    module.preparation = getattr(module.trainer.datamodule, "serialised_preparation", None)
+
+
+def normalized_batch(batch: Any, normalize: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with normalised images, whatever lists and dicts it is part of; others are left as they are.
+
+    Batches of uint8 are normalised on the device of the run, so that a quarter of the bytes are sent to it.
+
+    Args:
+        batch: of one or several loaders.
+        normalize: a function from images of uint8 to those that the network receives.
+    """
+    if isinstance(batch, dict):
+        if UNNORMALIZED not in batch:
+            return {name: normalized_batch(part, normalize) for name, part in batch.items()}
+        normalized = {name: value for name, value in batch.items() if name != UNNORMALIZED}
+        normalized["images"] = normalize(batch["images"])
+        return normalized
+    if type(batch) in (list, tuple):
+        return type(batch)(normalized_batch(part, normalize) for part in batch)
+    return batch

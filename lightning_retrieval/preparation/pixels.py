@@ -1,7 +1,14 @@
-"""Images as tensors of uint8, which are resized and cropped before the network.
+"""Images as pixels before the network: colours, orientation, sizes.
 
 A tensor of an image has shape (channels, height, width), and its memory is that of (height, width, channels), as the
 decoders write it and as torch resizes it fastest.
+
+Colours are converted to RGB with 8 bits, where transparent pixels show a background. JPEGs may be decoded at a half, a
+quarter or an eighth of their size, which libjpeg does much faster than in full. It takes the mean of each square of
+pixels nearly as a box filter would, so the pixels after resizing are others.
+
+Resizing and cropping are those of torchvision, bit for bit, but without its import, which takes longer than that of all
+models. Its oldest releases that we support also resize uint8 in floating point on some processors, with other pixels.
 """
 
 from typing import Any, Literal
@@ -16,12 +23,16 @@ from torch.nn.functional import interpolate
 
 from lightning_retrieval.checks import check_float_type, check_integer, check_tensor, short_repr
 
-# Colours of image files: conversion to RGB with 8 bits, where transparent pixels show a background.
+Size = tuple[int, int]  # height and width
+Pixels = UInt8[Tensor, "channel height width"]
+PixelsOfNewSize = UInt8[Tensor, "channel new_height new_width"]
+Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
 
-
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 WHITE = (255, 255, 255)
-
-
+MOST_PIXELS = 16384  # of a side
+ORIENTATION = 0x0112  # number of the EXIF tag
+DIVISORS = (8, 4, 2)  # of the size of a JPEG
 _WITH_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 
 
@@ -55,17 +66,12 @@ def to_rgb(image: Image.Image, background: tuple[int, int, int] = WHITE) -> Imag
     if image.mode == "I" or image.mode.startswith("I;16"):
         return _16_bits_to_rgb(image)
     if image.mode in _WITH_ALPHA or "transparency" in image.info:
-        return _compose(image, background)
+        if image.mode == "La":  # which Pillow converts to LA only
+            image = image.convert("LA")
+        canvas = Image.new("RGBA", image.size, (*background, 255))
+        canvas.alpha_composite(image.convert("RGBA"))
+        image = canvas
     return image.convert("RGB")
-
-
-def _compose(image: Image.Image, background: tuple[int, int, int]) -> Image.Image:
-    """The image on a background of this colour."""
-    if image.mode == "La":  # which Pillow converts to LA only
-        image = image.convert("LA")
-    canvas = Image.new("RGBA", image.size, (*background, 255))
-    canvas.alpha_composite(image.convert("RGBA"))
-    return canvas.convert("RGB")
 
 
 def _16_bits_to_rgb(image: Image.Image) -> Image.Image:
@@ -75,17 +81,6 @@ def _16_bits_to_rgb(image: Image.Image) -> Image.Image:
         raise ValueError(f"it holds 32-bit integers from {low} to {high}, whose range is unknown; save it in 8 bits")
     scaled = (values + 128) // 257
     return Image.fromarray(scaled.astype(np.uint8)).convert("RGB")
-
-
-# Decoding of JPEGs at a half, a quarter or an eighth of their size, which libjpeg does much faster than in full.
-#
-# libjpeg takes the mean of each square of pixels nearly as a box filter would, so the pixels after resizing are others.
-
-
-Size = tuple[int, int]  # height and width
-
-
-DIVISORS = (8, 4, 2)
 
 
 def reduce_scale(image: Image.Image, least_size: Size | None, part: Size | None = None) -> int:
@@ -99,7 +94,7 @@ def reduce_scale(image: Image.Image, least_size: Size | None, part: Size | None 
         part: height and width of that part of the image which must keep them; None for the whole image.
 
     Returns:
-        What the size was divided by, and rounded up: 1, 2, 4 or 8.
+        The divisor of the size, which is rounded up: 1, 2, 4 or 8.
     """
     if least_size is None or not isinstance(image, JpegImageFile):
         return 1
@@ -111,31 +106,6 @@ def reduce_scale(image: Image.Image, least_size: Size | None, part: Size | None 
             image.draft(None, (image.width // divisor, image.height // divisor))
             return divisor if image.size != before else 1  # as for an image that is decoded already
     return 1
-
-
-MOST_PIXELS = 16384  # of a side
-
-
-Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos", "box", "hamming"]
-
-
-INTERPOLATIONS = {
-    "nearest": Image.Resampling.NEAREST,
-    "bilinear": Image.Resampling.BILINEAR,
-    "bicubic": Image.Resampling.BICUBIC,
-    "lanczos": Image.Resampling.LANCZOS,
-    "box": Image.Resampling.BOX,
-    "hamming": Image.Resampling.HAMMING,
-}
-
-
-_ORIENTATION = 0x0112  # number of the EXIF tag, whose values above 4 exchange height and width
-
-
-Pixels = UInt8[Tensor, "channel height width"]
-
-
-PixelsOfNewSize = UInt8[Tensor, "channel new_height new_width"]
 
 
 def upright(image: Image.Image) -> Image.Image:
@@ -151,13 +121,15 @@ def upright(image: Image.Image) -> Image.Image:
     return image
 
 
-def upright_size(image: Image.Image) -> tuple[int, int]:
+def upright_size(image: Image.Image) -> Size:
     """Height and width of what `upright` returns.
 
     Args:
         image: of any mode, which is not decoded.
     """
-    is_transposed = isinstance(image, ImageFile.ImageFile) and image.getexif().get(_ORIENTATION, 1) > 4
+    is_transposed = (
+        isinstance(image, ImageFile.ImageFile) and image.getexif().get(ORIENTATION, 1) > 4
+    )  # exchanges the sides
     if is_transposed:
         return image.width, image.height
     return image.height, image.width
@@ -210,22 +182,20 @@ def resize_image(image: Image.Image, height: int, width: int, interpolation: Int
     """
     if image.size == (width, height):
         return image
-    return image.resize((width, height), INTERPOLATIONS[interpolation])
+    return image.resize((width, height), Image.Resampling[interpolation.upper()])
 
 
-def size_with_short_side(height: int, width: int, length: int) -> tuple[int, int]:
-    """Height and width after resizing the short side to `length`; the long side is rounded down.
+def size_with_short_side(height: int, width: int, target: int) -> Size:
+    """Height and width after resizing the short side to `target`; the long side is rounded down.
 
     Args:
         height: before.
         width: before.
-        length: of the short side.
+        target: of the short side.
     """
-    short, long = sorted((height, width))
-    long_length = int(length * long / short)
     if width <= height:
-        return long_length, length
-    return length, long_length
+        return int(target * height / width), target
+    return target, int(target * width / height)
 
 
 def centre_crop(pixels: Pixels, height: int, width: int) -> PixelsOfNewSize:
@@ -271,7 +241,7 @@ def check_normalized(owner: str, images: Tensor) -> None:
     check_float_type(owner, "images", images)
 
 
-def check_size(owner: str, name: str, value: Any) -> int | tuple[int, int] | None:
+def check_size(owner: str, name: str, value: Any) -> int | Size | None:
     """One number of pixels or a pair of them, as plain data; None stays None.
 
     Args:
@@ -287,5 +257,5 @@ def check_size(owner: str, name: str, value: Any) -> int | tuple[int, int] | Non
         raise ValueError(
             f"{owner}: `{name}` must be one number of pixels or a pair (height, width), got {short_repr(value)}."
         )
-    height, width = (check_integer(owner, name, length, 1, MOST_PIXELS) for length in value)
+    height, width = (check_integer(owner, name, side, 1, MOST_PIXELS) for side in value)
     return height, width

@@ -1,4 +1,4 @@
-"""What is done to an image before the network in evaluation: resize, crop, normalise, as plain data.
+"""What is done to an image before the network in evaluation: resizing, cropping, normalising, as plain data.
 
 A model gives the embeddings that it was evaluated with only for images that are prepared in the same way. So the
 preparation is a dataclass of plain values, which a checkpoint, a config and an exported model can hold.
@@ -55,8 +55,6 @@ from lightning_retrieval.preparation.pixels import (
 )
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-
-
 DEFAULT_IMAGE_SIZE = 224
 
 
@@ -72,11 +70,11 @@ class Preparation:
             to it; if that is None too, the image is not resized.
         interpolation: of resizing: `"nearest"`, `"bilinear"`, `"bicubic"`, `"lanczos"`, `"box"` or `"hamming"`.
         mean: subtracted from each channel, whose values are from 0 to 1; by default that of ImageNet.
-        std: what the difference is divided by, for each channel; by default that of ImageNet.
+        std: divisor of the difference, for each channel; by default that of ImageNet.
         channels: 3 for colour, 1 for grey.
         background: the colour that shows through transparent pixels: a name such as `"white"`, a hexadecimal number
             such as `"#ff8000"`, or red, green and blue from 0 to 255.
-        reduced_scale: whether JPEGs are decoded at a half, a quarter or an eighth of their size if they are then not
+        reduced_scale: whether JPEGs are decoded at a half, a quarter or an eighth of their size, as long as that is not
             smaller than what they are resized to: faster for large photographs, but with other pixels. A PIL image that
             is decoded already is left as it is.
 
@@ -112,12 +110,12 @@ class Preparation:
     NAMES: ClassVar[tuple[str, ...]] = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")
 
     def __post_init__(self) -> None:
-        self._set("image_size", check_size("Preparation", "image_size", self.image_size))
-        self._set("resize", check_size("Preparation", "resize", self.resize))
-        check_choice("Preparation", "interpolation", self.interpolation, tuple(INTERPOLATIONS))
+        for name in ("image_size", "resize"):
+            self._set(name, check_size("Preparation", name, getattr(self, name)))
+        check_choice("Preparation", "interpolation", self.interpolation, INTERPOLATIONS)
         self._set("channels", check_choice("Preparation", "channels", self.channels, (1, 3)))
-        self._set("mean", _check_channels("mean", self.mean, self.channels))
-        self._set("std", _check_channels("std", self.std, self.channels))
+        for name in ("mean", "std"):
+            self._set(name, _check_channels(name, getattr(self, name), self.channels))
         for mean, std in zip(self.mean, self.std):
             check_finite_number("Preparation", "mean", mean, least=0, most=1)
             check_positive("Preparation", "std", std)
@@ -159,9 +157,12 @@ class Preparation:
             image: as for a call.
         """
         if self.takes_pixels:
-            pixels = self._resized_pixels(self._pixels(image))
+            pixels = self._pixels(image)
+            pixels = resize_bilinear(pixels, *self._resized_size(*pixels.shape[1:]))
         else:
-            pixels = to_pixels(self._resized_image(self._image(image)))
+            converted = self._image(image)
+            size = self._resized_size(converted.height, converted.width)
+            pixels = to_pixels(resize_image(converted, *size, self.interpolation))
         if self.crop_size is None:
             return pixels
         return centre_crop(pixels, *self.crop_size)
@@ -214,12 +215,12 @@ class Preparation:
         factors = [new / old for new, old in zip(other.crop_size, self.crop_size)]
         if isinstance(self.resize, int):
             return replace(other, resize=round(self.resize * max(factors)))
-        height, width = (round(length * factor) for length, factor in zip(self.resize, factors))
+        height, width = (round(side * factor) for side, factor in zip(self.resize, factors))
         return replace(other, resize=(height, width))
 
     @property
     def resized_to(self) -> int | tuple[int, int] | None:
-        """What images are resized to: the length of the short side, height and width, or None."""
+        """What images are resized to: one number for the short side, height and width, or None."""
         target = self.resize
         if target is None:
             target = self.image_size
@@ -243,7 +244,7 @@ class Preparation:
         return self.image_size is not None or isinstance(self.resize, tuple)
 
     @property
-    def crop_size(self) -> tuple[int, int] | None:
+    def crop_size(self) -> Size | None:
         """Height and width of the centre crop, or None."""
         if isinstance(self.image_size, int):
             return self.image_size, self.image_size
@@ -275,21 +276,11 @@ class Preparation:
             return image.convert("L")
         return image
 
-    def _resized_pixels(self, pixels: Tensor) -> Tensor:
-        size = self._resized_size(pixels.shape[1], pixels.shape[2])
-        if size is None:
-            return pixels
-        return resize_bilinear(pixels, *size)
-
-    def _resized_image(self, image: Image.Image) -> Image.Image:
-        size = self._resized_size(image.height, image.width)
-        if size is None:
-            return image
-        return resize_image(image, *size, self.interpolation)
-
-    def _resized_size(self, height: int, width: int) -> tuple[int, int] | None:
-        """Height and width after resizing, None if images are not resized."""
+    def _resized_size(self, height: int, width: int) -> Size:
+        """Height and width after resizing."""
         target = self.resized_to
+        if target is None:
+            return height, width
         if isinstance(target, int):
             return size_with_short_side(height, width, target)
         return target

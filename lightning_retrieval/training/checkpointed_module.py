@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_retrieval.checks import check_choice, check_flag, short_repr
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import check_settings, describe, unsharded_class, without_sources
-from lightning_retrieval.preparation.described import check_described_transform
+from lightning_retrieval.preparation.serialised import check_serialised_transform
 from lightning_retrieval.training.checkpoint_files import (
     TRAINABLE,
     VerifiedCheckpoints,
@@ -36,7 +36,7 @@ PREPARATION = "preparation"  # in a checkpoint: what evaluation did to an image
 class CheckpointedModule(pl.LightningModule):
     """A module whose checkpoints hold plain values, so they load with `weights_only=True`, and are verified first."""
 
-    # What evaluation did to an image, as plain data of `describe_transform`; None if the data module did not record it.
+    # What evaluation did to an image, as plain data of `serialise_transform`; None if the data module did not record it.
     preparation: dict[str, Any] | None = None
 
     def _keep_hyperparameters(self, objects: Mapping[str, Any], frame: FrameType | None) -> None:
@@ -104,7 +104,7 @@ class CheckpointedModule(pl.LightningModule):
         add_base_weights(type(self).__name__, self, checkpoint)
         preparation = checkpoint.get(PREPARATION)
         if preparation is not None:
-            check_described_transform(type(self).__name__, preparation)
+            check_serialised_transform(type(self).__name__, preparation)
         self.preparation = preparation
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

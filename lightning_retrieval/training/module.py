@@ -23,7 +23,8 @@ from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.whitening import Whitening
 from lightning_retrieval.plain_data import rebuild, rebuild_optional
-from lightning_retrieval.preparation.described import preparation_of
+from lightning_retrieval.preparation.of_model import preparation_of
+from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.full_sharding import (
     ShardedParts,
@@ -308,7 +309,7 @@ class RetrievalModule(ManualTraining):
     def _finish_first_step(self, step: TrainingStep, chunk_size: int) -> None:
         """Log the report on the first step of a run."""
         report_first_step(self, step, chunk_size)
-        self.preparation = getattr(self.trainer.datamodule, "described_preparation", None)  # type: ignore[attr-defined]
+        record_preparation(self)
         self._is_first_step = False
 
     def _chunk_size_for(self, images: Tensor) -> int:

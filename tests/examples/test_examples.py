@@ -25,7 +25,7 @@ from PIL import Image
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.preparation.described import describe_transform
+from lightning_retrieval.preparation.serialised import serialise_transform
 from tests.wandb_files import OfflineRun
 
 pytestmark = pytest.mark.slow
@@ -200,7 +200,7 @@ def test_own_images_with_other_settings_of_the_images(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     names = {"train_transform": None, "eval_transform": "own_transforms_of_a_user.evaluate"}
     data = script["make_data"](tmp_path, categories=False, workers=0, **names)
-    assert describe_transform(data.eval_transform.current) == {"function": "own_transforms_of_a_user.evaluate"}
+    assert serialise_transform(data.eval_transform.current) == {"function": "own_transforms_of_a_user.evaluate"}
     with pytest.raises(
         ValueError, match=r"^no_such.function cannot be imported as package.function .*PYTHONPATH=\. finds modules"
     ):

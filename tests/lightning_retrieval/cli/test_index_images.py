@@ -18,7 +18,7 @@ from lightning_retrieval.cli.embedding import ImageEmbedder
 from lightning_retrieval.cli.index_images import index_images
 from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.preparation.described import describe_transform
+from lightning_retrieval.preparation.serialised import serialise_transform
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.datamodules.trees import write_image
 from tests.datamodules.trees_more import write_folders
@@ -59,7 +59,7 @@ def test_all_commands_decode_at_the_reduced_scale_of_the_checkpoint(tmp_path, ca
     torch.manual_seed(0)
     module = RetrievalModule(Embedder("glyph_net", embedding_dim=24), SmoothAPLoss()).eval()
     preparation = dataclasses.replace(Preparation.named("glyphs"), reduced_scale=True)
-    module.preparation = describe_transform(preparation)
+    module.preparation = serialise_transform(preparation)
     model = save_checkpoint(tmp_path / "model.ckpt", module)
     paths = [f"{number}.jpg" for number in range(6)]
     images = []

@@ -29,7 +29,7 @@ def test_the_home_folder_of_a_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     torch.save({"a": torch.ones(2)}, tmp_path / "weights")
     assert is_local_file("~/weights")
-    assert read_weights("Owner", "~/weights")["a"].equal(torch.ones(2))
+    assert read_weights("~/weights")["a"].equal(torch.ones(2))
 
 
 def test_weights_are_skipped_only_inside():
@@ -44,7 +44,7 @@ def test_weights_are_skipped_only_inside():
 def test_files_of_torch(tmp_path, key):
     weights = {"a": torch.ones(2), "step": 3}
     torch.save({key: weights} if key else weights, tmp_path / "w.pth")
-    found = read_weights("Owner", str(tmp_path / "w.pth"))
+    found = read_weights(str(tmp_path / "w.pth"))
     assert list(found) == ["a"]
     assert found["a"].equal(weights["a"])
 
@@ -52,7 +52,7 @@ def test_files_of_torch(tmp_path, key):
 def test_files_of_safetensors(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file({"a": torch.ones(2)}, tmp_path / "w.safetensors")
-    assert read_weights("Owner", str(tmp_path / "w.safetensors"))["a"].equal(torch.ones(2))
+    assert read_weights(str(tmp_path / "w.safetensors"))["a"].equal(torch.ones(2))
 
 
 @pytest.mark.refusal

@@ -1,21 +1,24 @@
-"""Images as tensors of uint8, against Pillow."""
+"""Images as tensors of uint8, against Pillow; and what transparent pixels show."""
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms.v2.functional import center_crop
 
 from lightning_retrieval.preparation.pixels import (
     centre_crop,
-    check_pixels,
+    check_colour,
     resize_bilinear,
     resize_image,
     size_with_short_side,
     to_image,
     to_pixels,
+    to_rgb,
 )
 
 RANDOM = np.random.default_rng(0)
+GREEN = (0, 128, 0)
 
 
 def noise(height, width):
@@ -63,15 +66,56 @@ def test_the_short_side_gets_the_length(size, resized):
 
 @pytest.mark.parametrize("size", [(4, 4), (5, 8), (9, 9), (3, 2)])
 def test_the_centre_is_that_of_torchvision(size):
-    from torchvision.transforms.v2.functional import center_crop
-
     pixels = to_pixels(noise(9, 9))
     assert torch.equal(centre_crop(pixels, *size), center_crop(pixels, size))
 
 
+def shown(image):
+    return [image.getpixel((column, 0)) for column in range(image.width)]
+
+
+def test_transparent_pixels_show_the_background():
+    image = Image.new("RGBA", (3, 1), (255, 0, 0, 255))  # red: opaque, half and fully transparent
+    image.putpixel((1, 0), (255, 0, 0, 128))
+    image.putpixel((2, 0), (0, 0, 255, 0))
+    assert shown(to_rgb(image)) == [(255, 0, 0), (255, 127, 127), (255, 255, 255)]
+    assert shown(to_rgb(image, GREEN)) == [(255, 0, 0), (128, 64, 0), GREEN]
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "RGBa", "LA", "La", "PA"])
+def test_modes_with_transparency_show_the_background(mode):
+    clear = Image.new("RGBA", (2, 2), (0, 0, 0, 0))
+    image = Image.new(mode, (2, 2)) if mode in ("La", "PA") else clear.convert(mode)  # Pillow 11 makes PA opaque
+    assert image.mode == mode
+    assert shown(to_rgb(image, GREEN)) == [GREEN] * 2
+
+
+@pytest.mark.parametrize(("mode", "transparent"), [("1", 0), ("L", 0), ("RGB", (0, 0, 0)), ("P", 0), ("P", b"\0\xff")])
+def test_a_transparent_colour_shows_the_background(tmp_path, mode, transparent):
+    image = Image.new(mode, (2, 1))
+    if mode == "P":
+        image.putpalette([0, 0, 0, 255, 255, 255])
+    image.putpixel((1, 0), (255, 255, 255) if mode == "RGB" else 1)
+    image.save(tmp_path / "a.png", transparency=transparent)
+    with Image.open(tmp_path / "a.png") as file:
+        assert "transparency" in file.info
+        assert shown(to_rgb(file, GREEN))[0] == GREEN
+        assert shown(to_rgb(file, GREEN))[1] != GREEN
+
+
+def test_opaque_images_keep_their_colours():
+    image = noise(5, 4)
+    values = np.asarray(image)
+    assert np.array_equal(np.asarray(to_rgb(image, GREEN)), values)
+    image.putalpha(255)
+    assert np.array_equal(np.asarray(to_rgb(image, GREEN)), values)
+
+
 @pytest.mark.refusal
-def test_what_is_no_image_raises():
-    with pytest.raises(TypeError, match=r"^X: `image` must be a PIL image or a tensor of uint8, got torch.int64\.$"):
-        check_pixels("X", "image", torch.zeros(3, 4, 4, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"^X: `image` must have shape \(3, height, width\), got \(2, 3, 4, 4\)\.$"):
-        check_pixels("X", "image", torch.zeros(2, 3, 4, 4, dtype=torch.uint8))
+def test_colours_are_names_or_three_numbers():
+    assert check_colour("x", "background", "white") == (255, 255, 255)
+    assert check_colour("x", "background", "#ff8000") == (255, 128, 0)
+    assert check_colour("x", "background", [1, 2, 3]) == (1, 2, 3)
+    for value, error in (("whitish", ValueError), ((1, 2), ValueError), ((1, 2, 256), ValueError), (7, TypeError)):
+        with pytest.raises(error, match=r"^x: `background` must be .* got "):
+            check_colour("x", "background", value)

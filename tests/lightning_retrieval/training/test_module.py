@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_retrieval import CalibrationLoss, Embedder, HAPLoss, RetrievalModule, SmoothAPLoss, WeightedSum
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.losses.third_party import original_loss
-from lightning_retrieval.preparation.described import describe_transform
+from lightning_retrieval.preparation.serialised import serialise_transform
 from tests.lightning_retrieval.training.small_training import (
     CHUNKS,
     ROWS,
@@ -164,7 +164,7 @@ def test_images_of_uint8_are_normalised_as_in_evaluation(scales):
     pixels = torch.randint(0, 256, (2, 1, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(module.embed(pixels), module.embed(module.embedder.preparation.normalize(pixels)))
     evaluated = dataclasses.replace(module.embedder.preparation, mean=[0.3], std=[0.2])
-    module.preparation = describe_transform(evaluated)
+    module.preparation = serialise_transform(evaluated)
     wanted = module.embed(evaluated.normalize(pixels))
     assert torch.equal(module.embed(pixels), wanted)
     assert torch.equal(module.predict_step(pixels, 0)["embeddings"], wanted)

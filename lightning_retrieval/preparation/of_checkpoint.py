@@ -1,4 +1,4 @@
-"""How images are prepared for the model of a checkpoint: as it was evaluated, and never in another way."""
+"""The preparation for the model of a checkpoint in service: as it was evaluated, and never in another way."""
 
 import sys
 from pathlib import Path
@@ -8,37 +8,44 @@ from PIL import Image
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import first_line
-from lightning_retrieval.models import Preparation
-from lightning_retrieval.models.features import image_channels
-from lightning_retrieval.preparation.described import (
+from lightning_retrieval.preparation.of_model import wanted_preparation
+from lightning_retrieval.preparation.preparation import Preparation
+from lightning_retrieval.preparation.serialised import (
     Transform,
-    check_described_transform,
-    describe_transform,
+    check_serialised_transform,
     named_transform,
     rebuild_transform,
+    serialise_transform,
     shown_transform,
 )
 
 PROBED_SIZE = (224, 224)  # pixels of the black image on which a function is tried
-_SOURCES = {
+SOURCES = {
     "argument": "",
     "checkpoint": ", as the checkpoint says",
     "model": ", as its embedder wants",
     "default": ", the default, because the checkpoint names none",
 }
+DEFAULT_NAMES = {1: "glyphs"}  # of a preparation, by the number of channels; "plain" for any other
 
 
 def choose_transform(
-    owner: str, checkpoint: Path, module: nn.Module, requested: str | None, recorded: dict[str, Any] | None
+    owner: str,
+    checkpoint: Path,
+    module: nn.Module,
+    requested: str | None,
+    recorded: dict[str, Any] | None,
+    channels: int,
 ) -> tuple[Transform, dict[str, Any], str]:
     """The transform for a model, and where it came from.
 
     Args:
         owner: prefix of error messages.
         checkpoint: file of the model, for error messages.
-        module: the model, whose embedder or first convolution decides if there is neither of the following.
+        module: the model, whose embedder decides if there is neither of the following.
         requested: the name that the user gave: one of `Preparation.NAMES`, or the dotted name of a function.
         recorded: what the model was evaluated with, as plain data; the user can name no other.
+        channels: number of channels of the images that the model takes; it decides if nothing else does.
 
     Returns:
         The transform, the same as plain data, and `"argument"`, `"checkpoint"`, `"model"` or `"default"`.
@@ -50,29 +57,28 @@ def choose_transform(
     """
     of_model = None
     if recorded is not None:
-        check_described_transform(owner, recorded)
+        check_serialised_transform(owner, recorded)
         of_model = recorded.get("function")
-    if requested is not None and of_model in (None, requested):  # else another function is invalid anyway
+    if requested is not None and of_model in (None, requested):  # any other name is invalid anyway
         _check_not_of_python(owner, requested)
-    channels = image_channels(module)
-    wanted = getattr(getattr(module, "embedder", None), "preparation", None)
+    wanted = wanted_preparation(module)
     transform: Transform
     if recorded is not None:
         transform, source = rebuild_transform(owner, recorded, requested), "checkpoint"
     elif requested is not None:
         transform, source = named_transform(owner, requested), "argument"
-    elif isinstance(wanted, Preparation):
+    elif wanted is not None:
         transform, source = wanted, "model"
     else:
-        transform, source = Preparation.named(_default_name(channels)), "default"
+        transform, source = Preparation.named(DEFAULT_NAMES.get(channels, "plain")), "default"
     if isinstance(transform, Preparation):
         _check_channels(owner, checkpoint, transform, channels)
     elif requested is not None:
         _check_function(owner, requested, transform)
-    described = describe_transform(transform)
-    if "function" in described and requested is not None:
-        described = {"function": requested}
-    return transform, described, source
+    serialised = serialise_transform(transform)
+    if "function" in serialised and requested is not None:
+        serialised = {"function": requested}
+    return transform, serialised, source
 
 
 def shown_choice(about: dict[str, Any]) -> str:
@@ -81,13 +87,7 @@ def shown_choice(about: dict[str, Any]) -> str:
     Args:
         about: with `preparation` and `preparation_from`, as `ImageEmbedder` has it.
     """
-    return f"{shown_transform(about['preparation'])}{_SOURCES[about['preparation_from']]}"
-
-
-def _default_name(channels: int) -> str:
-    if channels == 1:
-        return "glyphs"
-    return "plain"
+    return f"{shown_transform(about['preparation'])}{SOURCES[about['preparation_from']]}"
 
 
 def _check_not_of_python(owner: str, name: str) -> None:
@@ -127,8 +127,8 @@ def _check_channels(owner: str, checkpoint: Path, preparation: Preparation, chan
             f"{checkpoint}, whose model takes {channels} channels; embed the images yourself and add them to a "
             "RetrievalIndex."
         )
-    shown = shown_transform(describe_transform(preparation))
+    shown = shown_transform(serialise_transform(preparation))
     raise ValueError(
         f"{owner}: `transform` must give images with the number of channels that the model of {checkpoint} takes, "
-        f"{channels}, got {shown}, which gives {preparation.channels}; take {_default_name(channels)!r}."
+        f"{channels}, got {shown}, which gives {preparation.channels}; take {DEFAULT_NAMES.get(channels, 'plain')!r}."
     )

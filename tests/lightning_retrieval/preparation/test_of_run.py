@@ -1,4 +1,4 @@
-"""Images are prepared as the arguments say, else as the model of the run wants."""
+"""Images are prepared as the arguments say, else as the model of the run wants; so are those in batches of uint8."""
 
 from types import SimpleNamespace
 
@@ -10,28 +10,31 @@ import yaml
 from jsonargparse import ArgumentParser
 from PIL import Image
 from torch import nn
+from torchvision.transforms import v2
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.datamodules import ImageFolder, training_transform
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.preparation.described import describe_transform
-from lightning_retrieval.preparation.of_run import ImageTransforms
+from lightning_retrieval.preparation.of_run import UNNORMALIZED, RunPreparation, normalized_batch
+from lightning_retrieval.preparation.serialised import serialise_transform
+from lightning_retrieval.preparation.training_transforms import TrainingTransform
 from tests.datamodules.pictures import TINY
 from tests.datamodules.trees import write_image
 from tests.datamodules.trees_more import write_folders
 
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 GREY = Preparation(32, channels=1, mean=(0.5,), std=(0.5,))
 
 
 def of_settings(paper=None, train_transform=None, eval_transform=None, **settings):
-    return ImageTransforms("Data", paper, settings, train_transform=train_transform, eval_transform=eval_transform)
+    return RunPreparation("Data", paper, settings, train_transform=train_transform, eval_transform=eval_transform)
 
 
 def model(embedder=None, recorded=None):
     return SimpleNamespace(preparation=recorded, embedder=SimpleNamespace(preparation=embedder))
 
 
-RECORDED = describe_transform(Preparation(48, background="black"))
+RECORDED = serialise_transform(Preparation(48, background="black"))
 
 
 @pytest.mark.parametrize(
@@ -93,14 +96,6 @@ def test_a_model_that_was_evaluated_with_a_function_needs_it():
         transforms.follow(model(None, {"function": "a.b"}))
 
 
-@pytest.mark.refusal
-def test_errors_name_the_data_module():
-    with pytest.raises(ValueError, match=r"^ImageFolder: `image_size` must be an integer >= 1, got -3\.$"):
-        ImageFolder("images", image_size=-3)
-    with pytest.raises(ValueError, match=r"^ImageFolder: `resize` must be at least `image_size`, 64, .* got 32\.$"):
-        ImageFolder("images", image_size=64, resize=32)
-
-
 class Small(nn.Module):
     """An embedder that wants images of 24 x 20 pixels."""
 
@@ -116,8 +111,7 @@ class Small(nn.Module):
 
 
 def run(stage, module, data, **settings):
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
-    trainer = pl.Trainer(accelerator="cpu", enable_model_summary=False, **quiet)
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, **QUIET)
     getattr(trainer, stage)(module, datamodule=data, **settings)
     return trainer
 
@@ -141,7 +135,7 @@ def test_a_run_takes_the_size_of_the_embedder_and_its_checkpoint_that_of_the_run
     assert other.embedder.shapes == {(3, 16, 16)}
     trainer.save_checkpoint(tmp_path / "model.ckpt", weights_only=True)
     saved = torch.load(tmp_path / "model.ckpt", weights_only=True)
-    assert saved["preparation"] == describe_transform(Preparation(16, background="black"))
+    assert saved["preparation"] == serialise_transform(Preparation(16, background="black"))
 
     loaded = RetrievalModule.load_from_checkpoint(tmp_path / "model.ckpt", embedder=Small())
     run("predict", loaded, images_in(root))
@@ -157,7 +151,7 @@ def test_a_given_transform_is_recorded(tmp_path):
     module = RetrievalModule(Small(), SmoothAPLoss())
     run("fit", module, images_in(tmp_path / "images", train_transform=TINY, eval_transform=TINY))
     assert module.embedder.shapes == {(3, 8, 8)}
-    assert module.preparation == describe_transform(TINY)
+    assert module.preparation == serialise_transform(TINY)
     assert "function" not in module.preparation
 
 
@@ -199,7 +193,7 @@ def test_transforms_of_a_config(tmp_path, given, shape, name):
     )
     data = parser.instantiate_classes(config).data
     assert data.train_set[0]["images"].shape == data.test_set[0]["images"].shape == shape
-    assert data.described_preparation.get("function") == name
+    assert data.serialised_preparation.get("function") == name
     assert data.preparation == Preparation((9, 7))
     assert "train_transform:" in parser.dump(config)
 
@@ -216,7 +210,7 @@ def test_albumentations_in_a_config(tmp_path):
     config = parser.parse_string(yaml.safe_dump({"data": {"class_path": "ImageFolder", "init_args": settings}}))
     data = parser.instantiate_classes(config).data
     assert data.test_set[0]["images"].shape == (3, 12, 10)
-    assert "albumentations" in data.described_preparation
+    assert "albumentations" in data.serialised_preparation
 
 
 @pytest.mark.refusal
@@ -241,7 +235,7 @@ def test_all_runs_of_a_model_decode_at_the_scale_at_which_it_was_evaluated(tmp_p
     trainer = run("fit", RetrievalModule(Seen(), SmoothAPLoss()), images_in(root, image_size=16, reduced_scale=True))
     trainer.save_checkpoint(tmp_path / "model.ckpt")
     preparation = Preparation(16, reduced_scale=True)
-    assert torch.load(tmp_path / "model.ckpt", weights_only=True)["preparation"] == describe_transform(preparation)
+    assert torch.load(tmp_path / "model.ckpt", weights_only=True)["preparation"] == serialise_transform(preparation)
 
     loaded = RetrievalModule.load_from_checkpoint(tmp_path / "model.ckpt", embedder=Seen())
     seen.clear()
@@ -255,3 +249,157 @@ def test_all_runs_of_a_model_decode_at_the_scale_at_which_it_was_evaluated(tmp_p
     assert torch.equal(torch.cat([images for _, images in seen]), torch.stack(wanted))
     with pytest.raises(ValueError, match=r"^ImageFolder: .* Preparation\(image_size=16, reduced_scale=True\), got"):
         run("predict", loaded, images_in(root, reduced_scale=False))
+
+
+SETTINGS = {"image_size": 16, "mean": (0.1, 0.2, 0.3), "classes_per_batch": 2, "samples_per_class": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("images")
+    write_folders(root, ["a", "b", "c", "d"], images=4)
+    return root
+
+
+class SeesBatches(RetrievalModule):
+    """Keeps the images of its steps."""
+
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(768, 4)), SmoothAPLoss())
+        self.images = {"train": [], "val": [], "predict": []}
+
+    def training_step(self, batch, batch_idx):
+        assert UNNORMALIZED not in batch
+        self.images["train"].append(batch["images"])
+        super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        stage = "predict" if self.trainer.predicting else "val"
+        self.images[stage].append(batch["images"])
+        return super().validation_step(batch, batch_idx)
+
+
+class WithHook(SeesBatches):
+    """Also sees batches before they are sent to the device."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        assert batch["images"].is_floating_point()
+        return batch
+
+
+class Moving(SeesBatches):
+    """Moves batches itself."""
+
+    moved = 0
+
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        self.moved += 1
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+
+def images_of_run(folder, module, **settings):
+    """The images of a run."""
+    data = ImageFolder(folder, **SETTINGS)
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, **QUIET, **settings)
+    trainer.fit(module, data)
+    dtypes = [loader.dataset[0]["images"].dtype for loader in (trainer.train_dataloader, trainer.val_dataloaders)]
+    trainer.predict(module, data)
+    return {name: torch.cat(images) for name, images in module.images.items()}, dtypes, data
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed"])
+def test_a_run_gets_the_images_that_are_normalised_by_the_data_set(folder, precision):
+    images, dtypes, data = images_of_run(folder, SeesBatches(), precision=precision)
+    assert dtypes == [torch.uint8, torch.uint8]
+    dtype = {"64-true": torch.float64}.get(precision, torch.float32)
+    wanted = torch.stack([data.test_set[position]["images"] for position in range(len(data.test_set))])
+    assert wanted.dtype == torch.float32
+    assert torch.equal(images["val"][-len(wanted) :], wanted.to(dtype))
+    assert torch.equal(images["predict"], wanted.to(dtype))
+    batches = [batch["images"] for batch in ImageFolder(folder, **SETTINGS).train_dataloader()]
+    assert torch.equal(images["train"], torch.cat(batches).to(dtype))
+
+
+def test_a_hook_before_the_transfer_sees_normalised_images(folder):
+    images, dtypes, _ = images_of_run(folder, SeesBatches())
+    with_hook, dtypes_with_hook, _ = images_of_run(folder, WithHook())
+    assert dtypes == [torch.uint8, torch.uint8]
+    assert dtypes_with_hook == [torch.float32, torch.float32]
+    for name, seen in images.items():
+        assert torch.equal(seen, with_hook[name])
+
+
+def test_the_module_may_move_batches_itself(folder):
+    module = Moving()
+    images, _, _ = images_of_run(folder, module)
+    assert module.moved > 0
+    assert torch.equal(images["train"], images_of_run(folder, SeesBatches())[0]["train"])
+
+
+def test_a_transform_of_the_user_that_gives_uint8_is_left_alone(folder):
+    def pixels(image):
+        assert isinstance(image, Image.Image)
+        return torch.from_numpy(np.array(image.resize((16, 16)))).permute(2, 0, 1)
+
+    class OfBytes(SeesBatches):
+        def forward(self, images):
+            assert images.dtype == torch.uint8
+            return super().forward(images.float())
+
+        def embed(self, images):
+            return self(images)
+
+    module = OfBytes()
+    data = ImageFolder(folder, classes_per_batch=2, samples_per_class=2, train_transform=pixels, eval_transform=pixels)
+    pl.Trainer(accelerator="cpu", max_epochs=1, **QUIET).fit(module, data)
+    assert {images.dtype for images in module.images["train"]} == {torch.uint8}
+
+
+OTHER = Preparation(image_size=16, mean=(0.4, 0.5, 0.6), std=(0.7, 0.8, 0.9))
+RANDOM_OTHER = training_transform("plain", OTHER)
+RESIZED_OTHER = TrainingTransform([v2.Resize((16, 16))], OTHER, takes_pixels=True)
+
+
+class OfAnotherPreparation(ImageFolder):
+    """Evaluates images that are prepared in another way than those of training."""
+
+    def evaluation_set(self, name, index):
+        return self.image_set(index, OTHER)
+
+
+@pytest.mark.parametrize(
+    ("data_module", "settings"),
+    [
+        (ImageFolder, {"train_transform": RANDOM_OTHER}),
+        (ImageFolder, {"eval_transform": OTHER}),
+        (ImageFolder, {"train_transform": RANDOM_OTHER, "eval_transform": OTHER}),
+        (ImageFolder, {"train_transform": RANDOM_OTHER, "eval_transform": RESIZED_OTHER}),
+        (OfAnotherPreparation, {}),
+    ],
+)
+def test_images_of_another_preparation_are_normalised_by_their_own(folder, data_module, settings):
+    """The wanted images are those of loaders outside of a run, which normalise them in the data set."""
+    settings = {"classes_per_batch": 2, "samples_per_class": 2, "image_size": 16, **settings}
+    module = SeesBatches()
+    pl.Trainer(accelerator="cpu", max_epochs=1, num_sanity_val_steps=0, **QUIET).fit(
+        module, data_module(folder, **settings)
+    )
+    outside = data_module(folder, **settings)
+    for name, loader in (("train", outside.train_dataloader()), ("val", outside.val_dataloader())):
+        assert torch.equal(torch.cat(module.images[name]), torch.cat([batch["images"] for batch in loader]))
+
+
+def test_batches_of_several_loaders_are_normalised():
+    ours = {"images": torch.ones(2), UNNORMALIZED: torch.tensor([True, True]), "labels": 3}
+    other = {"images": torch.ones(2)}
+    found = normalized_batch([ours, {"a": (ours, other)}, "text"], lambda images: images + 1)
+    normalized = found[0]
+    assert (sorted(normalized), normalized["images"].tolist(), normalized["labels"]) == (
+        ["images", "labels"],
+        [2, 2],
+        3,
+    )
+    assert found[1]["a"][0]["images"].tolist() == [2, 2]
+    assert found[1]["a"][1]["images"].tolist() == [1, 1]
+    assert found[2] == "text"
+    assert UNNORMALIZED in ours

@@ -1,6 +1,8 @@
-"""Image transforms as plain data, and the same transforms from it."""
+"""Image transforms as plain data, and the same transforms from it; those of albumentations as functions of images."""
 
 import json
+import os
+import socket
 import sys
 
 import numpy as np
@@ -9,16 +11,17 @@ import torch
 from PIL import Image
 from torchvision.transforms import InterpolationMode, transforms, v2
 
-from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.models import Preparation
-from lightning_retrieval.preparation.described import (
-    describe_transform,
+from lightning_retrieval.preparation.serialised import (
+    AlbumentationsTransform,
     named_transform,
-    preparation_of,
+    of_pil_images,
     rebuild_transform,
+    serialise_transform,
     shown_transform,
 )
-from lightning_retrieval.preparation.training_transforms import of_pil_images
+from tests.datamodules.trees_more import QUICK, write_folders
 
 MEAN, STD = [0.5, 0.4, 0.3], [0.2, 0.3, 0.4]
 TO_TENSOR = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
@@ -53,10 +56,10 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_transform_is_the_same_after_plain_data(name):
     transform = TRANSFORMS[name]()
-    described = json.loads(json.dumps(describe_transform(transform)))
-    assert "function" not in described
-    assert describe_transform(transform) == described
-    rebuilt = rebuild_transform("owner", described)
+    serialised = json.loads(json.dumps(serialise_transform(transform)))
+    assert "function" not in serialised
+    assert serialise_transform(transform) == serialised
+    rebuilt = rebuild_transform("owner", serialised)
     wanted = transform(noise())
     assert torch.equal(rebuilt(noise()), wanted)
     assert isinstance(wanted, torch.Tensor)
@@ -84,7 +87,7 @@ class WithState(v2.Resize):
     ],
 )
 def test_code_of_the_user_has_a_name_or_none(transform, name):
-    assert describe_transform(transform) == {"function": name}
+    assert serialise_transform(transform) == {"function": name}
 
 
 def test_a_function_is_looked_up_if_the_caller_names_it():
@@ -121,8 +124,8 @@ def test_only_classes_of_transforms_are_rebuilt(path):
 
 @pytest.mark.refusal
 def test_another_transform_than_the_models_raises():
-    recorded = describe_transform(Preparation(64))
-    assert rebuild_transform("owner", describe_transform(Preparation()), "plain") == Preparation()
+    recorded = serialise_transform(Preparation(64))
+    assert rebuild_transform("owner", serialise_transform(Preparation()), "plain") == Preparation()
     with pytest.raises(
         ValueError,
         match=r"^owner: `transform` must be that of the model, .* with Preparation\(image_size=64\), got 'plain'; l",
@@ -145,19 +148,65 @@ NOT_CALLABLE = ["own", "no such"]
 
 
 def test_what_messages_show():
-    assert shown_transform(describe_transform(Preparation())) == "'plain'"
-    assert shown_transform(describe_transform(Preparation(64, mean=[0.5] * 3))) == (
+    assert shown_transform(serialise_transform(Preparation())) == "'plain'"
+    assert shown_transform(serialise_transform(Preparation(64, mean=[0.5] * 3))) == (
         "Preparation(image_size=64, mean=[0.5, 0.5, 0.5])"
     )
     assert shown_transform({"function": "package.function"}) == "package.function"
 
 
-def test_the_preparation_of_a_module_is_the_recorded_one_else_that_of_its_embedder():
-    embedder = Embedder("glyph_net", 8)
-    module = RetrievalModule(embedder, SmoothAPLoss())
-    assert preparation_of(module) == embedder.preparation
-    module.preparation = describe_transform(Preparation(64))
-    assert preparation_of(module) == Preparation(64)
-    module.preparation = {"function": "package.function"}
-    assert preparation_of(module) is None
-    assert preparation_of(torch.nn.Identity()) is None
+def random_crop():
+    albumentations = pytest.importorskip("albumentations")
+    to_tensor = pytest.importorskip("albumentations.pytorch").ToTensorV2()
+    return albumentations.Compose([albumentations.RandomCrop(8, 8), albumentations.Normalize(), to_tensor])
+
+
+def test_others_are_left_as_they_are():
+    assert of_pil_images(noise) is noise
+    assert of_pil_images(None) is None
+
+
+def test_random_numbers_are_those_of_torchs_seed():
+    transform = of_pil_images(random_crop())
+    crops = []
+    for seed in (3, 4, 3):
+        torch.manual_seed(seed)
+        before = torch.get_rng_state()
+        crops.append(transform(noise()))
+        assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(crops[0], crops[2])
+    assert not torch.equal(crops[0], crops[1])
+
+
+def test_training_images_do_not_depend_on_the_number_of_workers(tmp_path):
+    write_folders(tmp_path, ["a", "b", "c", "d"])
+    batches = []
+    for workers in (0, 2):
+        settings = {**QUICK, "train_transform": random_crop(), "num_workers": workers}
+        batches.append(next(iter(ImageFolder(tmp_path, test_fraction=0.5, **settings).train_dataloader())))
+    assert torch.equal(batches[0]["images"], batches[1]["images"])
+
+
+@pytest.mark.refusal
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "albumentations", None)
+    with pytest.raises(ModuleNotFoundError, match=r"^index: .* albumentations, which is not installed"):
+        AlbumentationsTransform.from_dict("index", {"albumentations": {}})
+
+
+def addresses_that_are_asked_for(rank, world):
+    """Those that the first import of albumentations asks for."""
+    asked = []
+    os.environ.pop("NO_ALBUMENTATIONS_UPDATE", None)
+    socket.getaddrinfo = lambda *address, **_: asked.append(address) or []
+    assert "albumentations" not in sys.modules
+    serialised = {"__version__": "2.0.8", "transform": {"__class_fullname__": "ToGray", "p": 1}}
+    AlbumentationsTransform.from_dict("Test", {"albumentations": serialised})
+    assert "NO_ALBUMENTATIONS_UPDATE" not in os.environ
+    return asked
+
+
+def test_a_file_that_names_transforms_opens_no_connection(run_alone):
+    """The import of albumentations would ask PyPI for a newer version."""
+    pytest.importorskip("albumentations")
+    assert run_alone(addresses_that_are_asked_for) == []

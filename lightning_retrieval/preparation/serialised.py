@@ -1,0 +1,326 @@
+"""Image transforms as plain data, so that a checkpoint can say what evaluation does to an image.
+
+| transform | plain data |
+| --- | --- |
+| a `Preparation` | `{"preparation": its settings}` |
+| of torchvision or timm | `{"class_path": ..., "init_args": ...}`, as in a config |
+| of albumentations | `{"albumentations": its own plain data}` |
+| any other code | `{"function": "package.function"}`, or None if it cannot be imported by a name |
+
+Classes are looked up in torchvision, timm and albumentations only. Other code is imported only if the caller names it.
+"""
+
+import enum
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lightning_retrieval.checks import first_line, short_repr
+from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.plain_data import (
+    TRANSFORM_PACKAGES,
+    check_plain_data,
+    class_path,
+    constructor_parameters,
+    find_class,
+    is_below,
+    is_variadic,
+    load_function,
+)
+from lightning_retrieval.preparation.preparation import Preparation
+
+Transform = Callable[[Any], Any]
+
+FORMS = {"preparation": dict, "albumentations": dict, "class_path": str, "function": (str, type(None))}
+UPDATE = "NO_ALBUMENTATIONS_UPDATE"  # variable of the environment
+_DTYPES = {str(dtype): dtype for dtype in (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+_UNKNOWN = "a transform that cannot be imported by a name"
+
+
+class AlbumentationsTransform:
+    """A transform of albumentations as a function from a PIL image.
+
+    Its random numbers are seeded by torch's seed, which `ImageSet` sets for each training image, because albumentations
+    has a generator of its own.
+
+    Args:
+        transform: `albumentations.Compose` or another transform; let it end in `albumentations.pytorch.ToTensorV2`.
+    """
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __call__(self, image: Image.Image) -> Any:
+        self.transform.set_random_seed(torch.initial_seed() % 2**32)
+        return self.transform(image=np.array(image))["image"]
+
+    def __repr__(self) -> str:
+        return repr(self.transform)
+
+    def as_dict(self) -> dict[str, Any] | None:
+        """The transform as plain data, None if it contains functions."""
+        try:
+            return {"albumentations": json.loads(json.dumps(self.transform.to_dict()))}  # with lists for tuples
+        except (NotImplementedError, AttributeError, ValueError, TypeError):
+            return None
+
+    @classmethod
+    def from_dict(cls, owner: str, serialised: dict[str, Any]) -> "AlbumentationsTransform":
+        """The transform of plain data; only classes of albumentations are made.
+
+        Args:
+            owner: prefix of error messages.
+            serialised: what `as_dict` returned.
+
+        Raises:
+            ModuleNotFoundError: if albumentations is not installed.
+        """
+        with (
+            _without_update_check(),
+            optional_import(
+                f"{owner}: the model was evaluated with a transform of albumentations, which is not installed; install "
+                "it: pip install 'lightning-retrieval[albumentations]'."
+            ),
+        ):
+            import albumentations  # type: ignore[import-untyped]
+        return cls(albumentations.from_dict(serialised["albumentations"]))
+
+
+def of_pil_images(transform: Any) -> Any:
+    """The transform as a function of a PIL image: those of albumentations are wrapped, all others are that already."""
+    if f"{type(transform).__module__}.".startswith("albumentations."):
+        return AlbumentationsTransform(transform)
+    return transform
+
+
+@contextmanager
+def _without_update_check() -> Iterator[None]:
+    """Import albumentations without the connection by which it looks for a newer version."""
+    given = os.environ.get(UPDATE)
+    os.environ[UPDATE] = given or "1"
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[UPDATE]
+
+
+def serialise_transform(transform: Transform) -> dict[str, Any]:
+    """Plain data from which `rebuild_transform` makes the transform again.
+
+    Args:
+        transform: a function from a PIL image to a tensor.
+    """
+    if isinstance(transform, Preparation):
+        return {"preparation": transform.as_dict()}
+    if isinstance(transform, AlbumentationsTransform):
+        serialised = transform.as_dict()
+    else:
+        serialised = _serialise_step(transform)
+    if serialised is None:
+        return {"function": _name_of(transform)}
+    return serialised
+
+
+def _serialise_step(step: Any) -> dict[str, Any] | None:
+    """The class and the arguments of a transform of torchvision or timm; None if they are not plain."""
+    if not _is_known(type(step)):
+        return None
+    try:
+        serialised = _class_and_arguments(step)
+        is_complete = _class_and_arguments(_rebuild("serialise_transform", serialised)) == serialised
+    except (TypeError, ValueError, AttributeError):  # an argument is kept under another name, or is a function
+        return None
+    if is_complete:
+        return serialised
+    return None
+
+
+def _is_known(cls: type) -> bool:
+    return is_below(cls.__module__, TRANSFORM_PACKAGES)
+
+
+def _class_and_arguments(step: Any) -> dict[str, Any]:
+    arguments = {}
+    for parameter in constructor_parameters(type(step)):
+        if not is_variadic(parameter):
+            arguments[parameter.name] = _plain(getattr(step, parameter.name))
+    return {"class_path": class_path(type(step)), "init_args": arguments}
+
+
+def _plain(value: Any) -> Any:
+    """A constructor argument as plain data."""
+    if isinstance(value, enum.Enum):
+        return value.value
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.dtype):
+        return str(value)
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if _is_known(type(value)):
+        return _class_and_arguments(value)
+    raise TypeError(f"not plain: {short_repr(value)}")
+
+
+def _name_of(transform: Transform) -> str | None:
+    """The dotted name of a function or a class, None if it has none that can be imported."""
+    name = getattr(transform, "__qualname__", None)
+    module = getattr(transform, "__module__", None)
+    if not isinstance(name, str) or not isinstance(module, str) or "<" in name:
+        return None
+    return f"{module}.{name}"
+
+
+def rebuild_transform(owner: str, serialised: dict[str, Any], requested: str | None = None) -> Transform:
+    """The transform that a model was evaluated with.
+
+    Args:
+        owner: prefix of error messages.
+        serialised: what `serialise_transform` returned.
+        requested: the dotted name of the function, or the name of the preparation, that the caller asked for: it must
+            be the serialised one. A function is imported only if it was asked for.
+
+    Raises:
+        ValueError: if the transform is code that the caller has not asked for, the caller asked for another one, or the
+            plain data are those of no transform.
+    """
+    check_serialised_transform(owner, serialised)
+    if "function" in serialised:
+        return _requested_function(owner, serialised["function"], requested)
+    if requested is not None and serialise_transform(named_transform(owner, requested)) != serialised:
+        raise ValueError(
+            f"{owner}: `transform` must be that of the model, which was evaluated with {shown_transform(serialised)}, "
+            f"got {requested!r}; leave it out."
+        )
+    if "preparation" in serialised:
+        return Preparation(**serialised["preparation"])
+    try:
+        if "albumentations" in serialised:
+            return AlbumentationsTransform.from_dict(owner, serialised)
+        step: Transform = _rebuild(owner, serialised)
+    except (TypeError, KeyError, AttributeError, RecursionError) as error:  # of constructors and of albumentations
+        raise _no_transform(owner, serialised, error) from None
+    return step
+
+
+def check_serialised_transform(owner: str, serialised: Any) -> None:
+    """Raise unless plain data of a file are those of a transform, and name only what they may; nothing is imported.
+
+    Args:
+        owner: prefix of error messages.
+        serialised: what `serialise_transform` returned, if the file is not damaged or forged.
+
+    Raises:
+        ValueError: if they are not.
+        TypeError: if they are not plain data.
+    """
+    check_plain_data(owner, "transform", serialised, TRANSFORM_PACKAGES)
+    found = [name for name in FORMS if isinstance(serialised, dict) and name in serialised]
+    if len(found) != 1 or not isinstance(serialised[found[0]], FORMS[found[0]]):  # type: ignore[arg-type]
+        raise _no_transform(owner, serialised)
+    if "preparation" in serialised:
+        try:
+            Preparation(**serialised["preparation"])
+        except (TypeError, ValueError) as error:
+            raise _no_transform(owner, serialised, error) from None
+
+
+def _no_transform(owner: str, serialised: Any, error: Exception | None = None) -> ValueError:
+    """The error for plain data that are those of no transform."""
+    reason = ""
+    if error is not None:
+        reason = f" ({first_line(error)})"
+    return ValueError(
+        f"{owner}: the recorded `transform` must describe a transform of images, got {short_repr(serialised)}{reason}."
+    )
+
+
+def _rebuild(owner: str, value: Any, name: str = "transform") -> Any:
+    """A transform, or the argument of one that has this name, from its plain data."""
+    if isinstance(value, list):
+        return [_rebuild(owner, item, name) for item in value]
+    if isinstance(value, str) and name == "interpolation":
+        from torchvision.transforms import InterpolationMode
+
+        return InterpolationMode(value)
+    if isinstance(value, str):
+        return _DTYPES.get(value, value)
+    if not isinstance(value, dict):
+        return value
+    path, arguments = value.get("class_path"), value.get("init_args", {})
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{owner}: `transform` must have a dict of arguments, got {short_repr(arguments)}.")
+    cls = find_class(owner, "transform", path, packages=TRANSFORM_PACKAGES)
+    is_callable = any("__call__" in vars(base) for base in cls.__mro__)
+    if cls.__name__ == "Lambda" or not _is_known(cls) or not is_callable:
+        raise ValueError(
+            f"{owner}: `transform` must name transforms of torchvision or timm, but no Lambda, got {short_repr(path)}."
+        )
+    return cls(**{argument: _rebuild(owner, plain, argument) for argument, plain in arguments.items()})
+
+
+def _requested_function(owner: str, recorded: str | None, requested: str | None) -> Transform:
+    """The function that a model was evaluated with, if the caller asked for it."""
+    shown = recorded or _UNKNOWN
+    if requested is None:
+        example = recorded or "package.function"
+        raise ValueError(
+            f"{owner}: `transform` must be given, because the model was evaluated with {shown}, whose code a "
+            f"checkpoint does not hold; give {example!r}, which is imported, if you trust it."
+        )
+    is_same = recorded is None or requested == recorded
+    if not is_same and recorded is not None and recorded.startswith("__main__."):  # of a script
+        is_same = requested.rpartition(".")[2] == recorded.rpartition(".")[2]
+    if not is_same or requested in Preparation.NAMES:
+        raise ValueError(
+            f"{owner}: `transform` must be the one that the model was evaluated with, {shown}, got {requested!r}."
+        )
+    function: Transform = load_function(owner, "transform", requested)
+    return function
+
+
+def named_transform(owner: str, name: str) -> Transform:
+    """The preparation, or the function `package.function`, of a name that the caller gave.
+
+    Args:
+        owner: prefix of error messages.
+        name: one of `Preparation.NAMES` or a dotted name, whose module is imported.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if name in Preparation.NAMES:
+        return Preparation.named(name)
+    if "." not in name:
+        names = ", ".join(map(repr, Preparation.NAMES))
+        raise ValueError(
+            f"{owner}: `transform` must be one of {names}, or the name of a function such as 'package.function', got "
+            f"{short_repr(name)}."
+        )
+    function: Transform = load_function(owner, "transform", name)
+    return function
+
+
+def shown_transform(serialised: dict[str, Any]) -> str:
+    """What messages show of a transform, given its plain data."""
+    if "function" in serialised:
+        return serialised["function"] or _UNKNOWN
+    if "preparation" not in serialised:
+        return short_repr(serialised)
+    preparation = Preparation(**serialised["preparation"])
+    for name in Preparation.NAMES:
+        if Preparation.named(name) == preparation:
+            return repr(name)
+    defaults = Preparation().as_dict()
+    changed = [f"{name}={value}" for name, value in preparation.as_dict().items() if value != defaults[name]]
+    return f"Preparation({', '.join(changed)})"

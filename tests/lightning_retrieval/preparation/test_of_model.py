@@ -1,0 +1,109 @@
+"""The preparation of a model: what its weights want, what a user changes, what it was evaluated with."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.models import Preparation
+from lightning_retrieval.preparation.of_model import merged_preparation, preparation_of, preparation_of_processor
+from lightning_retrieval.preparation.serialised import serialise_transform
+from tests.lightning_retrieval.models.hugging_face_folders import PROCESSOR, write_folder
+
+CROPPED = {"image_size": 240, "resize": 255, "interpolation": "bicubic"}
+EXACT = {"image_size": 224, "resize": (256, 256)}
+
+
+@pytest.mark.parametrize(
+    ("of_weights", "wanted", "image_size", "resize"),
+    [
+        (CROPPED, {}, 240, 255),
+        (CROPPED, {"image_size": 480}, 480, 510),
+        (CROPPED, {"image_size": 480, "resize": 500}, 480, 500),
+        (CROPPED, {"image_size": (32, 64)}, (32, 64), None),
+        (EXACT, {"image_size": 112}, 112, (128, 128)),
+        ({"image_size": 200, "resize": 200}, {"image_size": 33}, 33, 33),
+        ({}, {"image_size": 64}, 64, None),
+    ],
+)
+def test_images_are_resized_in_the_same_proportion_to_another_size(of_weights, wanted, image_size, resize):
+    preparation = merged_preparation(of_weights, wanted)
+    assert (preparation.image_size, preparation.resize) == (image_size, resize)
+    assert preparation.interpolation == of_weights.get("interpolation", "bilinear")
+
+
+def test_a_preparation_and_a_dict_of_settings():
+    mean = {"mean": (0.5, 0.5, 0.5)}
+    name = "squeezenet1_1"
+    assert Embedder(name, 8, preparation=mean).preparation == Preparation(**mean)
+    assert Embedder(name, 8, preparation=Preparation(64)).preparation == Preparation(64)
+    assert Embedder(name, 8, preparation=Preparation(64, resize=64), image_size=96).preparation == Preparation(96)
+    assert Embedder(name, 8, image_size=96).image_size == 96
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"preparation": {"size": 64}}, ValueError, "^Embedder: `preparation` must have settings .*, got 'size'"),
+        ({"preparation": 64}, TypeError, r"^Embedder: `preparation` must be .*, got 64 \(int\)"),
+    ],
+)
+def test_invalid_preparation(settings, error, message):
+    with pytest.raises(error, match=message):
+        Embedder("squeezenet1_1", 8, **settings)
+
+
+def test_preparation_of_a_folder_is_what_its_image_processor_does(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    write_folder(tmp_path)
+    embedder = Embedder(f"hf/{tmp_path}", 8)
+    pixels = np.random.default_rng(0).integers(0, 256, (90, 70, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels).resize((70, 90), Image.Resampling.BOX)
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path, use_fast=False)
+    expected = torch.as_tensor(processor(image, return_tensors="pt")["pixel_values"][0])
+    torch.testing.assert_close(embedder.preparation(image), expected, rtol=0, atol=0.05)  # one step of 255 or two
+    assert embedder.image_size == (32, 32)
+    assert Embedder(f"hf/{tmp_path}", 8, image_size=64).image_size == 64
+
+
+def test_without_a_processor_the_size_is_that_of_the_config(tmp_path):
+    pytest.importorskip("transformers")
+    write_folder(tmp_path, processor=None)
+    assert Embedder(f"hf/{tmp_path}", 8).preparation == Preparation(32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, {}),
+        ({"size": 224}, {"image_size": 224, "resize": 224}),
+        ({"size": {"height": 20, "width": 30}}, {"image_size": (20, 30), "resize": (20, 30)}),
+        ({"size": {"shortest_edge": 40}, "crop_size": {"height": 32, "width": 32}}, {"image_size": 40, "resize": 40}),
+        ({"do_normalize": False}, {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}),
+        (
+            PROCESSOR,
+            {
+                "image_size": (32, 32),
+                "resize": 48,
+                "interpolation": "bicubic",
+                "mean": (0.4, 0.5, 0.6),
+                "std": (0.2, 0.25, 0.3),
+            },
+        ),
+    ],
+)
+def test_settings(settings, expected):
+    assert preparation_of_processor(settings) == expected
+
+
+def test_the_preparation_of_a_module_is_the_recorded_one_else_that_of_its_embedder():
+    embedder = Embedder("glyph_net", 8)
+    module = RetrievalModule(embedder, SmoothAPLoss())
+    assert preparation_of(module) == embedder.preparation
+    module.preparation = serialise_transform(Preparation(64))
+    assert preparation_of(module) == Preparation(64)
+    module.preparation = {"function": "package.function"}
+    assert preparation_of(module) is None
+    assert preparation_of(torch.nn.Identity()) is None
