@@ -3,10 +3,7 @@
 import itertools
 import pickle
 import random
-import shutil
-import tempfile
 from collections import Counter
-from multiprocessing.context import set_spawning_popen
 
 import numpy as np
 import pytest
@@ -14,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_retrieval.datamodules import shared_arrays
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader
 from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler
 
@@ -150,22 +146,6 @@ def test_the_pickled_state_holds_arrays_only():
     assert len(pickle.dumps(sampler)) < 100_000 * 8 + 1_000 * 16 + 2_000
     assert not any(isinstance(value, (list, tuple, dict)) for value in vars(sampler).values())
     assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
-
-
-def test_a_sampler_with_shared_arrays_is_pickled_with_them(tmp_path, monkeypatch):
-    """Also for a process that is spawned, in which their files may be gone."""
-    monkeypatch.setattr(shared_arrays, "SHARED_FROM", 1)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    sampler = make(np.arange(100) // 10, 30)
-    (folder,) = tmp_path.glob("lightning-retrieval-*/classes-*")
-    set_spawning_popen(object())
-    try:
-        pickled = pickle.dumps(sampler)
-    finally:
-        set_spawning_popen(None)
-    expected = list(sampler)
-    shutil.rmtree(folder)
-    assert list(pickle.loads(pickled)) == expected
 
 
 def test_an_epoch_resumes_at_the_position_of_the_loader():
