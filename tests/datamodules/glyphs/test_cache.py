@@ -1,9 +1,9 @@
 """The cache of the glyph images: complete or not used, and in the right folder."""
 
 import hashlib
+import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_retrieval.datamodules.glyphs import drawing
+from lightning_retrieval.datamodules.glyphs import characters, drawing
 from lightning_retrieval.datamodules.glyphs.characters import GlyphFonts
 from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages, load_glyph_images
-
-LOAD = (
-    "import sys; from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images; "
-    "print(load_glyph_images(sys.argv[1]).images.sum())"
-)
+from tests.processes import start_processes
 
 
 def equal(first: GlyphImages, second: GlyphImages) -> bool:
@@ -33,14 +29,16 @@ def fail(*_: object) -> None:
 
 
 def test_the_cache_returns_what_was_drawn_without_drawing(
-    cache_dir: Path, drawn_glyphs: GlyphImages, monkeypatch: pytest.MonkeyPatch
+    few_classes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    drawn = load_glyph_images(tmp_path / "created" / "by it")
     monkeypatch.setattr(GlyphFonts, "draw", fail)
-    assert equal(load_glyph_images(str(cache_dir)), drawn_glyphs)
-    (path,) = cache_dir.glob("*.npz")
-    names = {file.name for file in cache_dir.iterdir()}
+    assert equal(load_glyph_images(str(tmp_path / "created" / "by it")), drawn)
+    (path,) = tmp_path.rglob("*.npz")
+    names = {file.name for file in path.parent.iterdir()}
     assert names == {path.name, path.name + ".sha256"}
-    assert (cache_dir / (path.name + ".sha256")).read_text() == hashlib.sha256(path.read_bytes()).hexdigest() + "\n"
+    checksum = path.with_name(path.name + ".sha256").read_text()
+    assert checksum == hashlib.sha256(path.read_bytes()).hexdigest() + "\n"
 
 
 def change_the_middle(path: Path) -> None:
@@ -76,30 +74,27 @@ def test_a_damaged_cache_is_drawn_again(
     assert equal(load_glyph_images(small_cache.parent), whole)  # and it is in the cache again
 
 
-@pytest.mark.slow
-def test_two_processes_can_draw_at_the_same_time(drawn_glyphs: GlyphImages, tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "error", "-c", LOAD, str(tmp_path)]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    for process in both:
-        out, err = process.communicate(timeout=100)
-        assert (process.returncode, err) == (0, "")
-        assert int(out) == drawn_glyphs.images.sum()
+def draw(rank: int, world_size: int, table: Path, folder: Path, killed: bool) -> int:
+    """Draw the classes of a table; `killed` ends the process before a file is renamed."""
+    characters.TABLE = table
+    if killed:
+        drawing.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    return int(load_glyph_images(folder).images.sum())
+
+
+def test_two_processes_can_draw_at_the_same_time(few_classes: Path, tmp_path: Path, run_processes: Callable) -> None:
+    sums = run_processes(draw, 2, few_classes, tmp_path, False, backend=None)
     assert len(list(tmp_path.iterdir())) == 2
-    assert equal(load_glyph_images(tmp_path), drawn_glyphs)
+    assert sums == [load_glyph_images(tmp_path).images.sum()] * 2
 
 
-@pytest.mark.slow
-def test_a_process_killed_before_the_file_is_renamed_does_no_harm(drawn_glyphs: GlyphImages, tmp_path: Path) -> None:
-    killed = (
-        "import os, signal; from lightning_retrieval.datamodules.glyphs import cache; "
-        "cache.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL); "
-    )
-    command = [sys.executable, "-c", killed + LOAD, str(tmp_path)]
-    assert subprocess.run(command, timeout=100, check=False).returncode == -signal.SIGKILL
-    (left,) = tmp_path.iterdir()
+def test_a_process_killed_before_the_file_is_renamed_does_no_harm(few_classes: Path, tmp_path: Path) -> None:
+    (process,) = start_processes(draw, 1, few_classes, tmp_path / "cache", True, folder=tmp_path)
+    assert process.wait(60) == -signal.SIGKILL
+    (left,) = (tmp_path / "cache").iterdir()
     assert left.suffix == ".tmp"
-    assert left.stat().st_size > 1_000_000
-    assert equal(load_glyph_images(tmp_path), drawn_glyphs)
+    assert left.stat().st_size > 10_000
+    assert equal(load_glyph_images(tmp_path / "cache"), load_glyph_images(tmp_path / "other"))
 
 
 def test_a_cache_that_cannot_be_written_can_be_read(small_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
