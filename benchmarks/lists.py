@@ -3,14 +3,13 @@
     python benchmarks/lists.py
 
 Two processes of a Trainer (DDP) train on a list of ten million images of a million classes, with two workers each,
-which are forked or spawned. The list and the classes are shared, as they are by default, or each process keeps its own
-copy. The images themselves are not read: an image is one grey pixel.
+which are forked or spawned. Each process keeps the list and the classes; forked workers use those of their process,
+spawned ones get a copy. The images themselves are not read: an image is one grey pixel.
 
 The memory is what Linux counts as private (`Private_Clean` and `Private_Dirty` of `smaps_rollup`) after all paths and
 labels were read, minus that of the same run on a thousand images: of both processes before the first batch, of the
-second one with the draw of the first epoch, and of the largest worker after its first image. The first process reads
-the list. "files" is what the shared files take, and "ready" the time of a process until its first batch. This takes
-about ten minutes on two cores.
+second one with the draw of the first epoch, and of the largest worker after its first image. "ready" is the time of a
+process until its first batch. This takes about five minutes on two cores.
 """
 
 import json
@@ -25,14 +24,13 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
 from timing import Timing, arguments, environment, process_context, report
 
-from lightning_retrieval.datamodules import ImageDataModule, ImageIndex, ImageSet, shared_arrays
+from lightning_retrieval.datamodules import ImageDataModule, ImageIndex, ImageSet
 from lightning_retrieval.packed_strings import PackedStrings
 
 MIB = 1 << 20
@@ -142,7 +140,7 @@ def note(folder: Path, what: str) -> None:
     (folder / f"{what}-{os.getpid()}").write_text(str(total))
 
 
-def train(local_rank: int, port: int, notes: Path, count: int, start_method: str, least_shared: int) -> None:
+def train(local_rank: int, port: int, notes: Path, count: int, start_method: str) -> None:
     """What each process does: four steps, enough for the first items of both workers."""
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
@@ -150,41 +148,36 @@ def train(local_rank: int, port: int, notes: Path, count: int, start_method: str
         LOCAL_RANK=str(local_rank),
         WORLD_SIZE=str(PROCESSES),
         NODE_RANK="0",
-        TMPDIR=str(notes),
     )
     torch.set_num_threads(1)
     multiprocessing.set_start_method(start_method, force=True)
     warnings.simplefilter("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    with mock.patch.object(shared_arrays, "SHARED_FROM", least_shared):
-        data = ListedImages(notes, count, num_workers=WORKERS)
-        trainer = pl.Trainer(
-            max_steps=4,
-            accelerator="cpu",
-            strategy="ddp",
-            devices=PROCESSES,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        module = NotingModule(notes, data)
-        trainer.fit(module, datamodule=data)
-        if local_rank == 0:
-            folders = Path(tempfile.gettempdir()).glob("lightning-retrieval-*/*-*/*.npy")
-            (notes / "files-0").write_text(str(sum(file.stat().st_size for file in folders)))
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+    data = ListedImages(notes, count, num_workers=WORKERS)
+    trainer = pl.Trainer(
+        max_steps=4,
+        accelerator="cpu",
+        strategy="ddp",
+        devices=PROCESSES,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = NotingModule(notes, data)
+    trainer.fit(module, datamodule=data)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
-def measure(count: int, start_method: str, least_shared: int) -> dict[str, list[float]]:
+def measure(count: int, start_method: str) -> dict[str, list[float]]:
     """The notes of all processes and workers of one run."""
     with tempfile.TemporaryDirectory() as name, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
         context = process_context()
-        arguments_of_run = (port, Path(name), count, start_method, least_shared)
+        arguments_of_run = (port, Path(name), count, start_method)
         processes = [context.Process(target=train, args=(rank, *arguments_of_run)) for rank in range(PROCESSES)]
         for process in processes:
             process.start()
@@ -202,29 +195,25 @@ def measure(count: int, start_method: str, least_shared: int) -> dict[str, list[
 def main() -> None:
     options = arguments("Memory of the list of images in each process and worker.")
     images = 20_000 if options.quick else 10_000_000
-    sharing = {"shared": 1 if options.quick else shared_arrays.SHARED_FROM, "a copy each": 1 << 60}
     rows: list[dict[str, Any]] = []
     for start_method in ("fork",) if options.quick else ("fork", "spawn"):
-        few = measure(FEW, start_method, 1 << 60)
-        for what, least_shared in sharing.items():
-            many = measure(images, start_method, least_shared)
-            seconds = many["ready"]
-            added = {}
-            for name, values in many.items():
-                added[name] = (max(values) - max(few[name])) / MIB
-            rows.append(
-                {
-                    "list": what,
-                    "workers": start_method,
-                    "images": images,
-                    "first process, MiB": added["process 0"],
-                    "second process, MiB": added["process 1"],
-                    "with a draw, MiB": added["drawn 1"],
-                    "worker, MiB": added["worker"],
-                    "files, MiB": added["files"],
-                    "ready": Timing(statistics.median(seconds), min(seconds), max(seconds), len(seconds)),
-                }
-            )
+        few = measure(FEW, start_method)
+        many = measure(images, start_method)
+        seconds = many["ready"]
+        added = {}
+        for name, values in many.items():
+            added[name] = (max(values) - max(few[name])) / MIB
+        rows.append(
+            {
+                "workers": start_method,
+                "images": images,
+                "first process, MiB": added["process 0"],
+                "second process, MiB": added["process 1"],
+                "with a draw, MiB": added["drawn 1"],
+                "worker, MiB": added["worker"],
+                "ready": Timing(statistics.median(seconds), min(seconds), max(seconds), len(seconds)),
+            }
+        )
     title = f"Private memory that a list of images adds; {PROCESSES} processes with {WORKERS} workers each"
     report(title, environment("cpu", "pytorch-lightning", "numpy"), rows, options.json)
 

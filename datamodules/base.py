@@ -16,13 +16,13 @@ from torch.utils.data import DataLoader
 
 from lightning_retrieval.checks import check_flag, check_integer, short_repr
 from lightning_retrieval.datamodules.image_check import Count, DataReport
+from lightning_retrieval.datamodules.image_index import digest_of_arrays
 from lightning_retrieval.datamodules.item_seeds import as_array
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader, loader_settings, training_loader
 from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
 from lightning_retrieval.datamodules.samplers.category import CategorySampler
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
-from lightning_retrieval.datamodules.shared_arrays import digest_of_arrays
 from lightning_retrieval.distributed import together
 from lightning_retrieval.training.checkpointed_module import CheckpointedDataModule
 from lightning_retrieval.training.random_state import seed_of_run

@@ -1,9 +1,9 @@
-"""The list of a data set's images as arrays, which all processes of a machine can share."""
+"""The list of a data set's images as arrays, and the division of its classes between two sets."""
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,6 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.checks import LARGEST_INTEGER, check_finite_number, check_strings
 from lightning_retrieval.datamodules.item_seeds import all_different, as_array
-from lightning_retrieval.datamodules.shared_arrays import (
-    SharedArrays,
-    digest_of_arrays,
-    is_large,
-    share_arrays,
-)
 from lightning_retrieval.datamodules.table_file import ListLines, leaves_root
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.ranking.labels import Role
@@ -162,10 +156,17 @@ DISTRACTOR = -1  # the label of distractors
 _NOT_NORMALIZED = re.compile(r"(^|/)\./|//|/\.?$")  # parts that allow several spellings of one path
 
 
-_KEY = "images-"  # before the digest of an index, in the name of the folder of its shared arrays
-
-
 _COLUMNS = ("labels", "categories", "levels", "boxes", "roles", "instances", "cameras")
+
+
+def digest_of_arrays(arrays: Mapping[str, NDArray[Any]]) -> str:
+    """A hash of the names, types and values of arrays, the same in each process and on each machine."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(array.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 class ImageIndex:
@@ -200,10 +201,7 @@ class ImageIndex:
         >>> len(index), index.paths[2], list(index[index.labels == 0].paths)
         (3, 'dogs/1.jpg', ['cats/1.jpg', 'cats/2.jpg'])
 
-    When `ImageDataModule.read` has returned, the data module moves the arrays of a list of 8 MiB or more, about a
-    hundred thousand images, to temporary files that all processes of the machine map, so each further process and each
-    worker takes none of its own memory for them. `read` may change an index that it returns, such as its labels. It
-    must not be changed afterwards, since other processes would not see the change.
+    `ImageDataModule.read` may change an index that it returns, such as its labels. It must not be changed afterwards.
 
     Relations:
         `ImageSet` reads the images. `ImageDataModule.read` returns an index for each split.
@@ -233,7 +231,6 @@ class ImageIndex:
         self.cameras = optional_array("cameras", cameras)
         self.names = None if names is None else packed("names", names)
         self.lines = check_lines(lines)
-        self._shared: SharedArrays | None = None
         _check_lengths(self)
         _check_paths(self)
         _check_boxes(self)
@@ -255,10 +252,7 @@ class ImageIndex:
                 arrays[name] = arrays[name][rows]
         arrays["paths"] = paths.data
         arrays["ends"] = paths.ends
-        part = ImageIndex.from_arrays(arrays)
-        if self.is_shared:
-            part.share_if_large()
-        return part
+        return ImageIndex.from_arrays(arrays)
 
     def key(self, position: int) -> tuple[Any, ...]:
         """What identifies an image: its path and, if there are boxes, its box."""
@@ -304,60 +298,18 @@ class ImageIndex:
         """The index that returned these `arrays()`, without checking them again."""
         index = cls.__new__(cls)
         index.lines = None
-        index._use(arrays)
+        index.paths = PackedStrings.from_arrays(arrays["paths"], arrays["ends"])
+        for name in _COLUMNS:
+            setattr(index, name, arrays.get(name))
+        index.names = None
+        if "names" in arrays:
+            index.names = PackedStrings.from_arrays(arrays["names"], arrays["name_ends"])
         return index
 
     @cached_property
     def digest(self) -> str:
         """A hash of all parts of the index, the same in each process and on each machine."""
         return digest_of_arrays(self.arrays())
-
-    def share(self) -> Path | None:
-        """Move the arrays to files that all processes of this machine can map, and return their folder.
-
-        It is None if the files cannot be written. `from_arrays(SharedArrays(folder))` is the same index.
-        """
-        if self._shared is None:
-            arrays = self.arrays()
-            shared = share_arrays("ImageIndex", _KEY + digest_of_arrays(arrays), lambda: arrays)
-            if shared is None:
-                return None
-            self._use(shared)
-            return shared.path
-        return self._shared.path
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether the arrays are in files that all processes of this machine can map."""
-        return self._shared is not None
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._shared is None:
-            return dict(vars(self))
-        return {"_shared": self._shared, "lines": self.lines}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        if "paths" not in state:
-            self._use(state["_shared"])
-
-    def share_if_large(self) -> None:
-        """Call `share` if there are 8 MiB or more; the index must not be changed afterwards."""
-        if self._shared is None and is_large(self.arrays()):
-            self.share()
-
-    def _use(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Set all parts to these arrays."""
-        self._shared = None
-        if isinstance(arrays, SharedArrays):
-            self._shared = arrays
-            self.digest = arrays.path.name.removeprefix(_KEY)
-        self.paths = PackedStrings.from_arrays(arrays["paths"], arrays["ends"])
-        for name in _COLUMNS:
-            setattr(self, name, arrays.get(name))
-        self.names = None
-        if "names" in arrays:
-            self.names = PackedStrings.from_arrays(arrays["names"], arrays["name_ends"])
 
 
 def _check_lengths(index: ImageIndex) -> None:

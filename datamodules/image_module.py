@@ -30,8 +30,7 @@ from lightning_retrieval.datamodules.image_index import ImageIndex, split_by_cla
 from lightning_retrieval.datamodules.image_set import ImageSet, OnError
 from lightning_retrieval.datamodules.index_cache import read_cached
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader
-from lightning_retrieval.datamodules.shared_arrays import SharedArrays
-from lightning_retrieval.distributed import gather_objects, together, world_size
+from lightning_retrieval.distributed import together, world_size
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.of_run import CurrentTransform, RunPreparation, normalized_batch
 from lightning_retrieval.preparation.pixels import Interpolation
@@ -98,66 +97,18 @@ def _positions_with_hash_in(index: ImageIndex, sorted_hashes: NDArray[np.int64])
     return positions
 
 
-# The same images in all processes of a run; those of one machine share a large list, which one of them reads.
-
-
-Splits = Mapping[str, ImageIndex]
-
-
-def agree_on_splits(
-    owner: str, found: Splits | None, sources: Callable[[], Sequence[Path]], read: Callable[[], Splits]
-) -> dict[str, ImageIndex]:
-    """The splits of this process, which are those of all processes; all call this together.
+def check_same_images(owner: str, read: Callable[[], Mapping[str, ImageIndex]]) -> None:
+    """Read the splits, and check that all processes have the same; all of them call this together.
 
     Args:
         owner: prefix of error messages.
-        found: what this process has read before, or None.
-        sources: the files that are read. If there are none, each process has to read for itself.
-        read: reads the splits.
+        read: reads the splits of this process.
 
     Raises:
         ValueError: on all processes, if one has other images than rank 0.
         Exception: on all processes, if one cannot read them.
     """
-    folders_of_rank = gather_objects(_shared_folders(found))
-    chosen: dict[str, ImageIndex] = {}
-
-    def describe() -> dict[str, tuple[int, str]]:
-        folders = _first_on_this_machine(folders_of_rank)
-        if found is None and folders is not None and sources():
-            for name, folder in folders.items():
-                chosen[name] = ImageIndex.from_arrays(SharedArrays(folder))
-        else:
-            chosen.update(read())
-        return {name: (len(index), index.digest) for name, index in chosen.items()}
-
-    _check_same(owner, together(describe))
-    return chosen
-
-
-def _shared_folders(splits: Splits | None) -> dict[str, Path]:
-    """The folder of the shared arrays of each split; none if no split is large, or the files cannot be written."""
-    if splits is None or not any(index.is_shared for index in splits.values()):
-        return {}
-    folders = {}
-    for name, index in splits.items():
-        folder = index.share()
-        if folder is None:
-            return {}
-        folders[name] = folder
-    return folders
-
-
-def _first_on_this_machine(folders_of_rank: Sequence[Mapping[str, Path]]) -> Mapping[str, Path] | None:
-    """The folders of the first process that has any, and whose folders this process sees; None if there is none."""
-    for folders in folders_of_rank:
-        if folders and all(map(Path.is_dir, folders.values())):
-            return folders
-    return None
-
-
-def _check_same(owner: str, splits_of_rank: Sequence[Mapping[str, tuple[int, str]]]) -> None:
-    """Raise if the numbers of images, or the digests, of the splits differ."""
+    splits_of_rank = together(lambda: {name: (len(index), index.digest) for name, index in read().items()})
     expected = splits_of_rank[0]
     for rank, splits in enumerate(splits_of_rank):
         if splits == expected:
@@ -287,7 +238,7 @@ class ImageDataModule(RetrievalDataModule):
         """Read the images of each split: `"train"`, and `"test"` or several evaluation sets by their names."""
 
     def sources(self) -> list[Path]:
-        """The files that `read` reads; if one changes, the cache is invalid. If there are none, all processes read."""
+        """The files that `read` reads; if one changes, the cache is invalid. If there are none, nothing is cached."""
         return []
 
     @property
@@ -321,8 +272,7 @@ class ImageDataModule(RetrievalDataModule):
     def setup(self, stage: str) -> None:
         """Create the training set first, so that a data set without one fails before the model sees any image."""
         if self.trainer is not None and world_size() > 1:
-            owner, found = type(self).__name__, vars(self).get("splits")
-            self.splits = agree_on_splits(owner, found, self.sources, lambda: self.splits)
+            check_same_images(type(self).__name__, lambda: self.splits)
         self._follow_module()
         if stage == "fit":
             self.train_set  # noqa: B018
@@ -355,7 +305,6 @@ class ImageDataModule(RetrievalDataModule):
             check_no_shared_classes(owner, splits)
         check_no_shared_images(owner, splits)
         for index in splits.values():
-            index.share_if_large()
             index.lines = None  # only needed for errors of reading, and not to be sent to each worker
         return splits
 

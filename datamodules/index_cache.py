@@ -60,8 +60,6 @@ def read_cached(
         loaded = _load(owner, file)
         if loaded is not None and not _were_moved(loaded[0], root):
             splits, messages = loaded
-            for index in splits.values():
-                index.share_if_large()
             for message in messages:
                 warnings.warn(message, stacklevel=2)
             return splits

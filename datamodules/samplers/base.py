@@ -17,12 +17,6 @@ from torch.utils.data import Sampler
 
 from lightning_retrieval.checks import check_integer, check_seed
 from lightning_retrieval.datamodules.item_seeds import as_array
-from lightning_retrieval.datamodules.shared_arrays import (
-    SharedArrays,
-    digest_of_arrays,
-    is_large,
-    share_arrays,
-)
 
 Integers = NDArray[np.signedinteger[Any]]
 
@@ -68,12 +62,12 @@ def slice_positions(starts: Integers, lengths: Integers, dtype: np.dtype[Any]) -
     return positions
 
 
-def group_by_class(owner: str, labels: NDArray[Any]) -> dict[str, NDArray[Any]]:
+def group_by_class(owner: str, labels: NDArray[Any]) -> tuple[Integers, NDArray[Any], Integers, int]:
     """The classes with two images or more, the smallest first.
 
     Returns:
-        `images`, the indices of all their images, grouped by class, and for each class `class_labels` and
-        `class_sizes`; `num_classes` holds one number, that of all classes, also of those with a single image.
+        The indices of all their images, grouped by class; the label and the size of each class; and the number of all
+        classes, also of those with a single image.
 
     Raises:
         ValueError: if there is no such class.
@@ -87,12 +81,8 @@ def group_by_class(owner: str, labels: NDArray[Any]) -> dict[str, NDArray[Any]]:
             f"{owner}: `labels` must hold a class with at least 2 images, got {len(labels)} images of {len(sizes)} "
             "classes; check that the labels are classes and not the numbers of the images."
         )
-    return {
-        "images": order[slice_positions(starts[kept], sizes[kept], order.dtype)],
-        "class_labels": labels[order[starts[kept]]],
-        "class_sizes": sizes[kept],
-        "num_classes": np.array([len(sizes)]),
-    }
+    images = order[slice_positions(starts[kept], sizes[kept], order.dtype)]
+    return images, labels[order[starts[kept]]], sizes[kept], len(sizes)
 
 
 class GlobalBatchSampler(Sampler[list[int]], ABC):
@@ -101,7 +91,7 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
     A subclass defines the number of batches in an epoch (`__len__`) and the batches themselves (`draw`). It may read
     `images` (the dataset indices of all images that take part, grouped by class, the smallest class first),
     `class_labels`, `class_sizes` and `class_starts` (the label, the size and the first position in `images` of each
-    class). From a million labels on, these arrays are in temporary files that all processes of the machine map.
+    class).
 
     Args:
         labels: one integer for each image, in the order of the dataset; any integers, any class sizes. Classes with a
@@ -125,16 +115,9 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
         self.seed = check_seed(self.name, "seed", seed)
         self.epoch = 0
         array = integer_array(self.name, "labels", labels)
-        self._shared: SharedArrays | None = None  # other processes find its files as long as it lives
-        if is_large({"labels": array}):
-            key = f"classes-{digest_of_arrays({'labels': array})}"
-            self._shared = share_arrays(self.name, key, lambda: group_by_class(self.name, array))
-        classes = self._shared or group_by_class(self.name, array)
         self.dataset_size = len(array)
-        self.images: Integers = classes["images"]
-        self.class_labels = classes["class_labels"]
-        self.class_sizes: Integers = classes["class_sizes"]
-        num_classes = int(classes["num_classes"][0])
+        self.images: Integers
+        self.images, self.class_labels, self.class_sizes, num_classes = group_by_class(self.name, array)
         self.num_single_image_classes = num_classes - len(self.class_sizes)
         if self.num_single_image_classes:
             warnings.warn(
@@ -173,9 +156,6 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
     def sampler(self) -> "GlobalBatchSampler":
         """The sampler itself, because Lightning looks for `set_epoch` here."""
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_shared": None}  # the arrays themselves are attributes
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, an integer >= 0, whose batches the next iteration yields."""

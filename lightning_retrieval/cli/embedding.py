@@ -216,7 +216,6 @@ class ImageEmbedder:
 
     def loader(self, root: Path, index: ImageIndex) -> DataLoader[Any]:
         """A loader of the images in their order, whose batches `embed_items` embeds."""
-        index.share_if_large()
         images = ImageSet(index, root, self.transform)
         if isinstance(self.transform, Preparation):
             images = images.in_uint8()

@@ -36,7 +36,7 @@ PREPARATION = "preparation"  # in a checkpoint: what evaluation did to an image
 class CheckpointedModule(pl.LightningModule):
     """A module whose checkpoints hold plain values, so they load with `weights_only=True`, and are verified first."""
 
-    # What evaluation did to an image, as plain data of `serialise_transform`; None if the data module did not record it.
+    # What evaluation did to an image, as plain data; None if the data module did not record it.
     preparation: dict[str, Any] | None = None
 
     def _keep_hyperparameters(self, objects: Mapping[str, Any], frame: FrameType | None) -> None:

@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests.callbacks.glyph_runs import small_glyphs
-
 
 @pytest.fixture
 def no_key(tmp_path, monkeypatch, end_offline_run):
@@ -13,8 +11,3 @@ def no_key(tmp_path, monkeypatch, end_offline_run):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
-
-
-@pytest.fixture(scope="module")
-def glyphs():
-    return small_glyphs()

@@ -3,6 +3,7 @@
 import functools
 import math
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_retrieval import CrossBatchMemory, RetrievalMetrics, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import APMonitor, RetrievalEvaluation
-from lightning_retrieval.callbacks.ap_monitor import decomposability_gap, sums_of_ap
+from lightning_retrieval.callbacks.ap_monitor import cut_into_batches, decomposability_gap, sums_of_ap
 from lightning_retrieval.distributed import sum_over_ranks
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
@@ -27,7 +28,10 @@ from lightning_retrieval.losses import (
     WeightedSum,
 )
 from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
+from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 from tests.csv_logs import logged
+from tests.lightning_retrieval.metrics.evaluation_set import IDS, SIZE, filled, points
+from tests.lightning_retrieval.metrics.evaluation_set import lists as lists_of_set
 
 TAU = 0.1
 
@@ -98,7 +102,7 @@ def mean(values) -> float:
     return sum(values) / len(values)
 
 
-@pytest.mark.parametrize("settings", [{}, {"include_self": True}, {"class_balanced": True}, {"reduction": "sum"}])
+@pytest.mark.parametrize("settings", [{}, {"include_self": True, "class_balanced": True, "reduction": "sum"}])
 def test_ap_and_its_error_are_those_of_the_batches(tmp_path, settings):
     record = Record()
     fit(tmp_path, SmoothAPLoss(TAU, **settings), record, APMonitor())
@@ -132,7 +136,7 @@ def test_the_term_that_approximates_ap_is_used(tmp_path, loss, term):
     assert row["train/AP_e"] == pytest.approx(abs(1 - row[f"train/loss{term}"] - row["train/AP"]), abs=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["one_list", "one_list_detached", "two_terms"])
+@pytest.mark.parametrize("mode", ["one_list", "two_terms"])
 def test_memory_is_in_the_lists_if_it_is_in_those_of_the_loss(tmp_path, mode):
     record = Record()
     fit(
@@ -152,15 +156,6 @@ def test_memory_is_in_the_lists_if_it_is_in_those_of_the_loss(tmp_path, mode):
     assert (abs(row["train/AP"] - of_batch) < 1e-6) == (mode == "two_terms")
 
 
-def test_lists_of_a_third_party_loss_are_those_of_the_batch(tmp_path):
-    """The memory is not part of them."""
-    record = Record()
-    with pytest.warns(UserWarning, match="APMonitor: train/AP_e is not logged, because ContrastiveLoss does"):
-        fit(tmp_path, ContrastiveLoss(), record, APMonitor(), epochs=1, memory=CrossBatchMemory(12))
-    ap = mean(average_precision_score(relevant, scores) for scores, relevant in lists(*record.steps[1][:2]))
-    assert logged(tmp_path)[1]["train/AP"] == pytest.approx(ap, abs=1e-6)
-
-
 class PairDistance(nn.Module):
     """A third-party loss without ids and references."""
 
@@ -168,11 +163,16 @@ class PairDistance(nn.Module):
         return torch.cdist(embeddings, embeddings)[labels[:, None] == labels].mean()
 
 
-@pytest.mark.parametrize("loss", [CalibrationLoss(), PairDistance()], ids=["ours", "third-party"])
-def test_losses_that_do_not_approximate_ap_have_no_error(tmp_path, loss):
-    record = Record()
+@pytest.mark.parametrize(
+    ("loss", "size"), [(CalibrationLoss(), 0), (PairDistance(), 0), (ContrastiveLoss(), 12)], ids=["ours", "own", "PML"]
+)
+def test_losses_that_do_not_approximate_ap_have_no_error(tmp_path, loss, size):
+    """The lists of a third-party loss are those of the batch, without the memory."""
+    record, memory = Record(), None
+    if size:
+        memory = CrossBatchMemory(size)
     with pytest.warns(UserWarning, match=rf"^APMonitor: train/AP_e is not logged, because {type(loss).__name__} does"):
-        fit(tmp_path, loss, record, APMonitor())
+        fit(tmp_path, loss, record, APMonitor(), memory=memory)
     row = logged(tmp_path)[3]
     ap = mean(average_precision_score(relevant, scores) for scores, relevant in lists(*record.steps[3][:2]))
     assert row["train/AP"] == pytest.approx(ap, abs=1e-6)
@@ -259,16 +259,69 @@ def test_two_processes_compute_the_same(run_processes):
 
 
 @pytest.mark.refusal
-def test_evaluation_and_loss_are_required():
-    settings = {"accelerator": "cpu", "logger": False, "max_epochs": 1, "enable_checkpointing": False}
-    run = pl.Trainer(**settings, callbacks=[APMonitor()])
-    module = RetrievalModule(nn.Linear(6, 3), SmoothAPLoss())
-    with pytest.raises(
-        ValueError, match=r"^APMonitor: .* must have the callback RetrievalEvaluation, .* it has none; pass both"
-    ):
-        run.fit(module, DataLoader(data(1)), DataLoader(data(2)))
-    run = pl.Trainer(**settings, callbacks=[RetrievalEvaluation(), APMonitor()])
-    with pytest.raises(
-        TypeError, match=r"^APMonitor: the module must have a `loss` that is an nn.Module, .* got method in"
-    ):
+def test_a_module_without_a_loss_raises():
+    run = pl.Trainer(fast_dev_run=True, accelerator="cpu", callbacks=[RetrievalEvaluation(), APMonitor()])
+    with pytest.raises(TypeError, match=r"^APMonitor: the module must have a `loss` .*, got method in BoringModel"):
         run.fit(BoringModel(), DataLoader(data(1)), DataLoader(data(2)))
+
+
+def test_a_set_is_cut_into_batches_like_those_of_training():
+    labels = points()[1]
+    batches = cut_into_batches(labels, 5, 4)
+    assert len(batches) > 8
+    every = torch.cat(batches)
+    assert len(every.unique()) == len(every)
+    assert len(every) > SIZE - 20  # but the last, smaller batch
+    for batch in batches:
+        assert len(batch) <= 5 * 4
+    assert len(labels[batches[0]].unique()) == 5
+    assert torch.equal(torch.cat(cut_into_batches(labels, 5, 4)), every)
+    assert len(torch.cat(cut_into_batches(labels, 10_000, 4))) == SIZE  # one batch is all there is
+    alike = torch.arange(48) // 4
+    assert len(cut_into_batches(alike, 3, 4)) == 4
+    for batch in cut_into_batches(alike, 3, 4):
+        assert torch.unique(alike[batch], return_counts=True)[1].tolist() == [4, 4, 4]
+
+
+@pytest.mark.parametrize("kind", ["all", "queries apart"])
+def test_the_gap_is_mean_ap_of_batches_minus_ap_of_the_set(kind):
+    def aps(chosen=None):
+        return [
+            average_precision_score(relevant, scores)
+            for scores, relevant in lists_of_set(kind, chosen)
+            if relevant.any()
+        ]
+
+    by_id = IDS.argsort()  # the metric has its rows in the order of their ids
+    batches = cut_into_batches(points()[1][by_id], 5, 4)
+    within = [ap for batch in batches for ap in aps(by_id[batch])]
+    expected = np.mean(within) - np.mean(aps())
+    assert float(decomposability_gap(filled(kind), 5, 4)) == pytest.approx(expected, abs=1e-9)
+    assert expected > 0.1
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+def test_there_is_no_gap_where_the_batch_is_the_set(expanded):
+    metrics = filled("all")
+    if expanded:
+        metrics.query_expansion, metrics.database_augmentation = QueryExpansion(k=5), DatabaseAugmentation(k=5)
+    assert float(decomposability_gap(metrics, 10_000, 10_000)) == pytest.approx(0, abs=1e-12)
+
+
+def test_batches_exclude_the_same_camera_too():
+    metrics, (rows, labels) = RetrievalMetrics((1,)), points()
+    metrics.update(rows, labels, IDS, cameras=IDS % 3)
+    assert float(decomposability_gap(metrics, 10_000, 10_000)) == pytest.approx(0, abs=1e-12)
+
+
+def _gap_of_a_shard(rank, world):
+    """Rank 0 has two thirds of the rows, and one image is on both ranks."""
+    part = slice(0, 200) if rank == 0 else slice(199, None)
+    return decomposability_gap(filled("all", part), 5, 4)
+
+
+def test_two_processes_have_the_same_gap(run_processes):
+    expected = decomposability_gap(filled("all"), 5, 4)
+    first, second = run_processes(_gap_of_a_shard, 2)
+    assert torch.equal(first, second)
+    assert torch.allclose(first, expected, rtol=0, atol=1e-12)

@@ -1,10 +1,15 @@
-"""metrics.csv of a run that is started several times is that of a run that is started once."""
+"""A run that is started several times continues one metrics.csv, from the newest checkpoint that is not damaged."""
 
 import csv
+import os
 
 import pytest
+import torch
 
 from lightning_retrieval.callbacks import ResumableCSVLogger
+from lightning_retrieval.callbacks.csv_logger import SameCheckpoint, newest_checkpoint
+
+# --- metrics.csv
 
 
 def log_steps(folder, steps, validation_after=()):
@@ -121,3 +126,90 @@ def test_types_of_arguments():
         ResumableCSVLogger("run", prefix=3)
     with pytest.raises(TypeError, match="`folder`"):
         ResumableCSVLogger(3)
+
+
+# --- the newest checkpoint
+
+
+OWNER = "fit"
+
+
+def write(path, step, when):
+    """A checkpoint that was written at some time."""
+    path.parent.mkdir(exist_ok=True)
+    torch.save({"step": torch.tensor([step])}, path)
+    os.utime(path, (when, when))
+    return path
+
+
+def damage(path):
+    when = path.stat().st_mtime
+    path.write_bytes(path.read_bytes()[:-30])
+    os.utime(path, (when, when))
+
+
+def test_the_newest_of_all_folders_is_found(tmp_path):
+    write(tmp_path / "a/last.ckpt", 5, when=200)
+    newest = write(tmp_path / "b/step=7.ckpt", 7, when=300)
+    write(tmp_path / "b/step=9.ckpt", 9, when=100)
+    assert newest_checkpoint(OWNER, [tmp_path / "a", str(tmp_path / "b"), tmp_path / "none"]) == newest
+
+
+def test_there_is_none(tmp_path):
+    assert newest_checkpoint(OWNER, [tmp_path, tmp_path / "none"]) is None
+
+
+def test_one_that_a_kill_has_left_half_written_is_skipped(tmp_path):
+    older = write(tmp_path / "a/step=5.ckpt", 5, when=100)
+    damage(write(tmp_path / "a/last.ckpt", 7, when=200))
+    with pytest.warns(UserWarning, match=r"^fit: skipped the checkpoint .*last.ckpt, which is damaged: "):
+        assert newest_checkpoint(OWNER, [tmp_path / "a"]) == older
+
+
+@pytest.mark.refusal
+def test_damaged_ones_alone_raise(tmp_path):
+    damage(write(tmp_path / "a/last.ckpt", 7, when=200))
+    with (
+        pytest.warns(UserWarning, match="skipped the checkpoint"),
+        pytest.raises(ValueError, match=r"^fit: all 1 checkpoints in .*a are damaged; remove them to begin a new run"),
+    ):
+        newest_checkpoint(OWNER, [tmp_path / "a"])
+
+
+# --- the same checkpoint on all processes
+
+
+def message_of(checkpoint, stage="fit"):
+    """The error of the processes that continue from their checkpoints."""
+    try:
+        SameCheckpoint(OWNER, checkpoint).setup(None, None, stage)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def in_each_process(rank, world, folder):
+    first, second, copy = (folder / name for name in ("1/a.ckpt", "2/a.ckpt", "3/a.ckpt"))
+    return {
+        "same": message_of(first),
+        "copies": message_of([first, copy][rank]),
+        "different": message_of([first, second][rank]),
+        "on one process": message_of([first, None][rank]),
+        "new run": message_of(None),
+        "test": message_of([first, second][rank], "test"),
+    }
+
+
+@pytest.mark.distributed
+def test_processes_must_find_the_same(run_processes, tmp_path):
+    for name, step in {"1": 5, "2": 6, "3": 5}.items():
+        (tmp_path / name).mkdir()
+        torch.save({"step": torch.tensor([step])}, tmp_path / name / "a.ckpt")
+    for found in run_processes(in_each_process, 2, tmp_path):
+        assert found["same"] == found["copies"] == found["new run"] == found["test"] == "no error"
+        for name, other in {"different": tmp_path / "2/a.ckpt", "on one process": None}.items():
+            assert found[name] == (
+                "fit: all processes must continue from the same checkpoint, got "
+                f"{[str(tmp_path / '1/a.ckpt'), str(other)]} in rank order, which differ; put the folder of the run on "
+                "a file system that all machines share."
+            )

@@ -1,6 +1,5 @@
 """The picture of detections: its file, and that nothing stays of a run."""
 
-import pytest
 import pytorch_lightning as pl
 import torch
 from PIL import Image
@@ -39,16 +38,3 @@ def test_the_detections_of_the_highest_scores_are_drawn(monkeypatch):
     picture._shown = [(torch.zeros(3, 8, 8), {"boxes": boxes[:1]}, found)]
     picture._draw(["A", "B"], {"A": 0.5})
     assert texts == ["", "A 0.20", "A 0.10"]  # the object has no text
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("error", "match", "arguments"),
-    [
-        (ValueError, "`images` must be an integer >= 1", {"images": 0}),
-        (TypeError, "`detections` must be an integer", {"detections": "all"}),
-    ],
-)
-def test_invalid_settings(error, match, arguments):
-    with pytest.raises(error, match=f"^DetectionPicture: {match}"):
-        DetectionPicture(**arguments)

@@ -1,15 +1,32 @@
-"""RetrievalEvaluation logs the RetrievalMetrics of whole sets, in each stage of a Trainer."""
+"""RetrievalEvaluation logs the metrics of whole sets in each stage, before training too, and their best values."""
 
+import math
 import warnings
 
 import pytest
 import pytorch_lightning as pl
 import torch
+import yaml
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_retrieval import RetrievalMetrics
-from lightning_retrieval.callbacks import RetrievalEvaluation
+from lightning_retrieval import Embedder, RetrievalMetrics
+from lightning_retrieval.callbacks import (
+    APMonitor,
+    PrecisionRecallCurve,
+    RetrievalEvaluation,
+    RetrievalGallery,
+    ScoreHistogram,
+)
+from lightning_retrieval.callbacks.evaluation import (
+    evaluation_mode,
+    is_count,
+    results_table,
+    update_best,
+    worse_than_before,
+)
 from tests.callbacks.point_runs import KS, PointsModule, expected_metrics, labelled_points, make_trainer
 
 
@@ -163,14 +180,246 @@ def test_embeddings_are_freed_when_evaluation_ends():
     assert evaluation.sets == []
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize("name", ["query_expansion", "database_augmentation"])
-def test_post_processing_that_cannot_be_called_raises_in_the_constructor(name):
-    with pytest.raises(TypeError, match=rf"^RetrievalEvaluation: `{name}` must be callable, got 'x' \(str\)\.$"):
-        RetrievalEvaluation(**{name: "x"})
+# --- the test set before training
+
+
+def test_before_fit_is_logged_at_step_0_and_printed_beside_the_trained_results(tmp_path, capsys):
+    module, evaluation = PointsModule(), RetrievalEvaluation(KS, before_fit=True)
+    untrained, modes = expected_metrics(PointsModule(), 3, "test"), []
+    module.embedder[2].eval()  # as frozen layers are
+
+    class Modes(pl.Callback):
+        """Records the modes after the untrained evaluation: callbacks are called in order."""
+
+        def on_train_start(self, trainer, module):
+            modes.append([(name, part.training) for name, part in module.named_modules()])
+
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            assert all(p.grad is None for p in module.parameters()) or batch_idx > 0 or trainer.current_epoch > 0
+
+    logger = CSVLogger(tmp_path, version=0)
+    run = make_trainer(evaluation, Modes(), logger=logger, max_epochs=2)
+    run.fit(module)
+    assert {name for name, training in modes[0] if not training} == {"embedder.2"}
+    assert evaluation.results["untrained"] == pytest.approx(untrained, abs=1e-12)
+    header, first = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[:2]
+    row = dict(zip(header.split(","), first.split(","), strict=True))
+    assert row["step"] == "0"
+    assert {name: float(row[name]) for name in untrained} == pytest.approx(untrained, abs=1e-6)
+    assert row["train/loss"] == ""
+
+    capsys.readouterr()
+    run.test(module, verbose=False)
+    trained = expected_metrics(module, 3, "test")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines if line.strip()] == [
+        ["untrained", "trained"],
+        *(
+            [name, *(f"{table[name]:.{0 if 'skipped' in name else 4}f}" for table in (untrained, trained))]
+            for name in untrained
+        ),
+    ]
+    assert untrained["test/mAP"] != pytest.approx(trained["test/mAP"], abs=1e-4)
+
+
+def test_before_fit_is_skipped_in_a_resumed_run(tmp_path):
+    make_trainer().fit(module := PointsModule())
+    half = make_trainer(RetrievalEvaluation(KS))
+    half.fit(module)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    evaluation = RetrievalEvaluation(KS, before_fit=True)
+    make_trainer(evaluation, max_epochs=2).fit(PointsModule(), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    assert set(evaluation.results) == {"val"}
+
+
+@pytest.mark.parametrize(("limit", "batches"), [(2, 2), (0.5, 2), (1.0, 5)])
+def test_before_fit_evaluates_the_same_batches_as_the_test(monkeypatch, limit, batches):
+    given, real = [], RetrievalMetrics.update
+
+    def update(self, embeddings, labels, ids=None, **kwargs):
+        given.append(ids.tolist())
+        real(self, embeddings, labels, ids, **kwargs)
+
+    monkeypatch.setattr(RetrievalMetrics, "update", update)
+    run = make_trainer(RetrievalEvaluation(KS, before_fit=True), limit_test_batches=limit, limit_val_batches=0)
+    run.fit(PointsModule())
+    before = len(given)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "RetrievalEvaluation: test metrics cover 2 of 5 batches")
+        run.test(run.lightning_module, verbose=False)
+    assert given[:before] == given[before:]
+    assert len(given) == 2 * batches
+
+
+def test_each_module_returns_to_its_own_mode_after_an_error():
+    """Frozen layers stay in evaluation mode."""
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    layers[1].eval()
+    modes = []
+
+    def evaluate():
+        with evaluation_mode(layers):
+            modes.extend(layer.training for layer in layers.modules())
+            raise RuntimeError("failed")
+
+    with pytest.raises(RuntimeError, match="failed"):
+        evaluate()
+    assert modes == [False, False, False]
+    assert [layer.training for layer in layers.modules()] == [True, True, False]
+
+
+class Pooled(Embedder):
+    """An embedder of points, with a fixed backbone of 3 features."""
+
+    def __init__(self):
+        torch.manual_seed(2)
+        super().__init__(nn.Sequential(nn.Flatten(), nn.Linear(6, 3)), 4, feature_dim=3, pooling="avg")
+
+
+def test_before_fit_evaluates_the_backbone_without_the_new_head(tmp_path, capsys):
+    module, evaluation = PointsModule(), RetrievalEvaluation(KS, before_fit=True, dims=(4,))
+    module.embedder = Pooled()
+    bare = PointsModule()
+    bare.embedder = Pooled().backbone
+    expected = expected_metrics(bare, 3, "test")
+    logger = CSVLogger(tmp_path, version=0)
+    run = make_trainer(evaluation, logger=logger, max_epochs=1)
+    run.fit(module)
+    assert evaluation.results["backbone"] == pytest.approx(expected, abs=1e-6)
+    header, first = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[:2]
+    row = dict(zip(header.split(","), first.split(","), strict=True))
+    assert float(row["backbone/test/mAP"]) == pytest.approx(expected["test/mAP"], abs=1e-6)
+    assert row["test/mAP"] != row["backbone/test/mAP"]
+    capsys.readouterr()
+    run.test(module, verbose=False)
+    assert capsys.readouterr().out.split()[:3] == ["backbone", "untrained", "trained"]
+    with module.embedder.without_head():
+        assert module(torch.randn(2, 6)).shape == (2, 3)
+    assert module(torch.randn(2, 6)).shape == (2, 4)
+
+
+# --- best values
+
+
+class ValuesOf(RetrievalEvaluation):
+    """Computes the given values of mAP."""
+
+    def __init__(self, values):
+        super().__init__((1,))
+        self.values = values
+
+    def _create_metrics(self, loader, sync_on_compute, dims):
+        metrics = super()._create_metrics(loader, sync_on_compute, dims)
+        metrics.compute = lambda: {"mAP": torch.tensor(next(self.values)), "skipped_queries": torch.tensor(3.0)}
+        return metrics
+
+
+def best_in(folder, version=0):
+    return yaml.safe_load((folder / f"lightning_logs/version_{version}/hparams.yaml").read_text())["best"]
+
+
+@pytest.mark.filterwarnings("ignore:RetrievalEvaluation. .* have a k above the number of ranked images:UserWarning")
+def test_best_is_the_highest_number_of_the_run(tmp_path):
+    evaluation = ValuesOf(iter([0.9, math.nan, 0.6, 0.4, math.nan]))
+    for version, (epochs, best) in enumerate([(3, 0.9), (2, 0.4)]):
+        run = make_trainer(evaluation, max_epochs=epochs, logger=CSVLogger(tmp_path), num_sanity_val_steps=0)
+        run.fit(PointsModule())
+        assert best_in(tmp_path, version) == {"val/mAP": pytest.approx(best)}
+
+
+class Interrupt(pl.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            raise RuntimeError("the machine was stopped")
+
+
+def test_interrupted_run_logs_its_best(tmp_path):
+    run = make_trainer(RetrievalEvaluation(KS), Interrupt(), max_epochs=2, logger=CSVLogger(tmp_path))
+    with pytest.raises(RuntimeError, match=r"^the machine was stopped$"):
+        run.fit(PointsModule())
+    assert best_in(tmp_path)["val/mAP"] > 0
+
+
+def test_best_of_a_resumed_run_includes_its_first_part(tmp_path):
+    run = make_trainer(RetrievalEvaluation(KS))
+    run.fit(PointsModule())
+    run.save_checkpoint(tmp_path / "last.ckpt")
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    saved["callbacks"]["RetrievalEvaluation"]["best"]["val/mAP"] = 1.5
+    torch.save(saved, tmp_path / "last.ckpt")
+    resumed = make_trainer(RetrievalEvaluation(KS), max_epochs=2, logger=CSVLogger(tmp_path))
+    resumed.fit(PointsModule(), ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    assert best_in(tmp_path)["val/mAP"] == 1.5
+    assert resumed.callback_metrics["val/mAP"] <= 1
+
+
+def test_counts_and_nan_are_not_best_values():
+    best = {"val/mAP": 0.5}
+    update_best(best, {"val/mAP": 0.25, "val/R@1": 1.0, "val/NDCG": math.nan, "val/skipped_queries": 3.0})
+    update_best(best, {"val/mAP": 0.75, "test/skipped_queries/easy": 2.0})
+    assert best == {"val/mAP": 0.75, "val/R@1": 1.0}
+    assert not is_count("val/mAP/easy")
 
 
 @pytest.mark.refusal
-def test_ks_are_validated_in_the_constructor():
-    with pytest.raises(ValueError, match=r"`ks` must be an integer >= 1, got 0\."):
-        RetrievalEvaluation(ks=(1, 0))
+@pytest.mark.parametrize("kind", [APMonitor, RetrievalGallery, ScoreHistogram, PrecisionRecallCurve])
+def test_callbacks_that_show_the_evaluation_require_it(kind):
+    message = rf"^{kind.__name__}: .* must have the callback RetrievalEvaluation, .* it has none; pass both"
+    with pytest.raises(ValueError, match=message):
+        make_trainer(kind()).validate(PointsModule(), verbose=False)
+
+
+# --- the table that is printed
+
+
+def test_one_column_has_no_title():
+    table = results_table({"trained": {"test/mAP": 0.25, "test/skipped_queries": 3.0}})
+    assert table.splitlines() == [
+        "test/mAP                  0.2500",
+        "test/skipped_queries           3",
+    ]
+
+
+def test_metrics_are_those_of_the_last_column():
+    table = results_table({"untrained": {"test/mAP": 0.25}, "trained": {"test/mAP": 0.5, "test/R@1": 1.0}})
+    assert table.splitlines() == [
+        "           untrained     trained",
+        "test/mAP      0.2500      0.5000",
+        "test/R@1         nan      1.0000",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("backbone", "untrained", "trained", "named"),
+    [
+        (
+            0.280,
+            0.254,
+            0.202,
+            "the pooled features of its backbone: test/mAP is 0.2020, and was 0.2800; train for more",
+        ),
+        (0.180, 0.254, 0.202, "the untrained network: test/mAP is 0.2020, and was 0.2540; train for more epochs, try"),
+        (0.180, 0.154, 0.202, None),
+        (0.202, 0.20201, 0.202, None),  # as printed
+        (float("nan"), 0.1, float("nan"), None),
+    ],
+)
+def test_a_network_that_training_made_worse(backbone, untrained, trained, named):
+    scores = {"backbone": backbone, "untrained": untrained, "trained": trained}
+    columns = {
+        title: {"test/skipped_queries": 0.0, "test/mAP": score, "test/R@1": 1.0} for title, score in scores.items()
+    }
+    columns["trained"]["test/R@1"] = 0.5
+    sentence = worse_than_before(columns)
+    if named is None:
+        assert sentence is None
+    else:
+        assert sentence.startswith(f"The trained network is worse than {named}")
+        assert sentence.endswith("or begin with pretrained weights if it did not.")
+    assert worse_than_before({"trained": columns["trained"]}) is None
+
+
+def test_each_set_counts_and_the_first_metric_where_there_is_no_map():
+    before = {"test/a/mAP": 0.5, "test/b/mAP": 0.5}
+    assert "test/b/mAP is 0.4000" in worse_than_before({"untrained": before, "trained": {**before, "test/b/mAP": 0.4}})
+    assert "test/TAR is 0.1000" in worse_than_before({"untrained": {"test/TAR": 0.2}, "trained": {"test/TAR": 0.1}})

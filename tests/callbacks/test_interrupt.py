@@ -2,7 +2,9 @@
 
 import contextlib
 import faulthandler
+import io
 import os
+import re
 import signal
 import sys
 import time
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from lightning_retrieval.callbacks.interrupt import _KEY, EXIT_CODE, CheckpointOnInterrupt
+from lightning_retrieval.cli.main import main
 from tests.lightning_retrieval.cli.example_config import SMALL, write_example
 from tests.processes import StartedCommand
 
@@ -43,7 +46,7 @@ LAUNCHERS = {
 
 
 class Pace(pl.Callback):
-    """Says which step begins, makes a step last for a while, prints the stacks on SIGUSR1, and saves the last state.
+    """Prints each step, which takes a while in a command, prints the stacks on SIGUSR1, and saves the last state.
 
     `save_last=True` of Lightning's ModelCheckpoint saves only if the monitored value is among the best.
     """
@@ -54,7 +57,8 @@ class Pace(pl.Callback):
     def on_train_batch_start(self, trainer, *_):
         if trainer.is_global_zero:
             print(f"step {trainer.global_step} of {os.getpid()}", flush=True)
-        time.sleep(0.3)
+        if "STARTED_COMMAND" in os.environ:
+            time.sleep(0.3)  # so that the interrupt comes in a step
 
     def on_train_end(self, trainer, *_):
         trainer.save_checkpoint(Path(trainer.checkpoint_callback.dirpath, "end.ckpt"))
@@ -147,18 +151,18 @@ def test_a_signal_that_python_drops_ends_the_training_after_the_next_step(tmp_pa
     assert trainer.saved == [("last-interrupted.ckpt", 4)]
 
 
-def fit(folder, launcher, *options, interrupt=None):
+def interrupted_fit(folder, launcher, interrupt):
     """Run the command, and interrupt it with `interrupt(command)` in its third step; its exit code and output."""
-    folder.mkdir(exist_ok=True)
-    command = [*LAUNCHERS[launcher], "fit", "--config", str(write_example(folder)), *SHORT, *options]
+    command = [*LAUNCHERS[launcher], "fit", "--config", str(write_example(folder)), *SHORT]
     started = StartedCommand(command, folder)
+    interrupted = False
     try:
         deadline = time.monotonic() + 240
         while started.process.poll() is None:
             assert time.monotonic() < deadline, started.output_with_stacks()[-20_000:]
-            if interrupt is not None and "step 2 of" in started.output():
+            if not interrupted and "step 2 of" in started.output():
                 interrupt(started)
-                interrupt, deadline = None, time.monotonic() + 60
+                interrupted, deadline = True, time.monotonic() + 60
             time.sleep(0.02)
         end = time.monotonic() + 15  # workers of a process that was killed look every five seconds
         while started.group() and time.monotonic() < end:
@@ -167,6 +171,16 @@ def fit(folder, launcher, *options, interrupt=None):
     finally:
         started.end()
     return started.process.returncode, started.output()
+
+
+def fit(rank, world_size, folder, *options):
+    """Run the command in a process that has been started already; the steps that it prints on rank 0."""
+    os.chdir(folder)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        main(["fit", "--config", "glyphs.yaml", *SHORT, *options])
+    dist.destroy_process_group()
+    return [int(step) for step in re.findall(r"step (\d+) of", printed.getvalue())]
 
 
 def to_all(started):
@@ -183,26 +197,22 @@ def checkpoint(folder, version, name):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(tmp_path_factory, run_processes):
     folder = tmp_path_factory.mktemp("whole")
-    code, output = fit(folder, "fit")
-    assert code == 0, output[-3000:]
+    write_example(folder)
+    assert run_processes(fit, 2, folder, backend=None) == [list(range(STEPS)), []]
     return checkpoint(folder, 0, "end")
 
 
 @pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("signalled", [to_all, to_main])
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_two_processes_leave_a_checkpoint_and_continue_from_it(launcher, signalled, whole, tmp_path):
-    code, output = fit(tmp_path, launcher, interrupt=signalled)
+@pytest.mark.parametrize(("launcher", "signalled"), [("fit", to_main), ("torchrun", to_all)])
+def test_two_processes_leave_a_checkpoint_and_continue_from_it(launcher, signalled, whole, tmp_path, run_processes):
+    code, output = interrupted_fit(tmp_path, launcher, signalled)
     assert code == {"fit": EXIT_CODE, "torchrun": 1}[launcher], output[-3000:]  # torchrun has its own code
     left = checkpoint(tmp_path, 0, "last-interrupted")
     assert 3 <= left["global_step"] < STEPS, output[-3000:]
-    code, output = fit(tmp_path, launcher, "--ckpt_path=last")
-    assert code == 0, output[-3000:]
-    assert f"step {left['global_step']} of" in output
-    assert "step 2 of" not in output
+    steps, _ = run_processes(fit, 2, tmp_path, "--ckpt_path=last", backend=None)
+    assert steps == list(range(left["global_step"], STEPS))
     resumed = checkpoint(tmp_path, 1, "end")
     assert resumed["global_step"] == whole["global_step"] == STEPS
     for name, value in whole["state_dict"].items():

@@ -1,21 +1,72 @@
-"""RetrievalWandbLogger, read back from the files of an offline run."""
+"""RetrievalWandbLogger, read back from the files of an offline run; it is offline unless a key is found."""
+
+import warnings
 
 import pytest
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from lightning_retrieval.callbacks import RetrievalGallery, RetrievalWandbLogger, ScoreHistogram
-from tests.callbacks.glyph_runs import BATCHES, SMALL_LISTS, fit_glyphs, offline_runs
+from lightning_retrieval.callbacks import (
+    PrecisionRecallCurve,
+    RetrievalGallery,
+    RetrievalWandbLogger,
+    ScoreHistogram,
+    TrainingCurve,
+)
+from tests.callbacks.glyph_runs import BATCHES, SMALL_LISTS, fit_glyphs, offline_runs, small_glyphs
 
 pytestmark = [pytest.mark.filterwarnings(message) for message in SMALL_LISTS]
 
 
-@pytest.mark.slow
-def test_offline_run_contains_config_metrics_figures_and_checkpoint(tmp_path, no_key, glyphs, end_offline_run):
-    logger = RetrievalWandbLogger("small", tmp_path, project="glyphs", tags=["test"])
-    trainer = fit_glyphs(logger, glyphs, tmp_path, callbacks=[RetrievalGallery(queries=2, k=3), ScoreHistogram()])
-    end_offline_run()
-    (run,) = offline_runs(tmp_path)
+def full(*arguments, **settings):
+    raise OSError("no space left on device")
 
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of two epochs with figures and several checkpoints, and an epoch that continues it on a full disk.
+
+    The folder, both runs, the checkpoint that is the best after two epochs, and the warnings of the second run.
+    """
+    import wandb
+
+    folder = tmp_path_factory.mktemp("wandb")
+    callbacks = [
+        RetrievalGallery(queries=2, k=3),
+        ScoreHistogram(),
+        PrecisionRecallCurve(),
+        TrainingCurve(),
+        ModelCheckpoint(monitor="train/loss", mode="min", filename="loss:{epoch}"),
+        ModelCheckpoint(filename="latest"),
+    ]
+    settings = {"save_dir": folder, "project": "glyphs", "id": "first", "tags": ["test"]}
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        offline_environment(patch, folder)
+        glyphs = small_glyphs()
+        trainer = fit_glyphs(RetrievalWandbLogger("small", **settings), glyphs, folder, callbacks=callbacks)
+        wandb.finish()
+        caught.clear()
+        patch.setattr(wandb.Artifact, "add_file", full)
+        fit_glyphs(RetrievalWandbLogger(**settings), glyphs, folder, epochs=3, ckpt_path=callbacks[-1].best_model_path)
+        wandb.finish()
+        wandb.teardown()
+    first, second = offline_runs(folder)
+    return folder, first, second, trainer.checkpoint_callback, [str(warning.message) for warning in caught]
+
+
+def offline_environment(patch, folder):
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC", "WANDB_BASE_URL"):
+        patch.delenv(name, raising=False)
+    patch.setenv("HOME", str(folder))
+    patch.setenv("WANDB_MODE", "offline")
+    patch.setenv("WANDB_SILENT", "true")
+    for name in ("DATA", "CACHE", "CONFIG"):
+        patch.setenv(f"WANDB_{name}_DIR", str(folder / "home"))
+
+
+@pytest.mark.slow
+def test_offline_run_contains_config_and_metrics(runs):
+    run = runs[1]
     assert run.config["data"]["class_path"] == "lightning_retrieval.datamodules.Glyphs"
     assert run.config["data"]["classes_per_batch"] == 6
     assert run.config["sampler"]["class_path"].endswith(".PKSampler")
@@ -35,73 +86,87 @@ def test_offline_run_contains_config_metrics_figures_and_checkpoint(tmp_path, no
     assert len(run.column("train/AP")) == 2 * BATCHES
     assert len(run.column("train/images_per_second")) == 2 * (BATCHES - 1)  # none of the first step of an epoch
 
-    pictures = [path.name.split("_")[0] for path in run.folder.glob("files/media/images/retrieval/*.png")]
-    assert sorted(pictures) == ["scores-val"] * 2 + ["val"] * 2
 
-    (artifact,) = run.artifacts
-    best = trainer.checkpoint_callback
-    assert artifact["type"] == "model"
-    assert artifact["aliases"] >= {"best", f"val-mAP-{max(logged):.4f}"}
-    assert artifact["metadata"] == {
-        "file": f"epoch={logged.index(max(logged))}.ckpt",
-        "val/mAP": float(best.best_model_score),
-    }
-    assert artifact["files"] == ["model.ckpt"]
+@pytest.mark.slow
+def test_offline_run_contains_the_figures_that_are_written(runs):
+    folder, run, *_ = runs
+    sent = {path.read_bytes() for path in run.folder.glob("files/media/images/retrieval/*.png")}
+    written = {path.read_bytes() for path in folder.rglob("*.png") if "media" not in path.parts}
+    assert len(sent) == 8
+    assert written < sent  # the curve after the first epoch is no longer there
 
 
 @pytest.mark.slow
-def test_run_with_the_same_id_continues(tmp_path, no_key, glyphs, end_offline_run):
-    def logger():
-        return RetrievalWandbLogger(save_dir=tmp_path, project="glyphs", id="first")
+def test_offline_run_contains_checkpoints_whose_aliases_name_the_monitored_metric(runs):
+    """Several checkpoints of one run: the first that looks at a metric is the best."""
+    _, run, _, best, _ = runs
+    logged, losses = run.column("val/mAP"), run.column("train/loss")
+    by_file = {artifact["metadata"]["file"]: artifact for artifact in run.artifacts}
+    name = f"epoch={logged.index(max(logged))}.ckpt"
+    assert by_file[name]["type"] == "model"
+    assert by_file[name]["aliases"] >= {"best", f"val-mAP-{max(logged):.4f}"}
+    assert by_file[name]["metadata"] == {"file": name, "val/mAP": float(best.best_model_score)}
+    assert by_file[name]["files"] == ["model.ckpt"]
+    (of_loss,) = [file for file in by_file if file.startswith("loss:")]
+    loss = min(losses[BATCHES - 1 :: BATCHES])  # at the end of an epoch
+    assert by_file[of_loss]["aliases"] - {"latest"} == {f"train-loss-{loss:.4f}"}
+    assert by_file["latest.ckpt"]["aliases"] - {"latest"} == {"last"}
 
-    fit_glyphs(logger(), glyphs, tmp_path, epochs=1)
-    end_offline_run()
-    trainer = fit_glyphs(logger(), glyphs, tmp_path, epochs=2, ckpt_path="last")
-    end_offline_run()
-    assert trainer.global_step == 2 * BATCHES
-    before, after = offline_runs(tmp_path)
+
+@pytest.mark.slow
+def test_run_with_the_same_id_continues(runs):
+    folder, before, after, *_ = runs
     assert before.id == after.id == "first"
-    assert [run.column("trainer/global_step")[-1] for run in (before, after)] == [BATCHES - 1, 2 * BATCHES - 1]
-    assert min(after.column("trainer/global_step")) == BATCHES
-    assert {path.name for path in tmp_path.rglob("*.ckpt")} >= {"last.ckpt"}
-    assert len({path.parent for path in tmp_path.rglob("*.ckpt")}) == 1
+    assert [run.column("trainer/global_step")[-1] for run in (before, after)] == [2 * BATCHES - 1, 3 * BATCHES - 1]
+    assert min(after.column("trainer/global_step")) == 2 * BATCHES
+    assert len({path.parent for path in folder.rglob("*.ckpt")}) == 1
     assert after.summary["best/val/mAP"] == max(before.column("val/mAP") + after.column("val/mAP"))
 
 
 @pytest.mark.slow
-def test_aliases_of_artifacts_name_the_monitored_metric(tmp_path, no_key, glyphs, end_offline_run):
-    """Several checkpoints of one run: the first that looks at a metric is the best."""
-    callbacks = [
-        ModelCheckpoint(monitor="train/loss", mode="min", filename="loss:{epoch}"),
-        ModelCheckpoint(filename="latest"),
-    ]
-    fit_glyphs(RetrievalWandbLogger(save_dir=tmp_path), glyphs, tmp_path, epochs=1, callbacks=callbacks)
-    end_offline_run()
-    (run,) = offline_runs(tmp_path)
-    by_file = {artifact["metadata"]["file"]: artifact["aliases"] - {"latest"} for artifact in run.artifacts}
-    (score,), loss = run.column("val/mAP"), run.column("train/loss")[-1]
-    assert by_file == {
-        "epoch=0.ckpt": {"best", f"val-mAP-{score:.4f}"},
-        "loss:epoch=0.ckpt": {f"train-loss-{loss:.4f}"},
-        "latest.ckpt": {"last"},
-    }
+def test_failed_upload_of_an_artifact_gives_a_warning(runs):
+    assert any("ckpt could not be uploaded as an artifact: no space left on device" in line for line in runs[-1])
+    assert not runs[2].artifacts
 
 
-@pytest.mark.slow
-def test_failed_upload_of_an_artifact_gives_a_warning(tmp_path, no_key, glyphs, monkeypatch, end_offline_run):
-    import wandb
+def test_logger_is_online_with_a_key_unless_offline_is_given(tmp_path, no_key, monkeypatch):
+    def is_offline(**settings):
+        return RetrievalWandbLogger(save_dir=tmp_path, **settings).offline
 
-    def full(*arguments, **settings):
-        raise OSError("no space left on device")
+    assert is_offline()
+    assert is_offline(offline=True)
+    assert not is_offline(offline=False)
+    netrc = tmp_path / "home" / ".netrc"
+    netrc.write_text("machine example.org login user password secret\n")
+    assert is_offline()
+    netrc.write_text("machine api.wandb.ai login user password " + 40 * "0" + "\n")
+    assert not is_offline()
+    assert is_offline(offline=True)
+    netrc.write_text("half a line")
+    assert is_offline()
+    netrc.unlink()
+    with monkeypatch.context() as there:
+        there.setenv("WANDB_API_KEY", 40 * "0")
+        assert not is_offline()
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert not is_offline()
 
-    monkeypatch.setattr(wandb.Artifact, "add_file", full)
-    with pytest.warns(UserWarning, match=r"ckpt could not be uploaded as an artifact: no space left on device"):
-        fit_glyphs(RetrievalWandbLogger(save_dir=tmp_path), glyphs, tmp_path, epochs=1)
-    end_offline_run()
-    assert not offline_runs(tmp_path)[0].artifacts
 
+def test_keys_are_found_where_weights_and_biases_finds_them(tmp_path, no_key, monkeypatch):
+    def is_offline():
+        return RetrievalWandbLogger(save_dir=tmp_path).offline
 
-@pytest.mark.refusal
-def test_offline_must_be_a_flag(tmp_path):
-    with pytest.raises(TypeError, match=r"^RetrievalWandbLogger: `offline` must be True, False or None, got 'yes'\.$"):
-        RetrievalWandbLogger(offline="yes")
+    netrc = tmp_path / "home" / ".netrc"
+    monkeypatch.setenv("WANDB_API_KEY", "  ")
+    monkeypatch.setenv("WANDB_MODE", "")
+    assert is_offline()
+    netrc.write_bytes(b"machine api.wandb.ai login m\xfcller password x\n")  # not UTF-8
+    assert is_offline()
+    netrc.write_text("machine api.wandb.ai login user password x\n")
+    assert not is_offline()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")  # for which there is none
+    assert is_offline()
+    netrc.write_text("machine wandb.example.org login user password x\n")
+    assert not is_offline()
+    monkeypatch.setenv("NETRC", str(tmp_path / "elsewhere"))
+    assert is_offline()

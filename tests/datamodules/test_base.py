@@ -1,22 +1,27 @@
-"""RetrievalDataModule: the sampler of the training batches, the settings of the loaders, and the counts of `check`."""
+"""The base class of data modules: its arguments, the sampler of the training batches, the loaders, and `check`."""
+
+import inspect
+import typing
 
 import numpy as np
 import pytest
-import pytorch_lightning as pl
 import torch
 from jsonargparse import ArgumentParser
-from pytorch_lightning.callbacks import ModelCheckpoint
-from torch import nn
 
-from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval import datamodules
 from lightning_retrieval.datamodules import (
     AllClassesSampler,
     CategorySampler,
     Glyphs,
+    GlyphScenes,
     ImageFolder,
+    PascalVOC,
     PKSampler,
     RetrievalDataModule,
 )
+from lightning_retrieval.datamodules.base import RetrievalSettings
+from lightning_retrieval.datamodules.detection.boxes import BoxDataModule, DetectionDataModule, DetectionSettings
+from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from tests.datamodules.trees_more import QUICK, fit_and_validate, write_folders
 
 IGNORED = [
@@ -28,55 +33,18 @@ pytestmark = [pytest.mark.filterwarnings(message) for message in IGNORED]
 class GlyphsByCategory(Glyphs):
     def train_sampler(self) -> CategorySampler:
         names = np.array(self.train_set.categories)[self.train_set.labels]
-        return CategorySampler(
-            self.train_set.labels,
-            np.unique(names, return_inverse=True)[1],
-            classes_per_batch=self.classes_per_batch,
-            samples_per_class=self.samples_per_class,
-            seed=self.seed,
-        )
+        categories = np.unique(names, return_inverse=True)[1]
+        return CategorySampler(self.train_set.labels, categories, classes_per_batch=8, samples_per_class=3, seed=1)
 
 
-class GlyphsWithAllClasses(Glyphs):
-    def train_sampler(self) -> AllClassesSampler:
-        return AllClassesSampler(self.train_set.labels, batch_size=2 * len(self.train_set.labels.unique()))
-
-
-class RecordBatches(pl.Callback):
-    """Records the ids of the images in each training batch."""
-
-    def __init__(self):
-        self.batches = []
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.batches.append(batch["ids"].tolist())
-
-
-def fit(data, ckpt_path=None, callbacks=(), **kwargs) -> tuple[RetrievalModule, list[list[int]]]:
-    torch.manual_seed(2)
-    module = RetrievalModule(nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(64, 16)), SmoothAPLoss(tau=0.1))
-    recorder = RecordBatches()
-    trainer = pl.Trainer(
-        **{"limit_train_batches": 2, "limit_val_batches": 0, "max_epochs": 2, **kwargs},
-        accelerator="cpu",
-        devices=1,
-        callbacks=[recorder, *callbacks],
-        enable_checkpointing=bool(callbacks),
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
-    return module, recorder.batches
-
-
-def first_batches(sampler, epochs: int) -> list[list[int]]:
-    found = []
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        batches = iter(sampler)
-        found += [next(batches) for _ in range(2)]
-    return found
+def test_a_subclass_can_build_its_sampler_from_the_training_set():
+    data = GlyphsByCategory()
+    loader = iter(data.train_dataloader())
+    batches = [next(loader) for _ in range(2)]
+    sampler = iter(data.train_sampler())
+    assert [batch["ids"].tolist() for batch in batches] == [next(sampler) for _ in range(2)]
+    for batch in batches:
+        assert len({data.train_set.categories[label] for label in batch["labels"]}) == 2
 
 
 def test_the_default_sampler_is_a_pk_sampler():
@@ -85,28 +53,6 @@ def test_the_default_sampler_is_a_pk_sampler():
     assert type(sampler) is PKSampler
     assert (sampler.classes_per_batch, sampler.samples_per_class, sampler.seed) == (5, 3, 7)
     assert data.train_dataloader().batch_sampler.batch_sampler.class_sizes.tolist() == sampler.class_sizes.tolist()
-
-
-def test_a_subclass_can_build_its_sampler_from_the_training_set(tmp_path):
-    """Train for two epochs of two steps, then again from the checkpoint after the third step."""
-    data = GlyphsByCategory(classes_per_batch=8, samples_per_class=3, seed=1)
-    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    module, arrived = fit(data, callbacks=[save])
-    assert arrived == first_batches(data.train_sampler(), 2)
-    for batch in arrived:
-        labels = data.train_set.labels[batch]
-        assert len({data.train_set.categories[label] for label in labels}) == 2
-    again = GlyphsByCategory(classes_per_batch=8, samples_per_class=3, seed=1)
-    resumed, arrived_again = fit(again, ckpt_path=tmp_path / "step=3.ckpt")
-    assert arrived_again == arrived[3:]
-    assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), module.parameters(), strict=True))
-
-
-@pytest.mark.slow
-def test_a_data_module_trains_on_all_classes():
-    data = GlyphsWithAllClasses()
-    _, (batch,) = fit(data, limit_train_batches=1, max_epochs=1)
-    assert data.train_set.labels[batch].unique().tolist() == data.train_set.labels.unique().tolist()
 
 
 # --- the argument `sampler`
@@ -124,7 +70,7 @@ def test_a_data_module_trains_with_a_sampler_object(tmp_path):
     write_folders(tmp_path, ["a", "b", "c", "d", "e", "f"])
     labels = ImageFolder(tmp_path, **QUICK).train_set.labels
     sampler = FixedFirstBatch(labels, classes_per_batch=2, samples_per_class=2, seed=3)
-    data = ImageFolder(tmp_path, sampler=sampler, num_workers=2, **QUICK)
+    data = ImageFolder(tmp_path, sampler=sampler, **QUICK)
     assert data.train_sampler() is sampler
     assert next(iter(data.train_dataloader()))["ids"].tolist() == [0, 1, 3, 4]
     assert 0 < fit_and_validate(data)["val/mAP"] <= 1
@@ -162,15 +108,6 @@ def test_a_config_can_choose_the_sampler_by_name_or_by_class(tmp_path, by_name):
 
 
 # --- loading and counting
-
-
-@pytest.mark.parametrize(("workers", "cuda"), [(0, False), (2, True)])
-def test_memory_is_pinned_if_there_is_a_gpu_and_workers_are_persistent(tmp_path, monkeypatch, workers, cuda):
-    write_folders(tmp_path, ["a", "b", "c", "d"])
-    data = ImageFolder(tmp_path, num_workers=workers, **QUICK)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    for loader in (data.train_dataloader(), data.val_dataloader(), data.predict_dataloader()):
-        assert (loader.num_workers, loader.persistent_workers, loader.pin_memory) == (workers, workers > 0, cuda)
 
 
 class TwoTests(Glyphs):
@@ -227,3 +164,79 @@ class Numbers(list):
 
     def __init__(self):
         super().__init__(range(8))
+
+
+# --- signatures and unknown arguments
+
+
+MODULES = [
+    thing
+    for thing in (getattr(datamodules, name) for name in datamodules.__all__)
+    if isinstance(thing, type) and issubclass(thing, (RetrievalDataModule, DetectionDataModule))
+]
+
+
+class Photos(ImageFolder):
+    """A data module of a user."""
+
+    def __init__(self, root, tidy=True, **settings):
+        super().__init__(root, **settings)
+        self.tidy = tidy
+
+
+@pytest.mark.parametrize("kind", [*MODULES, Photos])
+def test_a_signature_shows_every_argument(kind):
+    shown = inspect.signature(kind).parameters
+    kinds = {parameter.kind for parameter in shown.values()}
+    assert kinds <= {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
+    for base, settings in ((ImageDataModule, ImageSettings), (BoxDataModule, DetectionSettings)):
+        if issubclass(kind, base):
+            assert settings.__annotations__.keys() <= shown.keys()
+
+
+def test_the_arguments_that_a_signature_shows_have_their_defaults(tmp_path):
+    data = Photos(tmp_path)
+    shown = inspect.signature(Photos).parameters
+    assert list(shown)[:3] == ["root", "tidy", "test_fraction"]
+    assert len(shown) == 27
+    for name, parameter in shown.items():
+        if name not in ("root", "train_transform", "eval_transform", "seed"):
+            assert getattr(data, name) == parameter.default, name
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        (RetrievalSettings, RetrievalDataModule),
+        (ImageSettings, ImageDataModule),
+        (DetectionSettings, DetectionDataModule),
+    ],
+)
+def test_type_checkers_see_the_arguments_of_the_constructor(settings, kind):
+    shown = inspect.signature(kind).parameters.values()
+    expected = {each.name: each.annotation for each in shown if each.kind is each.KEYWORD_ONLY}
+    assert typing.get_type_hints(settings) == expected
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("kind", "name", "nearest"),
+    [
+        (ImageFolder, "val_share", "val_fraction"),
+        (Photos, "val_share", "val_fraction"),
+        (Photos, "tidied", "tidy"),
+        (PascalVOC, "batchsize", "batch_size"),
+        (type("Scenes", (GlyphScenes,), {}), "batchsize", "batch_size"),
+        (Glyphs, "clases_per_batch", "classes_per_batch"),
+    ],
+)
+def test_an_unknown_argument_names_the_class_and_the_nearest_argument(kind, name, nearest):
+    arguments = ["data"] * (not issubclass(kind, (Glyphs, GlyphScenes)))
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}: has no argument `{name}`; did you mean `{nearest}`\?$"):
+        kind(*arguments, **{name: 1})
+
+
+@pytest.mark.refusal
+def test_an_unknown_argument_without_a_near_one_lists_all():
+    with pytest.raises(TypeError, match=r"^Glyphs: has no argument `xyz`; it has classes_per_batch, .*, cache_dir\.$"):
+        Glyphs(xyz=1)

@@ -1,16 +1,35 @@
-"""Reading all images before training: damaged files, images that occur twice, sizes, and many threads."""
+"""Checks of a data set before training: the report, its counts, all images read in many threads, and warnings."""
 
 import io
+import sys
 import threading
 import time
+import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_retrieval.datamodules import ImageFolder, ImageIndex, ImageSet, ImageTable, image_check
-from lightning_retrieval.datamodules.image_check import DataReport, check_contents
+from lightning_retrieval import datamodules
+from lightning_retrieval.cli.main import main
+from lightning_retrieval.datamodules import (
+    DataReport,
+    ImageFolder,
+    ImageIndex,
+    ImageSet,
+    ImageTable,
+    LandmarksClean,
+    image_check,
+)
+from lightning_retrieval.datamodules.image_check import check_contents, record_warnings
 from tests.datamodules.pictures import as_it_is
+from tests.datamodules.trees import (
+    write_image,
+    write_text,
+)
+from tests.datamodules.trees_more import write_landmarks
+from tests.processes import start_processes
 
 
 def noise(path, seed, size=(8, 8)):
@@ -124,7 +143,7 @@ def test_distractors_are_no_class(tmp_path):
 def test_threads_do_not_change_the_report(folder, load_truncated, monkeypatch):
     """Truncated images are decoded in all threads, or in none: Pillow's setting is one of the process."""
     encoded = io.BytesIO()
-    for number in range(120):
+    for number in range(40):
         pixels = np.random.default_rng(number).integers(0, 256, (90, 90, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(encoded, "jpeg")
         content = encoded.getvalue()
@@ -145,7 +164,7 @@ def test_threads_do_not_change_the_report(folder, load_truncated, monkeypatch):
         monkeypatch.setattr(image_check, "_cores", lambda cores=cores: cores)
         reports.append(ImageFolder(folder, load_truncated=load_truncated).check())
     assert reports[0] == reports[1]
-    assert len(reports[0].unreadable_files) == (0 if load_truncated else 120)
+    assert len(reports[0].unreadable_files) == (0 if load_truncated else 40)
     assert len(threads) > 2
     assert threading.get_ident() not in threads
 
@@ -162,3 +181,110 @@ def test_an_interrupt_ends_the_threads(folder, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         check_contents(DataReport(), {"train": images})
     assert threading.active_count() == before
+
+
+# --- the report
+
+
+def write_table(root):
+    write_text(root / "table.csv", "image,label,split\na.png,1,train\nb.png,2,test\n")
+
+
+def test_a_report_is_ok_with_any_of_the_published_counts():
+    published = [(1000, 7), (1200, 7)]
+    report = DataReport({"train": ((1200, 7), published), "test": ((5, 2), ())})
+    assert report.ok
+    assert str(report).splitlines()[1] == "train   1,200        7     1,000 or 1,200        7"
+    assert not DataReport({"train": ((1100, 7), published)}).ok
+    assert not DataReport(problems=["a sentence"]).ok
+    many = DataReport(missing_files=[f"{i}.jpg" for i in range(1012)])
+    assert str(many).splitlines()[-2:] == ["missing: 9.jpg", "... and 1,002 more are missing"]
+
+
+def test_a_check_reports_the_warnings_of_reading_once(tmp_path):
+    written = write_landmarks(tmp_path)
+    (tmp_path / written["val"][0][0]).unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = LandmarksClean(tmp_path).check()
+    assert [line[:5] for line in str(report).splitlines() if "skipped 1 images" in line] == ["probl"]
+
+
+def check_of_a_latin_tree(rank, world_size, root):
+    """Print the report as `lightning-retrieval check` does, to an output that takes valid UTF-8 only."""
+    sys.stdout.reconfigure(encoding="utf-8", errors="strict")
+    with pytest.raises(SystemExit) as ended:
+        main(["check", "--data", "ImageFolder", "--root", root])
+    sys.stdout.flush()
+    return ended.value.code
+
+
+def test_a_report_with_file_names_in_another_encoding_is_printed(tmp_path):
+    name = b"a/caf\xe9.jpg".decode(errors="surrogateescape")
+    for path in ("a/1.jpg", name, "b/1.jpg"):
+        write_image(tmp_path / "root" / path)
+    (tmp_path / "root/c").mkdir()
+    (tmp_path / "root/c" / name.replace("a/", "").replace(".jpg", ".txt")).write_text("")
+    (process,) = start_processes(check_of_a_latin_tree, 1, str(tmp_path / "root"), folder=tmp_path)
+    assert process.wait(60) == 0, process.output()
+    assert process.result() == 1
+    assert "caf\\udce9.txt" in process.output()
+
+
+def test_images_are_searched_for_at_the_listed_paths(tmp_path):
+    write_table(tmp_path)
+    write_image(tmp_path / "a.png")
+    report = ImageTable(tmp_path, "table.csv").check()
+    assert report.missing_files == ["b.png"]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in datamodules.__all__ if getattr(datamodules, name).__dict__.get("published_counts")]
+)
+def test_the_documentation_has_the_published_counts(name):
+    page = (Path(__file__).parents[2] / "docs" / "data-sets.md").read_text(encoding="utf-8")
+    _, _, section = page.partition(f"### {name}\n")
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+    text = row + section.partition("\n### ")[0]
+    counts = [
+        f"{number:,}"
+        for each in getattr(datamodules, name).published_counts.values()
+        for count in each
+        for number in count
+    ]
+    assert [number for number in counts if number != "0" and number not in text] == []
+
+
+# --- warnings of reading
+
+
+def test_warnings_are_recorded_and_issued(tmp_path):
+    def read():
+        warnings.warn("a message", stacklevel=1)
+        return 7
+
+    with pytest.warns(UserWarning, match="a message"):
+        assert record_warnings(read) == (7, ["a message"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert record_warnings(lambda: 7) == (7, [])
+        with pytest.raises(UserWarning, match="a message"):
+            record_warnings(read)
+
+
+def test_warnings_of_reading_are_repeated_from_the_cache_and_in_the_report(tmp_path):
+    written = write_landmarks(tmp_path / "data")
+    (tmp_path / "data" / written["train"][0][0]).unlink()
+    messages = []
+    for _ in range(2):
+        data = LandmarksClean(tmp_path / "data", cache_dir=tmp_path / "cache")
+        with pytest.warns(UserWarning, match="skipped 1 images that are not in") as caught:
+            data.prepare_data()
+        messages.append([str(warning.message) for warning in caught])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            report = data.check()
+        assert report.problems == messages[-1]
+        assert not report.ok
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert messages[0] == messages[1]

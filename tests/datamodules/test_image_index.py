@@ -12,9 +12,8 @@ from lightning_retrieval.datamodules import (
     ImageIndex,
     ImageSet,
 )
+from lightning_retrieval.datamodules.image_index import class_numbers, digest_of_arrays
 from tests.datamodules.pictures import as_it_is
-
-OTHER = ImageIndex(["z"], [3], roles=[1], instances=[5])
 
 
 def test_an_index_can_be_sliced_and_converted_to_arrays():
@@ -47,13 +46,7 @@ def test_an_index_can_be_sliced_and_converted_to_arrays():
         (([], []), "`paths` must hold at least one image"),
         ((["a"], [1, 2]), "`labels` must have one entry for each of 1 paths, got 2"),
         ((["../a"], [1]), r"`paths` must lie inside the root, got '\.\./a'"),
-        ((["/a"], [1]), "must lie inside the root, got '/a'"),
-        ((["a\\..\\..\\b"], [1]), "must lie inside the root"),
-        ((["C:/a"], [1]), "must lie inside the root"),
-        ((["./a"], [1]), "must be without './' and '//', got './a'"),
-        ((["a/./b"], [1]), "must be without './' and '//'"),
         ((["a//b"], [1]), "must be without './' and '//'"),
-        ((["a/b/."], [1]), "must be without './' and '//'"),
     ],
 )
 def test_an_invalid_index_raises(arguments, sentence):
@@ -97,17 +90,10 @@ def test_instances_with_several_classes_raise():
     [
         ({"paths": "ab"}, TypeError, r"`paths` must be a sequence of strings, got one str\."),
         ({"paths": ["a", None]}, TypeError, r"`paths` must hold strings only, got None \(NoneType\)\."),
-        ({"names": "ab"}, TypeError, r"`names` must be a sequence of strings, got one str\."),
-        ({"paths": b"ab"}, TypeError, r"`paths` must be a sequence of strings, got one bytes\."),
         ({"labels": [0.5, 1.0]}, TypeError, r"`labels` must be integers of 64 bits, got float64\."),
-        ({"labels": ["1", "2"]}, TypeError, "`labels` must be integers of 64 bits, got <U1"),
         ({"labels": [1, 10**30]}, TypeError, "`labels` must be integers of 64 bits, got object"),
-        ({"categories": [0.0, 1.0]}, TypeError, "`categories` must be integers"),
-        ({"cameras": ["c1", "c2"]}, TypeError, "`cameras` must be integers"),
         ({"cameras": [1]}, ValueError, "`cameras` must have one entry for each of 2 paths, got 1"),
         ({"roles": [1, 4]}, ValueError, r"`roles` must be from 0 to 3, got 4; take them from ROLES\."),
-        ({"roles": [-1, 1]}, ValueError, "`roles` must be from 0 to 3, got -1"),
-        ({"roles": [257, 1]}, ValueError, "`roles` must be from 0 to 3, got 257"),
         ({"levels": [[5, 1], [5, 2]]}, ValueError, r"`levels` must nest, .* got \[5, 1\] for a and \[5, 2\] for b\."),
         ({"levels": [0, 1]}, ValueError, r"`levels` must be \(images, levels\), got shape \(2,\)\."),
         ({"paths": ["a", "a"]}, ValueError, r"`labels` must be the same .*, got \[0, 1\] for a\."),
@@ -154,22 +140,19 @@ def private_memory() -> float:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs Linux's account of memory")
-@pytest.mark.parametrize("as_arrays", [True, False])
-def test_workers_do_not_copy_the_index(as_arrays):
+def test_workers_do_not_copy_the_index():
     """The 200,000 paths take about 16 MB. Strings in a list are copied: reading one changes its reference count."""
     strings = [f"{number:080}.jpg" for number in range(200_000)]
     index = ImageIndex(strings, np.arange(200_000) // 4)
-    assert (
-        sum(map(len, index.paths)) + index.labels.sum() > 0
-    )  # a page that no other process has read counts as private
-    images = ImageSet(index, "root", as_it_is)
-    dataset = Touching(index.paths, images.labels) if as_arrays else Touching(strings, images.labels.tolist())
-    loader = DataLoader(dataset, None, num_workers=1, multiprocessing_context="fork")
-    (grown,) = loader
-    assert grown < 5 if as_arrays else grown > 16
-    if as_arrays:
-        arrays = sum(array.nbytes for array in index.arrays().values())
-        assert len(pickle.dumps(index)) < 1.01 * arrays + 1000  # what is sent to workers that are spawned
+    # A page that no other process has read counts as private.
+    assert sum(map(len, index.paths)) + index.labels.sum() > 0
+    labels = ImageSet(index, "root", as_it_is).labels
+    (grown,) = DataLoader(Touching(index.paths, labels), None, num_workers=1, multiprocessing_context="fork")
+    assert grown < 5
+    (grown,) = DataLoader(Touching(strings, labels.tolist()), None, num_workers=1, multiprocessing_context="fork")
+    assert grown > 16
+    arrays = sum(array.nbytes for array in index.arrays().values())
+    assert len(pickle.dumps(index)) < 1.01 * arrays + 1000  # what is sent to workers that are spawned
 
 
 def leaves_or_is_not_normalized(path):
@@ -181,9 +164,9 @@ def leaves_or_is_not_normalized(path):
     return is_absolute or goes_up or not is_normalized
 
 
-def test_all_short_paths_are_refused_or_not_as_the_rule_says():
+def test_all_short_paths_raise_or_not_as_the_rule_says():
     """Also beside paths that are regular, since a list is first looked at as a whole."""
-    for length in range(5):
+    for length in range(4):
         for characters in itertools.product("ab./\\:", repeat=length):
             path = "".join(characters)
             for paths in ([path], ["b/c.jpg", path, "d.jpg"]):
@@ -192,3 +175,27 @@ def test_all_short_paths_are_refused_or_not_as_the_rule_says():
                         ImageIndex(paths, range(len(paths)))
                 else:
                     assert list(ImageIndex(paths, range(len(paths))).paths) == paths
+
+
+def test_the_digest_depends_on_names_types_shapes_and_values():
+    digests = {
+        digest_of_arrays(arrays)
+        for arrays in (
+            {"a": np.arange(4)},
+            {"b": np.arange(4)},
+            {"a": np.arange(4).reshape(2, 2)},
+            {"a": np.arange(4, dtype=np.int32)},
+            {"a": np.arange(1, 5)},
+            {"a": np.arange(4), "b": np.zeros(0, np.int64)},
+        )
+    }
+    assert len(digests) == 6
+    columns = np.arange(8).reshape(4, 2)[:, 0]  # not contiguous
+    assert digest_of_arrays({"a": columns}) == digest_of_arrays({"a": columns.copy()})
+
+
+def test_classes_are_numbered_in_the_order_of_their_ids():
+    labels, names = class_numbers([30, 7, 30, -2])
+    assert labels.tolist() == [2, 1, 2, 0]
+    assert names == ["-2", "7", "30"]
+    assert class_numbers(["b", "a", "b"])[0].tolist() == [1, 0, 1]

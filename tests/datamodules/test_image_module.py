@@ -1,8 +1,6 @@
 """ImageDataModule: splits, training and validation, the cache, and the check of the files."""
 
 import os
-import pickle
-import tempfile
 from types import MappingProxyType
 
 import numpy as np
@@ -17,11 +15,8 @@ from lightning_retrieval.datamodules import (
     ImageDataModule,
     ImageIndex,
     ImageSet,
-    shared_arrays,
 )
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, class_numbers
-from lightning_retrieval.datamodules.shared_arrays import SharedArrays, digest_of_arrays
-from lightning_retrieval.ranking.labels import Role
 from tests.datamodules.pictures import TINY, picture
 
 
@@ -77,11 +72,10 @@ def fit(data, steps=2):
     return {**trained, **trainer.callback_metrics}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("sampler", ["pk", "category", "all_classes"])
-def test_a_module_trains_and_validates(tree, workers, sampler):
+def test_a_module_trains_and_validates(tree, sampler):
     settings = {"classes_per_batch": 6, "samples_per_class": 2} if sampler == "all_classes" else {}
-    found = fit(Pictures(tree, num_workers=workers, sampler=sampler, **settings))
+    found = fit(Pictures(tree, sampler=sampler, **settings))
     assert 0 < found["val/mAP"] <= 1
     assert found["val/skipped_queries"] == 0
 
@@ -173,44 +167,11 @@ def test_check_reports_the_published_counts_and_missing_files(tree):
     [
         ({"val_fraction": 1.0}, "`val_fraction` must be at least 0 and below 1, got 1.0"),
         ({"on_error": "ignore"}, "`on_error` must be one of 'raise', 'skip', got 'ignore'"),
-        (
-            {"sampler": "random"},
-            "`sampler` must be one of 'pk', 'category', 'all_classes', or a GlobalBatchSampler, got 'random'",
-        ),
     ],
 )
 def test_invalid_settings_raise(tree, settings, sentence):
     with pytest.raises(ValueError, match=f"^Pictures: {sentence}"):
         Pictures(tree, **settings)
-
-
-def test_what_read_changes_reaches_the_processes_that_share_the_list(tree, tmp_path, monkeypatch):
-    """Of the whole list, of a slice of it, and of what the cache holds."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(shared_arrays, "SHARED_FROM", 1)
-    roles = np.array([Role.QUERY, Role.GALLERY, Role.BOTH, Role.GALLERY] * 3, np.uint8)
-
-    class Changed(Pictures):
-        def read(self):
-            train = self.of(range(6))[::-1]
-            train.labels[:] = 7 + train.labels
-            test = self.of(range(6, 9))
-            test.roles = roles
-            test.labels[3::4] = DISTRACTOR
-            return {"train": train, "test": test}
-
-    for _ in ("read", "from the cache"):
-        data = Changed(tree, cache_dir=tmp_path / "cache", val_fraction=0.34)
-        splits = {**data.splits, "train without val": data.train_set.index, "val": data.val_set.index}
-        assert all(index.is_shared for index in splits.values())
-        assert splits["train"].labels.tolist() == [7 + label // 4 for label in reversed(range(24))]
-        for index in splits.values():
-            other = ImageIndex.from_arrays(SharedArrays(index.share()))  # as another process opens it
-            assert other.digest == index.digest == digest_of_arrays(index.arrays())
-            assert other.labels.tolist() == pickle.loads(pickle.dumps(index)).labels.tolist() == index.labels.tolist()
-        other = ImageIndex.from_arrays(SharedArrays(splits["test"].share()))
-        assert other.roles.tolist() == roles.tolist()
-        assert other.labels.tolist() == [0, 0, 0, -1, 1, 1, 1, -1, 2, 2, 2, -1]
 
 
 def test_roles_determine_queries_and_gallery(tree):

@@ -86,12 +86,10 @@ def test_training_images_are_a_function_of_seed_epoch_and_batch(name, folder):
     images = run(folder, name, 0)
     batches = len(images) // 2
     assert not torch.equal(images[0], images[batches])  # another epoch
-    for again in (run(folder, name, 0), run(folder, name, 2)):
-        assert all(map(torch.equal, again, images))
-    for workers in (0, 2):
-        resumed = run(folder, name, workers, start=1)
-        assert len(resumed) == batches - 1
-        assert all(map(torch.equal, resumed, images[1:]))
+    assert all(map(torch.equal, run(folder, name, 2), images))
+    resumed = run(folder, name, 0, start=1)
+    assert len(resumed) == batches - 1
+    assert all(map(torch.equal, resumed, images[1:]))
 
 
 def test_the_global_generators_continue_as_if_nothing_had_happened():

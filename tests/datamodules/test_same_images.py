@@ -1,20 +1,47 @@
-"""Processes of a machine share the list of images; all must have the same, also when they continue a run."""
+"""All processes of a run must have the same list of images, also when they continue it; workers change no batch."""
 
-import os
 import shutil
-from pathlib import Path
+from unittest import mock
 
 import pytest
 import pytorch_lightning as pl
+import torch
 import torch.distributed as dist
 
-from lightning_retrieval.datamodules import ImageFolder
+from lightning_retrieval.datamodules import ImageFolder, PKSampler
 from tests.datamodules.pictures import TINY
-from tests.datamodules.shared_run import FLAGS, Recorder, train
 from tests.datamodules.trees_more import write_folders
 
-LIST = ["images/ends", "images/labels", "images/name_ends", "images/names", "images/paths"]
-ORDER = ["classes/class_labels", "classes/class_sizes", "classes/images", "classes/num_classes"]
+FLAGS = {
+    "max_epochs": 2,
+    "accelerator": "cpu",
+    "logger": False,
+    "limit_val_batches": 0,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+class Recorder(pl.LightningModule):
+    """Records the ids, the labels and the pixels of its batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.batches = []
+
+    def training_step(self, batch, batch_idx):
+        self.batches.append(
+            (batch["ids"].tolist(), batch["labels"].tolist(), batch["images"].sum(dim=(1, 2, 3)).tolist())
+        )
+        return self.weight.sum()
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 @pytest.fixture
@@ -24,41 +51,37 @@ def root(tmp_path):
     return tmp_path / "photos"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's list of mapped files")
-@pytest.mark.parametrize("start_method", ["fork", "spawn"])
-def test_two_processes_with_two_workers_each_share_one_list(root, tmp_path, run_processes, start_method):
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    (alone,) = run_processes(train_alone, 1, str(root), str(notes), backend=None)
-    assert alone["mapped"] == []
-    for note in notes.iterdir():
-        note.unlink()
-    results = run_processes(train_in_processes, 2, str(root), str(notes), start_method, backend=None)
-    joined = []
-    for of_rank_0, of_rank_1 in zip(results[0]["batches"], results[1]["batches"], strict=True):
-        joined.append(tuple(first + second for first, second in zip(of_rank_0, of_rank_1, strict=True)))
-    assert joined == alone["batches"]
-    assert [result["reads"] for result in results] == [1, 0]
-    for result in results:
-        assert result["draws"] == [0, 1]  # one draw an epoch, whatever the number of workers
-        assert result["mapped"] == ORDER + LIST
-        of_workers = [path for path in notes.glob(f"{result['process']}-*") if path.is_file()]
-        assert len(of_workers) == 2
-        for path in of_workers:
-            assert set(LIST) <= set(path.read_text().split())
-    (folder,) = notes.glob("lightning-retrieval-*")
-    assert os.listdir(folder) == ["lock"]
+def train(root, **flags):
+    """Train for two epochs with two workers; the batches, and which epochs were drawn in this process."""
+    draws = []
+    draw = PKSampler.draw
+
+    def counted_draw(sampler, generator):
+        draws.append(sampler.epoch)
+        yield from draw(sampler, generator)
+
+    module = Recorder()
+    with mock.patch.object(PKSampler, "draw", counted_draw):
+        data = ImageFolder(root, **settings(classes_per_batch=3, num_workers=2))
+        pl.Trainer(**FLAGS, **flags).fit(module, datamodule=data)
+    return module.batches, draws
 
 
-def train_in_processes(rank, world_size, root, notes, start_method):
-    result = train(root, notes, shared=True, workers=2, start_method=start_method, strategy="ddp", devices=world_size)
+def train_in_processes(rank, world_size, root):
+    result = train(root, strategy="ddp", devices=world_size)
     dist.destroy_process_group()
     return result
 
 
-def train_alone(rank, world_size, root, notes):
-    return train(root, notes, shared=False)
+@pytest.mark.slow
+def test_two_processes_with_two_workers_each_read_the_batches_of_one(root, run_processes):
+    alone, draws = train(root)
+    results = run_processes(train_in_processes, 2, str(root), backend=None)
+    joined = []
+    for of_rank_0, of_rank_1 in zip(results[0][0], results[1][0], strict=True):
+        joined.append(tuple(first + second for first, second in zip(of_rank_0, of_rank_1, strict=True)))
+    assert joined == alone
+    assert draws == results[0][1] == results[1][1] == [0, 1]  # one draw an epoch, whatever the number of workers
 
 
 def settings(**others):
@@ -168,9 +191,9 @@ def test_all_processes_refuse_a_list_that_changed_and_lists_that_differ(root, tm
     )
 
 
-def errors_without_a_folder(rank, world_size, root, failing):
-    """One rank cannot read its folder."""
-    data = ImageFolder(f"{root}/missing" if rank == failing else root, **settings())
+def errors_without_a_folder(rank, world_size, root):
+    """The second rank cannot read its folder."""
+    data = ImageFolder(f"{root}/missing" if rank == 1 else root, **settings())
     with pytest.raises(FileNotFoundError) as caught:
         pl.Trainer(**FLAGS, strategy="ddp", devices=world_size).fit(Recorder(), datamodule=data)
     dist.destroy_process_group()
@@ -178,9 +201,8 @@ def errors_without_a_folder(rank, world_size, root, failing):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failing", [0, 1])
-def test_all_processes_raise_if_one_cannot_read_the_list(root, run_processes, failing):
-    first, second = run_processes(errors_without_a_folder, 2, str(root), failing, backend=None)
+def test_all_processes_raise_if_one_cannot_read_the_list(root, run_processes):
+    first, second = run_processes(errors_without_a_folder, 2, str(root), backend=None)
     assert first == second
     assert first.startswith("ImageFolder: `root` must be a folder of class folders, got ")
 

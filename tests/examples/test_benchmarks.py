@@ -35,8 +35,8 @@ COLUMNS = {
         *("peer", "peer's time", "times faster"),
     },
     "lists": {
-        *("list", "workers", "images", "first process, MiB", "second process, MiB", "with a draw, MiB"),
-        *("worker, MiB", "files, MiB", "ready"),
+        *("workers", "images", "first process, MiB", "second process, MiB", "with a draw, MiB"),
+        *("worker, MiB", "ready"),
     },
     "nested": {"model", "mAP at 8", "mAP at 16", "mAP at 32", "mAP at 64", "mAP at 128", "16 / 128", "step"},
     "samplers": {"sampler", "images", "classes", "categories", "batch", "first batch", "later batch", "added MiB"},

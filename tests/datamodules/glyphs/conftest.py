@@ -1,4 +1,4 @@
-"""Fixtures of the glyph images: drawn once, and a table of a few classes, whose images are drawn at once."""
+"""Fixtures of the glyph images: all of them, and a table of a few classes, whose images are drawn at once."""
 
 from pathlib import Path
 
@@ -9,14 +9,9 @@ from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages, load_gly
 
 
 @pytest.fixture(scope="session")
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache") / "created" / "by load_glyph_images"
-
-
-@pytest.fixture(scope="session")
-def drawn_glyphs(cache_dir: Path) -> GlyphImages:
-    """All images, which were drawn because the cache was empty."""
-    return load_glyph_images(cache_dir)
+def drawn_glyphs() -> GlyphImages:
+    """All images."""
+    return load_glyph_images()
 
 
 @pytest.fixture

@@ -142,44 +142,6 @@ def test_augmentation_can_be_turned_off(glyphs):
     assert torch.equal(dataset[SeededIndex(3, seed=1)]["images"][0], image)
 
 
-def test_the_default_seed_is_that_of_seed_everything(monkeypatch):
-    monkeypatch.setenv("PL_GLOBAL_SEED", "17")
-    assert (Glyphs().seed, Glyphs(seed=5).seed) == (17, 5)
-    assert Glyphs(classes_per_batch=4).train_dataloader().batch_sampler.batch_sampler.seed == 17
-
-
-@pytest.mark.refusal
-def test_a_cache_folder_that_cannot_be_written_raises(tmp_path):
-    """A file has the name of the folder. (Missing permissions would not stop root.)"""
-    (tmp_path / "file").write_text("")
-    data = Glyphs(cache_dir=tmp_path / "file" / "cache")
-    with pytest.raises(NotADirectoryError, match=r"`cache_dir` must be a folder that can be created .*file/cache"):
-        data.prepare_data()
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("settings", "error", "sentence"),
-    [
-        ({"channels": 2}, ValueError, r"`channels` must be one of 1, 3, got 2\."),
-        ({"classes_per_batch": 0}, ValueError, r"`classes_per_batch` must be an integer >= 1, got 0\."),
-        ({"samples_per_class": 1}, ValueError, r"`samples_per_class` must be an integer >= 2, got 1\."),
-        ({"eval_batch_size": 0}, ValueError, r"`eval_batch_size` must be an integer >= 1, got 0\."),
-        ({"num_workers": -1}, ValueError, r"`num_workers` must be an integer >= 0, got -1\."),
-        ({"num_workers": 1.0}, TypeError, r"`num_workers` must be an integer >= 0, got 1\.0"),
-    ],
-)
-def test_invalid_settings_raise(settings, error, sentence):
-    with pytest.raises(error, match=rf"^Glyphs: {sentence}"):
-        Glyphs(**settings)
-
-
-@pytest.mark.refusal
-def test_an_unknown_split_raises(glyphs):
-    with pytest.raises(ValueError, match=r"`split` must be one of 'train', 'val', 'test', got 'dev'\."):
-        GlyphDataset(glyphs, "dev")
-
-
 @pytest.mark.refusal
 def test_more_classes_than_exist_raise():
     with pytest.raises(ValueError, match=r"`classes_per_batch` must be at most .*, got 9000 for \d+ such classes"):

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import re
 import warnings
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import nn
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules import IJBC
-from tests.datamodules.short_run import SETTINGS, raise_then_skip_truncated, replace
+from tests.datamodules.short_run import SETTINGS, replace
 from tests.datamodules.small_ijbc import write_ijbc, write_ijbc_repack
 from tests.datamodules.trees import write_image
 
@@ -128,15 +127,6 @@ def test_the_report_counts_images_and_names_the_missing(tmp_path, structure):
     assert IJBC(tmp_path).check().missing_files == [index.paths[3]]
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_cache_gives_what_was_read(tmp_path, structure):
-    STRUCTURES[structure][0](tmp_path / "data")
-    first, second = (IJBC(tmp_path / "data", cache_dir=tmp_path / "cache").splits["test"] for _ in range(2))
-    assert first.arrays().keys() == second.arrays().keys()
-    assert all(np.array_equal(part, second.arrays()[name]) for name, part in first.arrays().items())
-    assert len(IJBC(tmp_path / "data", least_instances=6, cache_dir=tmp_path / "cache").splits["test"]) < len(first)
-
-
 def trainer_and_module():
     torch.manual_seed(2)
     module = RetrievalModule(nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 8)), SmoothAPLoss())
@@ -170,11 +160,10 @@ def by_plain_loop(embeddings, labels, instances):
     return np.mean(precisions), np.mean(hits)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("structure", STRUCTURES)
-def test_evaluation_averages_the_images_of_an_instance(tmp_path, structure, num_workers):
+def test_evaluation_averages_the_images_of_an_instance(tmp_path, structure):
     STRUCTURES[structure][0](tmp_path)
-    data = IJBC(tmp_path, num_workers=num_workers, **SETTINGS)
+    data = IJBC(tmp_path, **SETTINGS)
     trainer, module = trainer_and_module()
     (validated,) = trainer.validate(module, datamodule=data, verbose=False)
     (tested,) = trainer.test(module, datamodule=data, verbose=False)
@@ -205,13 +194,6 @@ def test_training_raises_before_anything_is_evaluated(tmp_path):
         _ = IJBC(tmp_path, val_fraction=0.5).val_set
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_a_truncated_image_raises_or_is_skipped(tmp_path, structure):
-    STRUCTURES[structure][0](tmp_path)
-    path = {"release": "images/img/16.jpg", "re-pack": "loose_crop/9.jpg"}[structure]
-    raise_then_skip_truncated(IJBC, tmp_path, path)
-
-
 INVALID = {
     "another header": (
         "release",
@@ -219,27 +201,6 @@ INVALID = {
         "SUBJECT_ID",
         "SUBJECT",
         r"G1.csv must name the columns .*, got .*, which lacks SUBJECT_ID",
-    ),
-    "no header": (
-        "re-pack",
-        MIXED,
-        "TEMPLATE_ID,",
-        "1,",
-        "probe_mixed.csv must name .*, got '1,SUB.*', which lacks TEMPLATE_ID",
-    ),
-    "missing fields": (
-        "release",
-        G2,
-        ",20.25",
-        "\n20.25",
-        r"G2.csv must have 8 fields, got 1 with a different number of fields \(line 2\)",
-    ),
-    "missing subject": (
-        "re-pack",
-        G1,
-        "1,5,img",
-        "1\n1,5,img",
-        r"must have 2 fields, got 1 with a different number of fields \(line 2\)",
     ),
     "subject that is not a number": (
         "release",
@@ -257,26 +218,7 @@ INVALID = {
         "2.5,x",
         r"must be numbers.* got '2.5,x,20.25,25.0' in line 2",
     ),
-    "infinite box": ("release", G1, "2.5,3.0", "2.5,inf", r"got '2.5,inf,20.25,25.0' in line 2 of .*G1.csv"),
     "box beyond any image": ("release", G1, "2.5,3.0", "2.5,3e12", r"got '2.5,3e12,20.25,25.0' in line 2 of .*G1.csv"),
-    "box without pixels": ("release", G1, "20.25,25.0", "20.25,-1", r"the latter two above 0.*20.25,-1' in line 2 of"),
-    "path out of the root": ("release", G1, "img/10.jpg", "../../10.jpg", "inside the root, got 'images/../../10.jpg'"),
-    "crop out of the root": ("re-pack", "ijbc_face_tid_mid.txt", "2.jpg", "../../2.jpg", "got 'loose_crop/../../2.jpg"),
-    "missing medium": (
-        "re-pack",
-        "ijbc_face_tid_mid.txt",
-        " 101",
-        "",
-        r"must have 3 fields, got 1 with a different number of fields \(line 1\)",
-    ),
-    "crop twice": (
-        "re-pack",
-        "ijbc_face_tid_mid.txt",
-        "2.jpg",
-        "1.jpg",
-        "`image` must be different .*, got '1.jpg' twi",
-    ),
-    "template of two": ("re-pack", MIXED, "4,12,img/16", "4,5,img/16", "one subject, got 4 with 12 and 5 in line 8 of"),
     "no CSV": ("release", G1, "img/10.jpg", "img/\r10.jpg", r"G1.csv must be a CSV file, got .* in line 2"),
 }
 
@@ -289,15 +231,6 @@ def test_invalid_lists_raise(tmp_path, case):
     write(tmp_path)
     replace(tmp_path / folder / name, old, new)
     with pytest.raises(ValueError, match=message):
-        IJBC(tmp_path).prepare_data()
-
-
-@refusal
-def test_a_list_in_another_encoding_raises(tmp_path):
-    write_ijbc(tmp_path)
-    path = tmp_path / "protocols" / G2
-    path.write_bytes(path.read_bytes().decode().encode("latin-1"))
-    with pytest.raises(ValueError, match=r"^IJBC: .*G2.csv must be text in UTF-8, got the byte 0xfc in line 3"):
         IJBC(tmp_path).prepare_data()
 
 
@@ -320,35 +253,10 @@ def test_an_empty_split_raises(tmp_path, structure):
 
 
 @refusal
-def test_invalid_settings_raise(tmp_path):
-    with pytest.raises(ValueError, match=r"^IJBC: `least_instances` must be an integer >= 1, got 0"):
-        IJBC(tmp_path, least_instances=0)
-    with pytest.raises(TypeError, match=r"^IJBC: `least_instances` must be an integer >= 1, got 2\.5"):
-        IJBC(tmp_path, least_instances=2.5)
-
-
-@refusal
-@pytest.mark.parametrize(
-    ("structure", "given"),
-    [
-        ("release", ""),
-        ("release", "data/protocols"),
-        ("release", "data/images"),
-        ("re-pack", ""),
-        ("re-pack", "data/meta"),
-    ],
-)
-def test_the_error_for_another_folder_suggests_the_root(tmp_path, structure, given):
-    STRUCTURES[structure][0](tmp_path / "data")
-    with pytest.raises(FileNotFoundError, match=re.escape(f"pass root={tmp_path / 'data'}.")):
-        IJBC(tmp_path / given).prepare_data()
-
-
-@refusal
 @pytest.mark.parametrize(
     ("structure", "name"),
     [
-        *((structure, name) for structure in STRUCTURES for name in (G1, G2, MIXED)),
+        *((structure, G2) for structure in STRUCTURES),
         ("release", "images"),
         ("re-pack", "loose_crop"),
     ],

@@ -78,7 +78,7 @@ class DtypeWithState:
 
 
 @refusal
-@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("protocol", [0, 4])
 @pytest.mark.parametrize(
     "state",
     [
@@ -127,7 +127,7 @@ ATTACKS = {
 
 
 @refusal
-@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+@pytest.mark.parametrize("protocol", [0, 4])
 @pytest.mark.parametrize("name", ATTACKS)
 def test_what_could_run_code_raises_with_its_name(tmp_path, name, protocol):
     target = tmp_path / "run"

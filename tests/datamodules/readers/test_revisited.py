@@ -50,8 +50,7 @@ def evaluate(data, embedder=None, **settings):
 
 
 @pytest.mark.parametrize("city", CITIES)
-@pytest.mark.parametrize("images", ["jpg", "images"])
-@pytest.mark.parametrize("above", [False, True])
+@pytest.mark.parametrize(("images", "above"), [("jpg", False), ("images", True)])
 def test_images_are_read_as_they_were_written(tmp_path, city, images, above):
     folder = write_revisited(tmp_path, city, images, f"gnd_{city}.pkl")
     data = CITIES[city](tmp_path if above else folder)
@@ -149,7 +148,7 @@ def thumbnail(path, box, longer):
     return image
 
 
-@pytest.mark.parametrize("size", [20, 33, 51, 1024])
+@pytest.mark.parametrize("size", [33, 1024])
 @pytest.mark.parametrize("crop", [True, False])
 def test_images_are_scaled_and_queries_cropped_first(tmp_path, size, crop):
     folder = write_revisited(tmp_path)
@@ -181,12 +180,11 @@ def test_the_tensor_is_normalised_and_a_transform_of_ones_own_follows(tmp_path):
 # Evaluating.
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("more", [False, True])
-def test_the_trainer_tests_by_the_protocol(tmp_path, num_workers, more):
+def test_the_trainer_tests_by_the_protocol(tmp_path, more):
     folder = write_revisited(tmp_path)
     distractors = write_distractors(tmp_path / "revisitop1m") if more else None
-    data = RevisitedOxford(folder, distractors=distractors, image_size=32, num_workers=num_workers)
+    data = RevisitedOxford(folder, distractors=distractors, image_size=32)
     embedder, logged = evaluate(data)
     with torch.no_grad():
         rows = torch.cat([embedder(data.test_set[position]["images"][None]) for position in range(len(data.test_set))])
@@ -262,21 +260,6 @@ def test_several_ground_truths_raise(tmp_path):
         ValueError, match=r"must contain gnd_roxford5k.pkl or one other gnd_\*.pkl, got gnd_a.pkl, gnd_b"
     ):
         RevisitedOxford(folder).prepare_data()
-
-
-@refusal
-def test_another_city_raises(tmp_path):
-    folder = write_revisited(tmp_path, "rparis6k", pickled="gnd_rparis6k.pkl")
-    with pytest.raises(
-        FileNotFoundError, match=r"RevisitedOxford: `root` must contain gnd_roxford5k.pkl, got .*rparis6k"
-    ):
-        RevisitedOxford(folder).prepare_data()
-
-
-@refusal
-def test_an_invalid_image_size_raises(tmp_path):
-    with pytest.raises(ValueError, match="RevisitedParis: `image_size` must be an integer >= 1, got 0"):
-        RevisitedParis(tmp_path, image_size=0)
 
 
 def test_the_box_of_a_rotated_query_is_in_pixels_of_its_file(tmp_path):

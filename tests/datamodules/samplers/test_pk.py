@@ -1,19 +1,14 @@
 """PKSampler: its contract is checked with dictionaries and loops, independently of the implementation."""
 
 import hashlib
-import pickle
-import random
 from collections import Counter
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_retrieval.datamodules.loader import RetrievalDataLoader
 from lightning_retrieval.datamodules.samplers import category
-from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
 
 LABELS = [7, 7, 7, -1, -1, 5, 5, 5, 5, 5, 5, 9, 9, 9]
@@ -62,7 +57,7 @@ def assert_contract(batches: list[list[int]], labels: list[int], P: int, K: int)
 
 
 @pytest.mark.filterwarnings("ignore:PKSampler. skipped .* classes in training:UserWarning")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(data=st.data())
 def test_every_class_and_image_is_drawn_once_before_any_is_drawn_twice(data):
     sizes = data.draw(st.lists(st.integers(1, 13), min_size=1, max_size=9).filter(lambda s: max(s) > 1))
@@ -84,18 +79,6 @@ def test_the_contract_holds_over_many_rounds(sizes, P, K):
         assert_contract(list(make(labels, P, K, epoch=epoch)), labels, P, K)
 
 
-def test_batches_are_a_function_of_seed_and_epoch():
-    first = make(seed=3, epoch=2)
-    assert list(first) == list(first) == list(make(seed=3, epoch=2))
-    walked = make(seed=3)
-    for epoch in (0, 1, 2):
-        walked.set_epoch(epoch)
-        batches = list(walked)
-    assert batches == list(first)
-    lists = [str(list(make(seed=seed, epoch=epoch))) for seed in range(4) for epoch in range(4)]
-    assert len(set(lists)) == 16
-
-
 def test_batches_equal_those_of_earlier_versions():
     assert list(make([0, 0, 1, 1, 1, 2, 2, 2], 2, 2, seed=5, epoch=1)) == [[1, 0, 3, 4], [7, 5, 1, 0]]
 
@@ -114,26 +97,6 @@ def test_how_many_are_shuffled_at_a_time_changes_nothing(chunk, monkeypatch):
     assert list(make(LABELS * 3, 3, 4)) == whole
 
 
-def test_an_epoch_resumes_at_the_position_of_the_loader():
-    def loader(**position):
-        return [batch.tolist() for batch in RetrievalDataLoader(range(len(LABELS)), make(K=2), **position)]
-
-    whole = loader(epoch=1)
-    assert whole == list(make(K=2, epoch=1))
-    assert len(whole) == 4
-    assert loader(epoch=1, start=2) == whole[2:]
-
-
-def test_the_global_random_state_is_neither_used_nor_changed():
-    states = torch.get_rng_state(), pickle.dumps(np.random.get_state()), random.getstate()
-    before = list(make())
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert pickle.dumps(np.random.get_state()) == states[1]
-    assert random.getstate() == states[2]
-    torch.manual_seed(1), np.random.seed(1), random.seed(1)
-    assert list(make()) == before
-
-
 def test_each_class_and_each_image_is_drawn_equally_often():
     """There are 5 classes, 2 in a batch, 12 in an epoch: a refill within a batch must not favour any class."""
     classes, images = Counter(), Counter()
@@ -145,49 +108,6 @@ def test_each_class_and_each_image_is_drawn_equally_often():
     assert max(images.values()) < 1.25 * min(images.values())
 
 
-@pytest.mark.parametrize(
-    "as_given",
-    [
-        list,
-        np.array,
-        torch.tensor,
-        lambda x: np.array(x, dtype=np.int8),
-        lambda x: torch.tensor(x, dtype=torch.int32),
-        lambda x: [2**62 + label for label in x],
-        lambda x: np.array(x) - 2**62,
-        lambda x: np.array([label + 2**63 for label in x], dtype=np.uint64),
-    ],
-)
-def test_labels_may_be_any_integers(as_given):
-    assert list(make(as_given(LABELS))) == list(make(LABELS))
-
-
-def test_single_image_classes_are_skipped_with_one_warning():
-    labels = [1, 2, 2, 3, 3, 3, 4]
-    with pytest.warns(UserWarning, match=r"PKSampler: skipped 2 of 4 classes .* a single image\.") as caught:
-        sampler = make(labels, 2, 2)
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-    assert {index for epoch in range(9) for batch in sampler for index in batch} <= {1, 2, 3, 4, 5}
-    assert len(sampler) == 2  # ceil(5 / 4)
-
-
-def test_the_pickled_state_holds_arrays_only():
-    sampler = make(np.arange(100_000) // 10, 8, 4)
-    assert len(pickle.dumps(sampler)) < 100_000 * 8 + 10_000 * 16 + 2_000
-    assert not any(isinstance(value, (list, tuple, dict)) for value in vars(sampler).values())
-    assert list(pickle.loads(pickle.dumps(sampler))) == list(sampler)
-
-
-def test_the_attribute_sampler_is_the_sampler_itself():
-    sampler = make()
-    loader = torch.utils.data.DataLoader(range(len(LABELS)), batch_sampler=sampler)
-    assert loader.batch_sampler.sampler is sampler
-    assert isinstance(sampler, GlobalBatchSampler)
-    loader.batch_sampler.sampler.set_epoch(4)
-    assert [batch.tolist() for batch in loader] == list(make(epoch=4))
-
-
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
@@ -195,17 +115,6 @@ def test_the_attribute_sampler_is_the_sampler_itself():
         ({"P": 5}, ValueError, r"PKSampler: `classes_per_batch` must be at most .* got 5 for 4 such classes \(0 more"),
         ({"P": 0}, ValueError, r"`classes_per_batch` must be an integer >= 1, got 0\."),
         ({"K": 1}, ValueError, r"`samples_per_class` must be an integer >= 2, got 1\."),
-        ({"K": 2.0}, TypeError, r"`samples_per_class` must be an integer >= 2, got 2\.0 \(float\)"),
-        ({"seed": -3}, ValueError, r"`seed` must be an integer >= 0, got -3\."),
-        ({"epoch": -1}, ValueError, r"`epoch` must be an integer >= 0, got -1\."),
-        ({"labels": []}, ValueError, r"`labels` must be one integer for each image, got shape \(0,\)\."),
-        ({"labels": torch.zeros(2, 3, dtype=torch.int64)}, ValueError, r"for each image, got shape \(2, 3\)\."),
-        ({"labels": 7}, ValueError, r"for each image, got shape \(\)\."),
-        ({"labels": [[1], [1, 2]]}, ValueError, r"for each image, got rows of unequal length\."),
-        ({"labels": torch.tensor([1.0, 1.0])}, TypeError, r"`labels` must be integers, got float32\."),
-        ({"labels": [True, False]}, TypeError, r"`labels` must be integers, got bool\."),
-        ({"labels": ["a", "a"]}, TypeError, r"`labels` must be integers, got <U1\."),
-        ({"labels": [1, 2, 3]}, ValueError, r"at least 2 images, got 3 images of 3 classes; check"),
     ],
 )
 def test_invalid_arguments_raise_an_error(changed, error, message):

@@ -1,4 +1,4 @@
-"""Ten million images: every sampler yields its first batch within seconds and with less than a gigabyte of memory."""
+"""A million images: every sampler yields its first batch within a second and with less than 100 MB of memory."""
 
 import time
 from pathlib import Path
@@ -8,25 +8,22 @@ import pytest
 
 from lightning_retrieval.datamodules import AllClassesSampler, CategorySampler, PKSampler
 
-pytestmark = pytest.mark.slow
-
-IMAGES = 10_000_000
+IMAGES = 1_000_000
 PK = {"classes_per_batch": 32, "samples_per_class": 4}
 CASES = {  # number of classes, number of categories, and the sampler
-    "PK": (1_000_000, 0, lambda labels, _: PKSampler(labels, **PK)),
-    "12 categories": (1_000_000, 12, lambda labels, categories: CategorySampler(labels, categories, **PK)),
-    "1,000 categories": (1_000_000, 1000, lambda labels, categories: CategorySampler(labels, categories, **PK)),
-    "all classes": (100_000, 0, lambda labels, _: AllClassesSampler(labels, batch_size=150_000)),
+    "PK": (100_000, 0, lambda labels, _: PKSampler(labels, **PK)),
+    "12 categories": (100_000, 12, lambda labels, categories: CategorySampler(labels, categories, **PK)),
+    "all classes": (10_000, 0, lambda labels, _: AllClassesSampler(labels, batch_size=15_000)),
 }
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize("case", CASES)
-def test_ten_million_images_take_seconds_and_less_than_a_gigabyte(case, run_processes):
+def test_a_million_images_take_less_than_a_second_and_100_megabytes(case, run_processes):
     (measured,) = run_processes(measure, 1, case, timeout=300, backend=None)
-    assert measured["images"] == (150_000 if case == "all classes" else 128)
-    assert 0 < measured["seconds"] < 5  # processor time, independent of other processes
-    assert 40e6 < measured["bytes"] < 1e9  # the images grouped by class take 4 bytes each
+    assert measured["images"] == (15_000 if case == "all classes" else 128)
+    assert 0 < measured["seconds"] < 1  # processor time, independent of other processes
+    assert 4e6 < measured["bytes"] < 1e8  # the images grouped by class take 4 bytes each
 
 
 def measure(rank: int, world_size: int, case: str) -> dict[str, float]:

@@ -4,7 +4,6 @@ import csv
 import os
 import shutil
 import signal
-import tempfile
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from PIL import Image
 
 from lightning_retrieval.cli.embed_images import embed_images
 from lightning_retrieval.cli.embedding import ImageEmbedder
-from lightning_retrieval.datamodules import shared_arrays
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.lightning_retrieval.cli.glyph_commands import command, error_of, paths_of
 from tests.processes import start_processes
@@ -46,22 +44,6 @@ def test_embeddings_are_those_of_the_model(glyphs, tmp_path, file_format):
     assert [len(shard.ids) for shard in shards] == [16, 16, 8]
     assert [id_ for shard in shards for id_ in shard.ids.tolist()] == list(range(40))
     assert {label for shard in shards for label in shard.labels} == {None}
-
-
-def test_a_long_list_is_shared_with_the_workers(glyphs, tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_arrays, "SHARED_FROM", 1)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    real, lists = ImageEmbedder.loader, []
-
-    def loader(self, root, index):
-        found = real(self, root, index)
-        lists.append(index.is_shared)
-        return found
-
-    monkeypatch.setattr(ImageEmbedder, "loader", loader)
-    embedded(glyphs, tmp_path / "e")
-    assert lists
-    assert all(lists)
 
 
 def test_a_run_that_was_killed_continues(glyphs, tmp_path, monkeypatch):

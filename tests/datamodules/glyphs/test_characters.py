@@ -1,14 +1,31 @@
-"""The table of glyph classes: it is what the fonts give, and its classes and splits are as described."""
+"""The fonts and the table of glyph classes: it is what the fonts give, and its classes and splits are as described."""
 
 import hashlib
+import re
 import unicodedata
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lightning_retrieval.datamodules.glyphs import characters as class_table
 from lightning_retrieval.datamodules.glyphs.characters import GlyphFonts, make_class_table, split_of
-from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages
+from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages, load_glyph_images
+
+
+def test_fonts_that_draw_other_symbols_are_excluded(drawn_glyphs: GlyphImages) -> None:
+    assert list(drawn_glyphs.font_names) == sorted(set(drawn_glyphs.font_names))
+    assert {"DejaVuSans", "STIXGeneral", "cmr10"} <= set(drawn_glyphs.font_names)
+    assert not [
+        name for name in drawn_glyphs.font_names if name in {"cmex10", "cmmi10", "cmsy10"} or "LastResort" in name
+    ]
+
+
+@pytest.mark.refusal
+def test_matplotlib_without_fonts_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("matplotlib.get_data_path", lambda: str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=re.escape(f"its fonts in {str(tmp_path / 'fonts' / 'ttf')!r}, got no")):
+        load_glyph_images(tmp_path)
 
 
 def test_letters_that_look_the_same_are_one_class_and_others_are_not(drawn_glyphs: GlyphImages) -> None:

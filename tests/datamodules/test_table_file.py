@@ -1,4 +1,6 @@
-"""Lists in UTF-8 or in another encoding, and lists with duplicates."""
+"""Lists of data sets: found below the root, in UTF-8, split into fields, without duplicates."""
+
+import re
 
 import pytest
 
@@ -14,6 +16,7 @@ from lightning_retrieval.datamodules import (
 )
 from lightning_retrieval.datamodules.table_file import (
     check_unique,
+    find_file,
     parse_integers,
     read_lines,
     read_rows,
@@ -80,19 +83,6 @@ def test_every_data_set_names_a_list_in_another_encoding(tmp_path, kind):
         kind(tmp_path, **settings).prepare_data()
 
 
-@refusal
-@pytest.mark.parametrize("kind", [INaturalist, StanfordOnlineProducts, VGGFace2, CUB200])
-def test_an_image_that_is_listed_twice_raises(tmp_path, kind):
-    """It would be in its own gallery."""
-    write, name, settings = DATA_SETS[kind]
-    write(tmp_path)
-    lines = (tmp_path / name).read_text(encoding="utf-8").splitlines()
-    twice = " ".join([*lines[2].split()[:-1], lines[1].split()[-1]])  # its own number, but the path of the other
-    write_text(tmp_path / name, "\n".join([*lines[:2], twice, *lines[3:]]))
-    with pytest.raises(ValueError, match=rf"^{kind.__name__}: `\w+` must be different in each line .*, got .* twice"):
-        kind(tmp_path, **settings).prepare_data()
-
-
 def test_different_values_with_the_same_hash_are_unique(tmp_path):
     assert hash(-1) == hash(-2)
     check_unique("I", tmp_path, "id", [-1, -2, "-1"])
@@ -129,3 +119,39 @@ def test_rows_are_split_into_fields_and_checked(tmp_path):
         ValueError, match=rf"^I: `id` must be different in each line of {file}, got 7 twice, in lines 2"
     ):
         check_unique("I", file, "id", [7, 8, 7], skip=1)
+
+
+@refusal
+def test_the_error_for_a_missing_root_suggests_the_folder_next_to_it(tmp_path, monkeypatch):
+    write_online_products(tmp_path / "products")
+    right = re.escape(f"; pass root={tmp_path / 'products'}.")
+    for root, what in (
+        (tmp_path / "produkts", "does not exist"),
+        (tmp_path / "produkts" / "deeper", "does not exist"),
+        (tmp_path / "products" / "Ebay_test.txt", "is a file"),
+    ):
+        with pytest.raises(
+            FileNotFoundError, match=rf"must be a folder that contains .*, got {root}, which {what}{right}"
+        ):
+            StanfordOnlineProducts(root).prepare_data()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(StanfordOnlineProducts("~/products", cache_dir="~/cache").splits["test"]) > 1
+    assert (tmp_path / "cache").is_dir()
+
+
+def test_the_error_for_a_root_that_is_one_folder_off_suggests_the_right_one(tmp_path):
+    (tmp_path / "up" / "set" / "lists").mkdir(parents=True)
+    file = tmp_path / "up" / "set" / "lists" / "train.txt"
+    file.write_text("")
+    assert find_file("I", tmp_path / "up" / "set", "train.txt", "lists/train.txt") == file
+    for root in (tmp_path / "up", tmp_path / "up" / "set" / "lists"):
+        with pytest.raises(
+            FileNotFoundError, match=rf"^I: `root` must contain lists/train.txt, .* pass root={tmp_path}/up/set\."
+        ):
+            find_file("I", root, "lists/train.txt")
+    with pytest.raises(FileNotFoundError, match="no folder near it contains one"):
+        find_file("I", tmp_path, "test.txt")
+    with pytest.raises(
+        FileNotFoundError, match=r"must be a folder that contains a\.txt, got .*none, which does not exist"
+    ):
+        find_file("I", tmp_path / "none", "a.txt")
