@@ -1,6 +1,7 @@
 """How far the loss and the batches of a training run are from the metric that is reported: AP over the whole set."""
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 from jaxtyping import Float, Int
 from pytorch_lightning.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_retrieval.callbacks.evaluation import find_evaluation, log_without_sync, sets_ranked_by_label
 from lightning_retrieval.distributed import Shard, sum_over_ranks
@@ -23,7 +23,7 @@ from lightning_retrieval.losses import (
     SupAPLoss,
     WeightedSum,
 )
-from lightning_retrieval.losses.batch_loss import RankedBatch
+from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
 from lightning_retrieval.losses.third_party import ThirdPartyLoss, original_loss
 from lightning_retrieval.metrics.definitions import average_precision
 from lightning_retrieval.metrics.gathering import Rows, unit_rows
@@ -187,9 +187,8 @@ def _ap_per_query(loss: RetrievalLoss, batch: RankedBatch) -> Float[Tensor, " qu
     loss = copy.copy(loss)
     loss.reduction, loss.class_balanced, loss.include_self = "none", False, False
     loss._warned_of_no_positive = True  # the original loss gives the warning
-    # `forward` is called instead of the module, because the copy has the hooks of the original, also the monitor's.
-    values: Tensor = loss.forward(**batch.keywords())
-    return 1 - to_float64(values)
+    # The method of the class is called, because the copy has the attributes of the original, also the monitor's.
+    return 1 - to_float64(type(loss).of_batch(loss, batch))
 
 
 class APMonitor(pl.Callback):
@@ -207,7 +206,7 @@ class APMonitor(pl.Callback):
 
     Raises:
         ValueError: if the Trainer has no `RetrievalEvaluation`.
-        TypeError: if the module's `loss` is not an `nn.Module`, as that of `RetrievalModule` is.
+        TypeError: if the module's `loss` is not one of this library, as that of `RetrievalModule` is.
 
     Example:
         >>> from lightning_retrieval.callbacks import APMonitor, RetrievalEvaluation
@@ -226,15 +225,15 @@ class APMonitor(pl.Callback):
     def __init__(self) -> None:
         self._classes, self._samples = 0, 0  # of the first training batch: classes, and images of each class
         self._warned: set[str] = set()
-        self._hook: RemovableHandle | None = None
+        self._observed: BatchLoss | None = None  # the loss, in a step whose AP is computed
         self._sums: Tensor | None = None  # over the queries of this process: AP, AP_pred, 1
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         find_evaluation("APMonitor", trainer)
         loss = getattr(pl_module, "loss", None)
-        if not isinstance(loss, nn.Module):
+        if not isinstance(loss, BatchLoss):
             raise TypeError(
-                "APMonitor: the module must have a `loss` that is an nn.Module, as RetrievalModule has, got "
+                "APMonitor: the module must have a `loss` of this library, as RetrievalModule has, got "
                 f"{type(loss).__name__} in {type(pl_module).__name__}."
             )
         if stage == "fit" and find_surrogate(loss) is None:
@@ -252,12 +251,13 @@ class APMonitor(pl.Callback):
         # Lightning has no public way to ask whether it logs this step.
         if self._classes == 0 or trainer._logger_connector.should_update_logs:
             loss: Any = pl_module.loss
-            self._hook = loss.register_forward_hook(self._compute_ap, with_kwargs=True)
+            loss.of_batch = functools.partial(self._value_of_batch, loss)  # until the step has ended
+            self._observed = loss
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._remove_hook()
+        self._stop_observing()
         if self._sums is None:
             return
         ap, predicted, queries = sum_over_ranks(self._sums).unbind()
@@ -268,7 +268,7 @@ class APMonitor(pl.Callback):
                 pl_module.log("train/AP_e", (predicted - ap).abs() / queries)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._remove_hook()
+        self._stop_observing()
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not trainer.sanity_checking:
@@ -277,19 +277,24 @@ class APMonitor(pl.Callback):
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._log_gaps(trainer, pl_module)
 
-    def _remove_hook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+    def _stop_observing(self) -> None:
+        if self._observed is not None:
+            del self._observed.of_batch
+            self._observed = None
 
-    def _compute_ap(self, loss: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], value: Any) -> None:
+    def _value_of_batch(self, loss: BatchLoss, batch: RankedBatch) -> Any:
+        """The value of the loss, whose lists are then ranked for AP."""
+        value = type(loss).of_batch(loss, batch)
+        self._compute_ap(loss, batch)
+        return value
+
+    def _compute_ap(self, loss: BatchLoss, batch: RankedBatch) -> None:
         """Compute the AP of the lists that the loss has just ranked; of several calls in a step only the first counts.
 
         That first call is the one whose lists are those of the batch.
         """
         if self._sums is not None:
             return
-        batch = RankedBatch(*arguments, **keywords)
         if isinstance(loss, ThirdPartyLoss):  # which may not rank the references
             batch = RankedBatch(batch.embeddings, batch.labels)
         if self._classes == 0:

@@ -22,7 +22,7 @@ def backward(
     def batch_loss(embeddings: Tensor) -> Tensor:
         batch_embeddings.append(embeddings.detach())
         ranked = memory.references(embeddings, batch["labels"], batch["ids"])
-        return loss(**ranked.keywords())
+        return loss.of_batch(ranked)
 
     value = chunked_backward(embed, batch["images"], batch_loss, chunk_size=128)
     return value, batch_embeddings[0]

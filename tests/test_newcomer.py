@@ -67,7 +67,7 @@ def test_metric_in_one_function_and_one_table_entry(tmp_path):
     package = copy_of_the_tree(tmp_path)
     with (package / "metrics" / "definitions.py").open("a", encoding="utf-8") as file:
         file.write(NEW_METRIC)
-    table = package / "metrics" / "table.py"
+    table = package / "metrics" / "retrieval.py"
     first_entry = '        QueryMetric(definitions.average_precision, "AP", "mAP"),\n'
     replace_once(table, first_entry, first_entry + NEW_ENTRY)
     # The query's list is: relevant, irrelevant, relevant, irrelevant. The last positive has rank 3.
@@ -77,23 +77,18 @@ def test_metric_in_one_function_and_one_table_entry(tmp_path):
 NEW_LOSS = '''"""The first hit: 1 - 1 / rank of the best positive."""
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from lightning_retrieval.checks import check_positive
 from lightning_retrieval.losses.base import RetrievalLoss
+from lightning_retrieval.losses.positives import ScoreBlock
 
 
-def first_hit(
-    scores: Float[Tensor, "query gallery"],
-    relevant: Bool[Tensor, "query gallery"],
-    candidate: Bool[Tensor, "query gallery"],
-    *,
-    tau: float,
-) -> Float[Tensor, " query"]:
+def first_hit(lists: ScoreBlock, *, tau: float) -> Float[Tensor, " query"]:
     """1 - 1 / (1 + sum over negatives j of sigma((s_j - s_best) / tau))."""
-    best = scores.masked_fill(~relevant, -torch.inf).amax(1, keepdim=True)
-    above = torch.sigmoid((scores - best) / tau) * (candidate & ~relevant)
+    best = lists.scores.masked_fill(~lists.relevant, -torch.inf).amax(1, keepdim=True)
+    above = torch.sigmoid((lists.scores - best) / tau) * (lists.candidate & ~lists.relevant)
     return 1 - 1 / (1 + above.sum(1))
 
 
@@ -104,13 +99,8 @@ class FirstHitLoss(RetrievalLoss):
         super().__init__()
         self.tau = check_positive(self.name, "tau", tau)
 
-    def query_losses(
-        self,
-        scores: Float[Tensor, "query gallery"],
-        relevant: Bool[Tensor, "query gallery"],
-        candidate: Bool[Tensor, "query gallery"],
-    ) -> Float[Tensor, " query"]:
-        return first_hit(scores, relevant, candidate, tau=self.tau)
+    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
+        return first_hit(lists, tau=self.tau)
 '''
 
 CONFIG = """

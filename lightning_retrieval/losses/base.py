@@ -21,7 +21,7 @@ from lightning_retrieval.checks import check_bool, check_choice
 from lightning_retrieval.losses.batch_loss import BatchLoss, QueryRange, RankedBatch
 from lightning_retrieval.losses.blockwise import Block, BlockPlan, QueryValues, WeightedMean, cut_into_blocks
 from lightning_retrieval.losses.lists import EmbeddingLists, RankedLists, ScoreLists
-from lightning_retrieval.losses.positives import true_indices
+from lightning_retrieval.losses.positives import ScoreBlock, true_indices
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -65,19 +65,8 @@ class RetrievalLoss(BatchLoss, ABC):
         return type(self).__name__
 
     @abstractmethod
-    def query_losses(
-        self,
-        scores: Float[Tensor, "query gallery"],
-        relevant: Bool[Tensor, "query gallery"],
-        candidate: Bool[Tensor, "query gallery"],
-    ) -> Float[Tensor, " query"]:
-        """The paper's formula: the value of each query's list.
-
-        Args:
-            scores: similarities, higher is nearer; those of references that are not candidates are meaningless.
-            relevant: the positives, all of them candidates, at least one in each row.
-            candidate: which references are in the query's list.
-        """
+    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
+        """The paper's formula: the value of each query's list, which has at least one positive."""
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
         """Number of elements of the formula's largest tensor for each query, which determines the size of blocks.
@@ -88,34 +77,8 @@ class RetrievalLoss(BatchLoss, ABC):
         """
         return torch.full_like(positives, gallery)
 
-    def forward(
-        self,
-        embeddings: Float[Tensor, "query dim"],
-        labels: Int[Tensor, "query ..."],
-        ref_emb: Float[Tensor, "gallery dim"] | None = None,
-        ref_labels: Int[Tensor, "gallery ..."] | None = None,
-        *,
-        ids: Int[Tensor, " query"] | None = None,
-        ref_ids: Int[Tensor, " gallery"] | None = None,
-        queries: QueryRange | None = None,
-    ) -> Float[Tensor, "..."]:
-        """The loss of a batch in which each row is the query of a list.
-
-        Args:
-            embeddings: one row for each query, normalised inside.
-            labels: any integers; the same label means relevant.
-            ref_emb: what is ranked for each query; None ranks the batch itself.
-            ref_labels: labels of `ref_emb`.
-            ids: dataset index of each row; a reference with the query's own id is not in the query's list.
-            ref_ids: dataset index of each reference, required with `ids` and `ref_emb`.
-            queries: range of the queries that this process computes; None computes all. The values of all processes add
-                up to the loss, and so do their gradients.
-
-        Raises:
-            ValueError: if shapes do not match, or an embedding is not finite.
-            TypeError: if embeddings are not floating point, labels not integers, or `ref_emb` is a miner's tuple.
-        """
-        batch = RankedBatch(embeddings, labels, ref_emb, ref_labels, ids, ref_ids, queries)
+    def of_batch(self, batch: RankedBatch) -> Float[Tensor, "..."]:
+        """The loss of a batch; `forward` says what it holds and what it raises."""
         lists = EmbeddingLists(
             self.name,
             batch,
@@ -124,7 +87,7 @@ class RetrievalLoss(BatchLoss, ABC):
             graded=self.graded,
         )
         with torch.autocast(lists.device.type, enabled=False):
-            plan = self._plan(lists, queries)
+            plan = self._plan(lists, batch.queries)
             return self._reduced(self._function.apply(plan, *plan.inputs), plan)
 
     def from_scores(
@@ -155,9 +118,6 @@ class RetrievalLoss(BatchLoss, ABC):
             plan = self._plan(lists, None)
             return self._reduced(self._function.apply(plan, *plan.inputs), plan)
 
-    def extra_repr(self) -> str:
-        return f"reduction={self.reduction!r}, class_balanced={self.class_balanced}, include_self={self.include_self}"
-
     @property
     def _function(self) -> type[torch.autograd.Function]:
         if self.reduction == "none":
@@ -183,7 +143,7 @@ class RetrievalLoss(BatchLoss, ABC):
             taken_on_host = queries.among(valid_on_host)
         counts = positives_on_host[taken_on_host]
         (rows,) = true_indices(taken, len(counts))
-        blocks = cut_into_blocks(rows, self.elements(counts, lists.gallery), counts, lists.levels)
+        blocks = cut_into_blocks(rows, self.elements(counts, lists.gallery), counts)
         return BlockPlan(
             formula=self._formula(lists, blocks, queries),
             lists=lists,
@@ -206,7 +166,7 @@ class RetrievalLoss(BatchLoss, ABC):
 
     def _formula(
         self, lists: RankedLists, blocks: tuple[Block, ...], queries: QueryRange | None
-    ) -> Callable[..., Tensor]:
+    ) -> Callable[[ScoreBlock], Tensor]:
         """The formula that is evaluated for each block. A subclass may compute sums over all lists here first."""
         return self.query_losses
 

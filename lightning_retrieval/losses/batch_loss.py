@@ -1,15 +1,36 @@
-"""The interface that a training step expects of every loss, whether of this library or of another."""
+"""The interface that a training step expects of every loss, whether of this library or of another.
+
+What one call of a loss ranks is packed once, as a `RankedBatch`, and is then passed along as one value.
+"""
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-# What one call of a loss ranks, as one value that is passed along instead of seven arguments.
+T = TypeVar("T")
+
+
+class SharedReads:
+    """What was read from the device of labels and ids, for batches that differ only in their embeddings.
+
+    The number of positives of a query follows from labels and ids. A loss that is computed for several such batches
+    would read the same numbers for each of them, and wait for the device each time.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[object, Any] = {}
+
+    def get(self, settings: object, read: Callable[[], T]) -> T:
+        """The result of `read`, or of an earlier call with the same settings, which are all that it depends on."""
+        if settings not in self._results:
+            self._results[settings] = read()
+        result: T = self._results[settings]
+        return result
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +65,7 @@ class RankedBatch:
         ids: dataset index of each query; a reference with the query's id is not in the query's list.
         ref_ids: dataset index of each reference.
         queries: the queries that this process computes; None computes all of them.
+        shared: what was read of the labels and ids of this batch; None if no other batch has the same ones.
     """
 
     embeddings: Float[Tensor, "query dim"]
@@ -53,17 +75,14 @@ class RankedBatch:
     ids: Int[Tensor, " query"] | None = None
     ref_ids: Int[Tensor, " gallery"] | None = None
     queries: QueryRange | None = None
-
-    def keywords(self) -> dict[str, Any]:
-        """The keyword arguments of a loss call with this batch: `loss(**batch.keywords())`."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+    shared: SharedReads | None = None
 
 
 class BatchLoss(nn.Module):
     """A loss of a whole batch: what `RetrievalLoss`, `WeightedSum`, `NestedLoss` and `ThirdPartyLoss` have in common.
 
-    A subclass implements `of_batch`, or overrides `forward` with the same signature. `terms` holds the unweighted terms
-    of the latest call by name; it is empty for a loss of one term.
+    A subclass implements `of_batch`, which everything in this library calls. `terms` holds the unweighted terms of the
+    latest call by name; it is empty for a loss of one term.
     """
 
     terms: dict[str, Tensor]
@@ -89,12 +108,27 @@ class BatchLoss(nn.Module):
         ref_ids: Tensor | None = None,
         queries: QueryRange | None = None,
     ) -> Any:
-        """The value of the loss; arguments as in `RetrievalLoss`."""
+        """The loss of a batch in which each row is the query of a list.
+
+        Args:
+            embeddings: one row for each query, normalised inside.
+            labels: any integers; the same label means relevant.
+            ref_emb: what is ranked for each query; None ranks the batch itself.
+            ref_labels: labels of `ref_emb`.
+            ids: dataset index of each row; a reference with the query's own id is not in the query's list.
+            ref_ids: dataset index of each reference, required with `ids` and `ref_emb`.
+            queries: range of the queries that this process computes; None computes all. The values of all processes add
+                up to the loss, and so do their gradients.
+
+        Raises:
+            ValueError: if shapes do not match, or an embedding is not finite.
+            TypeError: if embeddings are not floating point, labels not integers, or `ref_emb` is a miner's tuple.
+        """
         return self.of_batch(RankedBatch(embeddings, labels, ref_emb, ref_labels, ids, ref_ids, queries))
 
     def of_batch(self, batch: RankedBatch) -> Any:
         """The value of the loss; a tensor, except for losses of other libraries, which may return anything."""
-        raise NotImplementedError(f"{type(self).__name__}: a loss must implement `of_batch` or `forward`.")
+        raise NotImplementedError(f"{type(self).__name__}: a loss must implement `of_batch`.")
 
     @property
     def splits_by_query(self) -> bool:
@@ -105,6 +139,26 @@ class BatchLoss(nn.Module):
     def terms_without_references(self) -> list[str]:
         """Class names of the terms that cannot rank references, and so cannot be used with a memory."""
         return []
+
+    def extra_repr(self) -> str:
+        return settings_repr(self)
+
+
+def settings_repr(module: nn.Module) -> str:
+    """The arguments of a module's constructor with their values, except for modules, which PyTorch shows itself.
+
+    A constructor with `**settings` passes them to that of the next base class, whose arguments are shown after its own.
+    """
+    names: dict[str, None] = {}
+    for cls in type(module).__mro__:
+        if "__init__" not in vars(cls):
+            continue
+        parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
+        names |= dict.fromkeys(parameter.name for parameter in parameters)
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    values = {name: getattr(module, name) for name in names if name in vars(module)}
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
 
 
 def _temperature_hint(cls: type) -> str:

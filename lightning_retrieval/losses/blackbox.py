@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -37,15 +37,11 @@ from lightning_retrieval.checks import (
     check_tensor,
 )
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.positives import Positives, find_positives, joined, true_indices
+from lightning_retrieval.losses.positives import Positives, ScoreBlock, joined, true_indices
 from lightning_retrieval.losses.roadmap import PairLoss
 
 LARGEST_MARGIN = 100.0  # with larger ones, float32 would make different scores of positives equal
-
-
 TINY = 1e-8  # the official code divides by lambda + TINY
-
-
 MOST_COMPARED = 16  # positives of a query that are compared with all negatives, which is faster than a sort
 
 
@@ -102,29 +98,22 @@ class SortedLists(NamedTuple):
     length: Int[Tensor, " query"]  # number of candidates
 
 
-def sort_lists(
-    scores: Float[Tensor, "query gallery"],
-    relevant: Bool[Tensor, "query gallery"],
-    candidate: Bool[Tensor, "query gallery"],
-    margin: float,
-) -> SortedLists:
+def sort_lists(lists: ScoreBlock, margin: float) -> SortedLists:
     """Prepare the lists of a score matrix, without a gradient; they are sorted if a query has many positives.
 
     Args:
-        scores: similarities, higher is nearer; the scores of non-candidates are ignored.
-        relevant: the positives of each query, all of them candidates.
-        candidate: the items in each query's list.
+        lists: a block of ranked lists.
         margin: alpha of section 4.2 (eq. 15), which makes ranks robust: alpha / 2 is subtracted from the scores of the
             positives and added to those of the others.
     """
-    scores = scores.detach()
-    positives = find_positives(relevant)
+    scores, positives = lists.scores.detach(), lists.positives
     s = scores[positives.query, positives.index] - margin / 2  # (pos,)
-    others = scores.masked_fill(~candidate | relevant, -torch.inf) + margin / 2
+    others = scores.masked_fill(~lists.candidate | lists.relevant, -torch.inf) + margin / 2
+    length = lists.candidate.sum(1)  # (query,)
     if positives.most <= MOST_COMPARED:
-        return SortedLists(others, None, positives, s, candidate.sum(1))
+        return SortedLists(others, None, positives, s, length)
     negatives, column = others.sort(dim=1)  # (query, gallery)
-    return SortedLists(negatives, column, positives, s, candidate.sum(1))
+    return SortedLists(negatives, column, positives, s, length)
 
 
 def positive_ranks(
@@ -307,9 +296,7 @@ def _in_rows(
 
 
 def blackbox_ap(
-    scores: Float[Tensor, "query gallery"],
-    relevant: Bool[Tensor, "query gallery"],
-    candidate: Bool[Tensor, "query gallery"],
+    lists: ScoreBlock,
     *,
     lambda_: float,
     margin: float,
@@ -317,17 +304,14 @@ def blackbox_ap(
     """1 - AP of each list (equation 21).
 
     Args:
-        scores: similarities, higher is nearer; the scores of non-candidates are ignored.
-        relevant: the positives of each query: at least one per row, all of them candidates.
-        candidate: the items in each query's list.
+        lists: with at least one positive in each.
         lambda_: length of the interpolation, > 0.
         margin: alpha, >= 0.
     """
-    lists = sort_lists(scores, relevant, candidate, margin)
-    query, rank, rank_among_positives = positive_ranks(scores, lists, lambda_=lambda_)
+    query, rank, rank_among_positives = positive_ranks(lists.scores, sort_lists(lists, margin), lambda_=lambda_)
     precision = rank_among_positives / rank  # (pos,)
-    sum_of_precisions = scores.new_zeros(len(scores)).index_add(0, query, precision)  # (query,)
-    return 1 - sum_of_precisions / relevant.sum(1)
+    sum_of_precisions = torch.zeros_like(lists.scores[:, 0]).index_add(0, query, precision)  # (query,)
+    return 1 - sum_of_precisions / lists.relevant.sum(1)
 
 
 class BlackboxAPLoss(RetrievalLoss):
@@ -375,16 +359,8 @@ class BlackboxAPLoss(RetrievalLoss):
         self.lambda_ = check_positive(self.name, "lambda_", lambda_)
         self.margin = check_not_negative(self.name, "margin", margin, most=LARGEST_MARGIN)
 
-    def query_losses(
-        self,
-        scores: Float[Tensor, "query gallery"],
-        relevant: Bool[Tensor, "query gallery"],
-        candidate: Bool[Tensor, "query gallery"],
-    ) -> Float[Tensor, " query"]:
-        return blackbox_ap(scores, relevant, candidate, lambda_=self.lambda_, margin=self.margin)
-
-    def extra_repr(self) -> str:
-        return f"lambda_={self.lambda_}, margin={self.margin}, {super().extra_repr()}"
+    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
+        return blackbox_ap(lists, lambda_=self.lambda_, margin=self.margin)
 
 
 # RaMBO's recall loss (Rolinek et al.: "Optimizing Rank-based Metrics with Blackbox Differentiation", CVPR 2020).
@@ -411,9 +387,7 @@ Weighting = Literal["log", "loglog"]
 
 
 def blackbox_recall_sums(
-    scores: Float[Tensor, "query gallery"],
-    relevant: Bool[Tensor, "query gallery"],
-    candidate: Bool[Tensor, "query gallery"],
+    lists: ScoreBlock,
     *,
     lambda_: float,
     margin: float,
@@ -423,24 +397,21 @@ def blackbox_recall_sums(
     """The sum of l(negatives above) over each query's positives, and the number of positives (equations 16-20).
 
     Args:
-        scores: similarities, higher is nearer; the scores of non-candidates are ignored.
-        relevant: the positives of each query, all of them candidates.
-        candidate: the items in each query's list.
+        lists: a block of ranked lists.
         lambda_: length of the interpolation, > 0.
         margin: alpha, >= 0.
         weighting: l: `"log"` or `"loglog"`.
         batch_memory: tau, >= 0: l((tau + 1) x) / (tau + 1) takes the place of l(x).
     """
-    lists = sort_lists(scores, relevant, candidate, margin)
-    query, rank, rank_among_positives = positive_ranks(scores, lists, lambda_=lambda_)
+    query, rank, rank_among_positives = positive_ranks(lists.scores, sort_lists(lists, margin), lambda_=lambda_)
     negatives_above = rank - rank_among_positives  # (pos,)
     batches = batch_memory + 1.0
     value = torch.log1p(batches * negatives_above)
     if weighting == "loglog":
         value = torch.log1p(value)
     value = value / batches
-    total = scores.new_zeros(len(scores)).index_add(0, query, value)  # (query,)
-    return total[:, None], relevant.sum(1, keepdim=True).to(scores.dtype)
+    total = torch.zeros_like(lists.scores[:, 0]).index_add(0, query, value)  # (query,)
+    return total[:, None], lists.relevant.sum(1, keepdim=True).to(total.dtype)
 
 
 class BlackboxRecallLoss(PairLoss):
@@ -500,22 +471,11 @@ class BlackboxRecallLoss(PairLoss):
         self.weighting: Weighting = check_choice(self.name, "weighting", weighting, ("log", "loglog"))
         self.batch_memory = check_integer(self.name, "batch_memory", batch_memory, least=0)
 
-    def pair_sums(
-        self,
-        scores: Float[Tensor, "query gallery"],
-        relevant: Bool[Tensor, "query gallery"],
-        candidate: Bool[Tensor, "query gallery"],
-    ) -> tuple[Float[Tensor, "query 1"], Float[Tensor, "query 1"]]:
+    def pair_sums(self, lists: ScoreBlock) -> tuple[Float[Tensor, "query 1"], Float[Tensor, "query 1"]]:
         return blackbox_recall_sums(
-            scores,
-            relevant,
-            candidate,
+            lists,
             lambda_=self.lambda_,
             margin=self.margin,
             weighting=self.weighting,
             batch_memory=self.batch_memory,
         )
-
-    def extra_repr(self) -> str:
-        settings = f"lambda_={self.lambda_}, margin={self.margin}, weighting={self.weighting!r}"
-        return f"{settings}, batch_memory={self.batch_memory}, {super().extra_repr()}"

@@ -27,8 +27,10 @@ from lightning_retrieval.checks import (
     check_not_negative,
     check_positive,
 )
+from lightning_retrieval.losses.batch_loss import settings_repr
 from lightning_retrieval.losses.blackbox import LARGEST_MARGIN, SortedLists, positive_ranks, sort_lists
 from lightning_retrieval.losses.lists import ScoreLists
+from lightning_retrieval.losses.positives import ScoreBlock
 
 
 def map_loss(
@@ -162,10 +164,7 @@ class BlackboxMAPLoss(nn.Module):
         self.memory = [(scores, targets) for scores, targets in state["memory"]]
 
     def extra_repr(self) -> str:
-        return (
-            f"lambda_={self.lambda_}, margin={self.margin}, interclass_coef={self.interclass_coef}, "
-            f"batch_memory={self.batch_memory}"
-        )
+        return settings_repr(self)
 
     def _lambda_of(self, weight: float) -> float:
         """The lambda of a term with a weight; at the smallest one that a loss accepts, no rank changes anyway."""
@@ -184,7 +183,7 @@ class BlackboxMAPLoss(nn.Module):
             self._sorted_memory.append(self._sort(*past))
 
     def _sort(self, scores: Tensor, targets: Tensor) -> SortedLists:
-        return sort_lists(scores, targets, torch.ones_like(targets), self.margin)
+        return sort_lists(ScoreBlock(scores, targets, torch.ones_like(targets)), self.margin)
 
     def _check(self, scores: Tensor, targets: Tensor) -> None:
         """Raise if the scores or the targets are invalid, or do not fit those in memory."""

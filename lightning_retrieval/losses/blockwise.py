@@ -1,11 +1,11 @@
 """Evaluation of a loss in blocks of queries, so that no tensor grows with the square of a large batch.
 
-The scores of many queries, a slab, are one matrix product, which is fast because it is large. The formula is evaluated
-for one block of the slab after another, whose tensors stay near a CPU's caches. The gradient of a block overwrites its
-scores, so that a slab needs no second matrix, and is propagated to the embeddings by one or two products for the slab.
+The scores of a group of blocks are one matrix product, which is fast because it is large. The formula is evaluated for
+one block of the group after another, whose tensors stay near a CPU's caches. The gradient of a block overwrites its
+scores, so that a group needs no second matrix; one or two products then propagate the gradient to the embeddings.
 
 The weight of each query in the result is known before the first block. So a block's gradient is computed at once and
-its graph freed: memory is that of one slab and one block, and nothing is computed twice. Only with `reduction="none"`,
+its graph freed: memory is that of one group and one block, and nothing is computed twice. Only with `reduction="none"`,
 where the weights arrive with the gradient, each block is computed again in the backward pass.
 """
 
@@ -20,15 +20,15 @@ from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.distributed import size_for
 from lightning_retrieval.losses.lists import RankedLists
-from lightning_retrieval.losses.positives import MaskFacts, attach_facts
+from lightning_retrieval.losses.positives import ScoreBlock
 
 # Elements of a formula's largest tensor in one block. The values change no result beyond rounding. They depend on
 # nothing but the type of the device, so that a run can be reproduced on another machine.
 BLOCK_ELEMENTS = 1 << 19  # 2 MiB of float32: large enough for a CPU's full speed, small enough to stay in its caches
 ACCELERATOR_BLOCK_ELEMENTS = 1 << 25  # 128 MiB: few launches, each with enough work for all of its cores
-# Scores of one slab: a whole batch of 4,096 on a CPU, and of 8,192 on an accelerator.
-SLAB_ELEMENTS = 1 << 24  # 64 MiB
-ACCELERATOR_SLAB_ELEMENTS = 1 << 26  # 256 MiB
+# Scores of a group of blocks: a whole batch of 4,096 on a CPU, and of 8,192 on an accelerator.
+GROUP_ELEMENTS = 1 << 24  # 64 MiB
+ACCELERATOR_GROUP_ELEMENTS = 1 << 26  # 256 MiB
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,20 +37,20 @@ class Block:
 
     Args:
         rows: their indices.
-        facts: what the host knows of their positives.
+        counts: number of positives of each, on the CPU.
     """
 
     rows: Int[Tensor, " block"]
-    facts: MaskFacts
+    counts: Int[Tensor, " block"]
 
-    def masks(self, lists: RankedLists) -> tuple[Tensor, Tensor]:
-        """Which references are relevant candidates of these queries, and which are candidates."""
+    def with_scores(self, lists: RankedLists, scores: Float[Tensor, "block gallery"]) -> ScoreBlock:
+        """These scores of the queries, with what is relevant and what is in their lists."""
         relevant, candidate = lists.masks(self.rows)
-        return attach_facts(relevant, self.facts), candidate
+        return ScoreBlock(scores, relevant, candidate, self.counts, lists.levels)
 
 
 @dataclass(frozen=True, eq=False)
-class Slab:
+class BlockGroup:
     """Consecutive blocks whose scores are computed by one matrix product.
 
     Args:
@@ -58,14 +58,14 @@ class Slab:
         blocks: the blocks.
     """
 
-    rows: Int[Tensor, " slab"]
+    rows: Int[Tensor, " group"]
     blocks: tuple[Block, ...]
 
-    def parts(self, scores: Float[Tensor, "slab gallery"]) -> Iterator[tuple[Block, Float[Tensor, "block gallery"]]]:
-        """Each block with its scores, which share the memory of the slab's and can be the start of a graph."""
+    def split(self, scores: Float[Tensor, "group gallery"]) -> Iterator[tuple[Block, Float[Tensor, "block gallery"]]]:
+        """Each block with its scores, which share the memory of the group's and can be the start of a graph."""
         sizes = [len(block.rows) for block in self.blocks]
-        for block, part in zip(self.blocks, scores.split(sizes)):
-            yield block, part.detach()
+        for block, of_block in zip(self.blocks, scores.split(sizes)):
+            yield block, of_block.detach()
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,15 +73,15 @@ class BlockPlan:
     """All that is known of one call before a formula is evaluated.
 
     Args:
-        formula: maps scores, relevant and candidate of a block of queries to the value of each query.
+        formula: maps a block of ranked lists to the value of each query.
         lists: what is ranked.
         blocks: the queries that are computed, block by block.
         weights: weight of each query in the mean.
         count: number of queries in the mean, at least 1.
-        parameters: the loss's own parameters that need a gradient.
+        parameters: the parameters of the loss that need a gradient.
     """
 
-    formula: Callable[[Tensor, Tensor, Tensor], Tensor]
+    formula: Callable[[ScoreBlock], Tensor]
     lists: RankedLists
     blocks: tuple[Block, ...]
     weights: Tensor
@@ -93,27 +93,26 @@ class BlockPlan:
         """What gradients are computed for: the tensors of the lists, then the parameters."""
         return (*self.lists.tensors, *self.parameters)
 
-    def slabs(self) -> Iterator[Slab]:
-        """The blocks in groups of at most a slab's number of scores, but of at least one block."""
+    def groups(self) -> Iterator[BlockGroup]:
+        """The blocks in groups of at most `GROUP_ELEMENTS` scores, but of at least one block."""
         device = self.lists.device
-        most = size_for(device, cpu=SLAB_ELEMENTS, accelerator=ACCELERATOR_SLAB_ELEMENTS) // max(1, self.lists.gallery)
+        most = size_for(device, cpu=GROUP_ELEMENTS, accelerator=ACCELERATOR_GROUP_ELEMENTS) // max(
+            1, self.lists.gallery
+        )
         group: list[Block] = []
         rows = 0
         for block in self.blocks:
             if group and rows + len(block.rows) > most:
-                yield _slab_of(group)
+                yield _group_of(group)
                 group, rows = [], 0
             group.append(block)
             rows += len(block.rows)
         if group:
-            yield _slab_of(group)
+            yield _group_of(group)
 
 
 def cut_into_blocks(
-    rows: Int[Tensor, " query"],
-    elements: Int[Tensor, " query"],
-    counts: Int[Tensor, " query"],
-    levels: tuple[int, ...],
+    rows: Int[Tensor, " query"], elements: Int[Tensor, " query"], counts: Int[Tensor, " query"]
 ) -> tuple[Block, ...]:
     """Cut rows into consecutive blocks of about the same number of elements.
 
@@ -121,12 +120,10 @@ def cut_into_blocks(
         rows: indices of queries.
         elements: how many elements the formula's largest tensor has for each of them, on the CPU.
         counts: number of positives of each of them, on the CPU.
-        levels: the levels of relevance above 0 that may occur.
     """
     block = elements.cumsum(0) // block_elements(rows.device)
     sizes = torch.unique_consecutive(block, return_counts=True)[1].tolist()
-    parts = zip(rows.split(sizes), counts.split(sizes))
-    return tuple(Block(rows_of_block, MaskFacts(of_block, levels)) for rows_of_block, of_block in parts)
+    return tuple(map(Block, rows.split(sizes), counts.split(sizes)))
 
 
 def block_elements(device: torch.device) -> int:
@@ -178,8 +175,8 @@ class _BlockGradients:
         else:
             torch.mul(gradient, upstream[:, None], out=memory)
 
-    def add_slab(self, rows: Tensor, gradient: Tensor) -> None:
-        """Propagate the gradient of a slab's scores to the tensors of the lists; it may be changed."""
+    def add_group(self, rows: Tensor, gradient: Tensor) -> None:
+        """Propagate the gradient of a group's scores to the tensors of the lists; it may be changed."""
         if self.of_scores:
             self.lists.add_gradient(rows, gradient, self.all)
 
@@ -199,18 +196,17 @@ class WeightedMean(torch.autograd.Function):
     def forward(ctx: Any, plan: BlockPlan, *inputs: Tensor) -> Tensor:
         gradients = _BlockGradients(plan, ctx.needs_input_grad[1:])
         total = torch.zeros((), dtype=plan.lists.dtype, device=plan.lists.device)
-        for slab in plan.slabs():
-            all_scores = plan.lists.scores(slab.rows)
-            for block, scores in slab.parts(all_scores):
-                relevant, candidate = block.masks(plan.lists)
-                scores.requires_grad_(gradients.needed)
+        for group in plan.groups():
+            all_scores = plan.lists.scores(group.rows)
+            for block, scores in group.split(all_scores):
+                lists = block.with_scores(plan.lists, scores.requires_grad_(gradients.needed))
                 with torch.set_grad_enabled(gradients.needed):
-                    values = plan.weights[block.rows] * plan.formula(scores, relevant, candidate)
+                    values = plan.weights[block.rows] * plan.formula(lists)
                 total += values.detach().sum()
                 if gradients.needed:
                     gradients.replace_scores(scores, values)
-                del relevant, candidate, values  # freed before the next block is computed
-            gradients.add_slab(slab.rows, all_scores)
+                del lists, values  # freed before the next block is computed
+            gradients.add_group(group.rows, all_scores)
             del all_scores, scores
         ctx.save_for_backward(*gradients.all)
         return total
@@ -232,10 +228,9 @@ class QueryValues(torch.autograd.Function):
         ctx.plan = plan
         ctx.save_for_backward(*inputs)
         values = torch.full_like(plan.weights, torch.nan)
-        for slab in plan.slabs():
-            for block, scores in slab.parts(plan.lists.scores(slab.rows)):
-                relevant, candidate = block.masks(plan.lists)
-                losses = plan.formula(scores, relevant, candidate)
+        for group in plan.groups():
+            for block, scores in group.split(plan.lists.scores(group.rows)):
+                losses = plan.formula(block.with_scores(plan.lists, scores))
                 values[block.rows] = plan.count * plan.weights[block.rows] * losses
         return values
 
@@ -247,22 +242,21 @@ class QueryValues(torch.autograd.Function):
         gradients = _BlockGradients(plan, ctx.needs_input_grad[1:])
         upstream = plan.count * grad
         with torch.autocast(plan.lists.device.type, enabled=False):
-            for slab in plan.slabs():
-                all_scores = plan.lists.scores(slab.rows)
-                for block, scores in slab.parts(all_scores):
-                    relevant, candidate = block.masks(plan.lists)
-                    scores.requires_grad_()
+            for group in plan.groups():
+                all_scores = plan.lists.scores(group.rows)
+                for block, scores in group.split(all_scores):
+                    lists = block.with_scores(plan.lists, scores.requires_grad_())
                     with torch.enable_grad():
-                        values = plan.weights[block.rows] * plan.formula(scores, relevant, candidate)
+                        values = plan.weights[block.rows] * plan.formula(lists)
                     gradients.replace_scores(scores, values, upstream[block.rows])
-                    del relevant, candidate, values  # freed before the next block is computed
-                gradients.add_slab(slab.rows, all_scores)
+                    del lists, values  # freed before the next block is computed
+                gradients.add_group(group.rows, all_scores)
                 del all_scores, scores
         return None, *gradients.all
 
 
-def _slab_of(blocks: list[Block]) -> Slab:
-    return Slab(torch.cat([block.rows for block in blocks]), tuple(blocks))
+def _group_of(blocks: list[Block]) -> BlockGroup:
+    return BlockGroup(torch.cat([block.rows for block in blocks]), tuple(blocks))
 
 
 def _scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:

@@ -1,4 +1,12 @@
-"""Weighted sums of losses."""
+"""Sums of losses: of several losses (`WeightedSum`), or of one for several dimensions of the embeddings (`NestedLoss`).
+
+Nested embeddings (Kusupati et al., "Matryoshka Representation Learning", NeurIPS 2022):
+
+    L = sum over m in M of c_m L(z_1:m)                       (equation 1)
+
+z_1:m are the first m dimensions of an embedding, normalised again; M is `dims` and c_m are `weights`, all 1 in the
+paper. The first dimensions then work as an embedding by themselves, so one model serves several dimensions.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -8,34 +16,26 @@ import torch
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_finite_number, check_instance, check_sequence, short_repr
-from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
-from lightning_retrieval.losses.lists import check_batch, shared_reads
-from lightning_retrieval.losses.third_party import as_batch_loss, has_class_vectors, original_loss
+from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch, SharedReads
+from lightning_retrieval.losses.lists import check_batch
+from lightning_retrieval.losses.third_party import as_batch_loss, has_proxies, original_loss
 from lightning_retrieval.ranking.labels import check_dims, check_dims_fit
 from lightning_retrieval.ranking.rows import normalize
-
-# Nested embeddings: a loss at several lengths of the same embeddings (Kusupati et al., "Matryoshka Representation
-# Learning", NeurIPS 2022).
-#
-#     L = sum over m in M of c_m L(z_1:m)                       (equation 1)
-#
-# z_1:m are the first m dimensions of an embedding, normalised again; M is `dims` and c_m are `weights`, all 1 in the
-# paper. The first dimensions then work as an embedding by themselves, so one model serves several lengths.
 
 
 class NestedLoss(BatchLoss):
     """The sum of a loss over the first dimensions of the embeddings, for several numbers of them.
 
     Args:
-        loss: of this library or of another, computed at each length.
+        loss: of this library or of another, computed for each of `dims`.
         dims: numbers of dimensions, in ascending order; the last is usually that of the embeddings.
-        weights: weight of each length; all 1 if None.
+        weights: weight of each of `dims`; all 1 if None.
 
     Raises:
         ValueError: if `dims` is empty or does not ascend, or there is not one weight from -1e12 to 1e12 for each; when
             called, if the embeddings have fewer dimensions than the last of `dims`.
-        TypeError: if `loss` is not a module, or is one of pytorch-metric-learning that learns class vectors; if a
-            number has another type.
+        TypeError: if `loss` is not a module, or is one of pytorch-metric-learning that learns proxies; if a number
+            has another type.
 
     Example:
         >>> import torch
@@ -47,11 +47,11 @@ class NestedLoss(BatchLoss):
         {'1d': 0.5, '2d': 0.21}
 
     Cost:
-        That of the loss at each length, one after another. The network, which takes most of a step, runs once.
+        That of the loss for each of `dims`, one after another. The network, which takes most of a step, runs once.
 
     Relations:
-        `RetrievalEvaluation(dims=...)` logs the metrics at each length. `PCAWhitening` shortens the embeddings of a
-        model that was trained without this loss: compare both. `terms` holds the unweighted value at each length,
+        `RetrievalEvaluation(dims=...)` logs the metrics for each of `dims`. `PCAWhitening` shortens the embeddings of a
+        model that was trained without this loss: compare both. `terms` holds the unweighted value for each of `dims`,
         which `RetrievalModule` logs as `train/loss/64d` and so on.
     """
 
@@ -67,9 +67,9 @@ class NestedLoss(BatchLoss):
             self.weights = _checked_weights(owner, weights, self.dims)
         self.part = as_batch_loss(loss)
         for module in self.part.modules():
-            if has_class_vectors(module):
+            if has_proxies(module):
                 raise TypeError(
-                    f"{owner}: `loss` must not learn class vectors, which have one length, got "
+                    f"{owner}: `loss` must not learn proxies, which have one dimension, got "
                     f"{type(module).__name__}; use a loss that compares embeddings with each other."
                 )
 
@@ -89,12 +89,11 @@ class NestedLoss(BatchLoss):
         return self.part.terms_without_references
 
     def of_batch(self, batch: RankedBatch) -> Tensor:
-        """The weighted sum over the lengths."""
+        """The weighted sum over `dims`."""
         check_batch(type(self.loss).__name__, batch)
         check_dims_fit(type(self).__name__, self.dims, batch.embeddings)
-        with shared_reads():
-            # The largest first: only the first call checks that all numbers are finite, as part of the shared reads.
-            values = [self.part(**shortened.keywords()) for shortened in self._shortened(batch)]
+        # The largest first: only the first call checks that all numbers are finite, as part of the shared reads.
+        values = [self.part.of_batch(shortened) for shortened in self._shortened(batch)]
         values.reverse()
         self.terms = {f"{dim}d": value.detach() for dim, value in zip(self.dims, values)}
         weights = self.weights or (1.0,) * len(self.dims)
@@ -102,22 +101,21 @@ class NestedLoss(BatchLoss):
         return torch.stack(weighted).sum(0)
 
     def from_scores(self, scores: Tensor, relevant: Tensor, candidate: Tensor | None = None) -> Tensor:
-        """Raises TypeError: a score matrix has no dimensions to leave out."""
+        """Raises TypeError: a score matrix has no dimensions."""
         raise TypeError(
             f"{type(self).__name__}: a nested loss cannot be computed from a score matrix, which has no dimensions; "
             "call it with embeddings and labels."
         )
 
-    def extra_repr(self) -> str:
-        return f"dims={self.dims}, weights={self.weights}"
-
     def _shortened(self, batch: RankedBatch) -> Iterator[RankedBatch]:
-        """The batch at each length, in descending order."""
+        """The batch with each number of dimensions, in descending order."""
+        shared = SharedReads()
         for dim in reversed(self.dims):
             ref_emb = batch.ref_emb
             if ref_emb is not None:
                 ref_emb = normalize(ref_emb[:, :dim])
-            yield replace(batch, embeddings=normalize(batch.embeddings[:, :dim]), ref_emb=ref_emb)
+            embeddings = normalize(batch.embeddings[:, :dim])
+            yield replace(batch, embeddings=embeddings, ref_emb=ref_emb, shared=shared)
 
 
 def _checked_weights(owner: str, weights: Sequence[float], dims: tuple[int, ...]) -> tuple[float, ...]:
@@ -192,7 +190,11 @@ class WeightedSum(BatchLoss):
 
     def of_batch(self, batch: RankedBatch) -> Tensor:
         """The weighted sum."""
-        return self._sum({name: part(**batch.keywords()) for name, part in self.parts.items()})
+        values: dict[str, Tensor] = {}
+        for name, part in self.parts.items():
+            loss: Any = part
+            values[name] = loss.of_batch(batch)
+        return self._sum(values)
 
     def from_scores(self, scores: Tensor, relevant: Tensor, candidate: Tensor | None = None) -> Tensor:
         """The weighted sum of a score matrix, if all terms have `from_scores`; arguments as in `RetrievalLoss`."""

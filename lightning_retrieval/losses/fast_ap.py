@@ -15,13 +15,13 @@ loss.
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.positives import at, find_positives
+from lightning_retrieval.losses.positives import ScoreBlock, at
 
 # Average Precision of soft histograms, shared by FastAP and AP_Q.
 #
@@ -34,15 +34,12 @@ from lightning_retrieval.losses.positives import at, find_positives
 
 MOST_BINS = 1 << 16  # float32 has at least 8 bits left for the position between two bins
 
-
 # A position on the bin axis from which no bin is within reach, so that the item has no weight in any.
 OUTSIDE = -2.0
 
 
 def soft_histograms(
-    scores: Float[Tensor, "query gallery"],
-    relevant: Bool[Tensor, "query gallery"],
-    candidate: Bool[Tensor, "query gallery"],
+    lists: ScoreBlock,
     *,
     bins: int,
     low: float,
@@ -52,19 +49,19 @@ def soft_histograms(
 
     A score outside [low, high] has its whole weight in the nearest bin and gets no gradient.
     """
-    u = ((high - scores) * ((bins - 1) / (high - low))).clamp(0, bins - 1)  # position on the bin axis
-    h: Tensor = _Histogram.apply(u, candidate, bins)
+    u = ((high - lists.scores) * ((bins - 1) / (high - low))).clamp(0, bins - 1)  # position on the bin axis
+    h: Tensor = _Histogram.apply(u, lists.candidate, bins)
 
     # The positives are few, so their weights are scattered.
-    positives = find_positives(relevant)
+    positives = lists.positives
     query, i = positives.query, positives.index  # (pos,), (pos,)
     u_i = at(u, query, i)  # (pos,)
     left = u_i.detach().floor().clamp(max=bins - 2)  # (pos,)
     weight_right = u_i - left
     left_index = query * bins + left.long()  # into the flattened (query, bin)
-    h_pos = torch.zeros(len(scores) * bins, dtype=u.dtype, device=u.device)
+    h_pos = u.new_zeros(len(u) * bins)
     h_pos = h_pos.index_add(0, left_index, 1 - weight_right).index_add(0, left_index + 1, weight_right)
-    return h, h_pos.view(len(scores), bins)
+    return h, h_pos.view(len(u), bins)
 
 
 def binned_ap(h: Float[Tensor, "query bin"], h_pos: Float[Tensor, "query bin"]) -> Float[Tensor, " query"]:
@@ -101,22 +98,18 @@ class _Histogram(torch.autograd.Function):
 
 
 def fast_ap(
-    scores: Float[Tensor, "query gallery"],
-    relevant: Bool[Tensor, "query gallery"],
-    candidate: Bool[Tensor, "query gallery"],
+    lists: ScoreBlock,
     *,
     num_bins: int,
 ) -> Float[Tensor, " query"]:
     """1 - FastAP of each list (equation 14).
 
     Args:
-        scores: similarities, higher is nearer; the scores of non-candidates are ignored.
-        relevant: the positives of each query: at least one per row, all of them candidates.
-        candidate: the items in each query's list.
+        lists: with at least one positive in each.
         num_bins: number of intervals of the squared distances from 0 to 4, >= 2.
     """
     # d^2 = 2 - 2 s falls as s rises: bins of d^2 from 0 to 4 are bins of s from 1 to -1.
-    h, h_pos = soft_histograms(scores, relevant, candidate, bins=num_bins + 1, low=-1.0, high=1.0)
+    h, h_pos = soft_histograms(lists, bins=num_bins + 1, low=-1.0, high=1.0)
     return 1 - binned_ap(h, h_pos)
 
 
@@ -159,13 +152,5 @@ class FastAPLoss(RetrievalLoss):
         super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
         self.num_bins = check_integer(self.name, "num_bins", num_bins, least=2, most=MOST_BINS)
 
-    def query_losses(
-        self,
-        scores: Float[Tensor, "query gallery"],
-        relevant: Bool[Tensor, "query gallery"],
-        candidate: Bool[Tensor, "query gallery"],
-    ) -> Float[Tensor, " query"]:
-        return fast_ap(scores, relevant, candidate, num_bins=self.num_bins)
-
-    def extra_repr(self) -> str:
-        return f"num_bins={self.num_bins}, {super().extra_repr()}"
+    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
+        return fast_ap(lists, num_bins=self.num_bins)

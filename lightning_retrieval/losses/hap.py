@@ -22,20 +22,18 @@ import functools
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Float, Int, Integer
+from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
 from lightning_retrieval.checks import check_finite_number, check_not_negative, check_positive, short_repr
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.positives import at, find_positives, levels_in
+from lightning_retrieval.losses.positives import ScoreBlock, at
 from lightning_retrieval.losses.roadmap import count_upper
 from lightning_retrieval.losses.smooth_ap import count_above
 
 
 def hap(
-    scores: Float[Tensor, "query gallery"],
-    levels: Integer[Tensor, "query gallery"],
-    candidate: Bool[Tensor, "query gallery"],
+    lists: ScoreBlock,
     *,
     alpha: float,
     tau: float,
@@ -48,10 +46,8 @@ def hap(
     """1 - HAP of each list, with H^- in the ranks.
 
     Args:
-        scores: similarities, higher is nearer; the scores of non-candidates are ignored.
-        levels: number of label levels that each item shares with the query, 0 for non-candidates; at least one item per
-            row shares one.
-        candidate: the items in each query's list.
+        lists: with at least one positive in each; `relevant` is the number of label levels that an item shares with
+            the query.
         alpha: exponent of the relevance, > 0.
         tau: temperature of the sigmoid, > 0.
         rho: slope of H^- beyond `delta`, > 0.
@@ -60,11 +56,11 @@ def hap(
         start: added to the sigmoid above 0.
         hrank_slopes: (beta, gamma, leak) of `soft_step`, or None: H-rank has no gradient.
     """
-    positives = find_positives(levels)
+    positives = lists.positives
     query, i = positives.query, positives.index  # (pos,), (pos,)
-    s_i, level_i = at(scores, query, i), levels[query, i]  # (pos,), (pos,)
+    s_i, level_i = at(lists.scores, query, i), lists.relevant[query, i]  # (pos,), (pos,)
     h_minus = functools.partial(count_upper, tau=tau, rho=rho, delta=delta, offset=offset, start=start)
-    lower, row = lower_items(scores, levels, candidate, query, level_i)
+    lower, row = lower_items(lists, query, level_i)
     lower_above = count_above(lower, row, s_i, h_minus)  # (pos,)
 
     # All other counts are of relevant items. Each pair is a relevant i and a relevant j of the same query, as indices
@@ -76,7 +72,7 @@ def hap(
     others_above = torch.zeros_like(s_i).index_add(0, pair_i, (step & (levels_above >= 0)).to(s_i.dtype))  # (pos,)
     rank = lower_above + others_above  # (pos,)
 
-    rel = relevance_of_levels(levels, alpha, scores.dtype)  # (query, gallery)
+    rel = relevance_of_levels(lists, alpha)  # (query, gallery)
     rel_i = rel[query, i]  # (pos,)
     counted = step.to(s_i.dtype)  # (pair,)
     if hrank_slopes is not None:
@@ -84,34 +80,29 @@ def hap(
     shared = torch.minimum(rel_i[pair_i], rel_i[pair_j])  # (pair,)
     h_rank = torch.zeros_like(s_i).index_add(0, pair_i, shared * counted)  # (pos,)
 
-    sum_of_ratios = torch.zeros_like(scores[:, 0]).index_add(0, query, h_rank / rank)  # (query,)
+    sum_of_ratios = torch.zeros_like(lists.scores[:, 0]).index_add(0, query, h_rank / rank)  # (query,)
     return 1 - sum_of_ratios / rel.sum(1)
 
 
 def lower_items(
-    scores: Float[Tensor, "query gallery"],
-    levels: Integer[Tensor, "query gallery"],
-    candidate: Bool[Tensor, "query gallery"],
-    query: Int[Tensor, " pos"],
-    level_i: Integer[Tensor, " pos"],
+    lists: ScoreBlock, query: Int[Tensor, " pos"], level_i: Integer[Tensor, " pos"]
 ) -> tuple[Float[Tensor, "list gallery"], Int[Tensor, " pos"]]:
     """One list for each query and level, with -inf for all but the items of lower levels.
 
     The number of its list is returned for each positive, too.
 
     Args:
-        scores: similarities of all items.
-        levels: number of label levels that each item shares with the query.
-        candidate: the items in each query's list.
+        lists: a block of ranked lists.
         query: the query of each positive.
         level_i: the level of each positive.
     """
-    present = levels_in(levels)
-    lists = [scores.where(candidate & (levels < level), -torch.inf) for level in present]
-    lower_levels = torch.zeros_like(query)  # how many of the levels that are present are lower than that of i
-    for level in present:
+    lower = []
+    lower_levels = torch.zeros_like(query)  # how many of the levels that may occur are lower than that of i
+    for level in lists.levels:
+        is_lower = lists.candidate & (lists.relevant < level)
+        lower.append(lists.scores.where(is_lower, -torch.inf))
         lower_levels += level_i > level
-    return torch.stack(lists, 1).flatten(0, 1), query * len(present) + lower_levels
+    return torch.stack(lower, 1).flatten(0, 1), query * len(lists.levels) + lower_levels
 
 
 def soft_step(t: Float[Tensor, "..."], slopes: tuple[float, ...]) -> Float[Tensor, "..."]:
@@ -120,19 +111,17 @@ def soft_step(t: Float[Tensor, "..."], slopes: tuple[float, ...]) -> Float[Tenso
     return torch.where(t > 0, (beta * t + gamma).clamp(max=1), leak * t)
 
 
-def relevance_of_levels(
-    levels: Integer[Tensor, "query gallery"], alpha: float, dtype: torch.dtype
-) -> Float[Tensor, "query gallery"]:
+def relevance_of_levels(lists: ScoreBlock, alpha: float) -> Float[Tensor, "query gallery"]:
     """(l / H)^alpha / (number of items of exactly level l) for each level l > 0, and 0 for level 0.
 
     H is the highest level of the query's items. The paper has L, the number of levels, in its place, but HAP does not
     depend on it, since it cancels; and with H no alpha is so large that all relevances of a query become 0.
     """
-    relevance = torch.zeros(levels.shape, dtype=dtype, device=levels.device)
-    highest = levels.amax(1, keepdim=True).clamp(min=1).to(dtype)  # (query, 1)
-    for level in levels_in(levels):
-        exact = levels == level  # (query, gallery)
-        count = exact.sum(1, keepdim=True, dtype=dtype).clamp(min=1)  # (query, 1)
+    relevance = torch.zeros_like(lists.scores)
+    highest = lists.relevant.amax(1, keepdim=True).clamp(min=1).to(relevance.dtype)  # (query, 1)
+    for level in lists.levels:
+        exact = lists.relevant == level  # (query, gallery)
+        count = exact.sum(1, keepdim=True, dtype=relevance.dtype).clamp(min=1)  # (query, 1)
         relevance += exact * ((level / highest).clamp(max=1) ** alpha / count)
     return relevance
 
@@ -204,16 +193,9 @@ class HAPLoss(RetrievalLoss):
         self.start = check_not_negative(self.name, "start", start)
         self.hrank_slopes = _check_slopes(self.name, hrank_slopes)
 
-    def query_losses(
-        self,
-        scores: Float[Tensor, "query gallery"],
-        relevant: Integer[Tensor, "query gallery"],
-        candidate: Bool[Tensor, "query gallery"],
-    ) -> Float[Tensor, " query"]:
+    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
         return hap(
-            scores,
-            relevant,
-            candidate,
+            lists,
             alpha=self.alpha,
             tau=self.tau,
             rho=self.rho,
@@ -225,10 +207,6 @@ class HAPLoss(RetrievalLoss):
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
         return positives * gallery
-
-    def extra_repr(self) -> str:
-        settings = f"alpha={self.alpha}, tau={self.tau}, rho={self.rho}, delta={self.delta}, offset={self.offset}"
-        return f"{settings}, start={self.start}, hrank_slopes={self.hrank_slopes}, {super().extra_repr()}"
 
 
 def _check_slopes(owner: str, slopes: Sequence[float] | None) -> tuple[float, ...] | None:

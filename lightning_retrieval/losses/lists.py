@@ -1,10 +1,11 @@
-"""The ranked lists of embeddings and labels: cosine scores, relevance by label, the query's own copy excluded."""
+"""The ranked lists of one call, one for each query: scores, relevance and candidates of a block of queries at a time.
+
+They come from embeddings with labels (`EmbeddingLists`: cosine scores, relevance by label, the query itself excluded)
+or from a score matrix with masks (`ScoreLists`).
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,21 +23,12 @@ from lightning_retrieval.checks import (
     short_repr,
 )
 from lightning_retrieval.distributed import size_for, to_host
-from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
-from lightning_retrieval.losses.positives import levels_in
+from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch, SharedReads
 from lightning_retrieval.ranking.labels import check_nesting, finest
 from lightning_retrieval.ranking.rows import normalize
 
-# The ranked lists of one call, one for each query: scores, relevance and candidates of a block of queries at a time.
-#
-# Two sources have this interface: embeddings with labels (`EmbeddingLists`) and a score matrix with masks
-# (`ScoreLists`).
-
-
 # Elements of the mask in which positives are counted at a time, on the CPU and on other devices.
 COUNTED_ELEMENTS = 1 << 22
-
-
 ACCELERATOR_COUNTED_ELEMENTS = 1 << 25
 
 
@@ -105,9 +97,6 @@ class RankedLists(ABC):
         return torch.cat(counts)
 
 
-# The ranked lists of a score matrix: its rows, with masks for what is relevant and what is in the list.
-
-
 class ScoreLists(RankedLists):
     """The rows of a score matrix, one list for each.
 
@@ -147,7 +136,7 @@ class ScoreLists(RankedLists):
         self.relevant, self.candidate = relevant, candidate
         self.levels = (1,)
         if graded:
-            self.levels = levels_in(relevant)
+            self.levels = tuple(level for level in to_host(relevant.unique()).tolist() if level > 0)
         self.tensors = (scores.to(torch.promote_types(scores.dtype, torch.float32)),)
         self.gallery = scores.shape[1]
         self._scores = self.tensors[0].detach()
@@ -195,53 +184,8 @@ def _check_shape(owner: str, name: str, mask: Tensor, scores: Tensor) -> None:
         )
 
 
-# Reads from the device whose results several calls of losses share.
-#
-# The number of positives of a query follows from labels and ids, not from the embeddings. A loss that is computed at
-# several lengths of the same embeddings would read the same numbers at each length, and wait for the device each time.
-
-
-T = TypeVar("T")
-
-
-_Reads = dict[tuple[Any, ...], tuple[tuple[Tensor | None, ...], Any]]
-
-
-_reads: ContextVar[_Reads | None] = ContextVar("shared_reads", default=None)
-
-
-@contextmanager
-def shared_reads() -> Iterator[None]:
-    """Within this context, `read_once` returns the result of an earlier call with the same tensors and settings."""
-    token = _reads.set({})
-    try:
-        yield
-    finally:
-        _reads.reset(token)
-
-
-def read_once(tensors: tuple[Tensor | None, ...], settings: tuple[Any, ...], read: Callable[[], T]) -> T:
-    """The result of `read`, or of an earlier call with the same tensors and settings within `shared_reads`.
-
-    Args:
-        tensors: the objects that the result depends on, compared by identity; they must not change in between.
-        settings: whatever else it depends on, hashable.
-        read: computes the result.
-    """
-    reads = _reads.get()
-    if reads is None:
-        return read()
-    key = (*map(id, tensors), *settings)
-    if key not in reads:
-        reads[key] = (tensors, read())  # keeps the tensors, so that no other object gets the identity of one
-    result: T = reads[key][1]
-    return result
-
-
 # Rows and columns of the tiles in which a matrix is transposed.
 CPU_TILE = 256
-
-
 ACCELERATOR_TILE = 4096
 
 
@@ -268,6 +212,7 @@ class EmbeddingLists(RankedLists):
         check_batch(owner, batch)
         _check_ids_of_both(owner, batch)
         self.owner = owner
+        self._shared = batch.shared or SharedReads()
         self.in_batch = batch.ref_emb is None
         self.include_self, self.self_is_positive = include_self, self_is_positive
 
@@ -279,7 +224,7 @@ class EmbeddingLists(RankedLists):
         self._label_levels: tuple[Tensor, Tensor] | None = None
         if graded:
             label_levels = _as_levels(batch.labels), _as_levels(ref_labels)
-            read_once((batch.labels, ref_labels), (), lambda: _check_levels(owner, *label_levels))
+            self._shared.get("levels", lambda: _check_levels(owner, *label_levels))
             self.levels = tuple(range(1, label_levels[0].shape[1] + 1))
             self._label_levels = label_levels
 
@@ -298,7 +243,6 @@ class EmbeddingLists(RankedLists):
             self.tensors = (queries,)
         self.gallery = len(references)
         self._queries, self._references = queries.detach(), references.detach()
-        self._labels_and_ids = (batch.labels, batch.ref_labels, batch.ids, batch.ref_ids)
 
     def scores(self, rows: Tensor) -> Tensor:
         return self._queries_at(rows) @ self._references.T
@@ -317,7 +261,7 @@ class EmbeddingLists(RankedLists):
 
     def count_positives(self) -> tuple[Tensor, Tensor]:
         settings = (self.include_self, self.self_is_positive, self.levels)
-        return read_once(self._labels_and_ids, settings, super().count_positives)
+        return self._shared.get(settings, super().count_positives)
 
     def add_gradient(self, rows: Tensor, gradient: Tensor, gradients: list[Tensor | None]) -> None:
         if not self.in_batch:

@@ -1,21 +1,19 @@
-"""The positives of a block of lists, found without waiting for the device.
+"""A block of ranked lists as a formula sees it, and its positives, found without waiting for the device.
 
 The host gives work to a device without waiting for results. But `nonzero` makes it wait, because the size of its result
 depends on values, and a loss would wait in each block. So the number of positives of each query is read once, before
-the first block, and is attached to the mask of each block (`attach_facts`). With a mask without these facts the result
-is the same, but the host waits.
+the first block, and each `ScoreBlock` has the numbers of its queries.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Int, Integer, Shaped
 from torch import Tensor
 
 from lightning_retrieval.distributed import is_accelerator, to_host
-
-# Indexing of score matrices that is cheap in the backward pass, and constants beside them.
 
 
 def at(
@@ -33,22 +31,6 @@ def constants(values: float | Sequence[float], like: Float[Tensor, "..."]) -> Fl
     if not isinstance(values, Sequence):
         return like.new_full((), values)
     return torch.cat([like.new_full((1,), value) for value in values])
-
-
-_ATTRIBUTE = "_mask_facts"
-
-
-@dataclass(frozen=True, eq=False)
-class MaskFacts:
-    """What the host knows of a mask.
-
-    Args:
-        counts: number of positives in each row, on the CPU.
-        levels: the levels of relevance above 0 that may occur.
-    """
-
-    counts: Int[Tensor, " query"]
-    levels: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,25 +71,32 @@ class Positives:
         return i, j
 
 
-def attach_facts(mask: Shaped[Tensor, "query gallery"], facts: MaskFacts) -> Shaped[Tensor, "query gallery"]:
-    """Return `mask`, with which `find_positives` and `levels_in` do not wait. It must not be changed afterwards."""
-    setattr(mask, _ATTRIBUTE, facts)
-    return mask
-
-
-def find_positives(relevant: Bool[Tensor, "query gallery"] | Integer[Tensor, "query gallery"]) -> Positives:
-    """The positives of a block of lists.
+@dataclass(frozen=True, eq=False)
+class ScoreBlock:
+    """The ranked lists of a block of queries, from which a formula computes one value for each query.
 
     Args:
-        relevant: True, or a level above 0, for positives.
+        scores: similarities, higher is nearer; those of references that are not candidates are meaningless.
+        relevant: True, or a level above 0, for the positives, all of which are candidates.
+        candidate: which references are in the query's list.
+        counts: number of positives of each query, on the CPU; if None, they are counted, for which the host waits.
+        levels: the levels of relevance above 0 that may occur.
     """
-    facts = _facts_of(relevant)
-    if facts is not None:
-        counts = facts.counts
-    else:
-        counts = to_host(relevant.count_nonzero(1))
-    query, index = true_indices(relevant, int(counts.sum()))
-    return Positives(query, index, counts)
+
+    scores: Float[Tensor, "query gallery"]
+    relevant: Bool[Tensor, "query gallery"] | Integer[Tensor, "query gallery"]
+    candidate: Bool[Tensor, "query gallery"]
+    counts: Int[Tensor, " query"] | None = None
+    levels: tuple[int, ...] = (1,)
+
+    @cached_property
+    def positives(self) -> Positives:
+        """The positives of all queries."""
+        counts = self.counts
+        if counts is None:
+            counts = to_host(self.relevant.count_nonzero(1))
+        query, index = true_indices(self.relevant, int(counts.sum()))
+        return Positives(query, index, counts)
 
 
 def joined(parts: Sequence[Positives]) -> tuple[Positives, Int[Tensor, " pos"]]:
@@ -116,14 +105,6 @@ def joined(parts: Sequence[Positives]) -> tuple[Positives, Int[Tensor, " pos"]]:
     index = torch.cat([part.index for part in parts])[order]
     counts = torch.stack([part.counts for part in parts]).sum(0)
     return Positives(query, index, counts), order
-
-
-def levels_in(relevant: Integer[Tensor, "query gallery"]) -> tuple[int, ...]:
-    """The levels of relevance above 0 that may occur."""
-    facts = _facts_of(relevant)
-    if facts is not None:
-        return facts.levels
-    return tuple(level for level in to_host(relevant.unique()).tolist() if level > 0)
 
 
 def true_indices(mask: Shaped[Tensor, "*shape"], number: int) -> tuple[Int[Tensor, " true"], ...]:
@@ -136,8 +117,3 @@ def true_indices(mask: Shaped[Tensor, "*shape"], number: int) -> tuple[Int[Tenso
     if mask.ndim == 1:
         return (position,)
     return position // mask.shape[1], position % mask.shape[1]
-
-
-def _facts_of(mask: Tensor) -> MaskFacts | None:
-    facts: MaskFacts | None = getattr(mask, _ATTRIBUTE, None)
-    return facts

@@ -17,12 +17,13 @@ bins on [0, 1] or [-1, 1] and, in dirtorch, 25 bins on [0, 1], where all negativ
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from lightning_retrieval.checks import SMALLEST, check_choice, check_finite_number, check_integer
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.fast_ap import MOST_BINS, binned_ap, soft_histograms
+from lightning_retrieval.losses.positives import ScoreBlock
 
 TieAware = Literal[False, "simplified", "full"]
 
@@ -31,9 +32,7 @@ TINY = 1e-8
 
 
 def quantized_ap(
-    scores: Float[Tensor, "query gallery"],
-    relevant: Bool[Tensor, "query gallery"],
-    candidate: Bool[Tensor, "query gallery"],
+    lists: ScoreBlock,
     *,
     num_bins: int,
     low: float,
@@ -43,15 +42,13 @@ def quantized_ap(
     """1 - AP_Q of each list (equation 11), or 1 - its tie-aware form.
 
     Args:
-        scores: similarities, higher is nearer; the scores of non-candidates are ignored.
-        relevant: the positives of each query: at least one per row, all of them candidates.
-        candidate: the items in each query's list.
+        lists: with at least one positive in each.
         num_bins: M, the number of bin centres, >= 2.
         low: centre of the last bin, below `high`.
         high: centre of the first bin.
         tie_aware: False (AP_Q), `"simplified"` or `"full"`.
     """
-    h, h_pos = soft_histograms(scores, relevant, candidate, bins=num_bins, low=low, high=high)
+    h, h_pos = soft_histograms(lists, bins=num_bins, low=low, high=high)
     if tie_aware == "simplified":
         return 1 - simplified_tie_aware_ap(h, h_pos)
     if tie_aware == "full":
@@ -146,22 +143,11 @@ class QuantizedAPLoss(RetrievalLoss):
             raise ValueError(f"{self.name}: `low` must be at least {SMALLEST:g} below `high`, got {low} and {high}.")
         self.tie_aware: TieAware = check_choice(self.name, "tie_aware", tie_aware, (False, "simplified", "full"))
 
-    def query_losses(
-        self,
-        scores: Float[Tensor, "query gallery"],
-        relevant: Bool[Tensor, "query gallery"],
-        candidate: Bool[Tensor, "query gallery"],
-    ) -> Float[Tensor, " query"]:
+    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
         return quantized_ap(
-            scores,
-            relevant,
-            candidate,
+            lists,
             num_bins=self.num_bins,
             low=self.low,
             high=self.high,
             tie_aware=self.tie_aware,
         )
-
-    def extra_repr(self) -> str:
-        settings = f"num_bins={self.num_bins}, low={self.low}, high={self.high}, tie_aware={self.tie_aware!r}"
-        return f"{settings}, {super().extra_repr()}"

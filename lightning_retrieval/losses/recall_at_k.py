@@ -14,19 +14,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_integer, check_positive, short_repr
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.positives import at, constants, find_positives
+from lightning_retrieval.losses.positives import ScoreBlock, at, constants
 from lightning_retrieval.losses.smooth_ap import soft_ranks
 
 
 def recall_at_k(
-    scores: Float[Tensor, "query gallery"],
-    relevant: Bool[Tensor, "query gallery"],
-    candidate: Bool[Tensor, "query gallery"],
+    lists: ScoreBlock,
     *,
     ks: Sequence[int],
     tau_rank: float,
@@ -35,23 +33,21 @@ def recall_at_k(
     """1 - the mean over k of the soft recall@k of each list.
 
     Args:
-        scores: similarities, higher is nearer; the scores of non-candidates are ignored.
-        relevant: the positives of each query: at least one per row, all of them candidates.
-        candidate: the items in each query's list.
+        lists: with at least one positive in each.
         ks: the values of k, each >= 1; a larger one than the number of columns counts as that number.
         tau_rank: temperature of the ranks, > 0.
         tau_k: temperature of the comparison of a rank with k, > 0; one number, or one for each k.
     """
-    positives = find_positives(relevant)
+    positives = lists.positives
     query, x = positives.query, positives.index  # (pos,), (pos,)
-    s = (scores / tau_rank).masked_fill(~candidate, -torch.inf)  # (query, gallery)
+    s = (lists.scores / tau_rank).masked_fill(~lists.candidate, -torch.inf)  # (query, gallery)
     r_x = soft_ranks(s, query, at(s, query, x))  # (pos,)
 
-    k = constants(ks, s).clamp(max=scores.shape[1])  # (k,)
+    k = constants(ks, s).clamp(max=s.shape[1])  # (k,)
     tau_1 = constants(tau_k, s)  # (k,), or () for one temperature
     within_k = torch.sigmoid((k - r_x[:, None]) / tau_1)  # (pos, k)
     found = s.new_zeros(len(s), len(k)).index_add(0, query, within_k).minimum(k)  # (query, k)
-    possible = torch.minimum(k, relevant.sum(1, keepdim=True))  # (query, k)
+    possible = torch.minimum(k, lists.relevant.sum(1, keepdim=True))  # (query, k)
     return 1 - (found / possible).mean(1)
 
 
@@ -103,19 +99,11 @@ class RecallAtKLoss(RetrievalLoss):
         self.tau_rank = check_positive(self.name, "tau_rank", tau_rank)
         self.tau_k = _check_tau_k(self.name, tau_k, len(self.ks))
 
-    def query_losses(
-        self,
-        scores: Float[Tensor, "query gallery"],
-        relevant: Bool[Tensor, "query gallery"],
-        candidate: Bool[Tensor, "query gallery"],
-    ) -> Float[Tensor, " query"]:
-        return recall_at_k(scores, relevant, candidate, ks=self.ks, tau_rank=self.tau_rank, tau_k=self.tau_k)
+    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
+        return recall_at_k(lists, ks=self.ks, tau_rank=self.tau_rank, tau_k=self.tau_k)
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
         return positives * gallery
-
-    def extra_repr(self) -> str:
-        return f"ks={self.ks}, tau_rank={self.tau_rank}, tau_k={self.tau_k}, {super().extra_repr()}"
 
 
 def _check_ks(owner: str, ks: Sequence[int]) -> tuple[int, ...]:

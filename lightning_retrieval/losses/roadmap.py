@@ -23,11 +23,11 @@ from lightning_retrieval.checks import (
     check_string,
 )
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.batch_loss import QueryRange
+from lightning_retrieval.losses.batch_loss import QueryRange, settings_repr
 from lightning_retrieval.losses.blockwise import Block
 from lightning_retrieval.losses.combined import WeightedSum
 from lightning_retrieval.losses.lists import RankedLists
-from lightning_retrieval.losses.positives import MaskFacts, at, find_positives
+from lightning_retrieval.losses.positives import ScoreBlock, at
 from lightning_retrieval.losses.smooth_ap import count_above
 
 # SupAP (Ramzi, Thome, Rambour, Audebert, Bitot: "Robust and Decomposable Average Precision for Image Retrieval",
@@ -50,9 +50,7 @@ from lightning_retrieval.losses.smooth_ap import count_above
 
 
 def sup_ap(
-    scores: Float[Tensor, "query gallery"],
-    relevant: Bool[Tensor, "query gallery"],
-    candidate: Bool[Tensor, "query gallery"],
+    lists: ScoreBlock,
     *,
     tau: float,
     rho: float,
@@ -63,31 +61,29 @@ def sup_ap(
     """1 - a lower bound of the AP of each list, in which H^- counts the negatives.
 
     Args:
-        scores: similarities, higher is nearer; the scores of non-candidates are ignored.
-        relevant: the positives of each query: at least one per row, all of them candidates.
-        candidate: the items in each query's list.
+        lists: with at least one positive in each.
         tau: temperature of the sigmoid, > 0.
         rho: slope of H^- beyond `delta`, > 0.
         delta: the difference of scores from which H^- is linear, > 0.
         offset: value of H^- just above `delta`; if None, H^- is continuous there.
         start: added to the sigmoid above 0.
     """
-    positives = find_positives(relevant)
+    positives = lists.positives
     query, i = positives.query, positives.index  # (pos,), (pos,)
-    s_i = at(scores, query, i)  # (pos,)
+    s_i = at(lists.scores, query, i)  # (pos,)
 
-    s_negative = scores.masked_fill(~candidate | relevant, -torch.inf)  # (query, gallery)
+    s_negative = lists.scores.masked_fill(~lists.candidate | lists.relevant, -torch.inf)  # (query, gallery)
     h_minus = functools.partial(count_upper, tau=tau, rho=rho, delta=delta, offset=offset, start=start)
     negatives_above = count_above(s_negative, query, s_i, h_minus)  # (pos,)
 
     # Each pair is a positive i and a positive j of the same query, as indices into (pos,).
     pair_i, pair_j = positives.pairs()  # (pair,), (pair,)
     at_least = s_i[pair_j] >= s_i[pair_i]  # (pair,); i itself is one of the j
-    rank_among_positives = torch.zeros_like(s_i).index_add(0, pair_i, at_least.to(scores.dtype))  # (pos,)
+    rank_among_positives = torch.zeros_like(s_i).index_add(0, pair_i, at_least.to(s_i.dtype))  # (pos,)
 
     precision = rank_among_positives / (rank_among_positives + negatives_above)  # (pos,)
-    sum_of_precisions = torch.zeros_like(scores[:, 0]).index_add(0, query, precision)  # (query,)
-    return 1 - sum_of_precisions / relevant.sum(1)
+    sum_of_precisions = torch.zeros_like(lists.scores[:, 0]).index_add(0, query, precision)  # (query,)
+    return 1 - sum_of_precisions / lists.relevant.sum(1)
 
 
 def count_upper(
@@ -173,16 +169,9 @@ class SupAPLoss(RetrievalLoss):
         self.offset = offset
         self.start = check_not_negative(self.name, "start", start)
 
-    def query_losses(
-        self,
-        scores: Float[Tensor, "query gallery"],
-        relevant: Bool[Tensor, "query gallery"],
-        candidate: Bool[Tensor, "query gallery"],
-    ) -> Float[Tensor, " query"]:
+    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
         return sup_ap(
-            scores,
-            relevant,
-            candidate,
+            lists,
             tau=self.tau,
             rho=self.rho,
             delta=self.delta,
@@ -192,10 +181,6 @@ class SupAPLoss(RetrievalLoss):
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
         return positives * gallery
-
-    def extra_repr(self) -> str:
-        settings = f"tau={self.tau}, rho={self.rho}, delta={self.delta}, offset={self.offset}, start={self.start}"
-        return f"{settings}, {super().extra_repr()}"
 
 
 # The base class of losses that are means over pairs of a query and a reference.
@@ -227,43 +212,23 @@ class PairLoss(RetrievalLoss):
             )
 
     @abstractmethod
-    def pair_sums(
-        self,
-        scores: Float[Tensor, "query gallery"],
-        relevant: Bool[Tensor, "query gallery"],
-        candidate: Bool[Tensor, "query gallery"],
-    ) -> tuple[Float[Tensor, "query term"], Float[Tensor, "query term"]]:
-        """For each query and term the sum over its pairs and the number of pairs; the loss adds the terms' means.
-
-        Args:
-            scores: similarities, higher is nearer; those of references that are not candidates are meaningless.
-            relevant: the positives, all of them candidates.
-            candidate: which references are in the query's list.
-        """
+    def pair_sums(self, lists: ScoreBlock) -> tuple[Float[Tensor, "query term"], Float[Tensor, "query term"]]:
+        """For each query and term the sum over its pairs and the number of pairs; the loss adds the terms' means."""
 
     def query_losses(
-        self,
-        scores: Float[Tensor, "query gallery"],
-        relevant: Bool[Tensor, "query gallery"],
-        candidate: Bool[Tensor, "query gallery"],
-        pairs_per_query: Float[Tensor, " term"] | None = None,
+        self, lists: ScoreBlock, pairs_per_query: Float[Tensor, " term"] | None = None
     ) -> Float[Tensor, " query"]:
         """The means of each query, or its part of the means over the pairs of all queries.
 
         Args:
-            scores: similarities, higher is nearer; those of references that are not candidates are meaningless.
-            relevant: the positives, all of them candidates.
-            candidate: which references are in the query's list.
+            lists: a block of ranked lists.
             pairs_per_query: number of pairs of all queries together, divided by the number of queries; None divides by
                 the query's own number of pairs.
         """
-        sums, counts = self.pair_sums(scores, relevant, candidate)
+        sums, counts = self.pair_sums(lists)
         if pairs_per_query is None:
             return (sums / counts.clamp(min=1)).sum(1)
         return (sums / pairs_per_query).sum(1)
-
-    def extra_repr(self) -> str:
-        return f"pair_mean={self.pair_mean!r}, {super().extra_repr()}"
 
     def _has_value(self, positives: Int[Tensor, " query"]) -> Bool[Tensor, " query"]:
         if self.pair_mean == "query":
@@ -272,7 +237,7 @@ class PairLoss(RetrievalLoss):
 
     def _formula(
         self, lists: RankedLists, blocks: tuple[Block, ...], queries: QueryRange | None
-    ) -> Callable[..., Tensor]:
+    ) -> Callable[[ScoreBlock], Tensor]:
         if self.pair_mean == "query":
             return self.query_losses
         total = self._count_pairs(lists, blocks)
@@ -286,11 +251,10 @@ class PairLoss(RetrievalLoss):
         """Number of pairs of each term over all blocks; one 0 for each term if this process computes no query."""
         if not blocks:
             nothing = torch.arange(0)
-            blocks = (Block(nothing.to(lists.device), MaskFacts(nothing, lists.levels)),)
+            blocks = (Block(nothing.to(lists.device), nothing),)
         counts = []
         for block in blocks:
-            relevant, candidate = block.masks(lists)
-            _, pairs = self.pair_sums(lists.scores(block.rows), relevant, candidate)
+            _, pairs = self.pair_sums(block.with_scores(lists, lists.scores(block.rows)))
             counts.append(pairs.sum(0))
         return torch.stack(counts).sum(0)
 
@@ -308,9 +272,7 @@ class PairLoss(RetrievalLoss):
 
 
 def calibration_sums(
-    scores: Float[Tensor, "query gallery"],
-    relevant: Bool[Tensor, "query gallery"],
-    candidate: Bool[Tensor, "query gallery"],
+    lists: ScoreBlock,
     *,
     alpha: float,
     beta: float,
@@ -319,22 +281,20 @@ def calibration_sums(
     """Both hinges, of the positives and of the negatives, summed over each query's pairs, and the numbers of pairs.
 
     Args:
-        scores: similarities, higher is nearer; the scores of non-candidates are ignored.
-        relevant: the positives of each query, all of them candidates.
-        candidate: the items in each query's list.
+        lists: a block of ranked lists.
         alpha: similarity that positives should reach.
         beta: similarity that negatives should stay below.
         only_nonzero: count only the pairs that violate their bound.
     """
-    negative = candidate & ~relevant
-    positive_hinge = (alpha - scores).clamp(min=0) * relevant  # (query, gallery)
-    negative_hinge = (scores - beta).clamp(min=0) * negative  # (query, gallery)
+    negative = lists.candidate & ~lists.relevant
+    positive_hinge = (alpha - lists.scores).clamp(min=0) * lists.relevant  # (query, gallery)
+    negative_hinge = (lists.scores - beta).clamp(min=0) * negative  # (query, gallery)
     sums = torch.stack([positive_hinge.sum(1), negative_hinge.sum(1)], 1)  # (query, 2)
     if only_nonzero:
         counts = torch.stack([(positive_hinge > 0).sum(1), (negative_hinge > 0).sum(1)], 1)
     else:
-        counts = torch.stack([relevant.sum(1), negative.sum(1)], 1)
-    return sums, counts.to(scores.dtype)
+        counts = torch.stack([lists.relevant.sum(1), negative.sum(1)], 1)
+    return sums, counts.to(sums.dtype)
 
 
 class CalibrationLoss(PairLoss):
@@ -381,19 +341,9 @@ class CalibrationLoss(PairLoss):
         self.alpha = check_finite_number(self.name, "alpha", alpha)
         self.beta = check_finite_number(self.name, "beta", beta)
 
-    def pair_sums(
-        self,
-        scores: Float[Tensor, "query gallery"],
-        relevant: Bool[Tensor, "query gallery"],
-        candidate: Bool[Tensor, "query gallery"],
-    ) -> tuple[Float[Tensor, "query 2"], Float[Tensor, "query 2"]]:
+    def pair_sums(self, lists: ScoreBlock) -> tuple[Float[Tensor, "query 2"], Float[Tensor, "query 2"]]:
         only_nonzero = self.pair_mean == "nonzero"
-        return calibration_sums(
-            scores, relevant, candidate, alpha=self.alpha, beta=self.beta, only_nonzero=only_nonzero
-        )
-
-    def extra_repr(self) -> str:
-        return f"alpha={self.alpha}, beta={self.beta}, {super().extra_repr()}"
+        return calibration_sums(lists, alpha=self.alpha, beta=self.beta, only_nonzero=only_nonzero)
 
 
 _DEFAULTS = {"reduction": "mean", "class_balanced": False, "include_self": False}
@@ -481,10 +431,7 @@ class ROADMAPLoss(WeightedSum):
         return WeightedSum({"sup_ap": (1.0, sup_ap), "calibration": (1.0, CalibrationLoss(pair_mean="nonzero"))})
 
     def extra_repr(self) -> str:
-        settings = (
-            f"reduction={self.reduction!r}, class_balanced={self.class_balanced}, include_self={self.include_self}"
-        )
-        return f"lambda_={self.lambda_}, {settings}"
+        return settings_repr(self)
 
     def _argument(self, name: str) -> nn.Module | None:
         if self._given[name]:

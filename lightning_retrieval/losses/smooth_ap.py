@@ -16,19 +16,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_retrieval.checks import check_positive
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
-from lightning_retrieval.losses.positives import at, find_positives
+from lightning_retrieval.losses.positives import ScoreBlock, at
 
-# How many items score above each positive, counted by a step function that has a slope.
-#
-# The losses of soft ranks spend most of their time here, on tensors of shape (positives, gallery). The slope of the
-# step function is computed beside its value, from which it often follows, so that the backward pass only multiplies.
-
+# The losses of soft ranks spend most of their time counting the items that score above each positive, on tensors of
+# shape (positives, gallery). So the slope of the step function is computed beside its value, from which it often
+# follows, and the backward pass only multiplies.
 
 # Of t = s_j - s_i, which may be overwritten: the step function summed over j, and its slope at each t.
 Step = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -74,23 +72,19 @@ class _CountAbove(torch.autograd.Function):
 
 
 def smooth_ap(
-    scores: Float[Tensor, "query gallery"],
-    relevant: Bool[Tensor, "query gallery"],
-    candidate: Bool[Tensor, "query gallery"],
+    lists: ScoreBlock,
     *,
     tau: float,
 ) -> Float[Tensor, " query"]:
     """1 - the smoothed AP of each list (equations 5-7).
 
     Args:
-        scores: similarities, higher is nearer; the scores of non-candidates are ignored.
-        relevant: the positives of each query: at least one per row, all of them candidates.
-        candidate: the items in each query's list.
+        lists: with at least one positive in each.
         tau: temperature of the sigmoid, > 0.
     """
-    positives = find_positives(relevant)
+    positives = lists.positives
     query, i = positives.query, positives.index  # (pos,), (pos,)
-    s = (scores / tau).masked_fill(~candidate, -torch.inf)  # (query, gallery)
+    s = (lists.scores / tau).masked_fill(~lists.candidate, -torch.inf)  # (query, gallery)
     s_i = at(s, query, i)  # (pos,)
     rank = soft_ranks(s, query, s_i)  # (pos,)
 
@@ -101,7 +95,7 @@ def smooth_ap(
 
     precision = rank_among_positives / rank  # (pos,)
     sum_of_precisions = torch.zeros_like(s[:, 0]).index_add(0, query, precision)  # (query,)
-    return 1 - sum_of_precisions / relevant.sum(1)
+    return 1 - sum_of_precisions / lists.relevant.sum(1)
 
 
 def soft_ranks(
@@ -160,16 +154,8 @@ class SmoothAPLoss(RetrievalLoss):
         super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
         self.tau = check_positive(self.name, "tau", tau)
 
-    def query_losses(
-        self,
-        scores: Float[Tensor, "query gallery"],
-        relevant: Bool[Tensor, "query gallery"],
-        candidate: Bool[Tensor, "query gallery"],
-    ) -> Float[Tensor, " query"]:
-        return smooth_ap(scores, relevant, candidate, tau=self.tau)
+    def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
+        return smooth_ap(lists, tau=self.tau)
 
     def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
         return positives * gallery
-
-    def extra_repr(self) -> str:
-        return f"tau={self.tau}, {super().extra_repr()}"

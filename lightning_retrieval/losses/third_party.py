@@ -134,8 +134,8 @@ def as_batch_loss(loss: nn.Module) -> BatchLoss:
     return ThirdPartyLoss(loss)
 
 
-def has_class_vectors(loss: nn.Module) -> bool:
-    """Whether it is a loss of pytorch-metric-learning that learns vectors of the length of the embeddings."""
+def has_proxies(loss: nn.Module) -> bool:
+    """Whether it is a loss of pytorch-metric-learning that learns proxies: vectors of the embeddings' dimension."""
     if not _is_of_pytorch_metric_learning(type(loss)):
         return False
     return any(parameter.ndim > 1 for parameter in loss.parameters())

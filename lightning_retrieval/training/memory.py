@@ -74,7 +74,7 @@ class CrossBatchMemory(nn.Module):
         >>> for step in range(3):
         ...     embeddings, ids = torch.randn(8, 4, requires_grad=True), torch.arange(8) + 4 * step
         ...     batch = memory.references(embeddings, ids // 4, ids)
-        ...     value = loss(**batch.keywords())
+        ...     value = loss.of_batch(batch)
         ...     memory.update(embeddings, ids // 4, ids)
         >>> len(memory)  # of 24 rows; eight images came twice
         16
@@ -131,7 +131,7 @@ class CrossBatchMemory(nn.Module):
             detach: True for references without any gradient.
 
         Returns:
-            What a loss is called with: `loss(**batch.keywords())`.
+            What a loss ranks: `loss.of_batch(batch)`.
         """
         check_bool("CrossBatchMemory", "detach", detach)
         batch = self._validated(embeddings, labels, ids)

@@ -330,11 +330,11 @@ class TrainingStep:
         random_state = step_random_state(self.seed, self.number, 0)
         with self._explained_errors(), random_state, torch.autocast(device.type, enabled=False):
             ranked, with_memory = self._ranked_batches()
-            value: Any = self.batch_loss(**ranked.keywords())
+            value: Any = self.batch_loss.of_batch(ranked)
             _check_scalar(self.owner, value)
             terms = dict(self.batch_loss.terms)
             if with_memory is not None:
-                of_memory: Any = self.batch_loss(**with_memory.keywords())
+                of_memory: Any = self.batch_loss.of_batch(with_memory)
                 _check_scalar(self.owner, of_memory)
                 terms |= {"batch": value.detach(), "memory": of_memory.detach()}
                 value = value + self.memory_weight * of_memory

@@ -32,14 +32,15 @@ H_MINUS = {"tau": 0.01, "rho": 100.0, "delta": 0.05, "offset": 1.44, "start": 0.
 class OwnLoss(RetrievalLoss):
     """A user's own loss: the mean score of the positives."""
 
-    def query_losses(self, scores, relevant, candidate):
-        return (scores * relevant).sum(1) / relevant.sum(1)
+    def query_losses(self, lists):
+        return (lists.scores * lists.relevant).sum(1) / lists.relevant.sum(1)
 
 
 class OwnPairLoss(PairLoss):
     """A user's own mean over pairs."""
 
-    def pair_sums(self, scores, relevant, candidate):
+    def pair_sums(self, lists):
+        scores, relevant = lists.scores, lists.relevant
         return (scores * relevant).sum(1, keepdim=True), relevant.sum(1, keepdim=True).to(scores.dtype)
 
 

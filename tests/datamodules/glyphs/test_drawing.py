@@ -182,7 +182,7 @@ def draw(rank: int, world_size: int, table: Path, folder: Path, killed: bool) ->
     """Draw the classes of a table; `killed` ends the process before a file is renamed."""
     characters.TABLE = table
     if killed:
-        drawing.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        files.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     return int(load_glyph_images(folder).images.sum())
 
 
@@ -202,7 +202,7 @@ def test_a_process_killed_before_the_file_is_renamed_does_no_harm(few_classes: P
 
 
 def test_a_cache_that_cannot_be_written_can_be_read(small_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing, "_write", fail)  # root may write anywhere
+    monkeypatch.setattr(drawing, "_in_folder", fail)  # root may write anywhere
     assert len(load_glyph_images(small_cache.parent).characters) == 40
 
 

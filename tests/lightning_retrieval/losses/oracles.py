@@ -266,14 +266,6 @@ def value_and_gradient(loss, x, *args, **kwargs):
     return value.detach(), x.grad
 
 
-def assert_function_is_the_loss(name, function, scores, relevant, candidate, **settings):
-    """The pure function of a loss gives the value of each query that has a positive."""
-    has_positive = ((relevant > 0) & candidate).any(1)
-    lists = (scores[has_positive], (relevant * candidate)[has_positive], candidate[has_positive])
-    expected = make(name, reduction="none").from_scores(*lists)
-    assert torch.equal(function(*lists, **settings), expected)
-
-
 def ranks_by_sorting(scores):
     """The rank of each number of a list, 1 for the highest."""
     order = sorted(range(len(scores)), key=lambda j: -scores[j])

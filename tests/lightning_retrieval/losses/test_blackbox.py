@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_retrieval.losses import BlackboxAPLoss, BlackboxRecallLoss, blackbox, blackbox_rank, blockwise
+from lightning_retrieval.losses.positives import ScoreBlock
 from tests.lightning_retrieval.losses.oracles import blackbox_gradient, ranks_by_sorting
 
 
@@ -170,7 +171,7 @@ def test_sorting_and_comparing_count_ties_alike(monkeypatch):
     for most in (0, 16):
         monkeypatch.setattr(blackbox, "MOST_COMPARED", most)
         x = scores.clone().requires_grad_()
-        lists = blackbox.sort_lists(x, relevant, torch.ones_like(relevant), margin=0.0)
+        lists = blackbox.sort_lists(ScoreBlock(x, relevant, torch.ones_like(relevant)), margin=0.0)
         assert (lists.column is None) == (most == 16)
         _, ranks, _ = blackbox.positive_ranks(x, lists, lambda_=1.0)
         ranks.backward(moves / 32)  # lambda is multiplied by the length

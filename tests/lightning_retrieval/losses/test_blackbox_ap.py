@@ -1,23 +1,14 @@
 """RaMBO's AP loss: its function, and scikit-learn's AP; its gradients are tested in test_blackbox.py."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_retrieval.losses import BlackboxAPLoss
-from lightning_retrieval.losses.blackbox import blackbox_ap
 from tests.lightning_retrieval.losses.oracles import (
     LABELS,
-    assert_function_is_the_loss,
     average_precision_losses,
-    random_lists,
 )
-
-
-@pytest.mark.parametrize(("name", "margin"), [("blackbox_ap", 0.02), ("blackbox_ap margin", 0.3)])
-def test_function_is_the_loss(name, margin):
-    assert_function_is_the_loss(name, blackbox_ap, *random_lists(7, 11, name), lambda_=4.0, margin=margin)
 
 
 @settings(deadline=None, max_examples=40)

@@ -5,17 +5,7 @@ import torch
 from torch import nn
 
 from lightning_retrieval.losses import CalibrationLoss, blockwise
-from lightning_retrieval.losses.roadmap import calibration_sums
-from tests.lightning_retrieval.losses.oracles import batch, make, random_lists
-
-
-def test_function_is_the_loss():
-    scores, relevant, candidate = random_lists(7, 11, "calibration")
-    relevant &= candidate
-    relevant[:, 0] = candidate[:, 0] = True
-    sums, counts = calibration_sums(scores, relevant, candidate, alpha=0.9, beta=0.6)
-    expected = make("calibration", reduction="none").from_scores(scores, relevant, candidate)
-    torch.testing.assert_close((sums / counts.clamp(min=1)).sum(1), expected)
+from tests.lightning_retrieval.losses.oracles import batch
 
 
 @pytest.mark.parametrize("pair_mean", ["all", "nonzero"])

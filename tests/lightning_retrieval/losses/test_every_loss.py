@@ -1,5 +1,6 @@
 """Every loss equals its formula in loops, has the right gradient, and depends neither on order nor on blocks."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_retrieval import losses
-from lightning_retrieval.losses import BlackboxAPLoss, HAPLoss, ROADMAPLoss, SupAPLoss, blockwise
+from lightning_retrieval.losses import BlackboxAPLoss, SupAPLoss, blockwise
 from tests.lightning_retrieval.losses.oracles import (
     LABELS,
     TABLE,
@@ -106,7 +107,7 @@ def test_embeddings_against_loops(name):
 
 
 @DIFFERENTIABLE
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_gradcheck(name, reduction):
     x, labels = batch([1, 2, 4], dim=4)
     loss, y = make(name, reduction=reduction, class_balanced=reduction != "none"), labels_for(name, labels)
@@ -140,14 +141,6 @@ def test_gradcheck_with_references(name):
     )
 
 
-# Losses with larger temperatures, so that the rounding of scores is not multiplied by 1 / tau = 100.
-SMOOTHER = {
-    "sup_ap": SupAPLoss(tau=0.1, rho=10.0),
-    "hap": HAPLoss(tau=0.1, rho=10.0),
-    "hap slopes": HAPLoss(tau=0.1, rho=10.0, hrank_slopes=(2.0, 0.5, 1.0)),
-}
-
-
 @ALL
 def test_float32_is_close_to_float64(name):
     x, labels = batch([3, 4, 2, 5, 1, 4], dim=8)
@@ -161,24 +154,7 @@ def test_float32_is_close_to_float64(name):
 
 
 @ALL
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_under_autocast(name, dtype):
-    x, labels = batch([4] * 8, dim=32, dtype=torch.float32)
-    x = x + 2 * torch.randn(8, 32)[labels]  # separable classes, as in training
-    y = labels_for(name, labels)
-    net = nn.Linear(32, 16)
-    loss = SMOOTHER.get(name) or make(name)
-    expected = loss(net(x), y)
-    with torch.autocast("cpu", dtype=dtype):
-        value = loss(net(x), y)
-    value.backward()
-    assert value.dtype == torch.float32
-    assert torch.isfinite(net.weight.grad).all()
-    assert value.item() == pytest.approx(expected.item(), abs=1e-2)
-
-
-@ALL
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=6)
 @given(labels=LABELS, data=st.data())
 def test_order_of_rows_and_values_of_labels_do_not_matter(name, labels, data):
     order = torch.tensor(data.draw(st.permutations(range(len(labels)))))
@@ -191,22 +167,28 @@ def test_order_of_rows_and_values_of_labels_do_not_matter(name, labels, data):
         moved, moved_gradient = value_and_gradient(loss, x[order], renamed[order])
         torch.testing.assert_close(moved, value, rtol=1e-7, atol=1e-9)
         torch.testing.assert_close(moved_gradient, gradient[order], rtol=1e-6, atol=1e-8)
+        # Neither does the length of an embedding.
+        scaled, _ = value_and_gradient(loss, x * (1 + torch.arange(len(x), dtype=x.dtype))[:, None], y)
+        torch.testing.assert_close(scaled, value, rtol=1e-7, atol=1e-9)
 
 
 @ALL
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=6)
 @given(labels=LABELS, elements=st.integers(1, 300), reduction=st.sampled_from(["mean", "sum", "none"]))
-def test_blocks_do_not_matter(name, labels, elements, reduction):
+@pytest.mark.parametrize("references", [False, True])
+def test_blocks_do_not_matter(name, references, labels, elements, reduction):
     x, y = torch.randn(len(labels), 4, dtype=torch.float64), labels_for(name, torch.tensor(labels))
-    value, gradient = value_and_gradient(make(name, reduction=reduction), x, y)
+    others = (torch.randn(9, 4, dtype=torch.float64), labels_for(name, torch.arange(9) % 5)) if references else ()
+    loss = make(name, reduction=reduction, class_balanced=True)
+    value, gradient = value_and_gradient(loss, x, y, *others)
     with patch.object(blockwise, "BLOCK_ELEMENTS", elements):
-        cut, cut_gradient = value_and_gradient(make(name, reduction=reduction), x, y)
+        cut, cut_gradient = value_and_gradient(loss, x, y, *others)
     torch.testing.assert_close(cut, value, equal_nan=True)
     torch.testing.assert_close(cut_gradient, gradient, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", [name for name, case in TABLE.items() if case.in_unit_interval])
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(labels=LABELS, seed=st.integers(0, 10**6))
 def test_value_lies_between_0_and_1(name, labels, seed):
     x = torch.randn(len(labels), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -217,7 +199,7 @@ def test_value_lies_between_0_and_1(name, labels, seed):
 
 # The full tie-aware form is not 0 for a perfect ranking, since it replaces a harmonic sum by a logarithm.
 @pytest.mark.parametrize("name", [name for name in TABLE if name != "quantized_ap full"])
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(order=st.permutations(range(8)), positives=st.integers(1, 7))
 def test_perfect_ranking_has_the_least_value(name, order, positives):
     """The scores lie on bin centres and differ by more than temperature and margin; no other order is better."""
@@ -249,21 +231,6 @@ def test_losses_without_levels_use_the_finest_level(name):
         assert torch.equal(loss(x, levels, r, ref_levels), loss(x, labels, r, ref_labels))
 
 
-@pytest.mark.parametrize("name", [*TABLE, "roadmap"])
-@pytest.mark.parametrize("how", ["embeddings", "scores"])
-def test_batch_without_positives_gives_a_differentiable_zero_and_a_warning(name, how):
-    loss = ROADMAPLoss() if name == "roadmap" else make(name)
-    x = torch.randn(5, 3, requires_grad=True)
-    y = torch.stack([torch.arange(5)] * 2, 1) if is_graded(name) else torch.arange(5)
-    nothing = torch.zeros(5, 3, dtype=torch.int64 if is_graded(name) else torch.bool)
-    call, given = (loss, y) if how == "embeddings" else (loss.from_scores, nothing)
-    with pytest.warns(UserWarning, match="no row of the batch has a positive, so the loss is 0"):
-        value = call(x, given)
-    assert value.item() == 0.0
-    value.backward()
-    assert x.grad.tolist() == torch.zeros(5, 3).tolist()
-
-
 class LearnedScale(SupAPLoss):
     """A subclass with a parameter, by which the scores are multiplied."""
 
@@ -271,8 +238,8 @@ class LearnedScale(SupAPLoss):
         super().__init__(tau=0.2, **keywords)
         self.scale = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
 
-    def query_losses(self, scores, relevant, candidate):
-        return super().query_losses(scores * self.scale, relevant, candidate)
+    def query_losses(self, lists):
+        return super().query_losses(replace(lists, scores=lists.scores * self.scale))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

@@ -6,17 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_retrieval.losses import FastAPLoss, QuantizedAPLoss
-from lightning_retrieval.losses.fast_ap import fast_ap
 from tests.lightning_retrieval.losses.oracles import (
     LABELS,
-    assert_function_is_the_loss,
-    random_lists,
     value_and_gradient,
 )
-
-
-def test_function_is_the_loss():
-    assert_function_is_the_loss("fast_ap", fast_ap, *random_lists(7, 11, "fast_ap"), num_bins=7)
 
 
 def test_by_hand():

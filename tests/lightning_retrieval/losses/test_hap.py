@@ -8,27 +8,12 @@ from hypothesis import given, settings
 from torch import nn
 
 from lightning_retrieval.losses import HAPLoss, SupAPLoss
-from lightning_retrieval.losses.hap import hap
 from tests.lightning_retrieval.losses.oracles import (
     LABELS,
     OFFICIAL_SLOPES,
-    assert_function_is_the_loss,
-    random_lists,
     value_and_gradient,
     values_by_loops,
 )
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("hap", {"alpha": 1.0, "tau": 0.01}),
-        ("hap alpha 2", {"alpha": 2.0, "tau": 0.1}),
-        ("hap slopes", {"alpha": 1.0, "tau": 0.01, "hrank_slopes": OFFICIAL_SLOPES}),
-    ],
-)
-def test_function_is_the_loss(name, settings):
-    assert_function_is_the_loss(name, hap, *random_lists(7, 11, name), rho=100.0, delta=0.05, **settings)
 
 
 def test_by_hand():

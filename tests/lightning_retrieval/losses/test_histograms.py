@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightning_retrieval.losses.fast_ap import binned_ap, soft_histograms
+from lightning_retrieval.losses.positives import ScoreBlock
 
 SCORES = torch.tensor([[1.5, 0.75, 0.0, -3.0]], dtype=torch.float64)
 RELEVANT = torch.tensor([[False, True, True, False]])
@@ -11,16 +12,16 @@ BINS = {"bins": 5, "low": -1.0, "high": 1.0}  # centres 1, 0.5, 0, -0.5, -1
 
 
 def test_weights_by_hand():
-    h, h_pos = soft_histograms(SCORES, RELEVANT, torch.ones_like(RELEVANT), **BINS)
+    h, h_pos = soft_histograms(ScoreBlock(SCORES, RELEVANT, torch.ones_like(RELEVANT)), **BINS)
     assert h.tolist() == [[1.5, 0.5, 1.0, 0.0, 1.0]]
     assert h_pos.tolist() == [[0.5, 0.5, 1.0, 0.0, 0.0]]
-    h, _ = soft_histograms(SCORES, RELEVANT, torch.tensor([[False, True, True, True]]), **BINS)
+    h, _ = soft_histograms(ScoreBlock(SCORES, RELEVANT, torch.tensor([[False, True, True, True]])), **BINS)
     assert h.tolist() == [[0.5, 0.5, 1.0, 0.0, 1.0]]
 
 
 def test_scores_outside_the_range_have_no_gradient():
     scores = SCORES.clone().requires_grad_()
-    h, h_pos = soft_histograms(scores, RELEVANT, torch.ones_like(RELEVANT), **BINS)
+    h, h_pos = soft_histograms(ScoreBlock(scores, RELEVANT, torch.ones_like(RELEVANT)), **BINS)
     weight = torch.arange(5.0, dtype=torch.float64)
     ((h + h_pos) * weight).sum().backward()
     assert scores.grad[0, [0, 3]].tolist() == [0.0, 0.0]

@@ -6,21 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_retrieval.losses import SupAPLoss
-from lightning_retrieval.losses.roadmap import sup_ap, upper_step
+from lightning_retrieval.losses.roadmap import upper_step
 from tests.lightning_retrieval.losses.oracles import (
     LABELS,
-    OFFICIAL_SUP_AP,
-    assert_function_is_the_loss,
     average_precision_losses,
-    random_lists,
 )
-
-
-@pytest.mark.parametrize(
-    ("name", "settings"), [("sup_ap", {"tau": 0.01, "rho": 100.0, "delta": 0.05}), ("sup_ap official", OFFICIAL_SUP_AP)]
-)
-def test_function_is_the_loss(name, settings):
-    assert_function_is_the_loss(name, sup_ap, *random_lists(7, 11, name), **settings)
 
 
 def test_h_minus_is_never_below_the_step_and_continuous_at_delta():

@@ -363,7 +363,7 @@ def test_losses_rank_the_whole_list(name, detached):
     embeddings, labels, ids = drawn(7, 10, levels, 9)
 
     leaf = embeddings.clone().requires_grad_()
-    value = loss(**memory.references(leaf, labels, ids, detach=detached).keywords())
+    value = loss.of_batch(memory.references(leaf, labels, ids, detach=detached))
     value.backward()
 
     expected_leaf = embeddings.clone().requires_grad_()
@@ -393,7 +393,7 @@ def test_without_a_past_it_is_the_loss_of_the_batch(name):
         ranked = RankedBatch(leaf, labels, ids=ids)
         if references:
             ranked = CrossBatchMemory(8).references(leaf, labels, ids)
-        value = LOSSES[name]()(**ranked.keywords())
+        value = LOSSES[name]().of_batch(ranked)
         value.backward()
         results.append((value.detach(), leaf.grad))
     for of_batch, with_memory in zip(*results, strict=True):
@@ -405,7 +405,7 @@ def test_a_query_in_its_own_list_counts_alike_among_references(make):
     embeddings, labels, ids = drawn(8, 0, False, 1)
     loss = make(include_self=True)
     ranked = CrossBatchMemory(8).references(embeddings, labels, ids)
-    assert loss(**ranked.keywords()).item() == pytest.approx(loss(embeddings, labels, ids=ids).item(), abs=1e-12)
+    assert loss.of_batch(ranked).item() == pytest.approx(loss(embeddings, labels, ids=ids).item(), abs=1e-12)
     assert loss(embeddings, labels, ids=ids).item() != pytest.approx(make()(embeddings, labels, ids=ids).item())
 
 

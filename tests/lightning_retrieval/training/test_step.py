@@ -86,8 +86,8 @@ def test_nan_embeddings_stop_training_before_the_weights_change(ids):
 class FirstRow(BatchLoss):
     """A loss that does not look at all embeddings."""
 
-    def forward(self, embeddings, labels, *_, **__):
-        return embeddings[0].sum()
+    def of_batch(self, batch):
+        return batch.embeddings[0].sum()
 
 
 @pytest.mark.refusal
