@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lightning_retrieval import files
 from lightning_retrieval.datamodules.glyphs import characters, drawing
 from lightning_retrieval.datamodules.glyphs import characters as fonts
 from lightning_retrieval.datamodules.glyphs.characters import GlyphFonts
