@@ -125,17 +125,6 @@ def change_results(folder, further):
     file.write_text("".join(json.dumps({**line, **further(line)}) + "\n" for line in lines))
 
 
-def test_table_has_the_cpu_time_if_it_is_known_for_all_runs(study, trained, tmp_path):
-    arguments = [*QUICK, "--experiments", "calibration", "--output", str(tmp_path)]
-    study.main(arguments)
-    assert "| setting | mAP | R@1 |" in (tmp_path / "index.md").read_text()
-    change_results(tmp_path, lambda line: {"cpu_seconds": 20.4 + line["seed"]})
-    study.main([*arguments, "--report"])
-    page = (tmp_path / "index.md").read_text()
-    assert "| setting | mAP | R@1 | CPU time |" in page
-    assert "| without | 0.2000 (0.1000 to 0.3000) | 0.2000 (0.1000 to 0.3000) | 21 s |" in page
-
-
 def test_table_has_the_begin_of_each_memory(study, trained, tmp_path):
     arguments = [*QUICK, "--experiments", "memory_begin_trained", "--output", str(tmp_path)]
     study.main(arguments)
@@ -165,18 +154,6 @@ def test_a_run_records_the_begin_of_its_memory(study, tmp_path):
     assert result["memory_begin"] == 2
     assert list(result["drift"]) == ["2", "4"]
     assert 0 < result["drift"]["2"] < 1.9
-
-
-def test_plots_name_the_classes_on_which_they_are_measured(study):
-    label = importlib.import_module("study_report").label_of_metric
-    assert label(study.PAGES["tuning.md"].experiments["tuning"]) == "validation mAP"
-    assert label(study.PAGES["tuning.md"].experiments["main_example"]) == "test mAP"
-
-
-def test_experiments_of_one_seed_show_values_alone(study, trained, tmp_path):
-    study.main([*QUICK, "--experiments", "memory_learning_rate", "--output", str(tmp_path)])
-    assert "| glyphs, no memory, 0.0003 | 0.1000 | 0.1000 |" in (tmp_path / "memory.md").read_text()
-    assert {seed for _, seed in trained} == {0}
 
 
 def test_changed_setting_is_run_again(study):
@@ -270,27 +247,6 @@ def test_batches_of_whole_classes(study):
     assert list(sampler) != batches
 
 
-def test_batches_of_two_categories(study):
-    setting = study.EXPERIMENTS["category_sampling"].rows["Glyphs, two categories"]
-    data = study.study_runs.make_data(setting, 0, study.Place("cpu", Path("emoji"), Path("weights")))
-    labels = data.train_set.labels
-    classes = labels.unique().tolist()
-    for batch in list(data.train_sampler())[:5]:
-        stretches = {classes.index(label) // 32 for label in labels[batch].tolist()}
-        assert len(batch) == 128
-        assert len(stretches) == 2
-
-
-@pytest.mark.refusal
-def test_third_party_losses_name_the_missing_package(study, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pytorch_metric_learning", None)
-    monkeypatch.setitem(sys.modules, "pytorch_metric_learning.losses", None)
-    with pytest.raises(
-        ImportError, match="TripletMarginLoss is pytorch-metric-learning's: pip install pytorch-metric-learning"
-    ):
-        study.study_runs.make_loss("TripletMarginLoss", {})
-
-
 @pytest.fixture
 def place(study, tmp_path):
     """A place with a folder of eight classes in two categories, in the layout of emoji.py."""
@@ -382,12 +338,3 @@ def test_a_slow_encoder_gives_what_is_remembered(study, place, monkeypatch, mome
     study.study_runs.run(setting, 0, place)
     assert len(differences) == 24 - 4 * warm_up
     assert max(differences) < 1e-6
-
-
-def test_key_has_only_what_differs_from_the_defaults(study):
-    start = study.Setting(lr=0.1)
-    assert dataclasses.replace(start, start=start, images=0).different() == {
-        "lr": 0.1,
-        "images": 0,
-        "start": {"lr": 0.1},
-    }
