@@ -118,34 +118,6 @@ def test_page_has_median_and_range(study, trained, tmp_path):
     assert "difference +0.0000 (+0.0000 to +0.0000)" in page
 
 
-def change_results(folder, further):
-    """Add what a function of a result returns to each result of a study."""
-    file = folder / "results.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    file.write_text("".join(json.dumps({**line, **further(line)}) + "\n" for line in lines))
-
-
-def test_table_has_the_begin_of_each_memory(study, trained, tmp_path):
-    arguments = [*QUICK, "--experiments", "memory_begin_trained", "--output", str(tmp_path)]
-    study.main(arguments)
-    assert "| setting | mAP | R@1 |" in (tmp_path / "memory.md").read_text()
-
-    def begin(line):
-        if line["setting"]["memory_start"] == 0.1:
-            return {"memory_begin": 16, "drift": {"16": 0.0893, "32": 0.01}}
-        if line["setting"]["memory_start"]:
-            return {"memory_begin": None, "drift": {"16": 0.0893}}
-        return {}
-
-    change_results(tmp_path, begin)
-    study.main([*arguments, "--report"])
-    rows = [line.split(" | ") for line in (tmp_path / "memory.md").read_text().splitlines() if line.startswith("| ")]
-    begins = {row[0][2:]: row[-1] for row in rows}
-    assert begins["one list, from step 0"] == "0, 0, 0 |"
-    assert begins["drift below 0.1"] == "16 (0.089), 16 (0.089), 16 (0.089) |"
-    assert begins["drift below 0.01"] == "never, never, never |"
-
-
 def test_a_run_records_the_begin_of_its_memory(study, tmp_path):
     """Two batches of 32 in a memory of 64, which begins with any drift."""
     setting = study.Setting(classes=8, images=160, memory=64, memory_start=1.9, test_batches=1)
@@ -208,10 +180,7 @@ def test_results_are_kept_if_a_run(how, study, trained, tmp_path, monkeypatch, c
         ("better", [0.5, 0.7, 0.6], [0.4, 0.61, 0.49], "same direction"),
         ("better", [0.4, 0.61, 0.49], [0.5, 0.7, 0.6], "not the same direction"),
         ("better", [0.5, 0.7, 0.6], [0.4, 0.3, 0.49], "no difference beyond the spread of seeds"),
-        ("better", [0.4, 0.3, 0.49], [0.5, 0.7, 0.6], "no difference beyond the spread of seeds"),
-        ("better", [0.5, 0.5, 0.5], [0.5, 0.5, 0.5], "no difference beyond the spread of seeds"),
         ("better", [0.9], [0.1], "no difference beyond the spread of seeds"),
-        ("no worse", [0.5, 0.7, 0.6], [0.4, 0.61, 0.49], "same direction"),
         ("no worse", [0.4, 0.3, 0.49], [0.5, 0.7, 0.6], "same direction"),
         ("no worse", [0.4, 0.61, 0.49], [0.5, 0.7, 0.6], "not the same direction"),
         ("equal", [0.4, 0.3, 0.49], [0.4, 0.3, 0.49005], "same direction"),
@@ -309,8 +278,8 @@ def test_a_fresh_memory_holds_what_the_network_gives_now(study, place, monkeypat
     assert max(differences) < 1e-6
 
 
-@pytest.mark.parametrize(("momentum", "warm_up"), [(0.0, 0), (0.5, 0), (0.5, 2)])
-def test_a_slow_encoder_gives_what_is_remembered(study, place, monkeypatch, momentum, warm_up):
+def test_a_slow_encoder_gives_what_is_remembered(study, place, monkeypatch):
+    momentum, warm_up = 0.5, 2
     setting = small(study, memory=6, memory_start=warm_up, freeze_batch_norm=True, slow_encoder=momentum)
     differences = []
 
