@@ -1,11 +1,9 @@
 """Fixtures of all tests: each starts with the same random state, and fails if it leaves anything behind."""
 
 import gc
-import json
 import multiprocessing
 import os
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -143,29 +141,6 @@ def results_of_processes(function, world_size, *args, folder, timeout, backend):
     outputs = "\n".join(process.output()[-3000:] for process in processes)
     assert codes == [0] * world_size, f"exit codes {codes}\n{outputs}"
     return [process.result() for process in processes]
-
-
-# What torch and torchmetrics load by themselves is not in our control: torchmetrics loads matplotlib if it can.
-IMPORT_THE_CORE = """
-import json, sys, torch, torchvision, torchmetrics
-before = set(sys.modules)
-import lightning_retrieval as lr
-attributes = [lr.losses.SmoothAPLoss is lr.SmoothAPLoss, hasattr(lr, "lossses")]
-loaded = {}
-import lightning_retrieval.metrics
-loaded["metrics"] = sorted({name.split(".")[0] for name in set(sys.modules) - before})
-import lightning_retrieval.models, lightning_retrieval.training.chunked
-loaded["core"] = sorted({name.split(".")[0] for name in set(sys.modules) - before})
-print(json.dumps({"attributes": attributes, "loaded": loaded}))
-"""
-
-
-@pytest.fixture(scope="session")
-def fresh_import():
-    """What a new interpreter finds and loads when it imports the core, in one process for all tests that ask."""
-    done = subprocess.run([sys.executable, "-c", IMPORT_THE_CORE], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 @pytest.fixture

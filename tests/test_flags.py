@@ -1,7 +1,6 @@
-"""Each flag of a method is True or False, or also None where its annotation says so.
+"""Each flag of a public class, method or function is True or False, or also None where its annotation says so.
 
-The flags are found by their annotations. A string such as "False" would count as True without a word. Those of
-constructors and functions are in the table of tests/awkward_values; only those that it skips are here.
+The flags are found by their annotations. A string such as "False" would count as True without a word.
 """
 
 import inspect
@@ -11,10 +10,9 @@ from typing import get_args
 import pytest
 import torch
 
-from tests.test_awkward_values import CALLS
 from tests.test_contracts import ABSTRACT, PUBLIC, TABLE, make
 
-# Arguments that methods need besides their flags; those of a method of all classes by its name alone.
+# Arguments that functions and methods need besides their flags; those of a method of all classes by its name alone.
 ARGUMENTS = {
     "CrossBatchMemory.references": {
         "embeddings": torch.eye(2),
@@ -39,45 +37,89 @@ def flags_of(function):
     return found
 
 
-def cases():
-    """(public name, method, flag, whether None is allowed) of every method that the library defines, once."""
+def constructor_flags(cls):
+    """The flags of a class, also those that it passes on to a base class of this library."""
     found = {}
-    for name, thing in PUBLIC.items():
-        if not isinstance(thing, type) or TABLE[name].without.get("make") == ABSTRACT:
+    for base in cls.__mro__:
+        if "__init__" not in vars(base) or not base.__module__.startswith("lightning_retrieval"):
             continue
+        found = {**flags_of(base), **found}
+        kinds = [parameter.kind for parameter in inspect.signature(base).parameters.values()]
+        if inspect.Parameter.VAR_KEYWORD not in kinds:
+            break
+    return found
+
+
+def cases():
+    """(public name, method or None, flag, whether None is allowed) of every flag that can be passed."""
+    found = []
+    for name, thing in PUBLIC.items():
+        if not isinstance(thing, type):
+            found += [(name, None, flag, optional) for flag, optional in flags_of(thing).items()]
+            continue
+        if TABLE[name].without.get("make") == ABSTRACT:
+            continue
+        found += [(name, None, flag, optional) for flag, optional in constructor_flags(thing).items()]
         for method_name, method in inspect.getmembers(thing, callable):
             ours = str(getattr(method, "__module__", "")).startswith("lightning_retrieval")
             if ours and not method_name.startswith("_"):
-                for flag, optional in flags_of(method).items():
-                    found.setdefault((method.__qualname__, flag), (name, method_name, flag, optional))
-    return list(found.values())
+                found += [(name, method_name, flag, optional) for flag, optional in flags_of(method).items()]
+    return found
 
 
-def skipped():
-    """(public name, flag) of the flags of constructors that the table of awkward values skips."""
-    calls = [(name, call) for name, of_name in CALLS.items() for call in of_name if call.signed is PUBLIC.get(name)]
-    return [(name, flag) for name, call in calls for flag in flags_of(call.signed) if flag in call.without]
+CASES = cases()
 
 
-def assert_refused(call, name, flag, optional):
+def call_with(name, method, flag, value):
+    if method is not None:
+        thing = PUBLIC[name]
+        if not isinstance(inspect.getattr_static(thing, method), classmethod):
+            thing = make(name)
+        arguments = ARGUMENTS.get(f"{name}.{method}") or ARGUMENTS.get(method, {})
+        return getattr(thing, method)(**arguments, **{flag: value})
+    settings = ARGUMENTS.get(name) or TABLE[name].settings
+    return PUBLIC[name](**{**settings, flag: value})
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("value", ["False", 1])
+@pytest.mark.parametrize(("name", "method", "flag", "optional"), CASES)
+def test_a_flag_that_is_not_a_bool_raises(name, method, flag, optional, value):
     allowed = "True, False or None" if optional else "True or False"
-    for value in ("False", 1) if optional else ("False", 1, None):
-        with pytest.raises(TypeError, match=f"^{name}: `{flag}` must be {allowed}, got {value!r}[ .(]"):
-            call(**{flag: value})
+    message = f"^{name}: `{flag}` must be {allowed}, got {value!r}[ .(]"
+    with pytest.raises(TypeError, match=message) as error:
+        call_with(name, method, flag, value)
+    assert str(error.value).count(". ") == 0
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize(("name", "method", "flag", "optional"), cases())
-def test_a_flag_of_a_method_that_is_not_a_bool_raises(name, method, flag, optional):
-    thing = PUBLIC[name]
-    if not isinstance(inspect.getattr_static(thing, method), classmethod):
-        thing = make(name)
-    arguments = ARGUMENTS.get(f"{name}.{method}") or ARGUMENTS.get(method, {})
-    assert_refused(lambda **given: getattr(thing, method)(**arguments, **given), name, flag, optional)
+@pytest.mark.parametrize(("name", "method", "flag"), [case[:3] for case in CASES if not case[3]])
+def test_none_raises_where_it_is_not_allowed(name, method, flag):
+    with pytest.raises(TypeError, match=f"^{name}: `{flag}` must be True or False, got None"):
+        call_with(name, method, flag, None)
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize(("name", "flag"), skipped())
-def test_a_flag_of_a_constructor_that_is_not_a_bool_raises(name, flag):
-    settings = TABLE[name].settings
-    assert_refused(lambda **given: PUBLIC[name](**{**settings, **given}), name, flag, optional=False)
+def test_all_flags_of_abstract_classes_are_among_those_of_their_subclasses():
+    tested = {(name, flag) for name, method, flag, _ in CASES if method is None}
+    for name, entry in TABLE.items():
+        if entry.without.get("make") != ABSTRACT:
+            continue
+        for flag in constructor_flags(PUBLIC[name]):
+            subclasses = [other for other, seen in tested if seen == flag and issubclass(PUBLIC[other], PUBLIC[name])]
+            assert subclasses, (name, flag)
+
+
+def test_the_flags_are_found():
+    tested = {".".join(filter(None, (name, method, flag))) for name, method, flag, _ in CASES}
+    assert {
+        "SmoothAPLoss.include_self",
+        "Embedder.normalize",
+        "Embedder.train.mode",
+        "Glyphs.augment",
+        "ImageFolder.load_truncated",
+        "ImageFolder.pin_memory",
+        "RetrievalEvaluation.before_fit",
+        "RetrievalIndex.load.mapped",
+        "RetrievalMetrics.embeddings_on_cpu",
+        "RetrievalWandbLogger.artifact",
+    } <= tested

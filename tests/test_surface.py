@@ -85,11 +85,6 @@ def test_the_root_imports_each_name_from_where_type_checkers_see_it():
     assert seen == {name: f"lightning_retrieval.{module}" for name, module in root.MODULES.items()}
 
 
-def test_packages_are_attributes_of_the_root(fresh_import):
-    """`lr.losses.SmoothAPLoss` is `lr.SmoothAPLoss`, and `lr.lossses` does not exist."""
-    assert fresh_import["attributes"] == [True, False]
-
-
 def test_public_names_and_signatures_are_those_listed():
     lines = changes(json.loads(FILE.read_text()), surface())
     assert not lines, (

@@ -161,12 +161,6 @@ def test_invalid_options_are_named(compare, arguments, message, photos, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_folder_that_does_not_exist_is_named(compare, tmp_path, capsys):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        compare.main([str(tmp_path / "nowhere")])
-    assert "nowhere" in capsys.readouterr().err.splitlines()[-1]
-
-
 @pytest.mark.slow
 def test_a_run_is_a_function_of_setting_and_seed(compare, photos, monkeypatch):
     monkeypatch.setenv("PL_TRAINER_ENABLE_PROGRESS_BAR", "False")

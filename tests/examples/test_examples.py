@@ -98,9 +98,9 @@ def test_a_loss_of_pytorch_metric_learning(cut_down):
 
 
 def test_a_loop_in_plain_pytorch(tmp_path, run_python):
-    output = run_python(EXAMPLES / "plain_pytorch_loop.py", 12, folder=tmp_path)
+    output = run_python(EXAMPLES / "plain_pytorch_loop.py", 5, folder=tmp_path)
     losses = [float(value) for value in re.findall(r"^step \d+: loss (\S+)$", output, flags=re.MULTILINE)]
-    assert len(losses) == 12
+    assert len(losses) == 5
     assert losses[-1] < losses[0]
     assert "'mAP': 0." in output
 
@@ -149,38 +149,30 @@ def test_own_images_from_a_folder_to_a_search(tmp_path, run_python):
     assert (newest["epoch"], newest["global_step"]) == (1, 4)
 
 
-@pytest.mark.parametrize(
-    ("classes", "images", "message"),
-    [
-        (8, 1, r"need at least two classes each that have two or more images, got 0 and 0 in "),
-        (2, 3, r"need at least two classes each that have two or more images, got 1 and 1 in "),
-    ],
-)
-def test_own_images_that_are_too_few(classes, images, message, tmp_path, monkeypatch, capsys):
+def write_noise(folder, classes, images):
     for number in range(classes * images):
-        (tmp_path / f"{number % classes}").mkdir(exist_ok=True)
-        Image.effect_noise((30, 30), 9).save(tmp_path / f"{number % classes}" / f"{number}.png")
-    monkeypatch.setattr(sys, "argv", ["own_images.py", str(tmp_path), "--weights", "none"])
+        path = folder / f"{number % classes}/{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((30, 30), 9).save(path)
+
+
+def error_of_own_images(folder, monkeypatch, capsys):
+    """What the script prints when it ends with an error."""
+    monkeypatch.setattr(sys, "argv", ["own_images.py", str(folder), "--workers", "0"])
     with pytest.raises(SystemExit, match=r"^2$"):
         runpy.run_path(str(EXAMPLES / "own_images.py"), run_name="__main__")
-    assert re.search(message, capsys.readouterr().err)
+    return capsys.readouterr().err
+
+
+def test_own_images_that_are_too_few(tmp_path, monkeypatch, capsys):
+    write_noise(tmp_path, classes=2, images=3)
+    error = error_of_own_images(tmp_path, monkeypatch, capsys)
+    assert "need at least two classes each that have two or more images, got 1 and 1 in " in error
 
 
 def script_of_own_images():
     """The functions of the script."""
     return runpy.run_path(str(EXAMPLES / "own_images.py"), run_name="own_images")
-
-
-def test_own_images_say_that_training_made_the_network_worse():
-    """Values of three epochs from random weights."""
-    is_worse = script_of_own_images()["is_worse"]
-    results = {
-        name: {"test/mAP": score} for name, score in {"backbone": 0.28, "untrained": 0.254, "test": 0.202}.items()
-    }
-    assert is_worse(results)
-    assert is_worse({**results, "backbone": {"test/mAP": 0.1}})
-    assert not is_worse({**results, "test": {"test/mAP": 0.281}})
-    assert not is_worse({"test": {"test/mAP": 0.2}})  # a resumed run
 
 
 def test_own_images_with_other_settings_of_the_images(tmp_path, monkeypatch):
@@ -211,11 +203,7 @@ def test_errors_of_own_images_name_its_options(tmp_path, monkeypatch, capsys):
     def offline(*args, **settings):
         raise URLError("no network")
 
-    for label in range(4):
-        for number in range(2):
-            path = tmp_path / f"tools/{label}/{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.effect_noise((30, 30), 9).save(path)
+    write_noise(tmp_path / "tools", classes=4, images=2)
     assert script_of_own_images()["with_options"]("give another `image_size`.") == "give another --size."
     monkeypatch.setattr("torchvision.models.get_model", offline)
     wanted = {
@@ -223,10 +211,7 @@ def test_errors_of_own_images_name_its_options(tmp_path, monkeypatch, capsys):
         tmp_path / "tools": r"could not be loaded \(URLError: .*--weights none trains without pretrained weights\.\n$",
     }
     for folder, message in wanted.items():
-        monkeypatch.setattr(sys, "argv", ["own_images.py", str(folder), "--workers", "0"])
-        with pytest.raises(SystemExit, match=r"^2$"):
-            runpy.run_path(str(EXAMPLES / "own_images.py"), run_name="__main__")
-        assert re.search(message, capsys.readouterr().err)
+        assert re.search(message, error_of_own_images(folder, monkeypatch, capsys))
 
 
 @pytest.mark.parametrize("launcher", ["trainer", "torchrun"])

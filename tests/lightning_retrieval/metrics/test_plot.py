@@ -50,12 +50,6 @@ def test_setups_of_revisited_sets():
     assert names == ["mAP", "mAP/easy", "mP@1/easy", "mAP/medium", "mP@1/medium", "mAP/hard", "mP@1/hard"]
 
 
-def test_matplotlib_is_not_loaded_with_the_metrics(fresh_import):
-    loaded = fresh_import["loaded"]["metrics"]
-    assert "lightning_retrieval" in loaded
-    assert "matplotlib" not in loaded
-
-
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     ("val", "ax", "error", "sentence"),
