@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.files import CHUNK, DigestStream, write_verified
-from lightning_retrieval.search.faiss_index import add_block, load_faiss, read_shard, shard_name
+from lightning_retrieval.search.faiss_index import add_block, load_faiss, read_shard, shard_name, without_transform
 from lightning_retrieval.search.rows import BLOCK, OWNER, Rows, check_rows, normalized_blocks
 from lightning_retrieval.search.storage import NewVersion
 
@@ -88,9 +88,7 @@ def check_lists(index: Any, factory: str) -> None:
         ValueError: if it is not, or if this release of faiss writes the lists otherwise.
     """
     faiss = load_faiss()
-    inner = index
-    if isinstance(index, faiss.IndexPreTransform):
-        inner = faiss.downcast_index(index.index)
+    inner = without_transform(index)
     is_known = type(inner) in (faiss.IndexIVFFlat, faiss.IndexIVFPQ, faiss.IndexIVFScalarQuantizer)
     if not is_known or not faiss.serialize_index(index).tobytes().endswith(_no_rows(inner)):
         raise ValueError(

@@ -29,6 +29,7 @@ from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.search.disk_lists import ROWS_IN_MEMORY, add_on_disk, check_disk_build
 from lightning_retrieval.search.faiss_index import (
     add_to_shards,
+    load_faiss,
     new_faiss_index,
     read_shard,
     rebuild_rows,
@@ -37,14 +38,12 @@ from lightning_retrieval.search.faiss_index import (
     set_search_parameters,
     shard_name,
     shard_writers,
-    shards_from_bytes,
-    shards_to_bytes,
     train_shards,
 )
 from lightning_retrieval.search.id_table import IdTable, check_new_rows, integer_ids
 from lightning_retrieval.search.rows import (
     OWNER,
-    PIECE,
+    SMALL_BLOCK,
     Rows,
     check_not_mapped,
     check_queries,
@@ -56,13 +55,10 @@ from lightning_retrieval.search.rows import (
 )
 from lightning_retrieval.search.storage import new_version, read_folder, write_folder
 
-# Recall of an approximate index: the fraction of the nearest rows by exact search that the index finds as well.
-
-
-RECALL_AT = 10
-
-
-RECALL_QUERIES = 256
+LARGEST_DIM = 2**31 - 1  # of faiss
+MOST_SHARDS = 10_000  # each is a file
+RECALL_AT, RECALL_QUERIES = 10, 256
+SETTINGS = ("dim", "factory", "parameters", "shards", "about", "recall")  # saved in the manifest
 
 
 def measure_recall(
@@ -72,7 +68,8 @@ def measure_recall(
 ) -> float | None:
     """Recall@10 of an index on a sample of its rows as queries; None if there is a single row.
 
-    A row is not its own neighbour, whether the index finds it or not.
+    That is the fraction of the 10 nearest rows by exact search that the index finds as well. A row is not its own
+    neighbour, whether the index finds it or not.
 
     Args:
         search: of the index; it takes queries and k, and returns similarities and ids.
@@ -107,24 +104,15 @@ def _exact_neighbours(
     """Ids of the k rows nearest to each query, without the query itself."""
     best_scores = torch.full((len(queries), k), -torch.inf)
     best_ids = torch.full((len(queries), k), -1)
-    for begin in range(0, len(embeddings), PIECE):
-        piece = torch.from_numpy(normalized_rows(embeddings[begin : begin + PIECE]))
-        piece_ids = torch.from_numpy(ids[begin : begin + len(piece)]).expand(len(queries), -1)  # (query, piece)
+    for begin in range(0, len(embeddings), SMALL_BLOCK):
+        block = torch.from_numpy(normalized_rows(embeddings[begin : begin + SMALL_BLOCK]))
+        block_ids = torch.from_numpy(ids[begin : begin + len(block)]).expand(len(queries), -1)  # (query, block)
         with ieee_products():
-            scores = queries @ piece.T
-        scores = scores.masked_fill(piece_ids == query_ids[:, None], -torch.inf)
+            scores = queries @ block.T
+        scores = scores.masked_fill(block_ids == query_ids[:, None], -torch.inf)
         best_scores, order = torch.cat([best_scores, scores], 1).topk(k)
-        best_ids = torch.cat([best_ids, piece_ids], 1).gather(1, order)
+        best_ids = torch.cat([best_ids, block_ids], 1).gather(1, order)
     return best_ids
-
-
-LARGEST_DIM = 2**31 - 1  # of faiss
-
-
-MOST_SHARDS = 10_000  # each is a file
-
-
-SETTINGS = ("dim", "factory", "parameters", "shards", "about", "recall")  # saved in the manifest
 
 
 class EditLock:
@@ -164,7 +152,7 @@ class RetrievalIndex:
     """Embeddings with ids and, optionally, paths: add, search, remove, save and load.
 
     Args:
-        dim: D, the length of an embedding, >= 1.
+        dim: D, the dimension of an embedding, >= 1.
         factory: faiss' factory string: `"Flat"` is exact; `"IVF1024,Flat"`, `"IVF1024,PQ16"`, `"HNSW32"` and others are
             approximate, and faster or smaller. All of them keep ids, without `IDMap`.
         parameters: of the search, as faiss writes them: `"nprobe=16"` for IVF (the default searches a single list),
@@ -490,7 +478,9 @@ class RetrievalIndex:
         try:
             if missing:
                 raise KeyError(missing[0])
-            recall = _check_recall(settings.pop("recall"))
+            recall = settings.pop("recall")
+            if recall is not None:
+                recall = check_not_negative(OWNER, "recall", recall, most=1)
             count = check_integer(OWNER, "shards", settings["shards"], least=1, most=MOST_SHARDS)
             shards = [read_shard(files[shard_name(number)], mapped) for number in range(count)]
             table = IdTable.read(files, mapped)
@@ -523,19 +513,14 @@ class RetrievalIndex:
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickle and copy, with each faiss index as bytes."""
         with self._lock.reading():
-            state = {**vars(self), "faiss_indexes": shards_to_bytes(self.faiss_indexes)}
+            serialized = [load_faiss().serialize_index(shard) for shard in self.faiss_indexes]
+            state = {**vars(self), "faiss_indexes": serialized}
         del state["_lock"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, faiss_indexes=shards_from_bytes(state["faiss_indexes"]), _lock=EditLock())
-
-
-def _check_recall(recall: Any) -> float | None:
-    """The recall in a manifest; raise unless it is None, or a number from 0 to 1."""
-    if recall is None:
-        return None
-    return check_not_negative(OWNER, "recall", recall, most=1)
+        shards = [load_faiss().deserialize_index(shard) for shard in state["faiss_indexes"]]
+        vars(self).update(state, faiss_indexes=shards, _lock=EditLock())
 
 
 def _check_rows(shards: Sequence[Any], table: IdTable, dim: Any) -> None:

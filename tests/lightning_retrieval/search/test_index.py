@@ -322,7 +322,7 @@ def test_the_paths_of_what_a_search_finds():
 def test_recall_agrees_with_exact_search(factory, monkeypatch):
     monkeypatch.setattr(index_module, "RECALL_QUERIES", ROWS)  # all rows, so that no sample has to be repeated here
     monkeypatch.setattr(rows_module, "BLOCK", 100)
-    monkeypatch.setattr(index_module, "PIECE", 70)
+    monkeypatch.setattr(index_module, "SMALL_BLOCK", 70)
     index, gallery = newly_built(factory), vectors()
     unit = gallery / gallery.norm(dim=1, keepdim=True)
     nearest = NearestNeighbors(n_neighbors=11, algorithm="brute").fit(unit).kneighbors(unit, return_distance=False)
