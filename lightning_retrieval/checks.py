@@ -48,23 +48,20 @@ def check_positive(owner: str, name: str, value: Any, *, least: float = SMALLEST
     """Return `value`; raise unless it is a number > 0, from `least` to `most`."""
     if _is_number(value) and value <= 0:
         raise ValueError(f"{owner}: `{name}` must be a finite number > 0, got {short_repr(value)}.")
-    return _checked_number(owner, name, value, " > 0", least, most)
+    return check_finite_number(owner, name, value, least=least, most=most, rule=" > 0")
 
 
 def check_not_negative(owner: str, name: str, value: Any, *, most: float = LARGEST) -> float:
     """Return `value`; raise unless it is a number >= 0, at most `most`."""
     if _is_number(value) and value < 0:
         raise ValueError(f"{owner}: `{name}` must be a finite number >= 0, got {short_repr(value)}.")
-    return _checked_number(owner, name, value, "", 0, most)
+    return check_finite_number(owner, name, value, least=0, most=most)
 
 
-def check_finite_number(owner: str, name: str, value: Any, *, least: float = -LARGEST, most: float = LARGEST) -> float:
-    """Return `value`; raise unless it is a number from `least` to `most`."""
-    return _checked_number(owner, name, value, "", least, most)
-
-
-def _checked_number(owner: str, name: str, value: Any, rule: str, least: float, most: float) -> float:
-    """The number; raise unless it is finite and in this range. `rule` follows "a number" in the message."""
+def check_finite_number(
+    owner: str, name: str, value: Any, *, least: float = -LARGEST, most: float = LARGEST, rule: str = ""
+) -> float:
+    """Return `value`; raise unless it is a number from `least` to `most`. `rule` follows "a number" in messages."""
     if not _is_number(value):
         raise TypeError(f"{owner}: `{name}` must be a number{rule}, got {_with_type(value)}.")
     if not _is_finite(value):

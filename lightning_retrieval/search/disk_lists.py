@@ -1,13 +1,14 @@
 """The inverted lists of an IVF index that is larger than memory: written in parts, and merged into one file.
 
-A part has the lists of some rows, one list after the other, each with its number of rows, its codes and then its ids.
-The merged file is the one that faiss writes for an index in memory: the same header, and of each list the codes of all
-parts and then the ids of all parts. All files are read and written from the beginning to the end, so merging takes the
-memory of a buffer for each part.
+A part holds the lists of the rows that were in memory together, one list after the other: its number of rows, its codes
+and its ids. The merged file is the one that faiss writes for an index in memory: the same header, and for each list the
+codes of all parts and then the ids of all parts. Files are only read and written from beginning to end, so merging
+takes the memory of one buffer for each part.
 
 faiss' own `OnDiskInvertedLists` are not used: they write through a memory map, and a full disk would kill the process.
 """
 
+import resource
 import struct
 from contextlib import ExitStack
 from functools import partial
@@ -65,11 +66,7 @@ def check_disk_build(index: Any, factory: str, embeddings: Rows, rows_before: in
 
 
 def most_parts() -> int:
-    """How many parts are merged at most, all of which are open files: half of those that this process may open."""
-    try:
-        import resource
-    except ImportError:  # on Windows
-        return MOST_PARTS
+    """How many parts are merged at most: half of the files that this process may open, since all are open then."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY:
         return MOST_PARTS
@@ -185,7 +182,7 @@ def add_on_disk(
         embeddings: the rows.
         ids: of the rows.
         rows_in_memory: most rows that the shards hold in memory together.
-        version: which the files become part of; the parts are written beside them, and deleted.
+        version: of the index's folder that gets the files; the parts are written beside them, and deleted.
 
     Returns:
         The shards, memory-mapped.

@@ -104,26 +104,6 @@ def set_search_parameters(index: Any, factory: str, parameters: str) -> None:
         ) from None
 
 
-def train_faiss_index(index: Any, factory: str, embeddings: Rows) -> None:
-    """Train a faiss index on a sample of rows, which is as large as the largest sample that faiss uses.
-
-    Raises:
-        ValueError: if there are too few rows.
-    """
-    faiss = load_faiss()
-    try:
-        centroids = max(faiss.extract_index_ivf(index).nlist, FEWEST_CENTROIDS)
-    except RuntimeError:  # not an IVF index
-        centroids = FEWEST_CENTROIDS
-    try:
-        index.train(normalized_sample(embeddings, ROWS_PER_CENTROID * centroids))
-    except RuntimeError as error:
-        raise ValueError(
-            f"{OWNER}: `factory` {factory!r} must be trained, for which {len(embeddings)} rows are not enough "
-            f"({faiss_reason(error)}); add more rows in the first call, or use Flat or fewer lists."
-        ) from None
-
-
 def _check_counts(parameters: str) -> None:
     """Raise for 0 lists or candidates, with which faiss fails during the search or finds a single row."""
     for assignment in parameters.split(","):
@@ -142,13 +122,25 @@ def faiss_reason(error: RuntimeError) -> str:
 def train_shards(shards: list[Any], factory: str, embeddings: Rows) -> None:
     """Train the first shard, and replace the others by copies of it, unless they are trained already.
 
+    It is trained on a sample of rows, which is as large as the largest sample that faiss uses.
+
     Raises:
         ValueError: if there are too few rows.
     """
     if shards[0].is_trained:
         return
-    train_faiss_index(shards[0], factory, embeddings)
     faiss = load_faiss()
+    try:
+        centroids = max(faiss.extract_index_ivf(shards[0]).nlist, FEWEST_CENTROIDS)
+    except RuntimeError:  # not an IVF index
+        centroids = FEWEST_CENTROIDS
+    try:
+        shards[0].train(normalized_sample(embeddings, ROWS_PER_CENTROID * centroids))
+    except RuntimeError as error:
+        raise ValueError(
+            f"{OWNER}: `factory` {factory!r} must be trained, for which {len(embeddings)} rows are not enough "
+            f"({faiss_reason(error)}); add more rows in the first call, or use Flat or fewer lists."
+        ) from None
     for number in range(1, len(shards)):
         shards[number] = faiss.clone_index(shards[0])
 
@@ -232,10 +224,9 @@ def remove_from_shards(shards: list[Any], factory: str, ids: NDArray[np.int64]) 
     Raises:
         ValueError: if faiss cannot remove rows from this kind of index.
     """
-    faiss = load_faiss()
     try:
         for shard in shards:
-            shard.remove_ids(faiss.IDSelectorBatch(ids))
+            shard.remove_ids(load_faiss().IDSelectorBatch(ids))
     except RuntimeError as error:
         why = f"because faiss reports: {faiss_reason(error)}"
         if "not implemented" in str(error):
@@ -252,10 +243,9 @@ def rebuild_rows(shards: list[Any], dim: int, ids: NDArray[np.int64]) -> Float[T
     Raises:
         ValueError: if faiss cannot give rows of this kind of index back.
     """
-    faiss = load_faiss()
     rows = np.empty((len(ids), dim), np.float32)
     for shard in shards:
-        is_mapped = isinstance(shard, faiss.IndexIDMap)
+        is_mapped = isinstance(shard, load_faiss().IndexIDMap)
         stored = _stored_ids(shard, is_mapped)
         here = np.isin(ids, stored)
         try:

@@ -17,14 +17,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import (
-    check_bool,
-    check_integer,
-    check_not_negative,
-    check_path,
-    first_line,
-    short_repr,
-)
+from lightning_retrieval.checks import check_bool, check_integer, check_not_negative, check_path, first_line, short_repr
 from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.search.disk_lists import ROWS_IN_MEMORY, add_on_disk, check_disk_build
 from lightning_retrieval.search.faiss_index import (
@@ -53,7 +46,7 @@ from lightning_retrieval.search.rows import (
     plain_values,
     sample_rows,
 )
-from lightning_retrieval.search.storage import new_version, read_folder, write_folder
+from lightning_retrieval.search.storage import new_version, read_folder
 
 LARGEST_DIM = 2**31 - 1  # of faiss
 MOST_SHARDS = 10_000  # each is a file
@@ -249,22 +242,19 @@ class RetrievalIndex:
             TypeError: if embeddings are not floating point, ids are not integers, or `paths` is no sequence of strings.
         """
         with self._lock.editing():
-            self._add(embeddings, ids, paths)
-
-    def _add(self, embeddings: Rows, ids: Tensor | None, paths: Sequence[str] | None) -> None:
-        check_not_mapped(self.mapped, "add to")
-        new_ids = check_new_rows(self._table, self.dim, embeddings, ids, paths)
-        is_first = len(self) == 0 and len(new_ids) > 0
-        train_shards(self.faiss_indexes, self.factory, embeddings)
-        try:
-            add_to_shards(self.faiss_indexes, self.factory, embeddings, new_ids)
-        except ValueError:
-            if is_first:
-                self.faiss_indexes = self._empty_shards()
-            raise
-        self._table.add(new_ids, paths)
-        if is_first and self.factory != "Flat":
-            self.recall = measure_recall(self._search, embeddings, new_ids)
+            check_not_mapped(self.mapped, "add to")
+            new_ids = check_new_rows(self._table, self.dim, embeddings, ids, paths)
+            is_first = len(self) == 0 and len(new_ids) > 0
+            train_shards(self.faiss_indexes, self.factory, embeddings)
+            try:
+                add_to_shards(self.faiss_indexes, self.factory, embeddings, new_ids)
+            except ValueError:
+                if is_first:
+                    self.faiss_indexes = self._empty_shards()
+                raise
+            self._table.add(new_ids, paths)
+            if is_first and self.factory != "Flat":
+                self.recall = measure_recall(self._search, embeddings, new_ids)
 
     def search(
         self, queries: Float[Tensor, "query dim"], k: int
@@ -338,27 +328,23 @@ class RetrievalIndex:
         Cost:
             Memory for the training rows, `rows_in_memory` codes, ids and paths; space on the disk for the codes twice.
         """
+        path = check_path(OWNER, "folder", folder)
         with self._lock.editing():
-            self._build_on_disk(check_path(OWNER, "folder", folder), embeddings, ids, paths, rows_in_memory)
-
-    def _build_on_disk(
-        self, folder: Path, embeddings: Rows, ids: Tensor | None, paths: Sequence[str] | None, rows_in_memory: int
-    ) -> None:
-        check_not_mapped(self.mapped, "add to")
-        check_disk_build(self.faiss_indexes[0], self.factory, embeddings, len(self), rows_in_memory)
-        new_ids = check_new_rows(self._table, self.dim, embeddings, ids, paths)
-        try:
-            with new_version(folder) as version:
-                train_shards(self.faiss_indexes, self.factory, embeddings)
-                self.faiss_indexes = add_on_disk(self.faiss_indexes, embeddings, new_ids, rows_in_memory, version)
-                self._table.add(new_ids, paths)
-                self.recall = measure_recall(self._search, embeddings, new_ids)
-                version.write_all(self._table.writers())
-                version.publish({name: getattr(self, name) for name in SETTINGS})
-        except BaseException:
-            self.faiss_indexes, self._table, self.recall = self._empty_shards(), IdTable.empty(), None
-            raise
-        self.mapped = True
+            check_not_mapped(self.mapped, "add to")
+            check_disk_build(self.faiss_indexes[0], self.factory, embeddings, len(self), rows_in_memory)
+            new_ids = check_new_rows(self._table, self.dim, embeddings, ids, paths)
+            try:
+                with new_version(path) as version:
+                    train_shards(self.faiss_indexes, self.factory, embeddings)
+                    self.faiss_indexes = add_on_disk(self.faiss_indexes, embeddings, new_ids, rows_in_memory, version)
+                    self._table.add(new_ids, paths)
+                    self.recall = measure_recall(self._search, embeddings, new_ids)
+                    version.write_all(self._table.writers())
+                    version.publish({name: getattr(self, name) for name in SETTINGS})
+            except BaseException:
+                self.faiss_indexes, self._table, self.recall = self._empty_shards(), IdTable.empty(), None
+                raise
+            self.mapped = True
 
     def set_parameters(self, parameters: str) -> None:
         """Change the search parameters, also of a memory-mapped index.
@@ -443,9 +429,9 @@ class RetrievalIndex:
         """
         check_not_mapped(self.mapped, "save")
         path = check_path(OWNER, "folder", folder)
-        with self._lock.reading():
-            writers = {**self._table.writers(), **shard_writers(self.faiss_indexes)}
-            write_folder(path, writers, {name: getattr(self, name) for name in SETTINGS})
+        with self._lock.reading(), new_version(path) as version:
+            version.write_all({**self._table.writers(), **shard_writers(self.faiss_indexes)})
+            version.publish({name: getattr(self, name) for name in SETTINGS})
 
     @classmethod
     def load(cls, folder: str | Path, mapped: bool = False, verify: bool = True) -> "RetrievalIndex":
