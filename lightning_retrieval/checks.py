@@ -39,28 +39,16 @@ def first_line(error: Exception) -> str:
     return lines[0].rstrip(". ")
 
 
+def _with_type(value: Any) -> str:
+    """What an error message shows of a value of a wrong type."""
+    return f"{short_repr(value)} ({type(value).__name__})"
+
+
 def check_positive(owner: str, name: str, value: Any, *, least: float = SMALLEST, most: float = LARGEST) -> float:
     """Return `value`; raise unless it is a number > 0, from `least` to `most`."""
-    if not _is_number(value):
-        raise TypeError(f"{owner}: `{name}` must be a number > 0, got {short_repr(value)} ({type(value).__name__}).")
-    if not (_is_finite(value) and value > 0):
+    if _is_number(value) and value <= 0:
         raise ValueError(f"{owner}: `{name}` must be a finite number > 0, got {short_repr(value)}.")
-    if not least <= value <= most:
-        raise ValueError(f"{owner}: `{name}` must be from {least:g} to {most:g}, got {short_repr(value)}.")
-    plain: float = _plain(value)
-    return plain
-
-
-def check_finite_number(owner: str, name: str, value: Any, *, least: float = -LARGEST, most: float = LARGEST) -> float:
-    """Return `value`; raise unless it is a number from `least` to `most`."""
-    if not _is_number(value):
-        raise TypeError(f"{owner}: `{name}` must be a number, got {short_repr(value)} ({type(value).__name__}).")
-    if not _is_finite(value):
-        raise ValueError(f"{owner}: `{name}` must be a finite number, got {short_repr(value)}.")
-    if not least <= value <= most:
-        raise ValueError(f"{owner}: `{name}` must be from {least:g} to {most:g}, got {short_repr(value)}.")
-    plain: float = _plain(value)
-    return plain
+    return check_finite_number(owner, name, value, least=least, most=most, rule=" > 0")
 
 
 def check_not_negative(owner: str, name: str, value: Any, *, most: float = LARGEST) -> float:
@@ -68,6 +56,20 @@ def check_not_negative(owner: str, name: str, value: Any, *, most: float = LARGE
     if _is_number(value) and value < 0:
         raise ValueError(f"{owner}: `{name}` must be a finite number >= 0, got {short_repr(value)}.")
     return check_finite_number(owner, name, value, least=0, most=most)
+
+
+def check_finite_number(
+    owner: str, name: str, value: Any, *, least: float = -LARGEST, most: float = LARGEST, rule: str = ""
+) -> float:
+    """Return `value`; raise unless it is a number from `least` to `most`. `rule` follows "a number" in messages."""
+    if not _is_number(value):
+        raise TypeError(f"{owner}: `{name}` must be a number{rule}, got {_with_type(value)}.")
+    if not _is_finite(value):
+        raise ValueError(f"{owner}: `{name}` must be a finite number{rule}, got {short_repr(value)}.")
+    if not least <= value <= most:
+        raise ValueError(f"{owner}: `{name}` must be from {least:g} to {most:g}, got {short_repr(value)}.")
+    plain: float = _plain(value)
+    return plain
 
 
 def _is_number(value: Any) -> bool:
@@ -97,9 +99,7 @@ def _plain(value: Any) -> Any:
 def check_integer(owner: str, name: str, value: Any, least: int, most: float = LARGEST_INTEGER) -> int:
     """Return `value`; raise unless it is an integer from `least` to `most`."""
     if not _is_integer(value):
-        raise TypeError(
-            f"{owner}: `{name}` must be an integer >= {least}, got {short_repr(value)} ({type(value).__name__})."
-        )
+        raise TypeError(f"{owner}: `{name}` must be an integer >= {least}, got {_with_type(value)}.")
     if value < least:
         raise ValueError(f"{owner}: `{name}` must be an integer >= {least}, got {short_repr(value)}.")
     if value > most:
@@ -151,23 +151,20 @@ def check_flag(owner: str, name: str, value: bool | None) -> bool | None:
 def check_callable(owner: str, name: str, value: Any) -> Any:
     """Return `value`; raise unless it can be called."""
     if not callable(value):
-        raise TypeError(f"{owner}: `{name}` must be callable, got {short_repr(value)} ({type(value).__name__}).")
+        raise TypeError(f"{owner}: `{name}` must be callable, got {_with_type(value)}.")
     return value
 
 
 def check_instance(owner: str, name: str, value: Any, kind: type) -> None:
     """Raise unless `value` is an instance of a class."""
     if not isinstance(value, kind):
-        raise TypeError(
-            f"{owner}: `{name}` must be an instance of {kind.__name__}, got {short_repr(value)} "
-            f"({type(value).__name__})."
-        )
+        raise TypeError(f"{owner}: `{name}` must be an instance of {kind.__name__}, got {_with_type(value)}.")
 
 
 def check_string(owner: str, name: str, value: str) -> str:
     """Return `value`; raise unless it is a string."""
     if not isinstance(value, str):
-        raise TypeError(f"{owner}: `{name}` must be a string, got {short_repr(value)} ({type(value).__name__}).")
+        raise TypeError(f"{owner}: `{name}` must be a string, got {_with_type(value)}.")
     return value
 
 
@@ -178,29 +175,25 @@ def check_strings(owner: str, name: str, values: Any) -> None:
         raise TypeError(f"{owner}: `{name}` must be a sequence of strings, got one {type(values).__name__}.")
     for value in values:
         if not isinstance(value, str):
-            raise TypeError(
-                f"{owner}: `{name}` must hold strings only, got {short_repr(value)} ({type(value).__name__})."
-            )
+            raise TypeError(f"{owner}: `{name}` must hold strings only, got {_with_type(value)}.")
 
 
 def check_sequence(owner: str, name: str, value: Any) -> None:
     """Raise unless `value` is a sequence, such as a list; a string is none."""
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-        raise TypeError(f"{owner}: `{name}` must be a list, got {short_repr(value)} ({type(value).__name__}).")
+        raise TypeError(f"{owner}: `{name}` must be a list, got {_with_type(value)}.")
 
 
 def check_mapping(owner: str, name: str, value: Any) -> None:
     """Raise unless `value` is a mapping, such as a dict."""
     if not isinstance(value, Mapping):
-        raise TypeError(f"{owner}: `{name}` must be a dict, got {short_repr(value)} ({type(value).__name__}).")
+        raise TypeError(f"{owner}: `{name}` must be a dict, got {_with_type(value)}.")
 
 
 def check_path(owner: str, name: str, value: str | os.PathLike[str]) -> Path:
     """The path, in which `~` is replaced by the home folder; raise unless it is a string or a path, and not empty."""
     if not isinstance(value, (str, os.PathLike)):
-        raise TypeError(
-            f"{owner}: `{name}` must be a string or a path, got {short_repr(value)} ({type(value).__name__})."
-        )
+        raise TypeError(f"{owner}: `{name}` must be a string or a path, got {_with_type(value)}.")
     text = os.fspath(value)
     if not text or "\0" in text:
         raise ValueError(f"{owner}: `{name}` must be the path of a file or a folder, got {text!r}.")
@@ -277,7 +270,7 @@ def check_matrix(owner: str, name: str, embeddings: Tensor) -> None:
     check_tensor(owner, name, embeddings)
     if embeddings.ndim != 2 or embeddings.shape[1] == 0:
         raise ValueError(f"{owner}: `{name}` must have shape (rows, D) with D > 0, got {tuple(embeddings.shape)}.")
-    check_float(owner, name, embeddings)
+    check_float_type(owner, name, embeddings)
 
 
 def check_finite(owner: str, name: str, values: Tensor, ids: Tensor | None = None) -> None:

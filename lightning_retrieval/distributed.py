@@ -1,4 +1,4 @@
-"""Collectives that all packages share: rows gathered in rank order or sent between processes, tensors summed."""
+"""Where the host waits for a device, and collectives: rows in rank order or between processes, sums of tensors."""
 
 import os
 import pickle
@@ -13,18 +13,16 @@ import torch.distributed as dist
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-# Where the host waits for the device, and how much work it gives to the device at a time.
-
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether the host gives work to this device without waiting for it, until it asks for a value."""
+    """Whether this device computes while the host continues, until the host asks for a value."""
     return device.type != "cpu"
 
 
 def size_for(device: torch.device, *, cpu: int, accelerator: int) -> int:
-    """The size of a piece of work on a device: one that fits a CPU's caches, or one that is worth a launch.
+    """How much a device computes at a time: what fits the caches of a CPU, or what makes a kernel worth its launch.
 
-    It is a function of the type of the device only, so that a run can be reproduced on another machine.
+    It depends on the type of the device only, so that a run can be reproduced on another machine.
     """
     if is_accelerator(device):
         return accelerator
@@ -67,8 +65,8 @@ def gather_rows(
     if world_size() == 1:
         return rows.detach()
     if counts is None:
-        own_count = torch.tensor([len(rows)], device=rows.device)
-        counts = gather_rows(own_count, [1] * world_size()).tolist()
+        local_count = torch.tensor([len(rows)], device=rows.device)
+        counts = gather_rows(local_count, [1] * world_size()).tolist()
     return torch.cat(gather_parts(rows, counts, group))
 
 
@@ -93,7 +91,7 @@ def gather_parts(
 
 @dataclass(frozen=True)
 class Shard:
-    """The part of some work that this process does: `index` of `count`.
+    """Which shard of some work this process does: `index` of `count`.
 
     Args:
         index: of this process, from 0.
@@ -166,7 +164,7 @@ def gather_objects(value: Any) -> list[Any]:
 
 
 def together(work: Callable[[], Any]) -> list[Any]:
-    """Call a function on each process, and return what it gave them in rank order; if one fails, all do.
+    """Call a function on each process, and return all results in rank order; if one process fails, all do.
 
     Args:
         work: is called on each process, before any of them waits for another.
@@ -188,7 +186,7 @@ def together(work: Callable[[], Any]) -> list[Any]:
 
 
 def _as_sent(error: Exception) -> Exception:
-    """The exception itself, or one with its type and message if other processes would not get the same from pickle."""
+    """The exception, or a RuntimeError with its type and message if pickle does not copy it to other processes."""
     if world_size() == 1:
         return error
     try:
@@ -219,7 +217,7 @@ def fork_may_deadlock(major: int, minor: int, micro: int) -> bool:
 
 
 def pause_before_fork() -> None:
-    """Let the threads of the process group finish what they do in Python, if there are several processes."""
+    """If there are several processes, give the threads of the process group time to register with Python."""
     if world_size() > 1:
         time.sleep(0.05)
 

@@ -35,7 +35,7 @@ class PackedStrings(Sequence[str]):
 
     @classmethod
     def join(cls, parts: Sequence["PackedStrings"]) -> "PackedStrings":
-        """The strings of all parts, of which there is at least one."""
+        """The strings of all parts in their order; there must be at least one part."""
         sizes = [len(part.data) for part in parts]
         begins = np.cumsum([0, *sizes[:-1]])
         ends = [part.ends + begin for part, begin in zip(parts, begins)]
@@ -62,10 +62,6 @@ class PackedStrings(Sequence[str]):
             for end in ends:
                 yield _decode(data[begin - first : end - first])
                 begin = end
-
-    def concatenate(self, other: "PackedStrings") -> "PackedStrings":
-        """These strings, followed by the others."""
-        return PackedStrings.join([self, other])
 
     def _select(self, rows: NDArray[np.int64]) -> "PackedStrings":
         """The strings at these positions, copied block by block.

@@ -1,13 +1,14 @@
 """The inverted lists of an IVF index that is larger than memory: written in parts, and merged into one file.
 
-A part has the lists of some rows, one list after the other, each with its number of rows, its codes and then its ids.
-The merged file is the one that faiss writes for an index in memory: the same header, and of each list the codes of all
-parts and then the ids of all parts. All files are read and written from the beginning to the end, so merging takes the
-memory of a buffer for each part.
+A part holds the lists of the rows that were in memory together, one list after the other: its number of rows, its codes
+and its ids. The merged file is the one that faiss writes for an index in memory: the same header, and for each list the
+codes of all parts and then the ids of all parts. Files are only read and written from beginning to end, so merging
+takes the memory of one buffer for each part.
 
 faiss' own `OnDiskInvertedLists` are not used: they write through a memory map, and a full disk would kill the process.
 """
 
+import resource
 import struct
 from contextlib import ExitStack
 from functools import partial
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.files import CHUNK, DigestStream, write_verified
-from lightning_retrieval.search.faiss_index import add_block, load_faiss, read_shard, shard_name
+from lightning_retrieval.search.faiss_index import add_block, load_faiss, read_shard, shard_name, without_transform
 from lightning_retrieval.search.rows import BLOCK, OWNER, Rows, check_rows, normalized_blocks
 from lightning_retrieval.search.storage import NewVersion
 
@@ -65,11 +66,7 @@ def check_disk_build(index: Any, factory: str, embeddings: Rows, rows_before: in
 
 
 def most_parts() -> int:
-    """How many parts are merged at most, all of which are open files: half of those that this process may open."""
-    try:
-        import resource
-    except ImportError:  # on Windows
-        return MOST_PARTS
+    """How many parts are merged at most: half of the files that this process may open, since all are open then."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY:
         return MOST_PARTS
@@ -88,9 +85,7 @@ def check_lists(index: Any, factory: str) -> None:
         ValueError: if it is not, or if this release of faiss writes the lists otherwise.
     """
     faiss = load_faiss()
-    inner = index
-    if isinstance(index, faiss.IndexPreTransform):
-        inner = faiss.downcast_index(index.index)
+    inner = without_transform(index)
     is_known = type(inner) in (faiss.IndexIVFFlat, faiss.IndexIVFPQ, faiss.IndexIVFScalarQuantizer)
     if not is_known or not faiss.serialize_index(index).tobytes().endswith(_no_rows(inner)):
         raise ValueError(
@@ -187,7 +182,7 @@ def add_on_disk(
         embeddings: the rows.
         ids: of the rows.
         rows_in_memory: most rows that the shards hold in memory together.
-        version: which the files become part of; the parts are written beside them, and deleted.
+        version: of the index's folder that gets the files; the parts are written beside them, and deleted.
 
     Returns:
         The shards, memory-mapped.

@@ -6,6 +6,10 @@
 A shard appears in one atomic step when it is complete, so a file that exists is the record that its images are done.
 Whoever continues looks for the files that are missing, and nothing else has to be kept. Readers of folders of Parquet
 files ignore names that begin with `_` or `.`, so they can read the folder as one table.
+
+A Parquet file has the columns `id` (int64), `path` and `label` (strings) and `embedding` (a fixed-size list of D
+float32 or float16), and a checksum of each page. In the format npy, a shard is a .npy file of shape (rows, D), beside
+which a JSON file of the same name has the rest.
 """
 
 import hashlib
@@ -31,25 +35,19 @@ from lightning_retrieval.files import (
 )
 from lightning_retrieval.optional_packages import optional_import
 
-# One shard of embeddings: a Parquet file, or a .npy file with a JSON file beside it.
-#
-# A Parquet file has the columns `id` (int64), `path` and `label` (strings) and `embedding` (a fixed-size list of D
-# float32 or float16), and a checksum of each page. Beside a .npy file, which has shape (rows, D), a JSON file of the
-# same name has the rest.
-
-
 FILE_FORMATS = ("parquet", "npy")
-
-
 DTYPES = ("float32", "float16")
-
-
+MANIFEST, LOCK = "_manifest.json", "_lock"
+FORMAT = Manifest("embeddings", MANIFEST, "embed", "restore it from a copy, or give another folder")
+SHARD_SIZE = 10_000  # rows
+SETTINGS = ("dim", "shard_size", "file_format", "dtype", "precision")
+SHOWN = 5  # missing files that an error message names
 UNREADABLE, ORIGIN, IMAGE_FILES = b"unreadable", b"origin", b"image_files"  # in the metadata of a Parquet file
 
 
 @dataclass(frozen=True)
 class ShardRows:
-    """Some rows of embeddings.
+    """The rows of a shard, or those that a process adds to one.
 
     Args:
         ids: of the rows.
@@ -70,28 +68,6 @@ class ShardRows:
     image_files: str = ""
 
 
-def shard_suffixes(file_format: str) -> tuple[str, ...]:
-    """The suffixes of the files of a shard; the last one is written last, so a shard with it is complete."""
-    if file_format == "npy":
-        return (".json", ".npy")
-    return (".parquet",)
-
-
-def stored_rows(owner: str, rows: ShardRows, dtype: str) -> ShardRows:
-    """The rows with their embeddings in the type in which they are stored.
-
-    Raises:
-        ValueError: if a number is too large for this type.
-    """
-    stored = np.dtype(dtype)
-    if rows.embeddings.size and np.abs(rows.embeddings).max() > np.finfo(stored).max:
-        raise ValueError(
-            f"{owner}: `dtype` must be a type that the embeddings fit into, got {dtype} for numbers up to "
-            f"{np.abs(rows.embeddings).max():.3g}; use {DTYPES[0]}."
-        )
-    return replace(rows, embeddings=rows.embeddings.astype(stored, copy=False))
-
-
 def load_pyarrow(owner: str) -> Any:
     """The module `pyarrow`, with `pyarrow.parquet`.
 
@@ -106,11 +82,10 @@ def load_pyarrow(owner: str) -> Any:
     return pyarrow
 
 
-def write_parquet(owner: str, rows: ShardRows, stream: DigestStream) -> None:
+def write_parquet(pyarrow: Any, rows: ShardRows, stream: DigestStream) -> None:
     """Write the Parquet file of a shard."""
-    pyarrow = load_pyarrow(owner)
     dim = rows.embeddings.shape[1]
-    values = pyarrow.array(np.ascontiguousarray(rows.embeddings).reshape(-1))
+    values = pyarrow.array(rows.embeddings.reshape(-1))
     columns = {
         "id": pyarrow.array(rows.ids),
         "path": pyarrow.array(rows.paths, pyarrow.string()),
@@ -124,9 +99,8 @@ def write_parquet(owner: str, rows: ShardRows, stream: DigestStream) -> None:
     stream.write(buffer.getvalue())
 
 
-def read_parquet(owner: str, path: Path) -> ShardRows:
+def read_parquet(pyarrow: Any, path: Path) -> ShardRows:
     """Read the Parquet file of a shard, and compare its checksums."""
-    pyarrow = load_pyarrow(owner)
     table = pyarrow.parquet.read_table(path, page_checksum_verification=True, memory_map=False)
     column = table.column("embedding").combine_chunks()
     dim = column.type.list_size
@@ -139,11 +113,6 @@ def read_parquet(owner: str, path: Path) -> ShardRows:
         table.schema.metadata[ORIGIN].decode(),
         table.schema.metadata.get(IMAGE_FILES, b"").decode(),
     )
-
-
-def write_npy(rows: ShardRows, stream: DigestStream) -> None:
-    """Write the embeddings of a shard."""
-    np.save(stream, np.ascontiguousarray(rows.embeddings))
 
 
 def write_json(rows: ShardRows, stream: DigestStream) -> None:
@@ -176,35 +145,12 @@ def read_npy(path: Path) -> ShardRows:
     return ShardRows(ids, embeddings, content["paths"], content["labels"], unreadable, content["origin"], image_files)
 
 
-def read_metadata(owner: str, path: Path) -> tuple[list[tuple[str, str]], str]:
-    """Only the images of a shard that could not be read, and the digest of its image files."""
-    if path.suffix == ".npy":
-        content = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        return _pairs(content["unreadable"]), content.get("image_files", "")
-    pyarrow = load_pyarrow(owner)
-    metadata = pyarrow.parquet.read_schema(path).metadata
-    return _pairs(json.loads(metadata[UNREADABLE])), metadata.get(IMAGE_FILES, b"").decode()
-
-
 def _pairs(listed: list[list[str]]) -> list[tuple[str, str]]:
     return [(path, reason) for path, reason in listed]
 
 
 def _digest(embeddings: Float[np.ndarray, "rows dim"]) -> str:
     return hashlib.sha256(np.ascontiguousarray(embeddings).data).hexdigest()
-
-
-# Readers of folders of Parquet files ignore names that begin with `_`.
-MANIFEST, LOCK = "_manifest.json", "_lock"
-FORMAT = Manifest("embeddings", MANIFEST, "embed", "restore it from a copy, or give another folder")
-
-SHOWN = 5  # missing files that an error message names
-
-
-SHARD_SIZE = 10_000  # rows
-
-
-SETTINGS = ("dim", "shard_size", "file_format", "dtype", "precision")
 
 
 @dataclass(frozen=True)
@@ -216,7 +162,7 @@ class EmbeddingManifest:
         images_sha256: of their list, see `digest_of_list`.
         model_sha256: of the checkpoint file, or of the weights.
         preparation: plain values that say what is done to an image before the network.
-        dim: D, the length of an embedding; 0 if it is not known before the first one.
+        dim: D, the dimension of an embedding; 0 if it is not known before the first one.
         shard_size: number of images of a shard; the last one may be smaller.
         file_format: `"parquet"` or `"npy"`.
         dtype: of the numbers in the files, `"float32"` or `"float16"`.
@@ -301,9 +247,12 @@ class EmbeddingFolder:
         folder = cls(owner, path, _read_manifest(owner, path))
         missing = folder.missing()
         if missing:
+            names = [folder._file(shard).name for shard in missing[:SHOWN]]
+            if len(missing) > SHOWN:
+                names.append("...")
             raise ValueError(
                 f"{owner}: {path} must hold all embeddings, but {len(missing)} of its {len(folder)} shards are "
-                f"missing ({folder._names(missing)}); run the command that writes it again, which continues."
+                f"missing ({', '.join(names)}); run the command that writes it again, which continues."
             )
         return folder
 
@@ -349,13 +298,21 @@ class EmbeddingFolder:
             OSError: if it cannot be written completely.
             ValueError: if a number is too large for the type that it is stored in.
         """
-        rows = replace(stored_rows(self.owner, rows, self.manifest.dtype), origin=self._origin(shard))
+        dtype = np.dtype(self.manifest.dtype)
+        largest = np.abs(rows.embeddings).max(initial=0)
+        if largest > np.finfo(dtype).max:
+            raise ValueError(
+                f"{self.owner}: `dtype` must be a type that the embeddings fit into, got {dtype} for numbers up to "
+                f"{largest:.3g}; use {DTYPES[0]}."
+            )
+        embeddings = np.ascontiguousarray(rows.embeddings, dtype)
+        rows = replace(rows, embeddings=embeddings, origin=self._origin(shard))
         if self.manifest.file_format == "npy":
             self._file(shard).unlink(missing_ok=True)  # of images that have changed, which is not that of the new JSON
             write_verified(self.owner, self._file(shard, ".json"), partial(write_json, rows))
-            write_verified(self.owner, self._file(shard), partial(write_npy, rows))
+            write_verified(self.owner, self._file(shard), partial(np.save, arr=embeddings))
         else:
-            write_verified(self.owner, self._file(shard), partial(write_parquet, self.owner, rows))
+            write_verified(self.owner, self._file(shard), partial(write_parquet, load_pyarrow(self.owner), rows))
 
     def read(self, shard: int) -> ShardRows:
         """The rows of a shard.
@@ -366,7 +323,11 @@ class EmbeddingFolder:
         file = self._file(shard)
         if not file.exists():
             raise ValueError(f"{self.owner}: {file} is missing; run the command that wrote it again, which continues.")
-        rows = self._read(file)
+        with self._named(file):
+            if self.manifest.file_format == "npy":
+                rows = read_npy(file)
+            else:
+                rows = read_parquet(load_pyarrow(self.owner), file)
         if rows.origin != self._origin(shard) or rows.embeddings.shape[1] != self.manifest.dim:
             raise ValueError(
                 f"{self.owner}: {file} must hold shard {shard} of the embeddings that {MANIFEST} beside it describes, "
@@ -374,12 +335,6 @@ class EmbeddingFolder:
                 "command that wrote it again."
             )
         return rows
-
-    def _read(self, file: Path) -> ShardRows:
-        with self._named(file):
-            if self.manifest.file_format == "npy":
-                return read_npy(file)
-            return read_parquet(self.owner, file)
 
     @contextmanager
     def _named(self, file: Path) -> Iterator[None]:
@@ -431,16 +386,14 @@ class EmbeddingFolder:
         return changed
 
     def _metadata(self, shard: int) -> tuple[list[tuple[str, str]], str]:
+        """Only the images of a shard that could not be read, and the digest of its image files."""
         file = self._file(shard)
         with self._named(file):
-            return read_metadata(self.owner, file)
-
-    def _names(self, shards: Sequence[int]) -> str:
-        """The files of some shards, of which an error message shows the first."""
-        names = [self._file(shard).name for shard in shards[:SHOWN]]
-        if len(shards) > SHOWN:
-            names.append("...")
-        return ", ".join(names)
+            if self.manifest.file_format == "npy":
+                content = json.loads(file.with_suffix(".json").read_text(encoding="utf-8"))
+                return _pairs(content["unreadable"]), content.get("image_files", "")
+            metadata = load_pyarrow(self.owner).parquet.read_schema(file).metadata
+            return _pairs(json.loads(metadata[UNREADABLE])), metadata.get(IMAGE_FILES, b"").decode()
 
     def _origin(self, shard: int) -> str:
         """What a shard's file names as its origin: its number, and a digest of what the embeddings are of."""
@@ -450,9 +403,8 @@ class EmbeddingFolder:
         return f"{digest} {shard}"
 
     def _file(self, shard: int, suffix: str = "") -> Path:
-        """The file of a shard; without a suffix the one that is written last."""
-        suffix = suffix or shard_suffixes(self.manifest.file_format)[-1]
-        return self.path / f"part-{shard:05d}{suffix}"
+        """The file of a shard; without a suffix the one that is written last, so that a shard with it is complete."""
+        return self.path / f"part-{shard:05d}{suffix or '.' + self.manifest.file_format}"
 
 
 def check_output(owner: str, path: Path) -> None:
@@ -491,12 +443,11 @@ def _check_kinds(manifest: EmbeddingManifest) -> None:
     """Raise TypeError for a manifest that this library does not write."""
     counts = (manifest.images, manifest.dim, manifest.shard_size - 1)
     texts = (manifest.images_sha256, manifest.model_sha256, manifest.precision)
-    is_valid = min(counts) >= 0 and all(type(count) is int for count in counts)
-    if not is_valid or manifest.file_format not in FILE_FORMATS or manifest.dtype not in DTYPES:
+    is_valid = min(counts) >= 0 and manifest.file_format in FILE_FORMATS and manifest.dtype in DTYPES
+    for values, kind in ((counts, int), (texts, str), ((manifest.preparation, manifest.about), dict)):
+        is_valid = is_valid and all(type(value) is kind for value in values)
+    if not is_valid:
         raise TypeError
-    for values, kind in (((manifest.preparation, manifest.about), dict), (texts, str)):
-        if not all(isinstance(value, kind) for value in values):
-            raise TypeError
 
 
 def _check_same(owner: str, path: Path, found: EmbeddingManifest, wanted: EmbeddingManifest) -> None:

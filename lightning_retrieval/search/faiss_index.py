@@ -1,4 +1,6 @@
-"""faiss indexes: created from a factory string, trained, and given search parameters, with errors of our own.
+"""faiss indexes: created from a factory string, trained, filled, searched and stored, with one sentence for each error.
+
+The rows of a `RetrievalIndex` are distributed over several faiss indexes, its shards, which are searched in parallel.
 
 Johnson, Douze, Jegou, "Billion-scale similarity search with GPUs" (IEEE Transactions on Big Data, 2021) is the paper of
 faiss. Its factory strings are explained at https://github.com/facebookresearch/faiss/wiki/The-index-factory.
@@ -8,6 +10,7 @@ import os
 import re
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +26,7 @@ from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.search.rows import BLOCK, OWNER, Rows, normalized_blocks, normalized_sample
 
 ROWS_PER_CENTROID = 256  # more are ignored by the k-means of faiss
-
-
 FEWEST_CENTROIDS = 256  # those of product quantisation with 8 bits
-
-
 COUNTS = ("nprobe", "efSearch")  # search parameters that count lists or candidates, also with a prefix
 
 
@@ -66,12 +65,17 @@ def new_faiss_index(dim: int, factory: str, parameters: str) -> Any:
             f"{OWNER}: `factory` must be one that faiss has inner products for, got {factory!r}, which gives "
             "Euclidean distances; use another, such as 'HNSW32' or 'IVF1024,PQ16'."
         )
-    inner = index
-    if isinstance(index, faiss.IndexPreTransform):
-        inner = faiss.downcast_index(index.index)
-    if not isinstance(inner, faiss.IndexIVF):  # only IVF indexes keep ids themselves
+    if not isinstance(without_transform(index), faiss.IndexIVF):  # only IVF indexes keep ids themselves
         index = faiss.IndexIDMap(index)
     set_search_parameters(index, factory, parameters)
+    return index
+
+
+def without_transform(index: Any) -> Any:
+    """The faiss index behind a transform of its rows, such as PCA."""
+    faiss = load_faiss()
+    if isinstance(index, faiss.IndexPreTransform):
+        return faiss.downcast_index(index.index)
     return index
 
 
@@ -100,26 +104,6 @@ def set_search_parameters(index: Any, factory: str, parameters: str) -> None:
         ) from None
 
 
-def train_faiss_index(index: Any, factory: str, embeddings: Rows) -> None:
-    """Train a faiss index on a sample of rows, which is as large as the largest sample that faiss uses.
-
-    Raises:
-        ValueError: if there are too few rows.
-    """
-    faiss = load_faiss()
-    try:
-        centroids = max(faiss.extract_index_ivf(index).nlist, FEWEST_CENTROIDS)
-    except RuntimeError:  # not an IVF index
-        centroids = FEWEST_CENTROIDS
-    try:
-        index.train(normalized_sample(embeddings, ROWS_PER_CENTROID * centroids))
-    except RuntimeError as error:
-        raise ValueError(
-            f"{OWNER}: `factory` {factory!r} must be trained, for which {len(embeddings)} rows are not enough "
-            f"({faiss_reason(error)}); add more rows in the first call, or use Flat or fewer lists."
-        ) from None
-
-
 def _check_counts(parameters: str) -> None:
     """Raise for 0 lists or candidates, with which faiss fails during the search or finds a single row."""
     for assignment in parameters.split(","):
@@ -135,19 +119,28 @@ def faiss_reason(error: RuntimeError) -> str:
     return str(error).split(": ", 1)[-1].rsplit("failed: ", 1)[-1].strip()
 
 
-# The rows of an index, distributed over several faiss indexes that are searched in parallel.
-
-
 def train_shards(shards: list[Any], factory: str, embeddings: Rows) -> None:
     """Train the first shard, and replace the others by copies of it, unless they are trained already.
+
+    It is trained on a sample of rows, which is as large as the largest sample that faiss uses.
 
     Raises:
         ValueError: if there are too few rows.
     """
     if shards[0].is_trained:
         return
-    train_faiss_index(shards[0], factory, embeddings)
     faiss = load_faiss()
+    try:
+        centroids = max(faiss.extract_index_ivf(shards[0]).nlist, FEWEST_CENTROIDS)
+    except RuntimeError:  # not an IVF index
+        centroids = FEWEST_CENTROIDS
+    try:
+        shards[0].train(normalized_sample(embeddings, ROWS_PER_CENTROID * centroids))
+    except RuntimeError as error:
+        raise ValueError(
+            f"{OWNER}: `factory` {factory!r} must be trained, for which {len(embeddings)} rows are not enough "
+            f"({faiss_reason(error)}); add more rows in the first call, or use Flat or fewer lists."
+        ) from None
     for number in range(1, len(shards)):
         shards[number] = faiss.clone_index(shards[0])
 
@@ -158,7 +151,7 @@ def add_to_shards(shards: list[Any], factory: str, embeddings: Rows, ids: NDArra
     Raises:
         ValueError: if faiss cannot add rows; some may have been added.
     """
-    rows = sum(map(_row_count, shards))
+    rows = sum(shard.ntotal for shard in shards)
     _reserve(shards, len(ids))
     try:
         for begin, block in normalized_blocks(embeddings):
@@ -189,7 +182,7 @@ def add_block(shards: list[Any], block: Float32[np.ndarray, "rows dim"], ids: ND
     """Distribute normalised rows evenly, the first part to the shard with the fewest rows."""
     parts = np.array_split(block, len(shards))
     parts_of_ids = np.array_split(ids, len(shards))
-    for index, part, part_of_ids in zip(sorted(shards, key=_row_count), parts, parts_of_ids):
+    for index, part, part_of_ids in zip(sorted(shards, key=attrgetter("ntotal")), parts, parts_of_ids):
         index.add_with_ids(part, part_of_ids)
 
 
@@ -231,10 +224,9 @@ def remove_from_shards(shards: list[Any], factory: str, ids: NDArray[np.int64]) 
     Raises:
         ValueError: if faiss cannot remove rows from this kind of index.
     """
-    faiss = load_faiss()
     try:
         for shard in shards:
-            shard.remove_ids(faiss.IDSelectorBatch(ids))
+            shard.remove_ids(load_faiss().IDSelectorBatch(ids))
     except RuntimeError as error:
         why = f"because faiss reports: {faiss_reason(error)}"
         if "not implemented" in str(error):
@@ -251,23 +243,22 @@ def rebuild_rows(shards: list[Any], dim: int, ids: NDArray[np.int64]) -> Float[T
     Raises:
         ValueError: if faiss cannot give rows of this kind of index back.
     """
-    faiss = load_faiss()
     rows = np.empty((len(ids), dim), np.float32)
     for shard in shards:
-        is_mapped = isinstance(shard, faiss.IndexIDMap)
+        is_mapped = isinstance(shard, load_faiss().IndexIDMap)
         stored = _stored_ids(shard, is_mapped)
         here = np.isin(ids, stored)
         try:
             if is_mapped:
                 order = np.argsort(stored)
-                places = np.searchsorted(stored, ids[here], sorter=order)
-                rows[here] = shard.index.reconstruct_batch(order[places])
+                positions = np.searchsorted(stored, ids[here], sorter=order)
+                rows[here] = shard.index.reconstruct_batch(order[positions])
             else:
                 rows[here] = _rebuild_from_lists(shard, ids[here])
         except RuntimeError as error:
             raise ValueError(
                 f"{OWNER}: faiss cannot give rows of this index back ({faiss_reason(error)}); keep the embeddings in "
-                "files of your own, as `lightning-retrieval embed` writes them."
+                "files, as `lightning-retrieval embed` writes them."
             ) from None
     return torch.from_numpy(rows)
 
@@ -329,20 +320,3 @@ def read_shard(path: Path, mapped: bool) -> Any:
         return faiss.read_index(os.fspath(path), flags)
     except RuntimeError as error:
         raise ValueError(f"{OWNER}: faiss cannot read {path} ({faiss_reason(error)}); build the index again.") from None
-
-
-def shards_to_bytes(shards: list[Any]) -> list[NDArray[np.uint8]]:
-    """Each shard as bytes."""
-    faiss = load_faiss()
-    return [faiss.serialize_index(shard) for shard in shards]
-
-
-def shards_from_bytes(serialized: list[NDArray[np.uint8]]) -> list[Any]:
-    """The shards that `shards_to_bytes` was given."""
-    faiss = load_faiss()
-    return [faiss.deserialize_index(shard) for shard in serialized]
-
-
-def _row_count(shard: Any) -> int:
-    count: int = shard.ntotal
-    return count

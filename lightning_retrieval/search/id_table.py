@@ -66,8 +66,8 @@ def ids_after(owner: str, largest: int, rows: int) -> NDArray[np.int64]:
     return largest + np.arange(1, rows + 1)
 
 
-def refuse_known(owner: str, known: NDArray[np.int64]) -> None:
-    """Raise if some of the ids that are to be added are in the index already; these are given."""
+def check_none_known(owner: str, known: NDArray[np.int64]) -> None:
+    """Raise if any id is known: those of the new ids that are in the index already."""
     if len(known) > 0:
         raise ValueError(
             f"{owner}: `ids` must be new, got {len(known)} that are in the index, such as {known.min()}; remove those "
@@ -75,8 +75,8 @@ def refuse_known(owner: str, known: NDArray[np.int64]) -> None:
         )
 
 
-def refuse_unknown(owner: str, unknown: NDArray[np.int64]) -> None:
-    """Raise if some ids are not in the index; these are given."""
+def check_all_known(owner: str, unknown: NDArray[np.int64]) -> None:
+    """Raise if any id is unknown: those that were asked for and are not in the index."""
     if len(unknown) > 0:
         raise ValueError(f"{owner}: `ids` must be in the index, got {unknown[0]}, which is not.")
 
@@ -131,7 +131,7 @@ class IdTable:
                 largest = int(self.ids[-1])
             return ids_after(OWNER, largest, rows)
         new = check_new_ids(OWNER, ids, rows)
-        refuse_known(OWNER, new[np.isin(new, self.ids)])
+        check_none_known(OWNER, new[np.isin(new, self.ids)])
         return new
 
     def add(self, ids: NDArray[np.int64], paths: Sequence[str] | None) -> None:
@@ -142,7 +142,7 @@ class IdTable:
         packed = _packed(paths, len(ids))
         if len(self) > 0:
             ids = np.concatenate([self.ids, ids])
-            packed = self.paths.concatenate(packed)
+            packed = PackedStrings.join([self.paths, packed])
         if not _ascend(ids):
             order = np.argsort(ids, kind="stable")
             ids, packed = ids[order], packed[order]
@@ -176,7 +176,7 @@ class IdTable:
         positions = np.searchsorted(self.ids, ids)
         known = positions < len(self)
         known[known] = self.ids[positions[known]] == ids[known]
-        refuse_unknown(OWNER, ids[~known])
+        check_all_known(OWNER, ids[~known])
         return positions
 
 

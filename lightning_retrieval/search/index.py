@@ -17,18 +17,12 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import (
-    check_bool,
-    check_integer,
-    check_not_negative,
-    check_path,
-    first_line,
-    short_repr,
-)
+from lightning_retrieval.checks import check_bool, check_integer, check_not_negative, check_path, first_line, short_repr
 from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.search.disk_lists import ROWS_IN_MEMORY, add_on_disk, check_disk_build
 from lightning_retrieval.search.faiss_index import (
     add_to_shards,
+    load_faiss,
     new_faiss_index,
     read_shard,
     rebuild_rows,
@@ -37,14 +31,12 @@ from lightning_retrieval.search.faiss_index import (
     set_search_parameters,
     shard_name,
     shard_writers,
-    shards_from_bytes,
-    shards_to_bytes,
     train_shards,
 )
 from lightning_retrieval.search.id_table import IdTable, check_new_rows, integer_ids
 from lightning_retrieval.search.rows import (
     OWNER,
-    PIECE,
+    SMALL_BLOCK,
     Rows,
     check_not_mapped,
     check_queries,
@@ -54,15 +46,12 @@ from lightning_retrieval.search.rows import (
     plain_values,
     sample_rows,
 )
-from lightning_retrieval.search.storage import new_version, read_folder, write_folder
+from lightning_retrieval.search.storage import new_version, read_folder
 
-# Recall of an approximate index: the fraction of the nearest rows by exact search that the index finds as well.
-
-
-RECALL_AT = 10
-
-
-RECALL_QUERIES = 256
+LARGEST_DIM = 2**31 - 1  # of faiss
+MOST_SHARDS = 10_000  # each is a file
+RECALL_AT, RECALL_QUERIES = 10, 256
+SETTINGS = ("dim", "factory", "parameters", "shards", "about", "recall")  # saved in the manifest
 
 
 def measure_recall(
@@ -72,7 +61,8 @@ def measure_recall(
 ) -> float | None:
     """Recall@10 of an index on a sample of its rows as queries; None if there is a single row.
 
-    A row is not its own neighbour, whether the index finds it or not.
+    That is the fraction of the 10 nearest rows by exact search that the index finds as well. A row is not its own
+    neighbour, whether the index finds it or not.
 
     Args:
         search: of the index; it takes queries and k, and returns similarities and ids.
@@ -107,24 +97,15 @@ def _exact_neighbours(
     """Ids of the k rows nearest to each query, without the query itself."""
     best_scores = torch.full((len(queries), k), -torch.inf)
     best_ids = torch.full((len(queries), k), -1)
-    for begin in range(0, len(embeddings), PIECE):
-        piece = torch.from_numpy(normalized_rows(embeddings[begin : begin + PIECE]))
-        piece_ids = torch.from_numpy(ids[begin : begin + len(piece)]).expand(len(queries), -1)  # (query, piece)
+    for begin in range(0, len(embeddings), SMALL_BLOCK):
+        block = torch.from_numpy(normalized_rows(embeddings[begin : begin + SMALL_BLOCK]))
+        block_ids = torch.from_numpy(ids[begin : begin + len(block)]).expand(len(queries), -1)  # (query, block)
         with ieee_products():
-            scores = queries @ piece.T
-        scores = scores.masked_fill(piece_ids == query_ids[:, None], -torch.inf)
+            scores = queries @ block.T
+        scores = scores.masked_fill(block_ids == query_ids[:, None], -torch.inf)
         best_scores, order = torch.cat([best_scores, scores], 1).topk(k)
-        best_ids = torch.cat([best_ids, piece_ids], 1).gather(1, order)
+        best_ids = torch.cat([best_ids, block_ids], 1).gather(1, order)
     return best_ids
-
-
-LARGEST_DIM = 2**31 - 1  # of faiss
-
-
-MOST_SHARDS = 10_000  # each is a file
-
-
-SETTINGS = ("dim", "factory", "parameters", "shards", "about", "recall")  # saved in the manifest
 
 
 class EditLock:
@@ -164,7 +145,7 @@ class RetrievalIndex:
     """Embeddings with ids and, optionally, paths: add, search, remove, save and load.
 
     Args:
-        dim: D, the length of an embedding, >= 1.
+        dim: D, the dimension of an embedding, >= 1.
         factory: faiss' factory string: `"Flat"` is exact; `"IVF1024,Flat"`, `"IVF1024,PQ16"`, `"HNSW32"` and others are
             approximate, and faster or smaller. All of them keep ids, without `IDMap`.
         parameters: of the search, as faiss writes them: `"nprobe=16"` for IVF (the default searches a single list),
@@ -261,22 +242,19 @@ class RetrievalIndex:
             TypeError: if embeddings are not floating point, ids are not integers, or `paths` is no sequence of strings.
         """
         with self._lock.editing():
-            self._add(embeddings, ids, paths)
-
-    def _add(self, embeddings: Rows, ids: Tensor | None, paths: Sequence[str] | None) -> None:
-        check_not_mapped(self.mapped, "add to")
-        new_ids = check_new_rows(self._table, self.dim, embeddings, ids, paths)
-        is_first = len(self) == 0 and len(new_ids) > 0
-        train_shards(self.faiss_indexes, self.factory, embeddings)
-        try:
-            add_to_shards(self.faiss_indexes, self.factory, embeddings, new_ids)
-        except ValueError:
-            if is_first:
-                self.faiss_indexes = self._empty_shards()
-            raise
-        self._table.add(new_ids, paths)
-        if is_first and self.factory != "Flat":
-            self.recall = measure_recall(self._search, embeddings, new_ids)
+            check_not_mapped(self.mapped, "add to")
+            new_ids = check_new_rows(self._table, self.dim, embeddings, ids, paths)
+            is_first = len(self) == 0 and len(new_ids) > 0
+            train_shards(self.faiss_indexes, self.factory, embeddings)
+            try:
+                add_to_shards(self.faiss_indexes, self.factory, embeddings, new_ids)
+            except ValueError:
+                if is_first:
+                    self.faiss_indexes = self._empty_shards()
+                raise
+            self._table.add(new_ids, paths)
+            if is_first and self.factory != "Flat":
+                self.recall = measure_recall(self._search, embeddings, new_ids)
 
     def search(
         self, queries: Float[Tensor, "query dim"], k: int
@@ -350,27 +328,23 @@ class RetrievalIndex:
         Cost:
             Memory for the training rows, `rows_in_memory` codes, ids and paths; space on the disk for the codes twice.
         """
+        path = check_path(OWNER, "folder", folder)
         with self._lock.editing():
-            self._build_on_disk(check_path(OWNER, "folder", folder), embeddings, ids, paths, rows_in_memory)
-
-    def _build_on_disk(
-        self, folder: Path, embeddings: Rows, ids: Tensor | None, paths: Sequence[str] | None, rows_in_memory: int
-    ) -> None:
-        check_not_mapped(self.mapped, "add to")
-        check_disk_build(self.faiss_indexes[0], self.factory, embeddings, len(self), rows_in_memory)
-        new_ids = check_new_rows(self._table, self.dim, embeddings, ids, paths)
-        try:
-            with new_version(folder) as version:
-                train_shards(self.faiss_indexes, self.factory, embeddings)
-                self.faiss_indexes = add_on_disk(self.faiss_indexes, embeddings, new_ids, rows_in_memory, version)
-                self._table.add(new_ids, paths)
-                self.recall = measure_recall(self._search, embeddings, new_ids)
-                version.write_all(self._table.writers())
-                version.publish({name: getattr(self, name) for name in SETTINGS})
-        except BaseException:
-            self.faiss_indexes, self._table, self.recall = self._empty_shards(), IdTable.empty(), None
-            raise
-        self.mapped = True
+            check_not_mapped(self.mapped, "add to")
+            check_disk_build(self.faiss_indexes[0], self.factory, embeddings, len(self), rows_in_memory)
+            new_ids = check_new_rows(self._table, self.dim, embeddings, ids, paths)
+            try:
+                with new_version(path) as version:
+                    train_shards(self.faiss_indexes, self.factory, embeddings)
+                    self.faiss_indexes = add_on_disk(self.faiss_indexes, embeddings, new_ids, rows_in_memory, version)
+                    self._table.add(new_ids, paths)
+                    self.recall = measure_recall(self._search, embeddings, new_ids)
+                    version.write_all(self._table.writers())
+                    version.publish({name: getattr(self, name) for name in SETTINGS})
+            except BaseException:
+                self.faiss_indexes, self._table, self.recall = self._empty_shards(), IdTable.empty(), None
+                raise
+            self.mapped = True
 
     def set_parameters(self, parameters: str) -> None:
         """Change the search parameters, also of a memory-mapped index.
@@ -455,9 +429,9 @@ class RetrievalIndex:
         """
         check_not_mapped(self.mapped, "save")
         path = check_path(OWNER, "folder", folder)
-        with self._lock.reading():
-            writers = {**self._table.writers(), **shard_writers(self.faiss_indexes)}
-            write_folder(path, writers, {name: getattr(self, name) for name in SETTINGS})
+        with self._lock.reading(), new_version(path) as version:
+            version.write_all({**self._table.writers(), **shard_writers(self.faiss_indexes)})
+            version.publish({name: getattr(self, name) for name in SETTINGS})
 
     @classmethod
     def load(cls, folder: str | Path, mapped: bool = False, verify: bool = True) -> "RetrievalIndex":
@@ -490,7 +464,9 @@ class RetrievalIndex:
         try:
             if missing:
                 raise KeyError(missing[0])
-            recall = _check_recall(settings.pop("recall"))
+            recall = settings.pop("recall")
+            if recall is not None:
+                recall = check_not_negative(OWNER, "recall", recall, most=1)
             count = check_integer(OWNER, "shards", settings["shards"], least=1, most=MOST_SHARDS)
             shards = [read_shard(files[shard_name(number)], mapped) for number in range(count)]
             table = IdTable.read(files, mapped)
@@ -523,19 +499,14 @@ class RetrievalIndex:
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickle and copy, with each faiss index as bytes."""
         with self._lock.reading():
-            state = {**vars(self), "faiss_indexes": shards_to_bytes(self.faiss_indexes)}
+            serialized = [load_faiss().serialize_index(shard) for shard in self.faiss_indexes]
+            state = {**vars(self), "faiss_indexes": serialized}
         del state["_lock"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, faiss_indexes=shards_from_bytes(state["faiss_indexes"]), _lock=EditLock())
-
-
-def _check_recall(recall: Any) -> float | None:
-    """The recall in a manifest; raise unless it is None, or a number from 0 to 1."""
-    if recall is None:
-        return None
-    return check_not_negative(OWNER, "recall", recall, most=1)
+        shards = [load_faiss().deserialize_index(shard) for shard in state["faiss_indexes"]]
+        vars(self).update(state, faiss_indexes=shards, _lock=EditLock())
 
 
 def _check_rows(shards: Sequence[Any], table: IdTable, dim: Any) -> None:

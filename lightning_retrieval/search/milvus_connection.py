@@ -1,6 +1,10 @@
 """A connection to Milvus: to a file of Milvus Lite, which runs in this process, or to a server or a cluster.
 
 pymilvus is the client of all of them. Each of its errors becomes one sentence.
+
+An index `birds` is a collection `birds_5f0c21d4` with the alias `birds`. A new index is written to another collection,
+which then gets the alias in one atomic step, so a reader finds either the old index or the new one, complete. The
+metadata of an index are a property of its collection; its kind and the parameters of searches are written as text.
 """
 
 import fcntl
@@ -18,45 +22,25 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from lightning_retrieval.checks import check_integer, check_path, check_string, first_line, short_repr
 from lightning_retrieval.optional_packages import optional_import
 
 OWNER = "MilvusStore"  # prefix of error messages
-
-
 MISSING = (
     f"{OWNER}: a store in Milvus needs pymilvus and milvus-lite; install them with pip install "
     "'lightning-retrieval[milvus]'."
 )
-
-
 SUFFIX = ".db"  # by which pymilvus knows a file of Milvus Lite
-
-
 ADDRESS = re.compile("(https?|tcp|unix):")
-
-
 CONNECTING = 10.0  # seconds that a server has to answer
-
-
 CALLING = 60.0  # seconds that a call may take
-
-
 LONG_CALLING = 3600.0  # seconds that a call may take that writes, loads or indexes a whole collection
-
-
 LONG = ("flush", "load_collection", "create_index")
-
-
 LOADS, BETWEEN_LOADS = 5, 0.5  # times that a collection is loaded until it succeeds, and seconds between them
-
-
 _connections: Counter[Path] = Counter()  # of this process to each file
-
-
 _changing = threading.Lock()
 
 
@@ -255,21 +239,10 @@ def _reason(error: Exception) -> str:
     return first_line(Exception(getattr(error, "message", "") or str(error)))
 
 
-# The kind of an index of Milvus and the parameters of its searches, written as text.
-
-
 EXACT = "FLAT"
-
-
 LITE_KINDS = ("FLAT", "HNSW", "HNSW_SQ", "IVF_FLAT", "IVF_SQ8", "AUTOINDEX")  # of Milvus Lite, which accepts any name
-
-
 KINDS = (*LITE_KINDS, "IVF_PQ", "IVF_RABITQ", "HNSW_PQ", "HNSW_PRQ", "SCANN", "DISKANN", "GPU_CAGRA", "GPU_IVF_FLAT")
-
-
 LARGEST = 999_999_999  # of a parameter; Milvus reads integers of 32 bits
-
-
 EXAMPLES = "'Flat', 'HNSW,M=32,efConstruction=200' or 'IVF_FLAT,nlist=1024'"
 
 
@@ -324,62 +297,27 @@ def _assignments(text: str) -> dict[str, Any] | None:
     if not text.strip():
         return values
     for assignment in text.split(","):
-        match = re.fullmatch(r"\s*(\w+)\s*=\s*([0-9.]+)\s*", assignment)
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*([0-9]+[.]?[0-9]*|[.][0-9]+)\s*", assignment)
         if match is None:
             return None
-        number = _parsed_number(match[2])
-        if number is None or not 0 < number <= LARGEST:
+        number: int | float = float(match[2])
+        if not 0 < number <= LARGEST:
             return None
+        if match[2].isdecimal():
+            number = int(number)
         values[match[1]] = number
     return values
 
 
-def _parsed_number(text: str) -> int | float | None:
-    try:
-        if text.isdecimal():
-            return int(text)
-        return float(text)
-    except ValueError:  # several points, or more digits than Python reads
-        return None
-
-
-# The collection of Milvus that holds an index: its fields, its metadata, and its name.
-#
-# An index `birds` is a collection `birds_5f0c21d4` with the alias `birds`. A new index is written to another
-# collection, which then gets the alias in one atomic step, so a reader finds either the old index or the new one,
-# complete. The metadata are a property of the collection.
-
-
-PROPERTY = "lightning_retrieval"  # of a collection: its metadata as JSON
-
-
-RECALL = "lightning_retrieval_recall"
-
-
-ROWS = "lightning_retrieval_rows"  # number of rows of an index that is not being changed, in Milvus Lite
-
-
+# Properties of a collection: its metadata as JSON, its recall, and in Milvus Lite its number of rows, empty while they
+# are changed.
+PROPERTY, RECALL, ROWS = "lightning_retrieval", "lightning_retrieval_recall", "lightning_retrieval_rows"
 VERSION = 1
-
-
 ID, EMBEDDING, PATH = "id", "embedding", "path"
-
-
 METRIC = "COSINE"
-
-
 LEAST_DIM, LARGEST_DIM = 2, 32_768  # of Milvus
-
-
 LONGEST_PATH = 65_535  # bytes, of Milvus
-
-
 LONGEST_NAME = 200  # characters; Milvus' limit is 255
-
-
-Number = TypeVar("Number", int, float)
-
-
 REBUILD = "build the index again, or give the name of another"
 
 
@@ -404,7 +342,7 @@ def check_store(uri: str, name: str, factory: str, parameters: str) -> None:
 
 
 def check_dim(dim: int) -> int:
-    """The length of an embedding; raise unless Milvus can hold such embeddings."""
+    """The dimension of an embedding; raise unless Milvus can hold such embeddings."""
     return check_integer(OWNER, "dim", dim, least=LEAST_DIM, most=LARGEST_DIM)
 
 
@@ -488,22 +426,27 @@ def read_collection(connection: MilvusConnection, name: str) -> tuple[str, Metad
             f"{OWNER}: `name` must be that of an index, got {name!r}, a collection in {connection.shown} that "
             "something else made."
         )
-    values = _values(properties[PROPERTY])
+    try:
+        values = dict(json.loads(properties[PROPERTY]))
+    except (TypeError, ValueError, RecursionError):
+        values = {}
     if values.get("version") != VERSION:
         raise ValueError(
             f"{OWNER}: {name!r} in {connection.shown} has format version {values.get('version')!r}, but this release "
             f"reads version {VERSION}; {REBUILD}."
         )
-    damage = ValueError(f"{OWNER}: {name!r} in {connection.shown} is damaged, its metadata are invalid; {REBUILD}.")
-    metadata = _metadata(values)
-    if metadata is None:
-        raise damage
-    _check_fields(connection, collection, described["fields"], metadata.dim)
     try:
-        recall = _number(properties, RECALL, float)
-        rows = _number(properties, ROWS, int)
-    except ValueError:
-        raise damage from None
+        metadata = _metadata(values)
+        recall, rows = None, None  # empty while they are not known
+        if properties.get(RECALL):
+            recall = float(properties[RECALL])
+        if properties.get(ROWS):
+            rows = int(properties[ROWS])
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{OWNER}: {name!r} in {connection.shown} is damaged, its metadata are invalid; {REBUILD}."
+        ) from None
+    _check_fields(connection, collection, described["fields"], metadata.dim)
     return collection, metadata, recall, rows
 
 
@@ -529,37 +472,15 @@ def drop_collection(connection: MilvusConnection, collection: str) -> None:
     connection.call("drop_collection", collection)
 
 
-def _values(text: str) -> dict[str, Any]:
-    """The metadata in a property; without values if the text is damaged."""
-    try:
-        values = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    if not isinstance(values, dict):
-        return {}
-    return values
-
-
-def _metadata(values: dict[str, Any]) -> Metadata | None:
-    """The metadata with these values; None if they are not those of an index."""
-    try:
-        metadata = Metadata(**values)
-        index_kind(metadata.factory)
-        search_parameters(metadata.parameters)
-    except (TypeError, ValueError):
-        return None
+def _metadata(values: dict[str, Any]) -> Metadata:
+    """The metadata with these values; raise TypeError or ValueError if they are not those of an index."""
+    metadata = Metadata(**values)
+    index_kind(metadata.factory)
+    search_parameters(metadata.parameters)
     is_valid = isinstance(metadata.name, str) and type(metadata.dim) is int and isinstance(metadata.about, dict)
     if not is_valid:
-        return None
+        raise TypeError
     return metadata
-
-
-def _number(properties: dict[str, str], name: str, kind: type[Number]) -> Number | None:
-    """A number in a property, which is empty while it is not known; raise ValueError if it is something else."""
-    text = properties.get(name)
-    if not text:
-        return None
-    return kind(text)
 
 
 def _collection_of(connection: MilvusConnection, name: str) -> str:

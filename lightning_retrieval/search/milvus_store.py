@@ -13,11 +13,11 @@ from torch import Tensor
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.search.id_table import (
     LARGEST_ID,
+    check_all_known,
     check_new_ids,
+    check_none_known,
     ids_after,
     integer_ids,
-    refuse_known,
-    refuse_unknown,
 )
 from lightning_retrieval.search.index import measure_recall
 from lightning_retrieval.search.milvus_connection import (
@@ -48,6 +48,7 @@ from lightning_retrieval.search.rows import (
     Rows,
     check_finite_rows,
     check_paths,
+    check_queries,
     check_results,
     check_rows,
     join_parameters,
@@ -56,13 +57,9 @@ from lightning_retrieval.search.rows import (
     plain_values,
 )
 
-# Rows on their way into Milvus: what it cannot hold is refused, and the rest is divided into requests.
-
-
 BATCH_ROWS, BATCH_BYTES = 10_000, 1 << 24  # of one insertion
-
-
-BATCH_IDS = 4_096  # of one request
+BATCH_IDS, BATCH_QUERIES = 4_096, 256  # of one request
+MOST_RESULTS = 16_384  # of a query, of Milvus
 
 
 def insertions(embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
@@ -79,6 +76,7 @@ def insertions(embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str]) -
 
 
 def id_batches(ids: NDArray[np.int64]) -> Iterator[list[int]]:
+    """The ids of each request."""
     for first in range(0, len(ids), BATCH_IDS):
         yield ids[first : first + BATCH_IDS].tolist()
 
@@ -110,17 +108,11 @@ def check_path_bytes(paths: Sequence[str]) -> None:
 
 
 def check_directions(name: str, embeddings: Rows) -> None:
-    """Raise if a row is zero: it has no cosine similarity, and servers differ in what they make of it."""
+    """Raise if a row is zero: it has no cosine similarity, and servers treat it differently."""
     for begin, block in normalized_blocks(embeddings):
         zero = ~block.any(axis=1)
         if zero.any():
             raise ValueError(f"{OWNER}: `{name}` must not be zero, got zeros in row {begin + int(zero.argmax())}.")
-
-
-MOST_RESULTS = 16_384  # of a query, of Milvus
-
-
-BATCH_QUERIES = 256  # of one request
 
 
 class MilvusStore:
@@ -195,7 +187,7 @@ class MilvusStore:
         Args:
             uri: as for the constructor; a file that does not exist is created.
             name: letters, digits and `_`.
-            dim: D, the length of an embedding, from 2 to 32,768.
+            dim: D, the dimension of an embedding, from 2 to 32,768.
             factory: type of Milvus' index with the parameters that it is built with: `"Flat"` is exact;
                 `"HNSW,M=32,efConstruction=200"`, `"IVF_FLAT,nlist=1024"` and others are approximate.
             parameters: of the search: `"ef=64"` for HNSW, `"nprobe=16"` for IVF_FLAT.
@@ -269,7 +261,8 @@ class MilvusStore:
                     added += len(rows_of_a_request)
         except OSError as error:
             raise OSError(f"{error} {added} of {rows} rows were added before.") from None
-        if stored == 0 and rows > 0 and not self._is_exact:
+        is_exact = index_kind(self.factory)[0] == EXACT
+        if stored == 0 and rows > 0 and not is_exact:
             self._measure_recall(embeddings, new_ids)
 
     def search(
@@ -315,8 +308,7 @@ class MilvusStore:
 
     def _search(self, queries: Tensor, k: int, fields: list[str]) -> tuple[Tensor, Tensor, list[list[str]]]:
         """The similarities, ids and paths of the nearest rows; "" for paths that are not among the fields."""
-        check_rows(OWNER, "queries", queries, self.dim)
-        check_finite_rows(OWNER, "queries", queries, np.arange(len(queries)))
+        check_queries(OWNER, queries, self.dim)
         check_directions("queries", queries)
         k = check_integer(OWNER, "k", k, least=1, most=MOST_RESULTS)
         similarities = np.full((len(queries), k), -np.inf, np.float32)
@@ -357,7 +349,7 @@ class MilvusStore:
             OSError: if Milvus reports an error.
         """
         removed = np.unique(integer_ids(OWNER, ids))
-        refuse_unknown(OWNER, np.setdiff1d(removed, list(self._fields(removed, ID))))
+        check_all_known(OWNER, np.setdiff1d(removed, list(self._fields(removed, ID))))
         with self._changed_rows():
             for part in id_batches(removed):
                 self._call("delete", ids=part)
@@ -374,7 +366,7 @@ class MilvusStore:
         """
         wanted = integer_ids(OWNER, ids)
         paths = self._fields(np.unique(wanted), PATH)
-        refuse_unknown(OWNER, np.setdiff1d(wanted, list(paths)))
+        check_all_known(OWNER, np.setdiff1d(wanted, list(paths)))
         return [paths[row_id] for row_id in wanted.tolist()]
 
     def publish(self) -> None:
@@ -407,10 +399,6 @@ class MilvusStore:
             f"parameters={self.parameters!r})"
         )
 
-    @property
-    def _is_exact(self) -> bool:
-        return index_kind(self.factory)[0] == EXACT
-
     def _call(self, method: str, **settings: Any) -> Any:
         """Call a method of the client for this collection."""
         return self._connection.call(method, self.collection, **settings)
@@ -428,7 +416,7 @@ class MilvusStore:
 
     @contextmanager
     def _changed_rows(self) -> Iterator[None]:
-        """Record the number of rows after a change; meanwhile it is not known, in case that the process is killed."""
+        """Record the number of rows after a change; during it none is recorded, since the process may be killed."""
         if not self._counts_rows:
             yield
             return
@@ -450,12 +438,12 @@ class MilvusStore:
         )
 
     def _new_ids(self, ids: Tensor | None, rows: int, stored: int) -> NDArray[np.int64]:
-        """The ids of rows that are to be added; Milvus itself would replace a row of the same id without a word."""
+        """The ids of rows that are to be added; Milvus itself would replace a row of the same id silently."""
         if ids is None:
             return ids_after(OWNER, self._largest_id(stored), rows)
         new = check_new_ids(OWNER, ids, rows)
         if stored > 0:
-            refuse_known(OWNER, np.fromiter(self._fields(new, ID), np.int64))
+            check_none_known(OWNER, np.fromiter(self._fields(new, ID), np.int64))
         return new
 
     def _largest_id(self, stored: int) -> int:
@@ -481,7 +469,7 @@ class MilvusStore:
         return values
 
     def _measure_recall(self, embeddings: Rows, ids: NDArray[np.int64]) -> None:
-        """Measure recall once Milvus has written and indexed the rows; rows that it has not are compared one by one."""
+        """Measure recall once Milvus has indexed the rows; until then it would compare them one by one, exactly."""
         self._call("flush")
         self._call("release_collection")
         self._connection.load(self.collection)

@@ -1,7 +1,7 @@
 """Rows of embeddings on their way into an index: checked, normalised and sampled, block by block.
 
 Embeddings may be a tensor over a file, or the rows of a folder, that are larger than memory, so no function here copies
-more than a block of rows.
+more than a block of rows. What holds them in the end is an `EmbeddingStore`.
 """
 
 import json
@@ -19,14 +19,16 @@ from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.ranking.rows import normalize
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 
-# The rows of a folder of embeddings, which are read from its files when they are used.
+OWNER = "RetrievalIndex"  # prefix of its error messages
+BLOCK = 1 << 16  # rows that are passed to faiss at a time
+SMALL_BLOCK = 1 << 12  # rows that are normalised or checked at a time, so that temporary copies are small
+SHOWN = 5  # invalid rows that an error message names
 
 
 class FolderRows:
     """Stands for a tensor with all rows of a folder, of which it keeps one file in memory at a time.
 
-    Every file is read once at the beginning, so that one that is missing or damaged raises before anything is made of
-    the others.
+    The constructor reads every file once, so that one that is missing or damaged raises before an index is built.
 
     Args:
         folder: all shards of which are complete.
@@ -76,18 +78,6 @@ class FolderRows:
         return self._rows
 
 
-BLOCK = 1 << 16  # rows that are passed to faiss at a time
-
-
-PIECE = 1 << 12  # rows that are normalised or checked at a time, so that temporary copies are small
-
-
-OWNER = "RetrievalIndex"  # prefix of its error messages
-
-
-SHOWN = 5  # invalid rows that an error message names
-
-
 Rows = Float[Tensor, "rows dim"] | FolderRows
 
 
@@ -96,8 +86,8 @@ def normalized_blocks(embeddings: Rows) -> Iterator[tuple[int, NDArray[np.float3
     for begin in range(0, len(embeddings), BLOCK):
         size = min(BLOCK, len(embeddings) - begin)
         block = np.empty((size, embeddings.shape[1]), np.float32)
-        for first in range(0, size, PIECE):
-            last = min(first + PIECE, size)
+        for first in range(0, size, SMALL_BLOCK):
+            last = min(first + SMALL_BLOCK, size)
             block[first:last] = normalized_rows(embeddings[begin + first : begin + last])
         yield begin, block
         del block  # before the next one is made
@@ -107,9 +97,9 @@ def normalized_sample(embeddings: Rows, most: int) -> NDArray[np.float32]:
     """At most `most` of the rows, L2-normalised; a sample is drawn with a fixed seed."""
     positions = sample_rows(len(embeddings), most)
     sample = np.empty((len(positions), embeddings.shape[1]), np.float32)
-    for first in range(0, len(positions), PIECE):
-        piece = positions[first : first + PIECE]
-        sample[first : first + len(piece)] = normalized_rows(embeddings[piece])
+    for first in range(0, len(positions), SMALL_BLOCK):
+        block = positions[first : first + SMALL_BLOCK]
+        sample[first : first + len(block)] = normalized_rows(embeddings[block])
     return sample
 
 
@@ -148,7 +138,7 @@ def check_not_mapped(mapped: bool, operation: str) -> None:
 
 
 def check_queries(owner: str, queries: Any, dim: int) -> None:
-    """Raise unless queries are finite and of this length."""
+    """Raise unless queries are finite and have this dimension."""
     check_rows(owner, "queries", queries, dim)
     check_finite_rows(owner, "queries", queries, np.arange(len(queries)))
 
@@ -158,8 +148,8 @@ def check_finite_rows(
 ) -> None:
     """Raise if a row holds NaN or infinity; the message names the first such rows by their ids and paths."""
     invalid: list[int] = []
-    for begin in range(0, len(embeddings), PIECE):
-        finite = torch.isfinite(embeddings[begin : begin + PIECE]).all(1)
+    for begin in range(0, len(embeddings), SMALL_BLOCK):
+        finite = torch.isfinite(embeddings[begin : begin + SMALL_BLOCK]).all(1)
         positions = (~finite).nonzero()[:, 0] + begin
         invalid += positions.tolist()
     if not invalid:
@@ -211,9 +201,6 @@ def check_results(owner: str, k: Any, rows: int) -> int:
 def join_parameters(first: str, second: str) -> str:
     """Search parameters followed by others, either of which may be empty."""
     return ",".join(filter(None, (first, second)))
-
-
-# What the commands need of an index, whatever holds its rows.
 
 
 @runtime_checkable

@@ -1,7 +1,8 @@
-"""Several processes fill a folder of embeddings: each is given whole shards that are missing, so none is made twice.
+"""Several processes fill a folder of embeddings: each writes shards of its own, so that no image is embedded twice.
 
-Rank 0 looks which shards are missing, and all ranks get its list, so a run can be continued with any number of
-processes. While one of them writes, all hold the folder's lock together, and no other run can begin.
+Rank 0 finds which shards are missing, and all ranks get its list, so a run can be continued with any number of
+processes. While one of them writes, all hold the folder's lock together, and no other run can begin. Each collects the
+embeddings in the order of the images, and writes a shard as soon as it is complete.
 """
 
 import secrets
@@ -23,15 +24,13 @@ from lightning_retrieval.search.embedding_folder import (
     check_output,
 )
 
-# Collect embeddings that arrive in the order of the images, and write each shard as soon as it is complete.
-
 
 class ShardCollector:
-    """Collects the rows of one shard at a time; never more, so that memory does not grow with their number.
+    """Collects the rows of one shard at a time, so that memory does not grow with the number of rows.
 
     Args:
         folder: where shards are written.
-        missing: numbers of the shards that are written; if None, of those that are not there already.
+        missing: numbers of the shards to write; if None, those that the folder does not have.
         image_files: by the number of a shard, the digest of its image files, which is kept with it.
     """
 
@@ -57,17 +56,14 @@ class ShardCollector:
             ValueError: if the positions do not ascend.
         """
         for row, position in enumerate(positions):
-            if position <= self._last:  # before the shard is left, and written as if it were complete
+            if position <= self._last:  # before the shard changes, and the one so far is taken for complete
                 raise ValueError(
                     f"{self.folder.owner}: images must come in the order of their ids, got {position} after "
                     f"{self._last}; use a loader that does not shuffle."
                 )
             self._enter_shard_of(position)
             self._last = position
-            self._ids.append(int(rows.ids[row]))
-            self._rows.append(rows.embeddings[row])
-            self._paths.append(rows.paths[row])
-            self._labels.append(rows.labels[row])
+            self._rows.append((rows.ids[row], rows.embeddings[row], rows.paths[row], rows.labels[row]))
             self._finish_if_complete()
 
     def add_unreadable(self, position: int, path: str, reason: str) -> None:
@@ -80,8 +76,7 @@ class ShardCollector:
         """Write the last shard."""
         shard = self._shard
         if shard is not None and shard in self._missing:
-            image_files = self._image_files.get(shard, "")
-            self.folder.write(shard, replace(self._collected(), image_files=image_files))
+            self.folder.write(shard, self._collected(self._image_files.get(shard, "")))
             self._missing.remove(shard)
         self._shard = None
         self._clear()
@@ -98,18 +93,17 @@ class ShardCollector:
             self.finish()
             self._shard = shard
 
-    def _collected(self) -> ShardRows:
+    def _collected(self, image_files: str) -> ShardRows:
         embeddings = np.zeros((0, self.folder.manifest.dim), np.float32)
         if self._rows:
-            embeddings = np.stack(self._rows)
-        ids = np.array(self._ids, dtype=np.int64)
-        return ShardRows(ids, embeddings, self._paths, self._labels, self._unreadable)
+            embeddings = np.stack([row[1] for row in self._rows])
+        ids = np.array([row[0] for row in self._rows], dtype=np.int64)
+        paths = [row[2] for row in self._rows]
+        labels = [row[3] for row in self._rows]
+        return ShardRows(ids, embeddings, paths, labels, self._unreadable, image_files=image_files)
 
     def _clear(self) -> None:
-        self._ids: list[int] = []
-        self._rows: list[NDArray[np.float32]] = []
-        self._paths: list[str] = []
-        self._labels: list[str | None] = []
+        self._rows: list[tuple[int, NDArray[np.float32], str, str | None]] = []  # id, embedding, path and label
         self._unreadable: list[tuple[str, str]] = []
 
 
@@ -118,7 +112,7 @@ class SharedFolder:
     """The part of a folder of embeddings that this process fills; `share_folder` makes one.
 
     Args:
-        folder: whose manifest may not know the length of an embedding yet.
+        folder: in whose manifest `dim` may be 0, if the dimension of an embedding is not known yet.
         missing: numbers of the shards that no earlier run has written, or that are written again, the same list on all
             ranks.
         changed: numbers of those that are written again, because image files have changed since.
@@ -148,7 +142,7 @@ class SharedFolder:
         return len(self.missing) >= world_size()
 
     def begin(self, dim: int) -> EmbeddingFolder:
-        """The folder with its manifest, which the first process that knows the length of an embedding writes."""
+        """The folder with its manifest, which the first process that knows the dimension of an embedding writes."""
         manifest = replace(self.folder.manifest, dim=dim)
         return EmbeddingFolder.create(self.folder.owner, self.folder.path, manifest)
 
@@ -163,7 +157,7 @@ def share_folder(
     describe: Callable[[], EmbeddingManifest],
     image_files: Callable[[range], str] | None = None,
 ) -> SharedFolder:
-    """Deal out the shards of a folder that are missing. All processes call this, and raise if one of them does.
+    """Distribute the missing shards of a folder. All processes call this, and raise if one of them does.
 
     Args:
         owner: prefix of error messages.
@@ -178,12 +172,11 @@ def share_folder(
         OSError: if the folder cannot be written to.
     """
     manifests = together(describe)
-    manifest = manifests[0]
     _check_agreement(owner, manifests)
+    folder = EmbeddingFolder(owner, path, manifests[0])
     with ExitStack() as stack:
-        missing, changed, token = together(lambda: _begin(owner, path, manifest, image_files, stack))[0]
-        together(lambda: _join(owner, path, token, stack))
-        folder = EmbeddingFolder(owner, path, manifest)
+        missing, changed, token = together(lambda: _begin(folder, image_files, stack))[0]
+        together(lambda: _join(folder, token, stack))
         digests = {}
         if image_files is not None:  # before an image is read, so that one that changes meanwhile is embedded again
             digests = {shard: image_files(folder.positions(shard)) for shard in _of_this_process(missing)}
@@ -213,40 +206,35 @@ def _check_agreement(owner: str, manifests: list[EmbeddingManifest]) -> None:
 
 
 def _begin(
-    owner: str,
-    path: Path,
-    manifest: EmbeddingManifest,
-    image_files: Callable[[range], str] | None,
-    stack: ExitStack,
+    folder: EmbeddingFolder, image_files: Callable[[range], str] | None, stack: ExitStack
 ) -> tuple[list[int], list[int], str]:
     """On rank 0: lock the folder. The shards to write, those that are written again, and a random text in the lock."""
     if rank() > 0:
         return [], [], ""
-    check_output(owner, path)
-    path.mkdir(parents=True, exist_ok=True)
-    folder = EmbeddingFolder(owner, path, manifest)
+    check_output(folder.owner, folder.path)
+    folder.path.mkdir(parents=True, exist_ok=True)
     file = stack.enter_context(folder.lock())
     folder.check_begun()
     token = secrets.token_hex(8)
     file.truncate(0)
     file.write(token)
     file.flush()
-    flush(path / LOCK)  # other machines read it
-    take_lock(owner, path, file, shared=True)
+    flush(folder.path / LOCK)  # other machines read it
+    take_lock(folder.owner, folder.path, file, shared=True)
     changed = []
     if image_files is not None:
         changed = folder.changed(image_files)
     return sorted([*folder.missing(), *changed]), changed, token
 
 
-def _join(owner: str, path: Path, token: str, stack: ExitStack) -> None:
+def _join(folder: EmbeddingFolder, token: str, stack: ExitStack) -> None:
     """On the other ranks: share the lock of rank 0, if its folder is the one that this process sees."""
     if rank() == 0:
         return
-    lock = path / LOCK
+    lock = folder.path / LOCK
     if not lock.is_file() or lock.read_text() != token:
         raise ValueError(
-            f"{owner}: `output` must be on a file system that all processes share, got {path}, which rank {rank()} "
-            "does not see as rank 0 does; give a path on a shared one."
+            f"{folder.owner}: `output` must be on a file system that all processes share, got {folder.path}, which "
+            f"rank {rank()} does not see as rank 0 does; give a path on a shared one."
         )
-    stack.enter_context(folder_lock(owner, path, LOCK, shared=True))
+    stack.enter_context(folder_lock(folder.owner, folder.path, LOCK, shared=True))

@@ -116,6 +116,8 @@ class NewVersion:
 def new_version(folder: Path) -> Iterator[NewVersion]:
     """Lock a folder while a new version of its files is written, which the caller publishes.
 
+    If the caller raises, the folder keeps its previous content.
+
     Args:
         folder: created if it does not exist.
 
@@ -143,23 +145,6 @@ def new_version(folder: Path) -> Iterator[NewVersion]:
             _delete_inner(folder, {version.inner.name})
 
 
-def write_folder(folder: Path, writers: Mapping[str, Writer], settings: Mapping[str, Any]) -> None:
-    """Replace the content of a folder by these files and settings.
-
-    Args:
-        folder: created if it does not exist.
-        writers: by file name, a function that writes the content of the file to a stream.
-        settings: plain values, kept in the manifest.
-
-    Raises:
-        ValueError: if the folder holds anything but an index, is inside a file, or another process writes to it.
-        OSError: if a file cannot be written completely; the folder keeps its previous content.
-    """
-    with new_version(folder) as version:
-        version.write_all(writers)
-        version.publish(settings)
-
-
 def read_folder(folder: Path, verify: bool, read: Callable[[dict[str, Path], dict[str, Any]], Read]) -> Read:
     """Return what `read` makes of the files and the settings of a saved index.
 
@@ -167,7 +152,7 @@ def read_folder(folder: Path, verify: bool, read: Callable[[dict[str, Path], dic
     read.
 
     Args:
-        folder: folder that `write_folder` wrote.
+        folder: of the index.
         verify: read all files once and compare their checksums; if False, only their sizes are compared.
         read: called with the files, by name, and the settings; it may be called again.
 

@@ -9,45 +9,24 @@ import torch
 from lightning_retrieval import checks
 
 
-@pytest.mark.parametrize("kind", [np.int8, np.int64, np.uint64])
-def test_an_integer_of_numpy_is_an_integer(kind):
-    value = checks.check_integer("Owner", "size", kind(3), least=1)
-    assert value == 3
-    assert type(value) is int
-
-
-@pytest.mark.parametrize("check", [checks.check_positive, checks.check_finite_number, checks.check_not_negative])
 @pytest.mark.parametrize(
-    ("value", "kind"), [(np.float32(0.5), float), (np.float64(0.5), np.float64), (np.int32(2), int)]
+    ("check", "value", "kind"),
+    [
+        (checks.check_positive, np.float32(0.5), float),
+        (checks.check_finite_number, np.float64(0.5), np.float64),
+        (checks.check_not_negative, np.int32(2), int),
+        (lambda *arguments: checks.check_integer(*arguments, least=1), np.uint64(3), int),
+    ],
 )
-def test_a_number_of_numpy_is_a_number(check, value, kind):
-    assert check("Owner", "weight", value) == value
-    assert type(check("Owner", "weight", value)) is kind
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize("value", [np.bool_(True), np.float64(3.0), torch.tensor(3), np.array(3)])
-def test_what_is_no_integer_raises(value):
-    with pytest.raises(TypeError, match=r"^Owner: `size` must be an integer >= 1, got .* \(\w+\)\.$"):
-        checks.check_integer("Owner", "size", value, least=1)
-
-
-@pytest.mark.refusal
-def test_an_integer_that_is_too_large_raises():
-    with pytest.raises(ValueError, match=r"^Owner: `size` must be an integer from 1 to 9, got 10\.$"):
-        checks.check_integer("Owner", "size", 10, least=1, most=9)
+def test_numbers_of_numpy_are_numbers(check, value, kind):
+    found = check("Owner", "x", value)
+    assert found == value
+    assert type(found) is kind
 
 
 def test_counts_become_a_tuple():
     assert checks.check_counts("Owner", "ks", [1, np.int64(10)]) == (1, 10)
     assert checks.check_counts("Owner", "ks", (), may_be_empty=True) == ()
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize("values", [(), "12", 3, None, {1: 2}, torch.ones(2)])
-def test_what_are_no_counts_raise(values):
-    with pytest.raises(ValueError, match=r"^Owner: `ks` must hold integers >= 1, such as \(1, 10\), got .*\.$"):
-        checks.check_counts("Owner", "ks", values)
 
 
 def test_a_path_is_a_string_or_a_path_with_the_home_folder(monkeypatch):
@@ -56,56 +35,77 @@ def test_a_path_is_a_string_or_a_path_with_the_home_folder(monkeypatch):
     assert checks.check_path("Owner", "root", Path("~/images")) == Path("/home/somebody/images")
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("value", "error", "sentence"),
-    [
-        (None, TypeError, r"must be a string or a path, got None \(NoneType\)"),
-        (b"images", TypeError, r"must be a string or a path, got b'images' \(bytes\)"),
-        ("", ValueError, "must be the path of a file or a folder, got ''"),
-        ("a\0b", ValueError, r"must be the path of a file or a folder, got 'a\\x00b'"),
-        (
-            "~nobody-of-this-name/a",
-            ValueError,
-            "must not begin with ~, because the home folder is not known, got '~no.*'",
-        ),
+def integer(*arguments):
+    return checks.check_integer(*arguments, least=1, most=9)
+
+
+def instance(*arguments):
+    return checks.check_instance(*arguments, Path)
+
+
+def choice(*arguments):
+    return checks.check_choice(*arguments, (False, "full"))
+
+
+INVALID = {
+    TypeError: [
+        (integer, np.bool_(True), "an integer >= 1, got .*"),
+        (integer, np.float64(3.0), r"an integer >= 1, got .*3\.0.*"),
+        (integer, torch.tensor(3), r"an integer >= 1, got tensor\(3\) \(Tensor\)"),
+        (checks.check_path, b"images", r"a string or a path, got b'images' \(bytes\)"),
+        (checks.check_strings, "ab", "a sequence of strings, got one str"),
+        (checks.check_strings, {"a": 1}, "a sequence of strings, got one dict"),
+        (checks.check_strings, np.array("a"), "a sequence of strings, got one ndarray"),
+        (checks.check_strings, torch.ones(2), "a sequence of strings, got one Tensor"),
+        (checks.check_callable, 3, r"callable, got 3 \(int\)"),
+        (checks.check_string, 3, r"a string, got 3 \(int\)"),
+        (checks.check_mapping, 3, r"a dict, got 3 \(int\)"),
+        (checks.check_sequence, "ab", r"a list, got 'ab' \(str\)"),
+        (instance, 3, r"an instance of Path, got 3 \(int\)"),
+        (checks.check_positive, True, r"a number > 0, got True \(bool\)"),
+        (checks.check_float, torch.eye(2).to_sparse(), r"a dense tensor, got the layout torch.sparse_coo; call .*"),
+        (checks.check_float, torch.ones(2, dtype=torch.complex64), "floating point, got torch.complex64"),
+        (checks.check_float, np.ones(2), "a tensor, got ndarray"),
     ],
-)
-def test_what_is_no_path_raises(value, error, sentence):
-    with pytest.raises(error, match=rf"^Owner: `root` {sentence}\.$"):
-        checks.check_path("Owner", "root", value)
+    ValueError: [
+        (integer, 10, "an integer from 1 to 9, got 10"),
+        *((checks.check_counts, value, "integers >= 1, .* got .*") for value in ((), "12", 3, {1: 2}, torch.ones(2))),
+        (checks.check_path, "", "the path of a file or a folder, got ''"),
+        (checks.check_path, "a\0b", r"the path of a file or a folder, got 'a\\x00b'"),
+        (checks.check_positive, -1, "a finite number > 0, got -1"),
+        (checks.check_positive, float("nan"), "a finite number > 0, got nan"),
+        (checks.check_positive, 1e-40, r"from 1e-12 to 1e\+12, got 1e-40"),
+        (checks.check_positive, 10**400, r"from 1e-12 to 1e\+12, got 10+\.\.\."),
+        (checks.check_finite_number, -(10**30), r"from -1e\+12 to 1e\+12, got -10+"),
+        (checks.check_not_negative, -1, "a finite number >= 0, got -1"),
+        (checks.check_not_negative, 1e300, r"from 0 to 1e\+12, got 1e\+300"),
+        (choice, 0, "one of False, 'full', got 0"),
+        (checks.check_float, torch.ones(2, device="meta"), "numbers, got a tensor on the device meta, .*"),
+    ],
+}
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ("ab", "must be a sequence of strings, got one str"),
-        ({"a": 1}, "must be a sequence of strings, got one dict"),
-        (np.array("a"), "must be a sequence of strings, got one ndarray"),
-        (torch.ones(2), "must be a sequence of strings, got one Tensor"),
-        (["a", b"b"], r"must hold strings only, got b'b' \(bytes\)"),
-    ],
-)
-def test_what_are_no_strings_raise(values, sentence):
-    with pytest.raises(TypeError, match=rf"^Owner: `names` {sentence}\.$"):
-        checks.check_strings("Owner", "names", values)
-    checks.check_strings("Owner", "names", np.array(["a", "b"]))
+@pytest.mark.parametrize("kind", INVALID)
+def test_invalid_values_raise(kind):
+    for check, value, rule in INVALID[kind]:
+        with pytest.raises(kind, match=rf"^Owner: `x` must (be|hold) {rule}\.$"):
+            check("Owner", "x", value)
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("check", "sentence"),
-    [
-        (checks.check_callable, "must be callable, got 3"),
-        (checks.check_string, "must be a string, got 3"),
-        (checks.check_mapping, "must be a dict, got 3"),
-        (lambda *arguments: checks.check_instance(*arguments, Path), "must be an instance of Path, got 3"),
-    ],
-)
-def test_a_value_of_another_type_raises(check, sentence):
-    with pytest.raises(TypeError, match=rf"^Owner: `x` {sentence} \(int\)\.$"):
-        check("Owner", "x", 3)
+def test_other_invalid_values_raise():
+    with pytest.raises(ValueError, match=r"^Owner: `x` must not begin with ~, .*, got '~nobody-of-this-name/a'\.$"):
+        checks.check_path("Owner", "x", "~nobody-of-this-name/a")
+    with pytest.raises(TypeError, match=r"^Owner: `x` must hold strings only, got b'b' \(bytes\)\.$"):
+        checks.check_strings("Owner", "x", ["a", b"b"])
+    checks.check_strings("Owner", "x", np.array(["a", "b"]))
+    with pytest.raises(TypeError, match=r"^Owner: `x` must have one of the dtypes .*, got torch.float8_e4m3fn\.$"):
+        checks.check_float("Owner", "x", torch.ones(2).to(torch.float8_e4m3fn))
+    on_meta, cpu = torch.zeros(3, dtype=torch.int64, device="meta"), torch.device("cpu")
+    for check, values in ((checks.check_integers, on_meta), (checks.check_labels, on_meta[:, None])):
+        with pytest.raises(ValueError, match=r"^Owner: `x` must be on the device of `embeddings`, cpu, got meta; move"):
+            check("Owner", "x", values, 3, "embeddings", device=cpu)
 
 
 class Raises:
@@ -118,55 +118,5 @@ def test_what_a_message_shows_is_one_short_line():
     assert checks.short_repr(torch.ones(2, 2)) == "tensor([[1., 1.], [1., 1.]])"
     assert len(checks.short_repr(list(range(1000)))) == 100
     assert checks.short_repr(Raises()).startswith("<")
-
-
-def test_the_first_line_of_an_error():
     assert checks.first_line(ValueError("\n no network.\nat all")) == "no network"
     assert checks.first_line(KeyError()) == "KeyError"
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("check", "value", "sentence"),
-    [
-        (checks.check_positive, 1e-40, r"must be from 1e-12 to 1e\+12, got 1e-40"),
-        pytest.param(checks.check_positive, 10**400, r"must be from 1e-12 to 1e\+12, got 10+\.\.\.", id="10**400"),
-        (checks.check_finite_number, -(10**30), r"must be from -1e\+12 to 1e\+12, got -10+"),
-        (checks.check_not_negative, 1e300, r"must be from 0 to 1e\+12, got 1e\+300"),
-    ],
-)
-def test_a_number_with_which_float32_overflows_raises(check, value, sentence):
-    with pytest.raises(ValueError, match=rf"^Owner: `x` {sentence}\.$"):
-        check("Owner", "x", value)
-
-
-@pytest.mark.refusal
-def test_zero_is_not_false():
-    with pytest.raises(ValueError, match=r"^Owner: `x` must be one of False, 'full', got 0\.$"):
-        checks.check_choice("Owner", "x", 0, (False, "full"))
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("value", "error", "sentence"),
-    [
-        (torch.eye(2).to_sparse(), TypeError, r"must be a dense tensor, got the layout torch.sparse_coo; call .*"),
-        (torch.ones(2, device="meta"), ValueError, "must hold numbers, got a tensor on the device meta, .*"),
-        (torch.ones(2).to(torch.float8_e4m3fn), TypeError, "must have one of the dtypes .*, got torch.float8_e4m3fn"),
-        (torch.ones(2, dtype=torch.complex64), TypeError, "must be floating point, got torch.complex64"),
-        (np.ones(2), TypeError, "must be a tensor, got ndarray"),
-    ],
-)
-def test_a_tensor_that_cannot_be_computed_with_raises(value, error, sentence):
-    with pytest.raises(error, match=rf"^Owner: `x` {sentence}\.$"):
-        checks.check_float("Owner", "x", value)
-
-
-@pytest.mark.refusal
-def test_a_tensor_on_another_device_raises():
-    cpu, sentence = torch.device("cpu"), r"must be on the device of `embeddings`, cpu, got meta; move it there\.$"
-    values = torch.zeros(3, dtype=torch.int64, device="meta")
-    with pytest.raises(ValueError, match=rf"^Owner: `ids` {sentence}"):
-        checks.check_integers("Owner", "ids", values, 3, "embeddings", device=cpu)
-    with pytest.raises(ValueError, match=rf"^Owner: `labels` {sentence}"):
-        checks.check_labels("Owner", "labels", values[:, None], 3, "embeddings", device=cpu)

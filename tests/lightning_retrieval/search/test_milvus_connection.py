@@ -1,4 +1,4 @@
-"""A store that cannot be reached is refused in one sentence, and nothing is created."""
+"""A store that cannot be reached, and kinds of index and parameters as text; nothing is created by what is invalid."""
 
 import fcntl
 import re
@@ -8,7 +8,14 @@ import sys
 import pytest
 
 from lightning_retrieval.search import milvus_connection
-from lightning_retrieval.search.milvus_connection import MilvusConnection, is_file, shown_uri
+from lightning_retrieval.search.milvus_connection import (
+    MilvusConnection,
+    check_name,
+    index_kind,
+    is_file,
+    search_parameters,
+    shown_uri,
+)
 
 pytest.importorskip("pymilvus")
 pytest.importorskip("milvus_lite")
@@ -120,3 +127,44 @@ def test_errors_are_raised_and_not_printed(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert "a.db reports an error in describe_collection (" in done.stdout
+
+
+def test_kinds_and_their_parameters():
+    assert index_kind("Flat") == index_kind("Flat,") == ("FLAT", {})
+    assert index_kind("hnsw, M=32,efConstruction=200") == ("HNSW", {"M": 32, "efConstruction": 200})
+    assert index_kind("SCANN,nlist=8") == ("SCANN", {"nlist": 8})
+
+
+def test_parameters_of_a_search():
+    assert search_parameters("") == {}
+    assert search_parameters("ef=64, drop_ratio=0.5,ef=65") == {"ef": 65, "drop_ratio": 0.5}
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("factory", ["", "Flatt", "IVF1024,Flat", "HNSW,M", "HNSW,M=0", "HNSW,M=1.2.3"])
+def test_unknown_kinds(factory):
+    with pytest.raises(ValueError, match=r"^MilvusStore: `factory` must be a type of index that Milvus has, .* got '"):
+        index_kind(factory)
+
+
+@pytest.mark.refusal
+def test_a_kind_that_the_file_has_not():
+    with pytest.raises(ValueError, match=r"one that Milvus Lite has, FLAT, .*, got 'SCANN'; take one of these, or a"):
+        index_kind("SCANN", of_lite=True)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    "parameters",
+    ["ef", "ef=", "ef=0", "ef=-3", "ef=many", "ef=1;k=2", "ef=1,,k=2", "ef=999999999999999999999", f"ef={'9' * 5000}"],
+)
+def test_wrong_parameters(parameters):
+    with pytest.raises(ValueError, match=r"^MilvusStore: `parameters` must be assignments of positive numbers"):
+        search_parameters(parameters)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", ["", "a b", "a/b", "1a", "é", "a" * 201])
+def test_invalid_names(name):
+    with pytest.raises(ValueError, match=r"^MilvusStore: `name` must consist of letters, digits and _, .* got '"):
+        check_name(name)

@@ -1,9 +1,12 @@
-"""An index in Milvus Lite gives the results of exact search, and refuses what Milvus accepts in silence."""
+"""An index in Milvus gives the results of exact search, and does not accept what Milvus accepts in silence."""
 
 import json
 import os
 import shutil
 import signal
+import socket
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +14,12 @@ import pytest
 import torch
 
 from lightning_retrieval import MilvusStore, RetrievalIndex
-from lightning_retrieval.search import milvus_store
-from lightning_retrieval.search import milvus_store as milvus_rows
+from lightning_retrieval.search import milvus_connection, milvus_store
+from lightning_retrieval.search.milvus_connection import PROPERTY
+from lightning_retrieval.search.milvus_store import id_batches, insertions
 from lightning_retrieval.search.rows import EmbeddingStore
 from tests.lightning_retrieval.search.vectors import DIM, ROWS, built, exact, search_while_edited, vectors
-from tests.processes import start_processes
+from tests.processes import StartedCommand, start_processes
 
 pymilvus = pytest.importorskip("pymilvus")
 pytest.importorskip("milvus_lite")
@@ -57,6 +61,12 @@ def test_the_results_are_those_of_faiss_and_of_numpy(filled, monkeypatch):
     assert filled.paths(ids[3]) == index.paths(ids[3])
     assert len(filled) == ROWS
     assert filled.recall is None  # exact
+    for kind in (filled, index):
+        assert isinstance(kind, EmbeddingStore)
+    similarities, ids = filled.search(vectors(0), 2)
+    assert similarities.shape == ids.shape == (0, 2)
+    filled.add(vectors(0))
+    assert len(filled) == ROWS
 
 
 def test_a_search_sees_one_state_while_another_thread_edits(tmp_path, opened):
@@ -66,8 +76,8 @@ def test_a_search_sees_one_state_while_another_thread_edits(tmp_path, opened):
 
 
 def test_rows_are_added_and_removed_in_several_requests(filled, monkeypatch):
-    monkeypatch.setattr(milvus_rows, "BATCH_ROWS", 100)
-    monkeypatch.setattr(milvus_rows, "BATCH_IDS", 64)
+    monkeypatch.setattr(milvus_store, "BATCH_ROWS", 100)
+    monkeypatch.setattr(milvus_store, "BATCH_IDS", 64)
     index = built()
     more = vectors(250, seed=2)
     for store in (filled, index):
@@ -82,10 +92,12 @@ def test_rows_are_added_and_removed_in_several_requests(filled, monkeypatch):
     assert filled.paths(torch.tensor([2**62, 1000, 2**62 + 1])) == ["far.jpg", "", ""]
 
 
-def test_an_index_that_is_opened_again_is_the_same(filled, tmp_path, opened):
+def test_an_index_that_is_opened_again_is_the_same_and_so_is_a_copy_of_the_file(filled, tmp_path, opened):
     expected = filled.search(vectors(5), 3)
     filled.publish()
     filled.close()
+    shutil.copytree(tmp_path / "photos.db", tmp_path / "copy.db")
+    assert len(opened(MilvusStore(str(tmp_path / "copy.db"), "birds"))) == ROWS
     store = opened(MilvusStore(str(tmp_path / "photos.db"), "birds"))
     assert torch.equal(store.search(vectors(5), 3)[1], expected[1])
     assert (store.dim, store.factory, store.parameters, store.about) == (DIM, "Flat", "", {"checkpoint": "é.ckpt"})
@@ -134,35 +146,27 @@ def test_an_index_is_replaced_when_the_new_one_is_published(filled, tmp_path, op
         MilvusStore(uri, "birds")
 
 
-def test_both_kinds_of_index_are_stores(filled):
-    assert isinstance(filled, EmbeddingStore)
-    assert isinstance(RetrievalIndex(4), EmbeddingStore)
-
-
 @pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_what_milvus_would_accept_or_fail_at_is_invalid(filled):
+    invalid = [
         ({"embeddings": vectors(2).index_fill(0, torch.tensor([1]), torch.nan)}, r"NaN or inf in 1 of 2 rows: id 1002"),
         ({"embeddings": vectors(2) * torch.tensor([[1.0], [0.0]])}, r"`embeddings` must not be zero, got .* row 1\."),
-        ({"embeddings": vectors(2, 3)}, rf"`embeddings` must have shape \(rows, {DIM}\), .* got \(2, 3\)"),
         ({"ids": torch.tensor([5, -1])}, r"`ids` must be >= 0, got -1"),
         ({"ids": torch.tensor([5, 5])}, r"`ids` must differ, got 5 for several rows"),
         ({"ids": torch.tensor([5, 900])}, r"`ids` must be new, got 1 that are in the index, such as 900; remove"),
         ({"paths": ["a.jpg"]}, r"`paths` must have one entry for each of 2 rows, got 1"),
         ({"paths": ["a.jpg", "a" * 65_536]}, r"`paths` must have at most 65535 bytes each, got one of 65536"),
         ({"paths": ["a.jpg", "\udcff.jpg"]}, r"`paths` must be valid Unicode, got '.udcff.jpg'; rename the file"),
-    ],
-)
-def test_what_milvus_would_accept_or_fail_at_is_refused(filled, settings, message):
-    with pytest.raises(ValueError, match=rf"^MilvusStore: .*{message}"):
-        filled.add(**{"embeddings": vectors(2), **settings})
+    ]
+    for settings, message in invalid:
+        with pytest.raises(ValueError, match=rf"^MilvusStore: .*{message}"):
+            filled.add(**{"embeddings": vectors(2), **settings})
     assert len(filled) == ROWS
     assert torch.equal(filled.search(vectors(5), 1)[1][:, 0], 1000 - torch.arange(5))
+    check_invalid_searches_and_ids(filled)
 
 
-@pytest.mark.refusal
-def test_wrong_searches_and_ids_are_refused(filled):
+def check_invalid_searches_and_ids(filled):
     for k, message in (
         (0, "an integer >= 1, got 0"),
         (16_385, "an integer from 1 to 16384, got 16385"),
@@ -181,23 +185,8 @@ def test_wrong_searches_and_ids_are_refused(filled):
     assert len(filled) == ROWS
 
 
-@pytest.mark.refusal  # by the type checker: the annotation says int
-def test_integers_of_numpy_are_integers(tmp_path, opened):
-    store = opened(MilvusStore.create(str(tmp_path / "photos.db"), "birds", np.int64(DIM)))
-    store.add(vectors(3))
-    assert store.search(vectors(1), np.int64(2))[1].shape == (1, 2)
-    assert type(store.dim) is int
-
-
-def test_no_queries_and_no_rows(filled):
-    similarities, ids = filled.search(vectors(0), 2)
-    assert similarities.shape == ids.shape == (0, 2)
-    filled.add(vectors(0))
-    assert len(filled) == ROWS
-
-
 def test_a_failure_between_two_requests_says_how_many_rows_were_added(filled, monkeypatch):
-    monkeypatch.setattr(milvus_rows, "BATCH_ROWS", 10)
+    monkeypatch.setattr(milvus_store, "BATCH_ROWS", 10)
     call, calls = filled._call, []
 
     def insert_twice(method, **settings):
@@ -211,13 +200,6 @@ def test_a_failure_between_two_requests_says_how_many_rows_were_added(filled, mo
         filled.add(vectors(50, seed=5))
     monkeypatch.undo()
     assert len(filled) == ROWS + 20
-
-
-def test_a_copy_of_the_file_holds_the_index(filled, tmp_path, opened):
-    filled.publish()
-    filled.close()
-    shutil.copytree(tmp_path / "photos.db", tmp_path / "copy.db")
-    assert len(opened(MilvusStore(str(tmp_path / "copy.db"), "birds"))) == ROWS
 
 
 def list_of_files(uri):
@@ -280,3 +262,173 @@ def test_an_index_that_a_killed_process_was_changing_opens(filled, tmp_path, ope
     (started,) = start_processes(add_and_die, 1, uri, folder=tmp_path / "processes")
     assert started.wait(120) == -signal.SIGKILL, started.output()
     assert len(opened(MilvusStore(uri, "birds"))) in (ROWS, ROWS + 3)
+
+
+def made_elsewhere(client, name, metadata, **settings):
+    """A collection that another program made, with the metadata of an index."""
+    properties = {PROPERTY: json.dumps(metadata)}
+    client.create_collection(name, vector_field_name="embedding", properties=properties, **settings)
+
+
+METADATA = {"name": "cats", "dim": 4, "factory": "Flat", "parameters": "", "about": {}, "version": 1}
+
+
+@pytest.fixture
+def client(tmp_path, opened):
+    """Milvus' own client of a store with one index, `birds`."""
+    opened(MilvusStore.create(str(tmp_path / "photos.db"), "birds", 4)).publish()
+    client = pymilvus.MilvusClient(str(tmp_path / "photos.db"))
+    yield client
+    client.close()
+
+
+@pytest.mark.refusal
+def test_collections_that_are_damaged_or_made_elsewhere_are_no_indexes(client, tmp_path):
+    no_index = [
+        (METADATA, {"dimension": 8}, "must have 4 dimensions and the metric COSINE, .* got 8 and COSINE"),
+        (METADATA, {"dimension": 4, "metric_type": "IP"}, "must have .* the metric COSINE, .* got 4 and IP; build"),
+        ({**METADATA, "version": 2}, {}, "has format version 2, but this release reads version 1; build"),
+        ([1], {}, "has format version None, but this release"),
+    ]
+    invalid = [{"dim": "4"}, {"dim": None}, {"factory": 7}, {"parameters": "ef"}, {"about": []}, {"more": 1}]
+    for changed in invalid:
+        no_index.append(({**METADATA, **changed}, {}, "is damaged, its metadata are invalid"))
+    no_index.append(({"version": 1}, {}, "is damaged, its metadata are invalid"))
+    for number, (metadata, settings, message) in enumerate(no_index):
+        made_elsewhere(client, f"cats_{number}", metadata, **{"dimension": 4, **settings})
+        with pytest.raises(ValueError, match=rf"^MilvusStore: .*'cats_{number}' in .*photos\.db {message}"):
+            MilvusStore(str(tmp_path / "photos.db"), f"cats_{number}")
+    client.create_collection("cats", dimension=4, properties={PROPERTY: "{"})
+    with pytest.raises(ValueError, match=r"'cats' in .* has format version None, but this release"):
+        MilvusStore(str(tmp_path / "photos.db"), "cats")
+
+
+@pytest.mark.refusal
+def test_a_collection_of_something_else_is_neither_read_nor_replaced(client, tmp_path):
+    uri, before = str(tmp_path / "photos.db"), client.list_collections()
+    new = MilvusStore.create(uri, "cats", 4)
+    client.create_collection("cats", dimension=4)  # meanwhile
+    client.create_alias("cats", "kittens")
+    with pytest.raises(ValueError, match=r"`name` must be new or that of an index, got 'cats'"):
+        new.publish()
+    new.drop()
+    with pytest.raises(ValueError, match=r"`name` must be that of an index, got 'cats', a collection in .* that some"):
+        MilvusStore(uri, "cats")
+    for name in ("cats", "kittens"):
+        with pytest.raises(ValueError, match=rf"`name` must be new or that of an index, got '{name}', which is somet"):
+            MilvusStore.create(uri, name, 4)
+    assert sorted(client.list_collections()) == sorted(["cats", *before])
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("dim", [1, 32_769])
+def test_invalid_dimensions(tmp_path, dim):
+    with pytest.raises(ValueError, match=rf"^MilvusStore: `dim` must be an integer (>= 2|from 2 to 32768), got {dim}"):
+        MilvusStore.create(str(tmp_path / "a.db"), "birds", dim)
+    assert not (tmp_path / "a.db").exists()
+
+
+def test_requests_hold_all_rows_in_order_and_few_bytes(monkeypatch):
+    monkeypatch.setattr("lightning_retrieval.search.rows.BLOCK", 100)
+    monkeypatch.setattr("lightning_retrieval.search.milvus_store.BATCH_BYTES", 4 * 8 * 30)
+    rows = torch.randn(250, 8)
+    ids, paths = np.arange(250) ** 2, [f"{i}.jpg" for i in range(250)]
+    requests = list(insertions(rows, ids, paths))
+    assert list(map(len, requests)) == [30, 30, 30, 10] * 2 + [30, 20]
+    inserted = [row for request in requests for row in request]
+    assert [row["id"] for row in inserted] == ids.tolist()
+    assert [row["path"] for row in inserted] == paths
+    expected = rows / rows.norm(dim=1, keepdim=True)
+    np.testing.assert_allclose(np.stack([row["embedding"] for row in inserted]), expected, rtol=1e-6)
+    monkeypatch.setattr("lightning_retrieval.search.milvus_store.BATCH_BYTES", 1)
+    assert len(list(insertions(rows, ids, paths))) == 250  # at least one row
+
+
+def test_batches_of_ids(monkeypatch):
+    monkeypatch.setattr("lightning_retrieval.search.milvus_store.BATCH_IDS", 2)
+    assert list(id_batches(np.arange(5))) == [[0, 1], [2, 3], [4]]
+    assert list(id_batches(np.arange(0))) == []
+
+
+@pytest.fixture
+def server(tmp_path):
+    """The address of Milvus Lite in another process, and the process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    program = (
+        "from milvus_lite.cmdline import main\n"
+        f"main(['server', '--data-dir', 'photos.db', '--host', '127.0.0.1', '--port', '{port}'])"
+    )
+    started = StartedCommand([sys.executable, "-c", program], tmp_path)
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            milvus_connection.MilvusConnection(address, may_create=False).close()
+            break
+        except ConnectionError:
+            assert time.monotonic() < deadline, started.output()
+            time.sleep(0.2)
+    yield address, started
+    started.end()
+
+
+def test_a_server_gives_the_same_results_until_it_is_killed(server, tmp_path, monkeypatch):
+    address, started = server
+    store = MilvusStore.create(address, "birds", DIM)
+    store.add(vectors(), 1000 - torch.arange(ROWS))
+    store.publish()
+    queries = vectors(50, seed=1)
+    assert torch.equal(store.search(queries, 10)[1], built().search(queries, 10)[1])
+
+    monkeypatch.setattr(milvus_connection, "CALLING", 1.0)
+    monkeypatch.setattr(milvus_store, "BATCH_ROWS", 10)
+    call = store._call
+
+    def killed_at_the_third_insertion(method, **settings):
+        if method == "insert" and settings["data"][0]["id"] == 2020:
+            os.kill(started.process.pid, signal.SIGKILL)
+            started.process.wait()
+        return call(method, **settings)
+
+    monkeypatch.setattr(store, "_call", killed_at_the_third_insertion)
+    with pytest.raises(
+        OSError, match=rf"^MilvusStore: {address} reports an error in insert .* 20 of 50 rows were added"
+    ):
+        store.add(vectors(50, seed=2), torch.arange(2000, 2050))
+    with pytest.raises(OSError, match=rf"^MilvusStore: {address} reports an error in search "):
+        store.search(queries, 10)
+    store.close()
+
+    left = MilvusStore(str(tmp_path / "photos.db"), "birds")  # the same index, embedded
+    index = RetrievalIndex(DIM)
+    index.add(vectors(), 1000 - torch.arange(ROWS))
+    index.add(vectors(50, seed=2)[:20], torch.arange(2000, 2020))
+    assert len(left) == ROWS + 20
+    assert torch.equal(left.search(queries, 10)[1], index.search(queries, 10)[1])
+    left.close()
+
+
+def write_and_die(rank, world_size, uri):
+    first = MilvusStore.create(uri, "birds", 4)
+    first.add(torch.eye(4))
+    first.publish()
+    first.add(torch.eye(4))
+    second = MilvusStore.create(uri, "birds", 4)
+    second.add(torch.eye(4).repeat(5, 1))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.distributed
+def test_a_process_that_is_killed_leaves_the_published_index(tmp_path):
+    (tmp_path / "processes").mkdir()
+    uri = str(tmp_path / "photos.db")
+    (started,) = start_processes(write_and_die, 1, uri, folder=tmp_path / "processes")
+    assert started.wait(120) == -signal.SIGKILL, started.output()
+    left = MilvusStore(uri, "birds")
+    assert len(left) == 8
+    assert len(left._connection.call("list_collections")) == 2
+    left.publish()
+    assert left._connection.call("list_collections") == [left.collection]
+    left.close()

@@ -100,13 +100,10 @@ def test_a_file_that_differs_from_what_was_written_is_not_sealed(name, folder, m
     assert contents(folder) == before
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-@pytest.mark.parametrize("when", ["files are listed", "vectors are read"])
-def test_a_reader_takes_the_index_that_replaces_the_one_it_opens(when, mapped, folder, monkeypatch):
-    module, name = {
-        "files are listed": (storage, "_check_files"),
-        "vectors are read": (index_module, "read_shard"),
-    }[when]
+@pytest.mark.parametrize(
+    ("module", "name", "mapped"), [(storage, "_check_files", False), (index_module, "read_shard", True)]
+)
+def test_a_reader_takes_the_index_that_replaces_the_one_it_opens(module, name, mapped, folder, monkeypatch):
     real, saved = getattr(module, name), []
 
     def saves_first(*args):
@@ -121,27 +118,20 @@ def test_a_reader_takes_the_index_that_replaces_the_one_it_opens(when, mapped, f
     assert index.search(vectors(1), 1)[1].tolist() == [[1000]]
 
 
-def test_an_incomplete_first_save_is_replaced(tmp_path):
-    (tmp_path / "files-0badf00d").mkdir()
-    (tmp_path / "files-0badf00d" / "vectors-0.faiss").write_bytes(b"half")
-    (tmp_path / "lock").touch()
-    (tmp_path / ".0123456789abcdef.tmp").write_text("half of a manifest")
-    built(rows=50).save(tmp_path)
-    assert len(RetrievalIndex.load(tmp_path)) == 50
-    assert len(os.listdir(tmp_path)) == 3
-    (tmp_path / "manifest.json").write_text("damaged")
-    built(rows=60).save(tmp_path)
-    assert len(RetrievalIndex.load(tmp_path)) == 60
-
-
-def test_a_save_deletes_what_a_killed_process_left(folder):
-    (folder / "files-0badf00d").mkdir()
-    (folder / ".0123456789abcdef.tmp").touch()
+def test_a_save_replaces_what_is_incomplete_and_deletes_what_a_killed_process_left(folder, tmp_path):
     mapped = RetrievalIndex.load(folder, mapped=True)
-    built(rows=60).save(folder)
-    assert len(RetrievalIndex.load(folder)) == 60
-    assert sorted(re.sub(r"-\w{8}$", "", name) for name in os.listdir(folder)) == ["files", "lock", "manifest.json"]
+    for index in (folder, tmp_path / "first"):
+        (index / "files-0badf00d").mkdir(parents=True)
+        (index / "files-0badf00d" / "vectors-0.faiss").write_bytes(b"half")
+        (index / ".0123456789abcdef.tmp").write_text("half of a manifest")
+        built(rows=60).save(index)
+        assert len(RetrievalIndex.load(index)) == 60
+        names = [re.sub(r"-\w{8}$", "", name) for name in os.listdir(index)]
+        assert sorted(names) == ["files", "lock", "manifest.json"]
     assert mapped.search(vectors(1), 1)[1].tolist() == [[1000]]  # a process with open files can still read them
+    (folder / "manifest.json").write_text("damaged")
+    built(rows=70).save(folder)
+    assert len(RetrievalIndex.load(folder)) == 70
 
 
 @pytest.mark.refusal
@@ -238,24 +228,23 @@ def test_forged_manifests_raise(saved, folder):
 @pytest.mark.refusal
 def test_other_files_are_not_replaced(tmp_path):
     (tmp_path / "thesis.tex").write_text("years")
-    with pytest.raises(ValueError, match=r"must be written to a new folder or over an index, got .*something else"):
-        built(rows=50).save(tmp_path)
-    with pytest.raises(ValueError, match="something else"):
-        built(rows=50).save(tmp_path / "thesis.tex")
+    for path in (tmp_path, tmp_path / "thesis.tex"):
+        with pytest.raises(ValueError, match=r"must be written to a new folder or over an index, got .*something else"):
+            built(rows=50).save(path)
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("manifest", ['{"name": "extension"}', '{"files": {}, "format": "another"}', "[]", "no JSON"])
 @pytest.mark.parametrize("beside", ["", "files-of-2024", "files-0badf00d0"])
-def test_a_folder_with_another_kind_of_manifest_is_not_replaced(manifest, beside, tmp_path):
-    (tmp_path / "manifest.json").write_text(manifest)
+def test_a_folder_with_another_kind_of_manifest_is_not_replaced(beside, tmp_path):
     (tmp_path / beside).mkdir(exist_ok=True)
-    before = sorted(os.listdir(tmp_path))
-    with pytest.raises(ValueError, match="something else"):
-        built(rows=50).save(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == before
-    assert (tmp_path / "manifest.json").read_text() == manifest
+    for manifest in ('{"name": "extension"}', '{"files": {}, "format": "another"}', "[]", "no JSON"):
+        (tmp_path / "manifest.json").write_text(manifest)
+        before = sorted(os.listdir(tmp_path))
+        with pytest.raises(ValueError, match="something else"):
+            built(rows=50).save(tmp_path)
+        assert sorted(os.listdir(tmp_path)) == before
+        assert (tmp_path / "manifest.json").read_text() == manifest
 
 
 @pytest.mark.refusal
