@@ -8,11 +8,9 @@ import math
 import warnings
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_metric_learning.losses import (
     ContrastiveLoss,
     LiftedStructureLoss,
@@ -26,10 +24,8 @@ from pytorch_metric_learning.losses import (
     FastAPLoss as OtherFastAPLoss,
 )
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule
-from lightning_retrieval.datamodules import RetrievalDataModule
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
     BlackboxRecallLoss,
@@ -43,17 +39,16 @@ from lightning_retrieval.losses import (
     SupAPLoss,
     WeightedSum,
 )
-from lightning_retrieval.losses.batch_loss import RankedBatch
 from lightning_retrieval.models import GlyphNet
 from lightning_retrieval.training import run_report
-from tests.point_set import Points
+from tests.lightning_retrieval.training.small_training import ROWS, SGD, assert_same, fit, net
 
 DIM = 3
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
 class Model:
-    """The memory as one would tell it: rows (id, label, embedding), newest first, each image once."""
+    """The memory as a list: rows (id, label, embedding), newest first, each image once."""
 
     def __init__(self, size, start_step):
         self.size, self.start_step, self.steps, self.rows = size, start_step, 0, []
@@ -170,18 +165,6 @@ def test_a_memory_that_is_told_to_begin_is_that_with_this_start_step(run, after)
             memory = again
     memory.reset()
     assert not memory.started
-
-
-def test_a_smaller_memory_takes_the_newest_rows():
-    memory, smaller = CrossBatchMemory(9), CrossBatchMemory(4)
-    for number in range(3):
-        memory.update(torch.randn(3, 2), torch.arange(3), torch.arange(3) + 3 * number)
-    smaller.load_state_dict(memory.state_dict())
-    assert (len(memory), len(smaller)) == (9, 4)
-    nothing = torch.zeros(0, 2), *[torch.zeros(0, dtype=torch.int64)] * 2
-    assert smaller.references(*nothing).ref_ids.tolist() == [6, 7, 8, 3]
-    kept = memory.references(*nothing).ref_emb[:4]
-    assert torch.equal(smaller.references(*nothing).ref_emb, kept)
 
 
 def test_a_state_is_no_larger_than_its_rows_and_does_not_change_afterwards():
@@ -358,22 +341,6 @@ def test_losses_rank_the_whole_list(name, detached):
     assert leaf.grad.any() or "recall all" in name
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_without_a_past_it_is_the_loss_of_the_batch(name):
-    embeddings, labels, ids = drawn(8, 0, name.startswith("hap"), 1)
-    results = []
-    for references in (False, True):
-        leaf = embeddings.clone().requires_grad_()
-        ranked = RankedBatch(leaf, labels, ids=ids)
-        if references:
-            ranked = CrossBatchMemory(8).references(leaf, labels, ids)
-        value = LOSSES[name]()(**ranked.keywords())
-        value.backward()
-        results.append((value.detach(), leaf.grad))
-    for of_batch, with_memory in zip(*results, strict=True):
-        torch.testing.assert_close(with_memory, of_batch, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("make", [SmoothAPLoss, FastAPLoss, RecallAtKLoss])
 def test_a_query_in_its_own_list_counts_alike_among_references(make):
     embeddings, labels, ids = drawn(8, 0, False, 1)
@@ -384,14 +351,6 @@ def test_a_query_in_its_own_list_counts_alike_among_references(make):
 
 
 # --- RetrievalModule
-
-SGD = functools.partial(torch.optim.SGD, lr=0.5)
-ROWS = 10
-
-
-def net(dropout: float = 0.0) -> nn.Sequential:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 4)).double()
 
 
 def batches(steps=4):
@@ -416,21 +375,6 @@ class Recording(RetrievalModule):
         if name != "train/images_per_second":
             self.logged[-1][name] = value.item()
         super().log(name, value, *args, **kwargs)
-
-
-def fit(module, data, **kwargs):
-    run = pl.Trainer(
-        **{"max_epochs": 1, "accelerator": "cpu", "enable_checkpointing": False, "logger": False, **kwargs},
-        devices=1, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    run.fit(module, DataLoader(data, batch_size=None))
-    return run
-
-
-def assert_same(module, expected):
-    assert len(list(expected.parameters())) > 0
-    for value, other in zip(module.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(value, other, rtol=0, atol=1e-12)
 
 
 def ranked(loss, embeddings, labels, ids, ref_emb, ref_labels, ref_ids):
@@ -522,50 +466,6 @@ def test_losses_of_pytorch_metric_learning(make, mode):
     assert [values["train/loss"] for values in module.logged] == pytest.approx(
         [v["train/loss"] for v in logged], abs=1e-12
     )
-
-
-class PointData(RetrievalDataModule):
-    train_set = val_set = test_set = Points(3, 26, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("mode", [MODES[0], MODES[1], MODES[3]])
-def test_a_run_goes_on_from_the_middle(tmp_path, mode):
-    """The weights of a run that never stopped, with its memory; without what it remembered, others."""
-
-    def run(path=None, **kwargs):
-        module = Recording(
-            net(dropout=0.3),
-            SmoothAPLoss(tau=0.1),
-            chunk_size=4,
-            optimizer=functools.partial(torch.optim.AdamW, lr=0.02),
-            seed=2,
-            memory=CrossBatchMemory(15, 1),
-            **mode,
-        )
-        trainer = pl.Trainer(
-            max_epochs=2, accelerator="cpu", devices=1, logger=False, limit_val_batches=0,
-            enable_progress_bar=False, enable_model_summary=False, **kwargs,
-        )  # fmt: skip
-        data = PointData(classes_per_batch=3, samples_per_class=3, seed=1)
-        trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
-        return module
-
-    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    whole = run(callbacks=[save])
-    assert len(whole.logged) == 6
-    for steps in (1, 2, 4):
-        path = tmp_path / f"step={steps}.ckpt"
-        part = run(path, enable_checkpointing=False)
-        assert part.logged == whole.logged[steps:]
-        assert all(map(torch.equal, part.parameters(), whole.parameters()))
-        for rows, expected in zip(*(m.memory.state_dict()["_extra_state"]["rows"] for m in (part, whole)), strict=True):
-            assert torch.equal(rows, expected)
-    checkpoint = torch.load(path, weights_only=True)
-    assert len(checkpoint["state_dict"]["memory._extra_state"]["rows"][0]) == 15
-    checkpoint["state_dict"]["memory._extra_state"]["rows"] = None
-    torch.save(checkpoint, tmp_path / "forgot.ckpt")
-    forgot = run(tmp_path / "forgot.ckpt", enable_checkpointing=False)
-    assert not torch.equal(forgot.embedder[0].weight, whole.embedder[0].weight)
 
 
 @pytest.mark.refusal  # by the type checker: the checkpoint hands the constructor descriptions of objects
