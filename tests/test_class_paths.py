@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lightning_retrieval.cli.main import main
-
 REPOSITORY = Path(__file__).parents[1]
 EXAMPLES = REPOSITORY / "examples"
 CONFIGS = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.yaml") if path.stem != "sweep")
@@ -42,18 +40,11 @@ def shortest_path(path):
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_config_has_the_class_paths_that_jsonargparse_writes(config, capsys):
-    drawn = config in ("glyphs.yaml", "rambo/glyph_scenes.yaml")
-    root = [] if drawn else ["--data.root=data"]
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main(["fit", "--config", str(EXAMPLES / config), *root, "--print_config"])
-    written = class_paths(yaml.safe_load(capsys.readouterr().out))
+def test_config_has_the_class_paths_that_jsonargparse_writes(config):
+    """The shortest ones; that jsonargparse writes these is shown in tests/lightning_retrieval/plain_data."""
     named = class_paths(yaml.safe_load((EXAMPLES / config).read_text()))
+    assert len(named) >= 5
     assert named == {position: shortest_path(path) for position, path in named.items()}
-    # jsonargparse writes what is annotated as Any unchanged, and dataclasses, such as QueryExpansion, without a path.
-    compared = {position: path for position, path in named.items() if position in written}
-    assert len(compared) >= 5
-    assert compared == {position: written[position] for position in compared}
 
 
 @pytest.mark.parametrize("file", TEXTS, ids=lambda file: file.relative_to(REPOSITORY).as_posix())

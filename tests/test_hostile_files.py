@@ -19,6 +19,7 @@ from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.detection import DetectionModule, TinyFasterRCNN
 from lightning_retrieval.files import file_digest
+from lightning_retrieval.preparation.described import rebuild_transform
 from lightning_retrieval.training.checkpointed_module import module_of_checkpoint
 from tests.lightning_retrieval.cli.example_config import SHORT, SMALL, write_example
 from tests.lightning_retrieval.cli.glyph_commands import command, save_checkpoint
@@ -230,7 +231,9 @@ def test_run_folder(marker, tmp_path, capsys):
 def test_commands(marker, tmp_path, capsys, form):
     checkpoint, images = tmp_path / "model.ckpt", tmp_path / "images"
     good, query = indexed(tmp_path, capsys), images / "0.png"
-    for name, description in hostile(marker).items():
+    descriptions = hostile(marker)
+    for name in OF_EACH_KIND:
+        description = descriptions[name]
         write_checkpoint(checkpoint, settings(description, "embedder", form))
         good.about["checkpoint"], good.about["checkpoint_sha256"] = str(checkpoint), file_digest(checkpoint)
         good.save(tmp_path / "index")
@@ -267,10 +270,7 @@ def test_config_of_a_hub(marker, tmp_path):
         assert not marker.exists(), name
 
 
-def test_recorded_transforms(marker, tmp_path, capsys):
-    """Of a checkpoint, and of an index."""
-    index, query = indexed(tmp_path, capsys), tmp_path / "images" / "0.png"
-    content, images = torch.load(tmp_path / "good.ckpt", weights_only=True), tmp_path / "images"
+def test_recorded_transforms(marker):
     transforms = [
         *hostile(marker).values(),
         {"function": "os.system"},
@@ -284,6 +284,16 @@ def test_recorded_transforms(marker, tmp_path, capsys):
     transforms += [{"class_path": "torchvision.transforms.functional.to_tensor"}, {"preparation": {"a": 1}}]
     transforms += [{"albumentations": {"transform": {"__class_fullname__": "os.system", "p": 1}}}]
     for described in transforms:
+        with pytest.raises((ValueError, TypeError), match=r"^Test: "):
+            rebuild_transform("Test", described)
+        assert not marker.exists(), described
+
+
+def test_recorded_transforms_of_a_checkpoint_and_of_an_index(marker, tmp_path, capsys):
+    index, query = indexed(tmp_path, capsys), tmp_path / "images" / "0.png"
+    content, images = torch.load(tmp_path / "good.ckpt", weights_only=True), tmp_path / "images"
+    descriptions = hostile(marker)
+    for described in (descriptions["os.system"], descriptions["planted_code.Net"], {"function": "os.system"}):
         index.about["preparation"] = described
         index.save(tmp_path / "index")
         code, _, err = command(capsys, "search", f"--index={tmp_path / 'index'}", query)

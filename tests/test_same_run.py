@@ -44,7 +44,7 @@ class FewGlyphs(Glyphs):
 
     def __init__(self, classes_per_batch=9, samples_per_class=5):
         super().__init__(
-            classes_per_batch=classes_per_batch, samples_per_class=samples_per_class, eval_batch_size=100, seed=3
+            classes_per_batch=classes_per_batch, samples_per_class=samples_per_class, eval_batch_size=50, seed=3
         )
 
     @cached_property
@@ -58,7 +58,7 @@ class FewGlyphs(Glyphs):
 
     @cached_property
     def val_set(self):
-        return cut(super().val_set, 299)
+        return cut(super().val_set, 149)
 
 
 @functools.cache

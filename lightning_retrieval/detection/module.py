@@ -111,7 +111,7 @@ class DetectionModule(OptimizedModule):
 
     def configure_optimizers(self) -> Any:
         """One optimizer over the trainable parameters, and its scheduler."""
-        return self._make_optimizer(monitor=self.lr_scheduler_monitor)
+        return self._make_optimizer({"monitor": self.lr_scheduler_monitor})
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The sum of the detector's losses. All random choices are a function of (seed, epoch, batch, rank)."""

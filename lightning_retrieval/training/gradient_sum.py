@@ -86,12 +86,6 @@ class GradientSum:
             for handle in handles:
                 handle.remove()
 
-    def least_chunks(self, chunks: int, device: torch.device) -> int:
-        """The number of chunks that each process must embed, if it needs `chunks` itself; see `ShardedParts`."""
-        if self._sharded is None:
-            return 1
-        return self._sharded.least_chunks(chunks, device)
-
     def _marks_complete(self, bucket: "_Bucket") -> Callable[[Tensor], None]:
         """The hook of a bucket's parameters. All processes start the buckets in the same order."""
 

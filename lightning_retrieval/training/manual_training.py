@@ -4,6 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from lightning_retrieval.plain_data import rebuild_factory
 from lightning_retrieval.training.checkpoint_files import FullCheckpoints
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule
 from lightning_retrieval.training.full_sharding import broadcast_buffers, clip_sharded_gradients, is_sharded
-from lightning_retrieval.training.optimizers import GradientWatch, NetworkParts, check_optimized, make_optimizer
+from lightning_retrieval.training.optimizers import GradientWatch, check_optimized, make_optimizer
 from lightning_retrieval.training.run_report import log_settings
 from lightning_retrieval.training.trainer_checks import check_trainer, keeps_parameters
 
@@ -65,14 +66,14 @@ class OptimizedModule(CheckpointedModule):
         self.lr_scheduler_frequency = check_integer(owner, "lr_scheduler_frequency", frequency, least=1)
         self.lr_scheduler_monitor = check_string(owner, "lr_scheduler_monitor", monitor)
 
-    def _make_optimizer(self, parts: NetworkParts = NetworkParts(), **scheduler_settings: Any) -> Any:  # noqa: B008
+    def _make_optimizer(self, scheduler_settings: Mapping[str, Any] = MappingProxyType({}), **rates: Any) -> Any:
         """What `configure_optimizers` returns: the optimizer and, if there is one, its scheduler.
 
         Args:
-            parts: of the network that learn at another rate than the rest.
-            scheduler_settings: further entries of Lightning's description of the scheduler.
+            scheduler_settings: further entries of Lightning's dict of the scheduler.
+            rates: arguments of `make_optimizer` for parts of the network that learn at another rate than the rest.
         """
-        optimizer = make_optimizer(self, self.optimizer, parts)
+        optimizer = make_optimizer(self, self.optimizer, **rates)
         if self.lr_scheduler is None:
             return optimizer
         scheduler = {

@@ -35,7 +35,7 @@ from lightning_retrieval.training.full_sharding import (
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.manual_training import ManualTraining, without_gradient_sync
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
-from lightning_retrieval.training.optimizers import FrozenBackbone, NetworkParts, check_backbone
+from lightning_retrieval.training.optimizers import FrozenBackbone, check_backbone
 from lightning_retrieval.training.random_state import seed_of_run, step_random_state
 from lightning_retrieval.training.run_report import report_first_step
 from lightning_retrieval.training.step import ChunkSizeSearch, TrainingStep, Unpacked, check_first_batch, unpack
@@ -216,13 +216,8 @@ class RetrievalModule(ManualTraining):
         `frequency` say; `ReduceLROnPlateau` looks at `lr_scheduler_monitor`, since Lightning drops the key `monitor`
         in manual optimization.
         """
-        groups = NetworkParts(
-            head=getattr(self.embedder, "head", None),
-            head_lr_factor=self.head_lr_factor,
-            backbone=getattr(self.embedder, "backbone", None),
-            layer_decay=self.layer_decay,
-        )
-        return self._make_optimizer(groups)
+        head = getattr(self.embedder, "head", None)
+        return self._make_optimizer(head=head, head_lr_factor=self.head_lr_factor, layer_decay=self.layer_decay)
 
     def configure_model(self) -> None:
         """Shard the network over the processes, with Lightning's `ModelParallelStrategy`.
@@ -293,7 +288,7 @@ class RetrievalModule(ManualTraining):
                 step.loss,
                 chunk_size,
                 keep_graphs=self.keep_graphs,
-                least_chunks=self._least_chunks(images, chunk_size, gradients),
+                least_chunks=self._least_chunks(images, chunk_size, sharded),
                 backward=self.manual_backward,
                 last_backward=gradients.overlapped,
             )
@@ -320,11 +315,11 @@ class RetrievalModule(ManualTraining):
             return min(self._chunk_size_search.find(self, images, self.keep_graphs), len(images))
         return min(self.chunk_size, len(images))
 
-    def _least_chunks(self, images: Tensor, chunk_size: int, gradients: GradientSum) -> int:
+    def _least_chunks(self, images: Tensor, chunk_size: int, sharded: ShardedParts) -> int:
         """Number of chunks of the process that has the most of them, if the network waits for all processes."""
         if self.chunk_size is None:
             return 1
-        return gradients.least_chunks(math.ceil(len(images) / chunk_size), images.device)
+        return sharded.least_chunks(math.ceil(len(images) / chunk_size), images.device)
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """What `RetrievalEvaluation` needs: embeddings, labels and, if given, ids, roles, instances and cameras."""

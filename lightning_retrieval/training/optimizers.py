@@ -7,7 +7,6 @@ the first block, and layer i the i-th block. What comes after the last block bel
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -126,56 +125,47 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-@dataclass(frozen=True)
-class NetworkParts:
-    """The parts of a network that learn at another rate than the rest.
-
-    Args:
-        head: the last layers of the network, or None.
-        head_lr_factor: ratio of the head's learning rate to that of the other parameters.
-        backbone: the first layers of the network, or None.
-        layer_decay: ratio of the learning rate of each layer of the backbone to that of the next one.
-    """
-
-    head: Any = None
-    head_lr_factor: float = 1.0
-    backbone: Any = None
-    layer_decay: float = 1.0
-
-
 def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
     """The parameters of a module that require a gradient."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def make_optimizer(module: nn.Module, make: Callable[[Iterable[Any]], Optimizer], parts: NetworkParts) -> Optimizer:
+def make_optimizer(
+    module: nn.Module,
+    make: Callable[[Iterable[Any]], Optimizer],
+    *,
+    head: Any = None,
+    head_lr_factor: float = 1.0,
+    layer_decay: float = 1.0,
+) -> Optimizer:
     """One optimizer over the trainable parameters of a module.
 
     Args:
         module: owner of the parameters; its class name is the prefix of error messages.
         make: called with the parameter groups.
-        parts: that learn at another rate.
+        head: the last layers of the network, or None.
+        head_lr_factor: ratio of the head's learning rate to that of the other parameters.
+        layer_decay: ratio of the learning rate of each layer of the backbone to that of the next one.
 
     Raises:
         ValueError: if there is nothing to train, or a factor without a head or a backbone.
     """
-    owner = type(module).__name__
     in_head: list[nn.Parameter] = []
-    if isinstance(parts.head, nn.Module):
-        in_head = trainable_parameters(parts.head)
-    groups = _layers(module, parts)
+    if isinstance(head, nn.Module):
+        in_head = trainable_parameters(head)
+    groups = _layers(module, layer_decay)
     grouped = {id(parameter) for group, _ in groups for parameter in group}
     grouped.update(map(id, in_head))
     rest = [parameter for parameter in trainable_parameters(module) if id(parameter) not in grouped]
 
-    groups += [(rest, 1.0), (in_head, parts.head_lr_factor)]
+    groups += [(rest, 1.0), (in_head, head_lr_factor)]
     groups = [(parameters, factor) for parameters, factor in groups if parameters]
     if not groups:
         raise _nothing_to_train(module)
-    if parts.head_lr_factor != 1 and not in_head:
+    if head_lr_factor != 1 and not in_head:
         raise ValueError(
-            f"{owner}: `head_lr_factor` is {parts.head_lr_factor}, but the embedder has no `head` with parameters; "
-            "name its last layers `head`, or keep the factor 1."
+            f"{type(module).__name__}: `head_lr_factor` is {head_lr_factor}, but the embedder has no `head` with "
+            "parameters; name its last layers `head`, or keep the factor 1."
         )
     optimizer = make([{"params": parameters} for parameters, _ in groups])
     for group, (_, factor) in zip(optimizer.param_groups, groups):
@@ -191,9 +181,9 @@ def _nothing_to_train(module: nn.Module) -> ValueError:
     )
 
 
-def _layers(module: nn.Module, parts: NetworkParts) -> list[tuple[list[nn.Parameter], float]]:
+def _layers(module: nn.Module, layer_decay: float) -> list[tuple[list[nn.Parameter], float]]:
     """The trainable parameters of each layer of the backbone, and the factor of its learning rate."""
-    if parts.layer_decay == 1:
+    if layer_decay == 1:
         return []
     owner = type(module).__name__
     backbone = check_backbone(owner, "layer_decay", getattr(module, "embedder", module))
@@ -203,7 +193,7 @@ def _layers(module: nn.Module, parts: NetworkParts) -> list[tuple[list[nn.Parame
     for name, parameter in backbone.named_parameters():
         if parameter.requires_grad:
             layers.setdefault(depths.get(name, last), []).append(parameter)
-    return [(layers[depth], parts.layer_decay ** (last - depth)) for depth in sorted(layers)]
+    return [(layers[depth], layer_decay ** (last - depth)) for depth in sorted(layers)]
 
 
 def check_optimized(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:

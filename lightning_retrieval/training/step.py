@@ -338,7 +338,9 @@ class TrainingStep:
                 _check_scalar(self.owner, of_memory)
                 terms |= {"batch": value.detach(), "memory": of_memory.detach()}
                 value = value + self.memory_weight * of_memory
-        fraction = self._fraction_of_the_value()
+        fraction = 1.0  # the processes' fractions add up to the loss
+        if not self._divides_queries:
+            fraction = 1 / world_size()
         self.terms = {f"train/loss/{name}": fraction * term for name, term in terms.items()}
         part: Tensor = fraction * value
         return part
@@ -382,12 +384,6 @@ class TrainingStep:
     def _divides_queries(self) -> bool:
         """Whether each process computes the loss of its local queries; else each computes the loss of all queries."""
         return self.gather and world_size() > 1 and self.batch_loss.splits_by_query
-
-    def _fraction_of_the_value(self) -> float:
-        """What this process's value is multiplied by, so that the processes' values add up to the loss."""
-        if self._divides_queries:
-            return 1.0
-        return 1 / world_size()
 
     def _gather(self, embeddings: Tensor) -> GlobalBatch:
         if len(self.labels) != len(embeddings):

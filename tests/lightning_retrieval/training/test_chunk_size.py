@@ -1,4 +1,4 @@
-"""The largest chunk that fits into memory, found by trial without a trace."""
+"""The largest chunk that fits into memory, found by trial without a trace, also in a run."""
 
 import gc
 import math
@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_retrieval.training.chunk_size import largest_chunk_size
+from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval.training.chunk_size import is_out_of_memory, largest_chunk_size, may_be_out_of_memory
 from lightning_retrieval.training.chunked import chunked_backward
 from tests.lightning_retrieval.training.small_chunks import (
     batch_norm,
@@ -20,6 +21,8 @@ from tests.lightning_retrieval.training.small_chunks import (
     smooth_ap,
     statistics_of,
 )
+from tests.lightning_retrieval.training.small_training import SGD, assert_same, batches, fit
+from tests.lightning_retrieval.training.small_training import net as trained_net
 
 
 class FailsInBackward(torch.autograd.Function):
@@ -199,21 +202,6 @@ def test_not_even_one_row_fits():
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("error", "sentence", "inputs", "reserve"),
-    [
-        (ValueError, r"`inputs` must hold at least one row, got shape \(0, 5\)\.", torch.zeros(0, 5), 0),
-        (TypeError, r"`inputs` must be a tensor, got list\.", [1.0], 0),
-        (ValueError, r"`reserve` must be an integer >= 0, got -1\.", torch.zeros(4, 5), -1),
-        (TypeError, r"`reserve` must be an integer >= 0, got 0\.5 \(float\)\.", torch.zeros(4, 5), 0.5),
-    ],
-)
-def test_bad_input_to_largest_chunk_size(error, sentence, inputs, reserve):
-    with pytest.raises(error, match=f"^largest_chunk_size: {sentence}"):
-        largest_chunk_size(nn.Linear(5, 2), inputs, reserve=reserve)
-
-
-@pytest.mark.refusal
 def test_an_embedder_without_a_tensor_has_no_largest_chunk():
     with pytest.raises(TypeError, match=r"^largest_chunk_size: `embed's result` must be a tensor, got NoneType"):
         largest_chunk_size(lambda x: None, images())
@@ -267,3 +255,57 @@ def test_largest_chunk_on_a_gpu():
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
         torch.cuda.empty_cache()
+
+
+class Small(nn.Module):
+    """A network on a device whose memory holds so many images and no more; it counts what it was asked to embed."""
+
+    def __init__(self, holds: int) -> None:
+        super().__init__()
+        self.net, self.holds, self.asked = trained_net(0.3), holds, []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.asked.append(len(images))
+        if len(images) > self.holds:
+            raise torch.OutOfMemoryError(f"{len(images)} images")
+        return self.net(images)
+
+
+def test_auto_takes_the_largest_chunk_that_fits():
+    """Of 10 rows: 10, 5, 3 and 4 are tried; a longer batch makes it look again, a shorter one does not."""
+    data = batches(2)
+    longer = [torch.cat(pair) for pair in zip(*batches(2))]
+    auto, fixed = (
+        RetrievalModule(Small(4), SmoothAPLoss(tau=0.1), chunk_size=size, optimizer=SGD, seed=3) for size in ("auto", 4)
+    )
+    fit(auto, [*data, longer, data[0]])
+    fit(fixed, [*data, longer, data[0]])
+    assert (auto._chunk_size_search.chunk_size, auto._chunk_size_search.rows) == (4, 20)
+    tried = [rows for rows in auto.embedder.asked if rows > 4]
+    assert tried == [10, 5, 20, 10, 5]
+    assert_same(auto, fixed)
+
+
+def test_auto_raises_if_not_one_image_fits():
+    with pytest.raises(torch.OutOfMemoryError, match=r"not even one input of shape \(6,\) fits the memory of cpu"):
+        fit(RetrievalModule(Small(0), SmoothAPLoss(), chunk_size="auto"), batches())
+
+
+@pytest.mark.parametrize(
+    ("error", "is_certain", "is_possible"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True, True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True, True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True, True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"), True, True),
+        (RuntimeError("CUDA error: out of memory"), True, True),
+        (RuntimeError("GET was unable to find an engine to execute this computation"), False, True),
+        (RuntimeError("Unable to find a valid cuDNN algorithm to run convolution"), False, True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_BAD_PARAM"), False, False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False, False),
+        (ValueError("CUBLAS_STATUS_ALLOC_FAILED"), False, False),
+    ],
+)
+def test_which_errors_are_about_memory(error, is_certain, is_possible):
+    assert is_out_of_memory(error) is is_certain
+    assert may_be_out_of_memory(error) is is_possible

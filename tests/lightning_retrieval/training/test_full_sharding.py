@@ -83,7 +83,7 @@ def divided_step(this, dtype, keep_graphs=1):
     sharded = ShardedParts(module)
     gradients = GradientSum(module.parameters(), module["loss"].parameters(), sharded=sharded)
     x = rows_of(this, dtype)
-    least = gradients.least_chunks(-(-len(x) // CHUNK), x.device)
+    least = sharded.least_chunks(-(-len(x) // CHUNK), x.device)
     value = chunked_backward(
         module["net"],
         x,

@@ -172,11 +172,9 @@ def on_gpus(this, world):
     rows = whole_batch()[0][own].to(device).requires_grad_()
     gradients = {}
     for local in (True, False):
-        batch = gather_batch(
-            "Owner", rows, own.to(device) % 3, own.to(device), gather=True, local_queries=local_queries
-        )
+        batch = gather_batch("Owner", rows, own.to(device) % 3, own.to(device), gather=True, local_queries=local)
         weighted = (batch.embeddings * (this + 1)).sum()
-        gradients[local_queries] = torch.autograd.grad(weighted, rows)[0].cpu()
+        gradients[local] = torch.autograd.grad(weighted, rows)[0].cpu()
     return gradients, batch.embeddings.detach().cpu(), batch.labels.cpu(), batch.ids.cpu()
 
 

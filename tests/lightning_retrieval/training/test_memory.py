@@ -8,11 +8,9 @@ import math
 import warnings
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_metric_learning.losses import (
     ContrastiveLoss,
     LiftedStructureLoss,
@@ -26,10 +24,8 @@ from pytorch_metric_learning.losses import (
     FastAPLoss as OtherFastAPLoss,
 )
 from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule
-from lightning_retrieval.datamodules import RetrievalDataModule
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
     BlackboxRecallLoss,
@@ -43,17 +39,16 @@ from lightning_retrieval.losses import (
     SupAPLoss,
     WeightedSum,
 )
-from lightning_retrieval.losses.batch_loss import RankedBatch
 from lightning_retrieval.models import GlyphNet
 from lightning_retrieval.training import run_report
-from tests.point_set import Points
+from tests.lightning_retrieval.training.small_training import ROWS, SGD, assert_same, fit, net
 
 DIM = 3
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 
 
 class Model:
-    """The memory as one would tell it: rows (id, label, embedding), newest first, each image once."""
+    """The memory as a list: rows (id, label, embedding), newest first, each image once."""
 
     def __init__(self, size, start_step):
         self.size, self.start_step, self.steps, self.rows = size, start_step, 0, []
@@ -172,18 +167,6 @@ def test_a_memory_that_is_told_to_begin_is_that_with_this_start_step(run, after)
     assert not memory.started
 
 
-def test_a_smaller_memory_takes_the_newest_rows():
-    memory, smaller = CrossBatchMemory(9), CrossBatchMemory(4)
-    for number in range(3):
-        memory.update(torch.randn(3, 2), torch.arange(3), torch.arange(3) + 3 * number)
-    smaller.load_state_dict(memory.state_dict())
-    assert (len(memory), len(smaller)) == (9, 4)
-    nothing = torch.zeros(0, 2), *[torch.zeros(0, dtype=torch.int64)] * 2
-    assert smaller.references(*nothing).ref_ids.tolist() == [6, 7, 8, 3]
-    kept = memory.references(*nothing).ref_emb[:4]
-    assert torch.equal(smaller.references(*nothing).ref_emb, kept)
-
-
 def test_a_state_is_no_larger_than_its_rows_and_does_not_change_afterwards():
     memory = CrossBatchMemory(100)
     for number in range(3):
@@ -244,15 +227,6 @@ def batch_of(rows=3, dim=DIM, levels=0, first=0):
          batch_of(levels=2)),
         (ValueError, r"`embeddings` must hold finite numbers only, got NaN or inf in 1 of 3 rows \(2\)",
          (torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, math.nan, 8.0]]), *batch_of()[1:])),
-        (ValueError, r"`ids` must have shape \(3,\), one for each row of `embeddings`, got \(2,\)\.",
-         (*batch_of()[:2], torch.arange(2))),
-        (ValueError, r"`labels` must have shape \(3,\), one for each row of `embeddings`, got \(2,\)\.",
-         (batch_of()[0], torch.arange(2), torch.arange(3))),
-        (TypeError, r"`labels` must be integers, got torch\.float32\.",
-         (batch_of()[0], torch.ones(3), torch.arange(3))),
-        (TypeError, r"`ids` must be integers, got torch\.float32\.", (*batch_of()[:2], torch.ones(3))),
-        (TypeError, r"`embeddings` must be floating point, got torch\.int64\.",
-         (torch.ones(3, 3, dtype=torch.int64), *batch_of()[1:])),
     ],
 )  # fmt: skip
 def test_invalid_batches_raise_and_nothing_changes(call, error, sentence, batch):
@@ -264,23 +238,6 @@ def test_invalid_batches_raise_and_nothing_changes(call, error, sentence, batch)
     after = memory.state_dict()["_extra_state"]
     assert after["steps"] == steps
     assert all(torch.equal(*pair) for pair in zip(after["rows"], rows, strict=True))
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("error", "sentence", "arguments"),
-    [
-        (ValueError, r"`size` must be an integer >= 1, got 0\.", (0,)),
-        (ValueError, r"`size` must be an integer >= 1, got -4\.", (-4,)),
-        (TypeError, r"`size` must be an integer >= 1, got 2\.0", (2.0,)),
-        (ValueError, r"`start_step` must be an integer >= 0, got -1\.", (4, -1)),
-        (TypeError, r"`start_step` must be an integer >= 0, got True", (4, True)),
-        (TypeError, r"`start_step` must be an integer >= 0 or 'auto', got 'later'\.", (4, "later")),
-    ],
-)
-def test_invalid_settings_raise(error, sentence, arguments):
-    with pytest.raises(error, match=f"^CrossBatchMemory: {sentence}"):
-        CrossBatchMemory(*arguments)
 
 
 @pytest.mark.refusal
@@ -411,14 +368,6 @@ def test_a_query_in_its_own_list_counts_alike_among_references(make):
 
 # --- RetrievalModule
 
-SGD = functools.partial(torch.optim.SGD, lr=0.5)
-ROWS = 10
-
-
-def net(dropout: float = 0.0) -> nn.Sequential:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 4)).double()
-
 
 def batches(steps=4):
     """Five images in common with the batch before, with whatever embeddings they have by then."""
@@ -442,21 +391,6 @@ class Recording(RetrievalModule):
         if name != "train/images_per_second":
             self.logged[-1][name] = value.item()
         super().log(name, value, *args, **kwargs)
-
-
-def fit(module, data, **kwargs):
-    run = pl.Trainer(
-        **{"max_epochs": 1, "accelerator": "cpu", "enable_checkpointing": False, "logger": False, **kwargs},
-        devices=1, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    run.fit(module, DataLoader(data, batch_size=None))
-    return run
-
-
-def assert_same(module, expected):
-    assert len(list(expected.parameters())) > 0
-    for value, other in zip(module.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(value, other, rtol=0, atol=1e-12)
 
 
 def ranked(loss, embeddings, labels, ids, ref_emb, ref_labels, ref_ids):
@@ -550,50 +484,6 @@ def test_losses_of_pytorch_metric_learning(make, mode):
     )
 
 
-class PointData(RetrievalDataModule):
-    train_set = val_set = test_set = Points(3, 26, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("mode", [MODES[0], MODES[1], MODES[3]])
-def test_a_run_goes_on_from_the_middle(tmp_path, mode):
-    """The weights of a run that never stopped, with its memory; without what it remembered, others."""
-
-    def run(path=None, **kwargs):
-        module = Recording(
-            net(dropout=0.3),
-            SmoothAPLoss(tau=0.1),
-            chunk_size=4,
-            optimizer=functools.partial(torch.optim.AdamW, lr=0.02),
-            seed=2,
-            memory=CrossBatchMemory(15, 1),
-            **mode,
-        )
-        trainer = pl.Trainer(
-            max_epochs=2, accelerator="cpu", devices=1, logger=False, limit_val_batches=0,
-            enable_progress_bar=False, enable_model_summary=False, **kwargs,
-        )  # fmt: skip
-        data = PointData(classes_per_batch=3, samples_per_class=3, seed=1)
-        trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
-        return module
-
-    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    whole = run(callbacks=[save])
-    assert len(whole.logged) == 6
-    for steps in (1, 2, 4):
-        path = tmp_path / f"step={steps}.ckpt"
-        part = run(path, enable_checkpointing=False)
-        assert part.logged == whole.logged[steps:]
-        assert all(map(torch.equal, part.parameters(), whole.parameters()))
-        for rows, expected in zip(*(m.memory.state_dict()["_extra_state"]["rows"] for m in (part, whole)), strict=True):
-            assert torch.equal(rows, expected)
-    checkpoint = torch.load(path, weights_only=True)
-    assert len(checkpoint["state_dict"]["memory._extra_state"]["rows"][0]) == 15
-    checkpoint["state_dict"]["memory._extra_state"]["rows"] = None
-    torch.save(checkpoint, tmp_path / "forgot.ckpt")
-    forgot = run(tmp_path / "forgot.ckpt", enable_checkpointing=False)
-    assert not torch.equal(forgot.embedder[0].weight, whole.embedder[0].weight)
-
-
 @pytest.mark.refusal  # by the type checker: the checkpoint hands the constructor descriptions of objects
 def test_a_checkpoint_rebuilds_the_module_with_its_memory(tmp_path):
     loss = WeightedSum({"ap": (1.0, SmoothAPLoss(0.1)), "far": (0.5, CalibrationLoss())})
@@ -618,8 +508,6 @@ def no_ids():
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("start_step", [0, 2])
-@pytest.mark.parametrize("mode", MODES[:3])
 @pytest.mark.parametrize(
     ("error", "sentence", "data", "size"),
     [
@@ -627,9 +515,9 @@ def no_ids():
         (ValueError, r"`size` must be at least that of a batch, got 9 for a batch of 10 rows", batches(), 9),
     ],
 )
-def test_batches_raise_before_a_step(error, sentence, data, size, mode, start_step):
-    memory = CrossBatchMemory(size, start_step)
-    module = RetrievalModule(net(), SmoothAPLoss(0.1), optimizer=SGD, memory=memory, **mode)
+def test_batches_raise_before_a_step(error, sentence, data, size):
+    memory = CrossBatchMemory(size, 2)
+    module = RetrievalModule(net(), SmoothAPLoss(0.1), optimizer=SGD, memory=memory)
     with pytest.raises(error, match=f"^CrossBatchMemory: {sentence}"):
         fit(module, data)
     assert_same(module.embedder, net())
@@ -646,12 +534,6 @@ def test_settings_of_the_memory_that_do_not_fit_each_other():
     for mode in ("one_list", "one_list_detached"):
         with pytest.raises(ValueError, match=rf"^RetrievalModule: `memory_weight` must be None unless .* for '{mode}'"):
             RetrievalModule(net(), SmoothAPLoss(), **settings | {"memory_mode": mode}, memory_weight=1.0)
-    with pytest.raises(ValueError, match=r"^RetrievalModule: `memory_weight` must be a finite number, got nan\."):
-        RetrievalModule(net(), SmoothAPLoss(), **settings, memory_weight=math.nan)
-    with pytest.raises(TypeError, match=r"^RetrievalModule: `memory_weight` must be a number, got 'x'"):
-        RetrievalModule(net(), SmoothAPLoss(), **settings, memory_weight="x")
-    with pytest.raises(TypeError, match=r"^RetrievalModule: `memory` must be a .*CrossBatchMemory, got int\."):
-        RetrievalModule(net(), SmoothAPLoss(), memory=8)
 
 
 OTHERS = [
@@ -661,10 +543,9 @@ OTHERS = [
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("mode", [MODES[0], MODES[2]])
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("loss", OTHERS, ids=lambda loss: type(loss).__name__)
-def test_losses_that_cannot_rank_references_raise_by_name(loss, wrapped, mode):
+def test_losses_that_cannot_rank_references_raise_by_name(loss, wrapped):
     if wrapped:
         inner = WeightedSum({"fine": (1.0, TripletMarginLoss()), "other": (1.0, loss)})
         loss, name = WeightedSum({"ap": (1.0, SmoothAPLoss()), "inner": (1.0, inner)}), type(loss).__name__
@@ -675,7 +556,7 @@ def test_losses_that_cannot_rank_references_raise_by_name(loss, wrapped, mode):
         "this library, or one of pytorch-metric-learning's AngularLoss, .*, TupletMarginLoss"
     )
     with pytest.raises(TypeError, match=sentence):
-        RetrievalModule(net(), loss, memory=CrossBatchMemory(8), **mode)
+        RetrievalModule(net(), loss, memory=CrossBatchMemory(8))
     RetrievalModule(net(), loss)
 
 

@@ -18,9 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_retrieval import CrossBatchMemory, Embedder, NestedLoss, RetrievalModule, SmoothAPLoss, WeightedSum
 from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery
 from lightning_retrieval.datamodules import PKSampler, RetrievalDataModule
-from lightning_retrieval.training import module as module_file
 from lightning_retrieval.training import run_report
-from lightning_retrieval.training.gradient_sum import GradientSum
 from tests.point_set import Points
 
 STEPS = 3
@@ -172,25 +170,6 @@ def train(name: str, world: int, folder: Path) -> dict:
     }
 
 
-def train_with_small_buckets(world: int, folder: Path) -> dict:
-    """A run in which each parameter of the embedder is a bucket, and the sums that a last backward pass starts."""
-    during, original = [], GradientSum.overlapped
-
-    @contextlib.contextmanager
-    def recorded(self):
-        with original(self):
-            yield
-        during.append(self._started)
-
-    module_file.GradientSum = functools.partial(GradientSum, bucket_bytes=1)
-    GradientSum.overlapped = recorded
-    try:
-        return {**train("learned tau in chunks", world, folder), "during the last backward pass": during}
-    finally:
-        GradientSum.overlapped = original
-        module_file.GradientSum = GradientSum
-
-
 @contextlib.contextmanager
 def recorded_reports():
     """The sentences that are reported on the first step of a run."""
@@ -263,7 +242,6 @@ def in_each_process(rank: int, world: int, folder: Path) -> dict:
     warnings.filterwarnings("ignore", "RetrievalModule: BatchNorm sees")
     return {
         "trained": {name: train(name, world, folder) for name in ALL},
-        "small buckets": train_with_small_buckets(world, folder),
         "reports": reports_of_runs(world, folder),
         "evaluated": evaluate(world, folder),
         "validated": validate(world, folder),
@@ -306,16 +284,6 @@ def test_ranks_agree_and_gradients_are_summed_once_a_step(two, name):
     assert torch.equal(first["parameters"], second["parameters"])
     assert first["losses"] == second["losses"]
     assert first["all-reduces"] == second["all-reduces"] == [1] * STEPS
-
-
-def test_sums_start_in_the_last_backward_pass_and_change_nothing(two):
-    """Two layers with weight and bias; the sum of two numbers does not depend on their order."""
-    for rank in two:
-        found, expected = rank["small buckets"], rank["trained"]["learned tau in chunks"]
-        assert found["during the last backward pass"] == [4] * STEPS
-        assert torch.equal(found["parameters"], expected["parameters"])
-        assert found["losses"] == expected["losses"]
-        assert found["all-reduces"] == [5] * STEPS  # the last one sums the loss and its parameter
 
 
 @pytest.mark.parametrize("name", ["batch norm", "batch norm in chunks"])

@@ -1,9 +1,7 @@
 """RetrievalModule with several scales and whitening: in evaluation, prediction and checkpoints, not in training."""
 
 import functools
-import re
 
-import pytest
 import pytorch_lightning as pl
 import torch
 from torch import nn
@@ -126,14 +124,3 @@ def test_a_checkpoint_from_before_gets_a_whitening(tmp_path):
     )
     assert loaded.whitening.learned is None
     assert loaded.eval_scales == (1.0, 2.0)
-
-
-@pytest.mark.refusal
-def test_invalid_settings_raise():
-    with pytest.raises(ValueError, match=re.escape("RetrievalModule: `eval_scales` must hold at least one scale")):
-        module(eval_scales=())
-    message = r"RetrievalModule: `eval_scales_pooling` must be one of 'mean', 'gem', got 'max'\."
-    with pytest.raises(ValueError, match=message):
-        module(eval_scales_pooling="max")
-    with pytest.raises(TypeError, match=r"RetrievalModule: `whitening` must be a .*\.Whitening, got Linear"):
-        module(whitening=nn.Linear(2, 2))

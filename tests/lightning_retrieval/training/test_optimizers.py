@@ -1,4 +1,4 @@
-"""Parameter groups: the head's learning rate, frozen parameters; parameters that nothing trains."""
+"""Parameter groups: rates of head and layers, frozen parameters and backbones, and parameters that nothing trains."""
 
 import functools
 import warnings
@@ -6,11 +6,14 @@ import warnings
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import BaseFinetuning
+from pytorch_lightning.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
 from torch import nn
+from torch.utils.data import DataLoader
 
-from lightning_retrieval import RetrievalModule, SmoothAPLoss
-from tests.lightning_retrieval.training.small_training import CHUNKS, SGD, Log, assert_same, batches, fit, net
+from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.training.optimizers import layer_depths
+from tests.lightning_retrieval.models.hugging_face_folders import SMALL
+from tests.lightning_retrieval.training.small_training import CHUNKS, SGD, Log, assert_same, batches, fit, net, trainer
 
 
 class WithHead(nn.Module):
@@ -191,3 +194,112 @@ def test_parameters_without_a_gradient_in_the_first_steps_are_named_in_one_warni
     assert [message[: len(expected)] for message in messages] == [expected] * (warns is not None)
     if warns == 10:
         assert seen[8] < seen[9] == seen[-1]
+
+
+VIT = {"depth": 2, "embed_dim": 24, "num_heads": 2}
+
+
+def depths_of(embedder):
+    """{layer: first part of the names of its parameters that has a meaning}."""
+    found = {}
+    for name, depth in layer_depths("Owner", embedder.backbone).items():
+        found.setdefault(depth, []).append(name)
+    return found
+
+
+def test_depths_of_timm_are_its_own():
+    optim = pytest.importorskip("timm.optim")
+    embedder = Embedder("timm/vit_tiny_patch16_224", 8, backbone_args=VIT)
+    groups = optim.param_groups_layer_decay(embedder.backbone.model, weight_decay=0.0, layer_decay=0.5)
+    expected = {}
+    for group in groups:
+        expected.update({id(parameter): group["lr_scale"] for parameter in group["params"]})
+    depths = layer_depths("Owner", embedder.backbone)
+    parameters = dict(embedder.backbone.named_parameters())
+    assert set(depths) == set(parameters)
+    assert set(expected.values()) == {1.0, 0.5, 0.25}
+    for name, parameter in parameters.items():
+        assert expected[id(parameter)] == 0.5 ** (2 - depths[name]), name
+
+
+def test_depths_of_hugging_face():
+    pytest.importorskip("transformers")
+    depths = depths_of(Embedder("hf/any", 8, backbone_args={"model_type": "dinov2", **SMALL}))
+    assert sorted(depths) == [0, 1, 2]
+    assert all(".embeddings." in name for name in depths[0])
+    assert all(".0." in name for name in depths[1])
+    assert all(".1." in name or name.startswith("model.layernorm") for name in depths[2])
+    assert "model.layernorm.weight" in depths[2]
+
+
+def test_depths_of_torchvision():
+    depths = depths_of(Embedder("resnet18", 8))
+    first_parts = {depth: {name.split(".")[0] for name in names} for depth, names in depths.items()}
+    assert first_parts == {0: {"conv1"}, 1: {"bn1"}, **{layer + 1: {f"layer{layer}"} for layer in (1, 2, 3, 4)}}
+
+
+@pytest.mark.refusal
+def test_invalid_backbone_without_a_list_of_layers():
+    with pytest.raises(
+        ValueError, match=r"Owner: `layer_decay` must be 1 for a backbone without a list .* got a Conv2d"
+    ):
+        layer_depths("Owner", nn.Conv2d(3, 4, 3))
+
+
+class Trained(pl.Callback):
+    """Whether the backbone has changed in each epoch."""
+
+    def __init__(self):
+        self.changed = []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.before = pl_module.embedder.backbone[0].weight.detach().clone()
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.changed.append(not self.before.equal(pl_module.embedder.backbone[0].weight))
+
+
+def train(epochs, *callbacks, freeze=2, chunk_size=None, **settings):
+    torch.manual_seed(3)
+    embedder = Embedder(net(), 3, feature_dim=4, pooling="avg").double()
+    module = RetrievalModule(
+        embedder, SmoothAPLoss(tau=0.1), chunk_size=chunk_size, optimizer=SGD, freeze_backbone_epochs=freeze, seed=0
+    )
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    run = trainer(max_epochs=epochs, callbacks=list(callbacks), enable_checkpointing=saves)
+    run.fit(module, DataLoader(batches(), batch_size=None), weights_only=True, **settings)
+    return module, run
+
+
+def test_the_backbone_learns_after_the_first_epochs():
+    log = Trained()
+    module, _ = train(4, log)
+    assert log.changed == [False, False, True, True]
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("averaging", [False, True])
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_a_resumed_run_is_the_same(epochs, averaging, tmp_path):
+    """The checkpoint is that of an epoch's end: after a run, Lightning's averaging has replaced the weights."""
+    first, second = [EMAWeightAveraging()] * averaging, [EMAWeightAveraging()] * averaging
+    checkpoints = ModelCheckpoint(tmp_path, "{epoch}", every_n_epochs=1, save_top_k=-1)
+    whole, _ = train(4, *first, checkpoints)
+    log = Trained()
+    path = tmp_path / f"epoch={epochs - 1}.ckpt"
+    resumed, _ = train(4, log, *second, chunk_size=3, ckpt_path=path)
+    assert_same(resumed, whole)
+    assert log.changed == [False, False, True, True][epochs:]
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("embedder", "epochs", "message"),
+    [
+        (nn.Linear(2, 3), 1, r"`freeze_backbone_epochs` needs an embedder with a `backbone`, .*got Linear"),
+        (nn.Linear(2, 3), -1, r"`freeze_backbone_epochs` must be an integer >= 0, got -1"),
+    ],
+)
+def test_invalid_settings(embedder, epochs, message):
+    with pytest.raises(ValueError, match=message):
+        RetrievalModule(embedder, SmoothAPLoss(), freeze_backbone_epochs=epochs)

@@ -1,4 +1,4 @@
-"""The report of a run's first step."""
+"""The report on the first step of a run."""
 
 import warnings
 
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval.training.run_report import step_traffic
 from tests.lightning_retrieval.training.small_training import batches, fit, net
 
 
@@ -47,3 +48,18 @@ def test_the_report_at_the_start_has_p_and_k_and_the_length(caplog):
     reports = [record.getMessage() for record in caplog.records if "RetrievalModule" in record.getMessage()]
     assert reports == ["RetrievalModule: batches of P = 3 classes with K = 3 to 4 images, lists of 9 images."]
     assert run.global_step == 2
+
+
+def test_traffic_by_hand():
+    """Four processes with 8 rows each of 5 numbers, 100 parameters, single precision; each sends to three others."""
+    gathered = 3 * 8 * (5 * 4 + 16)  # its own rows, labels and ids
+    exchanged = 3 * 8 * 5 * 4  # the gradients of the others' rows
+    reduced = 2 * 3 * 100 / 4 * 4  # a ring: a quarter of the sum at a time, first added up, then passed on
+    assert step_traffic(32, 5, 100, 4) == {"gather": gathered, "exchange": exchanged, "all-reduce": reduced}
+    assert step_traffic(32, 5, 100, 4, local_queries=False)["exchange"] == 0
+    assert list(step_traffic(32, 5, 100, 4, gather=False).values()) == [0, 0, reduced]
+    divided = step_traffic(32, 5, 100, 4, weights=700)  # seven passes of a network that gathers all its parameters
+    slices = {"weights": 3 * 700 / 4 * 4, "reduce-scatter": 3 * 100 / 4 * 4}
+    assert divided == {"gather": gathered, "exchange": exchanged, **slices}
+    assert sum(step_traffic(32, 5, 100, 1, weights=700).values()) == 0
+    assert sum(step_traffic(32, 5, 100, 1).values()) == 0

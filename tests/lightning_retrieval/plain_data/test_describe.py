@@ -1,6 +1,9 @@
+"""Objects as plain data and back, and their settings for a log."""
+
 import functools
 import inspect
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_retrieval.losses import RetrievalLoss, SmoothAPLoss
-from lightning_retrieval.plain_data import describe, rebuild, rebuild_factory
+from lightning_retrieval.plain_data import describe, logged_settings, rebuild, rebuild_factory
 
 PATH = "lightning_retrieval.SmoothAPLoss"
 
@@ -54,7 +57,7 @@ def test_an_object_and_back():
 def test_an_object_that_tells_its_arguments():
     description = describe(WithInitArgs(6))
     assert description["init_args"] == {"width": 6}
-    assert description["class_path"].endswith("test_hyperparameters.WithInitArgs")
+    assert description["class_path"].endswith("test_describe.WithInitArgs")
 
 
 def test_an_object_stands_for_itself():
@@ -179,3 +182,38 @@ def test_numbers_of_numpy_become_plain():
     assert described == {"lr": 0.5, "flags": [2.0]}
     assert type(described["lr"]) is float
     assert type(described["flags"][0]) is float
+
+
+class Base:
+    def __init__(self, root, size=3):
+        self.root, self.size = Path(root), size
+
+
+class Derived(Base):
+    def __init__(self, labels, short=(1, 2), nested=None, loss=None, train_set=None, **others):
+        super().__init__(**others)
+        self.labels, self.short, self.nested, self.loss = labels, short, nested, loss
+
+    @property
+    def train_set(self):
+        raise RuntimeError("call setup() first")
+
+
+def test_settings_for_a_log_are_plain_and_short():
+    """Those of bases too. Large or other values are logged by length or class, and no property is called."""
+    nested = {"a": {"b": {"c": [1]}}, "many": [0] * 5000}
+    nested["itself"] = nested
+    made = Derived(list(range(1000)), nested=nested, loss=SmoothAPLoss(tau=0.2), root="a/b", size=7)
+    found = logged_settings(made)
+    assert found.pop("class_path").endswith("Derived")
+    inner = {"a": "builtins.dict", "many": "builtins.list", "itself": "builtins.dict"}
+    assert found == {
+        "labels": "list of 1000",
+        "short": [1, 2],
+        "nested": {"a": {"b": {"c": "builtins.list"}}, "many": "list of 5000", "itself": {
+            "a": {"b": "builtins.dict"}, "many": "list of 5000", "itself": inner,
+        }},
+        "loss": "lightning_retrieval.SmoothAPLoss",
+        "root": "a/b",
+        "size": 7,
+    }  # fmt: skip
