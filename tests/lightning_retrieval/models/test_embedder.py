@@ -156,14 +156,6 @@ def test_copies_are_equal(model):
         model.eval()
 
 
-def test_repr_shows_settings():
-    first = repr(Embedder("glyph_net", 5, freeze_batch_norm=True)).splitlines()[1].strip()
-    assert first == (
-        "backbone_name='glyph_net', embedding_dim=5, pooling='gem', normalize=True, weights=None, layer_norm=False, "
-        "freeze_batch_norm=True"
-    )
-
-
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
@@ -173,10 +165,7 @@ def test_repr_shows_settings():
             ValueError,
             r"Embedder: `backbone` must be .* got 'resnet5'; close names are .*'resnet50'",
         ),
-        ({"backbone": "RESNET18"}, ValueError, "got 'RESNET18'; close names are 'resnet18'"),
-        ({"backbone": "glyphnet"}, ValueError, "got 'glyphnet'; close names are 'glyph_net'"),
         ({"backbone": "###"}, ValueError, "got '###'; no name is close"),
-        ({"backbone": 50}, TypeError, r"`backbone` must be the name of a model or a torch.nn.Module, got 50 \(int\)"),
         (
             {"backbone": "resnet18", "weights": "V2"},
             ValueError,
@@ -184,13 +173,6 @@ def test_repr_shows_settings():
         ),
         ({"backbone": "glyph_net", "weights": "V1"}, ValueError, "`weights` must be None .* got 'V1' for 'glyph_net'"),
         ({"backbone": nn.Identity(), "weights": "V1"}, ValueError, r"got 'V1' for a module \(Identity\)"),
-        ({"backbone": "glyph_net", "embedding_dim": 0}, ValueError, "`embedding_dim` must be an integer >= 1, got 0"),
-        ({"backbone": "glyph_net", "feature_dim": 0}, ValueError, "`feature_dim` must be an integer >= 1, got 0"),
-        (
-            {"backbone": "glyph_net", "pooling": "mac"},
-            ValueError,
-            "`pooling` must be one of 'gem', 'avg', 'max', got 'mac'",
-        ),
         (
             {"backbone": Backbone(tokens)},
             ValueError,
