@@ -82,7 +82,12 @@ def test_invalid_arguments_of_a_backbone(settings, error, message):
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     ("name", "close"),
-    [("resnet5", r".*'resnet50'.*'timm/resnet50'"), ("timm/vit_tini_patch16_224", r"'timm/vit_tiny_p")],
+    [
+        ("resnet5", r".*'resnet50'.*'timm/resnet50'"),
+        ("RESNET18", r"'resnet18'"),
+        ("glyphnet", r"'glyph_net'"),
+        ("timm/vit_tini_patch16_224", r"'timm/vit_tiny_p"),
+    ],
 )
 def test_invalid_name(name, close):
     pytest.importorskip("timm")
@@ -104,25 +109,3 @@ def test_feature_map_has_an_eighth_of_the_size():
     assert net(torch.rand(2, 3, 64, 48)).shape == (2, 64, 8, 6)
     assert (net.width, net.in_channels) == (8, 3)
     assert Embedder(net).feature_dim == 64
-
-
-def test_channels_last_gives_the_same_features():
-    net, images = GlyphNet(8).eval(), torch.rand(2, 1, 32, 32)
-    expected = net(images)
-    net = net.to(memory_format=torch.channels_last)
-    torch.testing.assert_close(net(images.to(memory_format=torch.channels_last)), expected)
-
-
-@pytest.mark.slow
-def test_it_learns_a_few_glyphs():
-    torch.manual_seed(0)
-    glyphs = torch.rand(4, 1, 32, 32).round().repeat(4, 1, 1, 1)
-    labels = torch.arange(4).repeat(4)
-    embedder = Embedder(GlyphNet(4), 4, normalize=False)
-    optimizer = torch.optim.AdamW(embedder.parameters(), lr=1e-2)
-    for _ in range(30):
-        optimizer.zero_grad()
-        noisy = glyphs + 0.3 * torch.randn(glyphs.shape)
-        nn.functional.cross_entropy(embedder(noisy), labels).backward()
-        optimizer.step()
-    assert (embedder.eval()(glyphs).argmax(1) == labels).all()

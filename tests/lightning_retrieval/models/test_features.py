@@ -14,7 +14,6 @@ from torch import nn
 from torchvision import models
 
 from lightning_retrieval.models import Embedder, GeM, GlobalAvgPool, GlobalMaxPool, gem
-from lightning_retrieval.models.features import height_and_width, patch_map
 from tests.lightning_retrieval.models.user_backbones import Backbone, as_list, feature_map, vectors
 
 
@@ -58,17 +57,6 @@ def test_the_mode_is_restored_after_a_failure():
         Embedder(backbone)
     assert backbone.training
     assert backbone.norm.training
-
-
-def test_patch_map_leaves_out_the_first_tokens():
-    tokens = torch.arange(2 * 5 * 3.0).reshape(2, 5, 3)
-    found = patch_map(tokens, 2)
-    assert found.shape == (2, 3, 3, 1)
-    assert found[1, :, 0, 0].tolist() == tokens[1, 2].tolist()
-
-
-def test_height_and_width():
-    assert [height_and_width(size) for size in (None, 5, (3, 4))] == [(224, 224), (5, 5), (3, 4)]
 
 
 def test_running_out_of_memory_is_not_taken_for_a_wrong_size():

@@ -20,6 +20,11 @@ from lightning_retrieval.models.pretrained import (
 )
 
 
+@pytest.fixture(scope="module")
+def safetensors():
+    return pytest.importorskip("safetensors.torch")
+
+
 def test_what_is_a_local_file(tmp_path):
     (tmp_path / "weights").write_bytes(b"")
     assert is_local_file(str(tmp_path / "weights"))
@@ -52,8 +57,7 @@ def test_files_of_torch(tmp_path, key):
     assert found["a"].equal(weights["a"])
 
 
-def test_files_of_safetensors(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
+def test_files_of_safetensors(tmp_path, safetensors):
     safetensors.save_file({"a": torch.ones(2)}, tmp_path / "w.safetensors")
     assert read_weights(str(tmp_path / "w.safetensors"))["a"].equal(torch.ones(2))
 
@@ -137,7 +141,7 @@ def new_embedder():
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(tmp_path_factory, safetensors):
     folder = tmp_path_factory.mktemp("saved") / "new" / "folder"
     embedder = new_embedder()
     embedder.weights = "IMAGENET1K_V1"  # as after a training that began with these
@@ -207,7 +211,7 @@ def test_a_model_of_the_hub_is_read_from_its_cache_and_pushed(saved, monkeypatch
     assert asked == [("me/birds", "config.json", "v1"), ("me/birds", "model.safetensors", "v1")]
 
 
-def test_saving_leaves_the_adapters_of_the_embedder_as_they_are(tmp_path):
+def test_saving_leaves_the_adapters_of_the_embedder_as_they_are(tmp_path, safetensors):
     pytest.importorskip("timm")
     pytest.importorskip("peft")
     small = {"depth": 1, "embed_dim": 24, "num_heads": 2}
@@ -219,7 +223,7 @@ def test_saving_leaves_the_adapters_of_the_embedder_as_they_are(tmp_path):
     assert Embedder.from_pretrained(tmp_path).lora is None
 
 
-def test_tensors_that_share_memory_are_written(tmp_path):
+def test_tensors_that_share_memory_are_written(tmp_path, safetensors):
     embedder = Embedder("glyph_net", 8)
     norm = embedder.backbone.layers[1]
     norm.running_mean = norm.running_var  # safetensors rejects tensors of one storage
@@ -238,7 +242,7 @@ def test_tensors_that_share_memory_are_written(tmp_path):
         ([1], r"config\.json must be the config of an Embedder"),
     ],
 )
-def test_invalid_arguments_in_a_config(arguments, message, tmp_path):
+def test_invalid_arguments_in_a_config(arguments, message, tmp_path, safetensors):
     config = {"format": pretrained.FORMAT, "version": pretrained.VERSION, "init_args": arguments}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes(b"")
@@ -247,7 +251,7 @@ def test_invalid_arguments_in_a_config(arguments, message, tmp_path):
 
 
 @pytest.mark.refusal
-def test_invalid_folder_that_is_a_file(tmp_path):
+def test_invalid_folder_that_is_a_file(tmp_path, safetensors):
     (tmp_path / "file").write_bytes(b"")
     for folder in (tmp_path / "file", tmp_path / "file" / "model"):
         with pytest.raises(ValueError, match=r"^Embedder: `folder` must be a folder, got .*, which is a file or is in"):
