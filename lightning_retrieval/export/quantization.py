@@ -41,7 +41,10 @@ def quantize_onnx(source: Path, target: Path, calibration: Sequence[Tensor]) -> 
         _prepare(onnx, source, prepared)
         operations = {node.op_type for node in onnx.load(prepared).graph.node}
         if ATTENTION in operations:
-            _quantize_dynamic(prepared, target)
+            from onnxruntime.quantization import QuantType, quantize_dynamic
+
+            types = ["MatMul", "Gemm"]
+            quantize_dynamic(str(prepared), str(target), weight_type=QuantType.QInt8, op_types_to_quantize=types)
             return "dynamic"
         _quantize_static(prepared, target, calibration)
     return "static"
@@ -80,9 +83,3 @@ def _quantize_static(source: Path, target: Path, calibration: Sequence[Tensor]) 
         weight_type=QuantType.QInt8,
         per_channel=True,
     )
-
-
-def _quantize_dynamic(source: Path, target: Path) -> None:
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    quantize_dynamic(str(source), str(target), weight_type=QuantType.QInt8, op_types_to_quantize=["MatMul", "Gemm"])

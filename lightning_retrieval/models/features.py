@@ -309,9 +309,5 @@ def _meta_image(backbone: nn.Module, tensors: tuple[Tensor, ...]) -> Tensor:
     size = getattr(backbone, "image_size", None)  # a ViT accepts no other size
     if not isinstance(size, (int, tuple)):
         size = None
-    dtype = torch.get_default_dtype()
-    for value in tensors:
-        if value.is_floating_point():
-            dtype = value.dtype
-            break
+    dtype = next((value.dtype for value in tensors if value.is_floating_point()), torch.get_default_dtype())
     return torch.empty(1, image_channels(backbone), *height_and_width(size), dtype=dtype, device="meta")

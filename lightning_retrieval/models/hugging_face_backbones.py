@@ -240,19 +240,12 @@ def _check_no_other_model(request: BackboneRequest, config: Mapping[str, Any]) -
 
 
 def _without_pretrained_parts(config: Any) -> None:
-    """Let no part of a network download weights of its own, as detectors of older releases do when they are built."""
-    for part in _parts(config):
-        if getattr(part, "use_pretrained_backbone", False):
-            part.use_pretrained_backbone = False
-
-
-def _parts(config: Any) -> list[Any]:
-    """A config and those of the parts of its network, at any depth."""
-    found = [config]
+    """Let no part of a network download weights, as detectors of older releases do when they are built."""
+    if getattr(config, "use_pretrained_backbone", False):
+        config.use_pretrained_backbone = False
     for value in vars(config).values():
         if hasattr(value, "to_dict"):
-            found += _parts(value)
-    return found
+            _without_pretrained_parts(value)
 
 
 def _image_size(config: Any) -> int | tuple[int, int]:

@@ -170,20 +170,12 @@ def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dic
         arguments["pretrained"] = weights.get("pretrained", False)  # whatever the file says
     for flexible in FLEXIBLE_SIZES:
         chosen = {argument: values[argument] for argument in flexible}
-        model = _try_to_create(timm, name, {**chosen, **arguments}, flexible)
-        if model is not None:
-            return model
+        try:
+            return timm.create_model(name, **{**chosen, **arguments})
+        except TypeError as error:
+            if not any(f"'{argument}'" in str(error) for argument in flexible):
+                raise
     return timm.create_model(name, **arguments)
-
-
-def _try_to_create(timm: Any, name: str, arguments: dict[str, Any], flexible: tuple[str, ...]) -> Any:
-    """A model, or None if it does not know one of the flexible arguments."""
-    try:
-        return timm.create_model(name, **arguments)
-    except TypeError as error:
-        if any(f"'{argument}'" in str(error) for argument in flexible):
-            return None
-        raise
 
 
 def _with_local_file(timm: Any, request: BackboneRequest, path: str) -> Any:

@@ -19,6 +19,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 
 from lightning_retrieval.preparation.pixels import (
     ORIENTATION,
+    TRANSPOSED,
     WHITE,
     Pixels,
     PixelsOfNewSize,
@@ -46,15 +47,7 @@ _ROTATIONS = {  # by value of the tag; 1 is upright
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-_FLIPPED = {  # the same for tensors (channel, height, width): whether to transpose first, and what to flip then
-    2: (False, (2,)),
-    3: (False, (1, 2)),
-    4: (False, (1,)),
-    5: (True, ()),
-    6: (True, (2,)),
-    7: (True, (1, 2)),
-    8: (True, (1,)),
-}
+_FLIPPED = {2: (2,), 3: (1, 2), 4: (1,), 5: (), 6: (2,), 7: (1, 2), 8: (1,)}  # the same dims of tensors (C, H, W)
 
 
 def image_suffixes() -> frozenset[str]:
@@ -157,11 +150,10 @@ def read_pixels(
     box = _divided(box, divisor)
     if box is not None and boxes_before_rotation:
         pixels = _cropped(pixels, box)
+    if orientation in TRANSPOSED:
+        pixels = pixels.transpose(1, 2)
     if orientation in _FLIPPED:
-        is_transposed, dims = _FLIPPED[orientation]
-        if is_transposed:
-            pixels = pixels.transpose(1, 2)
-        pixels = pixels.flip(dims)
+        pixels = pixels.flip(_FLIPPED[orientation])
     if box is not None and not boxes_before_rotation:
         pixels = _cropped(pixels, box)
     return pixels
@@ -226,25 +218,16 @@ def _reduce(
     """Let Pillow decode a JPEG at a reduced scale if it may be; what its size is divided by."""
     if least_size is None or not isinstance(file, JpegImageFile):
         return 1
-    is_transposed, _ = _FLIPPED.get(file.getexif().get(ORIENTATION, 1), (False, ()))
+    is_transposed = file.getexif().get(ORIENTATION, 1) in TRANSPOSED
     if is_transposed:
-        least_size = _transposed(least_size)  # in the file, before the rotation
+        least_size = (least_size[1], least_size[0])  # in the file, before the rotation
     if box is None:
         return reduce_scale(file, least_size)
-    size = (file.height, file.width)
-    is_box_transposed = is_transposed and not boxes_before_rotation
-    if is_box_transposed:
-        size = _transposed(size)
-    height, width = size
-    left, top, right, bottom = _inside(box, width, height)
-    part = (bottom - top, right - left)
-    if is_box_transposed:
-        part = _transposed(part)
-    return reduce_scale(file, least_size, part)
-
-
-def _transposed(size: Size) -> Size:
-    return size[1], size[0]
+    if is_transposed and not boxes_before_rotation:  # the box is in pixels of the upright image
+        left, top, right, bottom = _inside(box, file.height, file.width)
+        return reduce_scale(file, least_size, (right - left, bottom - top))
+    left, top, right, bottom = _inside(box, file.width, file.height)
+    return reduce_scale(file, least_size, (bottom - top, right - left))
 
 
 def _divided(box: NDArray[np.int32] | None, divisor: int) -> NDArray[np.int32] | None:

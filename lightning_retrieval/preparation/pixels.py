@@ -32,6 +32,7 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
 WHITE = (255, 255, 255)
 MOST_PIXELS = 16384  # of a side
 ORIENTATION = 0x0112  # number of the EXIF tag
+TRANSPOSED = (5, 6, 7, 8)  # its values that exchange height and width
 DIVISORS = (8, 4, 2)  # of the size of a JPEG
 _WITH_ALPHA = ("RGBA", "LA", "PA", "RGBa", "La")
 
@@ -127,10 +128,7 @@ def upright_size(image: Image.Image) -> Size:
     Args:
         image: of any mode, which is not decoded.
     """
-    is_transposed = (
-        isinstance(image, ImageFile.ImageFile) and image.getexif().get(ORIENTATION, 1) > 4
-    )  # exchanges the sides
-    if is_transposed:
+    if isinstance(image, ImageFile.ImageFile) and image.getexif().get(ORIENTATION, 1) in TRANSPOSED:
         return image.width, image.height
     return image.height, image.width
 

@@ -17,7 +17,7 @@ With `Preparation(reduced_scale=True)` they let JPEGs be decoded at a scale at w
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from jaxtyping import Float, UInt8
@@ -27,18 +27,12 @@ from torchvision.transforms import InterpolationMode, v2
 
 from lightning_retrieval.checks import check_choice, check_instance
 from lightning_retrieval.preparation.pixels import Pixels, Size, to_image, to_pixels
-from lightning_retrieval.preparation.preparation import Preparation
+from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE, Preparation
 
 PaperName = Literal["plain", "smooth_ap", "roadmap", "ap_gem"]
 
-
 PAPER_NAMES = ("plain", "smooth_ap", "roadmap", "ap_gem")
-
-
 AP_GEM_SIZE = 800  # pixels
-
-
-DEFAULT_SIZE = 224  # pixels, where the preparation does not crop
 
 
 class TrainingTransform:
@@ -77,9 +71,18 @@ class TrainingTransform:
 
     @property
     def least_size(self) -> Size | None:
-        """Height and width at which JPEGs may be decoded instead of in full, if evaluation lets them be; else None."""
-        if self.preparation.reduced_scale:
-            return least_size(self.transforms)
+        """Height and width at which JPEGs may be decoded, so that the first transform that resizes never enlarges them.
+
+        None for the full scale: if evaluation decodes at the full scale, or no transform resizes.
+        """
+        if not self.preparation.reduced_scale:
+            return None
+        for transform in self.transforms:
+            if isinstance(transform, v2.Resize):
+                height, width = (*transform.size, *transform.size)[:2]
+                return height, width
+            if isinstance(transform, v2.RandomResizedCrop):
+                return _least_size_of_crop(transform)
         return None
 
     @property
@@ -97,21 +100,6 @@ class TrainingTransform:
 
     def __repr__(self) -> str:
         return f"TrainingTransform({self.transforms}, {self.preparation})"
-
-
-def least_size(transforms: Sequence[nn.Module]) -> Size | None:
-    """Height and width that images must have so that the first transform that resizes never enlarges them.
-
-    Args:
-        transforms: of torchvision; None is returned if none of them resizes.
-    """
-    for transform in transforms:
-        if isinstance(transform, v2.Resize):
-            height, width = (*transform.size, *transform.size)[:2]
-            return height, width
-        if isinstance(transform, v2.RandomResizedCrop):
-            return _least_size_of_crop(transform)
-    return None
 
 
 def _least_size_of_crop(crop: v2.RandomResizedCrop) -> Size:
@@ -151,58 +139,37 @@ def training_transform(name: PaperName, preparation: Preparation | None = None) 
     if preparation is None:
         preparation = Preparation.named(name)
     check_instance("training_transform", "preparation", preparation, Preparation)
-    steps = _AUGMENTATION[name](preparation)
+    steps = _steps(name, preparation)
     if preparation.channels == 1:
         steps.insert(0, v2.Grayscale())
     return TrainingTransform(steps, preparation, takes_pixels=preparation.takes_pixels and name != "ap_gem")
 
 
-def _plain(preparation: Preparation) -> list[nn.Module]:
-    return [_resize(preparation), v2.RandomCrop(_size(preparation)), v2.RandomHorizontalFlip()]
-
-
-def _smooth_ap(preparation: Preparation) -> list[nn.Module]:
-    return [v2.RandomResizedCrop(_size(preparation), interpolation=_mode(preparation)), v2.RandomHorizontalFlip()]
-
-
-def _roadmap(preparation: Preparation) -> list[nn.Module]:
-    crop = v2.RandomResizedCrop(
-        _size(preparation), scale=(0.16, 1.0), ratio=(0.75, 1.33), interpolation=_mode(preparation)
-    )
-    return [_resize(preparation, short_side=True), crop, v2.RandomHorizontalFlip()]
-
-
-def _ap_gem(preparation: Preparation) -> list[nn.Module]:
-    size = _size(preparation, AP_GEM_SIZE)
+def _steps(name: PaperName, preparation: Preparation) -> list[nn.Module]:
+    """The transforms of a paper, in their order."""
+    size, mode = _size(preparation), InterpolationMode(preparation.interpolation)
+    flip = v2.RandomHorizontalFlip()
+    if name == "plain":
+        return [_resize(preparation, mode), v2.RandomCrop(size), flip]
+    if name == "smooth_ap":
+        return [v2.RandomResizedCrop(size, interpolation=mode), flip]
+    if name == "roadmap":
+        crop = v2.RandomResizedCrop(size, scale=(0.16, 1.0), ratio=(0.75, 1.33), interpolation=mode)
+        return [_resize(preparation, mode, short_side=True), crop, flip]
     return [
         v2.RandomPerspective(0.2),
-        v2.RandomResizedCrop(size, scale=(0.5, 1.0), interpolation=_mode(preparation)),
+        v2.RandomResizedCrop(_size(preparation, AP_GEM_SIZE), scale=(0.5, 1.0), interpolation=mode),
         v2.ColorJitter(0.3, 0.3, 0.2, 0.1),
-        v2.RandomHorizontalFlip(),
+        flip,
     ]
 
 
-_AUGMENTATION: dict[str, Callable[[Preparation], list[nn.Module]]] = {
-    "plain": _plain,
-    "smooth_ap": _smooth_ap,
-    "roadmap": _roadmap,
-    "ap_gem": _ap_gem,
-}
+def _size(preparation: Preparation, default: int = DEFAULT_IMAGE_SIZE) -> Size:
+    """Height and width of the training images, `default` if the preparation does not crop."""
+    return preparation.crop_size or (default, default)
 
 
-def _mode(preparation: Preparation) -> InterpolationMode:
-    return InterpolationMode(preparation.interpolation)
-
-
-def _size(preparation: Preparation, default: int = DEFAULT_SIZE) -> tuple[int, int]:
-    """Height and width of the training images."""
-    size = preparation.crop_size
-    if size is None:
-        return default, default
-    return size
-
-
-def _resize(preparation: Preparation, *, short_side: bool = False) -> nn.Module:
+def _resize(preparation: Preparation, mode: InterpolationMode, *, short_side: bool = False) -> nn.Module:
     """Resizing as in evaluation, or always of the short side; enough for the crop if evaluation does not resize."""
     target = preparation.resized_to
     if target is None:
@@ -211,5 +178,5 @@ def _resize(preparation: Preparation, *, short_side: bool = False) -> nn.Module:
         target = min(target)
     if isinstance(target, int):
         target = max(target, *_size(preparation))
-    resize: nn.Module = v2.Resize(target, _mode(preparation))
+    resize: nn.Module = v2.Resize(target, mode)
     return resize

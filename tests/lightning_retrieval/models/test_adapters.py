@@ -1,4 +1,7 @@
-"""Adapters of a backbone: what is trained, exact merging, and the same network from its description."""
+"""Adapters of a backbone: what is trained, exact merging, the same network from its arguments.
+
+Gradient checkpointing changes the memory, not the gradients.
+"""
 
 import copy
 import sys
@@ -8,8 +11,8 @@ import torch
 from torch import nn
 
 from lightning_retrieval.models import Embedder
+from tests.lightning_retrieval.models.hugging_face_folders import SMALL
 
-peft = pytest.importorskip("peft")
 pytest.importorskip("timm")
 VIT = {
     "backbone": "timm/vit_tiny_patch16_224",
@@ -17,9 +20,11 @@ VIT = {
     "image_size": 32,
     "backbone_args": {"depth": 2, "embed_dim": 24, "num_heads": 2},
 }
+HUGGING_FACE = {**VIT, "backbone": "hf/any", "backbone_args": {"model_type": "dinov2", **SMALL}}
 
 
 def with_trained_adapters(**settings):
+    pytest.importorskip("peft")
     torch.manual_seed(0)
     embedder = Embedder(**VIT, **settings)
     with torch.no_grad():
@@ -30,6 +35,7 @@ def with_trained_adapters(**settings):
 
 
 def test_only_adapters_and_head_are_trained():
+    pytest.importorskip("peft")
     embedder = Embedder(**VIT, lora=2)
     trained = {name for name, parameter in embedder.named_parameters() if parameter.requires_grad}
     attention = {f"backbone.model.blocks.{block}.attn.{layer}" for block in (0, 1) for layer in ("qkv", "proj")}
@@ -83,7 +89,6 @@ def test_the_description_builds_the_same_adapters():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"lora": 0}, ValueError, "`lora` must be an integer >= 1, got 0"),
         ({"lora": {"r": 0}}, ValueError, r"`lora\['r'\]` must be an integer >= 1, got 0"),
         ({"lora": {"rank": 3}}, ValueError, "must be a rank or arguments of peft.LoraConfig, got {'rank': 3}"),
         (
@@ -95,12 +100,14 @@ def test_the_description_builds_the_same_adapters():
     ],
 )
 def test_invalid_adapters(settings, error, message):
+    pytest.importorskip("peft")
     with pytest.raises(error, match=message):
         Embedder(**VIT, **settings)
 
 
 @pytest.mark.refusal
 def test_invalid_adapters_without_attention():
+    pytest.importorskip("peft")
     with pytest.raises(ValueError, match=r"`lora` must name its `target_modules`, since Conv2d has no linear layers"):
         Embedder(nn.Conv2d(3, 4, 3), lora=2)
 
@@ -111,3 +118,45 @@ def test_invalid_adapters_without_peft(monkeypatch):
     message = r"Embedder: peft must be installed for `lora`: pip install 'lightning-retrieval\[lora\]'"
     with pytest.raises(ModuleNotFoundError, match=message):
         Embedder(**VIT, lora=2)
+
+
+def gradients_and_kept_numbers(settings, checkpointing):
+    """The gradients of one image's loss, and how many numbers the forward pass keeps for the backward pass."""
+    torch.manual_seed(0)
+    embedder = Embedder(**settings, gradient_checkpointing=checkpointing)
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        value = embedder(torch.randn(3, 3, 32, 32))[:, 0].sum()
+    value.backward()
+    return {name: parameter.grad for name, parameter in embedder.named_parameters()}, sum(kept)
+
+
+@pytest.mark.parametrize(("package", "settings"), [("timm", VIT), ("transformers", HUGGING_FACE)])
+def test_same_gradients_with_less_memory(package, settings):
+    pytest.importorskip(package)
+    plain, all_numbers = gradients_and_kept_numbers(settings, checkpointing=False)
+    found, numbers = gradients_and_kept_numbers(settings, checkpointing=True)
+    for name, gradient in plain.items():
+        if gradient is not None:
+            torch.testing.assert_close(found[name], gradient, msg=name)
+    assert numbers < 0.7 * all_numbers
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("resnet18", "`gradient_checkpointing` must be False for resnet18, which has no such option, got True"),
+        ("timm/resnet18", "runs the batch norms of timm/resnet18 twice .*; set freeze_batch_norm=True"),
+    ],
+)
+def test_invalid_backbones(name, message):
+    if name.startswith("timm"):
+        pytest.importorskip("timm")
+    with pytest.raises(ValueError, match=message):
+        Embedder(name, gradient_checkpointing=True)

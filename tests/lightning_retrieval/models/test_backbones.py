@@ -1,4 +1,4 @@
-"""Backbones by name: the choice of a family, and what holds for all of them."""
+"""Backbones by name: the choice of a family, what holds for all of them, and GlyphNet."""
 
 import ast
 import sys
@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import lightning_retrieval.models
-from lightning_retrieval.models import Embedder, Preparation
+from lightning_retrieval.models import Embedder, GlyphNet, Preparation
+from lightning_retrieval.models.backbone_request import timm_names
 
 
 @pytest.mark.parametrize(
@@ -69,12 +70,42 @@ def test_invalid_name_of_a_library_that_is_not_installed(name, package, extra, m
         (
             {"backbone": nn.Identity(), "backbone_args": {"depth": 3}},
             ValueError,
-            r"`backbone_args` must be empty unless `backbone` is a name, got \{'depth': 3\} for a module \(Identity\)",
+            r"`backbone_args` must be empty .*, got \{'depth': 3\} for a module \(Identity\)",
         ),
-        ({"backbone": "glyph_net", "backbone_args": 3}, TypeError, "`backbone_args` must be a"),
-        ({"backbone": "glyph_net", "pooling": "own"}, ValueError, "must be one of 'gem', 'avg', 'max', got 'own'"),
     ],
 )
 def test_invalid_arguments_of_a_backbone(settings, error, message):
     with pytest.raises(error, match=message):
         Embedder(**settings)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("name", "close"),
+    [
+        ("resnet5", r".*'resnet50'.*'timm/resnet50'"),
+        ("RESNET18", r"'resnet18'"),
+        ("glyphnet", r"'glyph_net'"),
+        ("timm/vit_tini_patch16_224", r"'timm/vit_tiny_p"),
+    ],
+)
+def test_invalid_name(name, close):
+    pytest.importorskip("timm")
+    hint = r"'hf/' and a Hugging Face hub id or a local folder \(hf/facebook/dinov2-small\)"
+    with pytest.raises(
+        ValueError, match=rf"Embedder: `backbone` must be .*{hint}.* got '{name}'; close names are {close}"
+    ):
+        Embedder(name)
+
+
+def test_names_without_timm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    assert timm_names() == []
+
+
+def test_feature_map_has_an_eighth_of_the_size():
+    assert GlyphNet()(torch.rand(2, 1, 32, 32)).shape == (2, 256, 4, 4)
+    net = GlyphNet(width=8, in_channels=3)
+    assert net(torch.rand(2, 3, 64, 48)).shape == (2, 64, 8, 6)
+    assert (net.width, net.in_channels) == (8, 3)
+    assert Embedder(net).feature_dim == 64

@@ -49,18 +49,6 @@ def test_vectors_are_not_pooled_and_no_parameter_is_unused():
     assert all(parameter.grad is not None for parameter in embedder.parameters())
 
 
-def test_head_holds_layer_norm_and_linear():
-    embedder = Embedder(Backbone(feature_map), 5, layer_norm=True)
-    names = {name for name, _ in embedder.named_parameters()}
-    assert {name for name in names if name.startswith("head.")} == {
-        "head.norm.weight",
-        "head.norm.bias",
-        "head.linear.weight",
-        "head.linear.bias",
-    }
-    assert {name.split(".")[0] for name in names} == {"backbone", "pool", "head"}
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_gives_unit_rows(dtype):
     embedder = Embedder(Backbone(feature_map), 16, layer_norm=True).eval()
@@ -103,13 +91,6 @@ def test_frozen_batch_norm_stays_frozen_and_its_affine_parameters_train():
     assert all(parameter.grad is not None for parameter in embedder.backbone.parameters())
     parent.eval()
     assert not any(module.training for module in parent.modules())
-
-
-def test_batch_norm_updates_its_statistics_if_not_frozen():
-    embedder = Embedder("glyph_net", 5)
-    before = {name: value.clone() for name, value in embedder.named_buffers()}
-    embedder(torch.rand(4, 1, 32, 32))
-    assert not any(value.equal(before[name]) for name, value in embedder.named_buffers())
 
 
 def test_init_args_describe_the_embedder():
@@ -156,14 +137,6 @@ def test_copies_are_equal(model):
         model.eval()
 
 
-def test_repr_shows_settings():
-    first = repr(Embedder("glyph_net", 5, freeze_batch_norm=True)).splitlines()[1].strip()
-    assert first == (
-        "backbone_name='glyph_net', embedding_dim=5, pooling='gem', normalize=True, weights=None, layer_norm=False, "
-        "freeze_batch_norm=True"
-    )
-
-
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
@@ -173,10 +146,7 @@ def test_repr_shows_settings():
             ValueError,
             r"Embedder: `backbone` must be .* got 'resnet5'; close names are .*'resnet50'",
         ),
-        ({"backbone": "RESNET18"}, ValueError, "got 'RESNET18'; close names are 'resnet18'"),
-        ({"backbone": "glyphnet"}, ValueError, "got 'glyphnet'; close names are 'glyph_net'"),
         ({"backbone": "###"}, ValueError, "got '###'; no name is close"),
-        ({"backbone": 50}, TypeError, r"`backbone` must be the name of a model or a torch.nn.Module, got 50 \(int\)"),
         (
             {"backbone": "resnet18", "weights": "V2"},
             ValueError,
@@ -184,13 +154,6 @@ def test_repr_shows_settings():
         ),
         ({"backbone": "glyph_net", "weights": "V1"}, ValueError, "`weights` must be None .* got 'V1' for 'glyph_net'"),
         ({"backbone": nn.Identity(), "weights": "V1"}, ValueError, r"got 'V1' for a module \(Identity\)"),
-        ({"backbone": "glyph_net", "embedding_dim": 0}, ValueError, "`embedding_dim` must be an integer >= 1, got 0"),
-        ({"backbone": "glyph_net", "feature_dim": 0}, ValueError, "`feature_dim` must be an integer >= 1, got 0"),
-        (
-            {"backbone": "glyph_net", "pooling": "mac"},
-            ValueError,
-            "`pooling` must be one of 'gem', 'avg', 'max', got 'mac'",
-        ),
         (
             {"backbone": Backbone(tokens)},
             ValueError,

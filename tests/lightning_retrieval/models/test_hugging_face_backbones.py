@@ -21,17 +21,31 @@ PREFIX = {
 }
 
 
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """The folder of a small model, which is written once, and the model."""
+    written = {}
+
+    def write(kind):
+        if kind not in written:
+            folder = tmp_path_factory.mktemp(kind)
+            written[kind] = folder, write_folder(folder, kind)
+        return written[kind]
+
+    return write
+
+
 def of_folder(folder, **settings):
     return Embedder(f"hf/{folder}", 8, weights="DEFAULT", **settings).eval()
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_own_pooling_is_the_pooler_s_or_the_class_token_or_the_average(kind, tmp_path):
-    model = write_folder(tmp_path, kind)
+def test_own_pooling_is_the_pooler_s_or_the_class_token_or_the_average(kind, folder_of):
+    folder, model = folder_of(kind)
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         output = model(images)
-        found = of_folder(tmp_path, pooling="own").pooled_features(images)
+        found = of_folder(folder, pooling="own").pooled_features(images)
     expected = output.last_hidden_state[:, 0]  # ViT's pooler is not trained in pretraining
     if kind in POOLED:
         expected = output.pooler_output.flatten(1)
@@ -41,22 +55,22 @@ def test_own_pooling_is_the_pooler_s_or_the_class_token_or_the_average(kind, tmp
 
 
 @pytest.mark.parametrize("kind", PREFIX)
-def test_patch_tokens_and_class_token(kind, tmp_path):
-    model = write_folder(tmp_path, kind)
+def test_patch_tokens_and_class_token(kind, folder_of):
+    folder, model = folder_of(kind)
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         tokens = model(images).last_hidden_state
-        found = of_folder(tmp_path, pooling="avg").pooled_features(images)
+        found = of_folder(folder, pooling="avg").pooled_features(images)
         torch.testing.assert_close(found, tokens[:, PREFIX[kind] :].mean(1))
         assert tokens[:, PREFIX[kind] :].shape[1] == 16
         if PREFIX[kind]:
-            found = of_folder(tmp_path, pooling="class_token").pooled_features(images)
+            found = of_folder(folder, pooling="class_token").pooled_features(images)
             torch.testing.assert_close(found, tokens[:, 0])
 
 
-def test_feature_maps_are_pooled(tmp_path):
-    model = write_folder(tmp_path, "resnet")
-    embedder = of_folder(tmp_path)
+def test_feature_maps_are_pooled(folder_of):
+    folder, model = folder_of("resnet")
+    embedder = of_folder(folder)
     images = torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         features = model(images).last_hidden_state
@@ -64,21 +78,21 @@ def test_feature_maps_are_pooled(tmp_path):
     assert embedder.pooling == "gem"
 
 
-@pytest.mark.parametrize("kind", ["dinov2", "vit", "swin", "clip_vision_model"])
-def test_other_sizes_than_that_for_which_the_backbone_was_built(kind, tmp_path):
-    write_folder(tmp_path, kind)
-    embedder = of_folder(tmp_path, image_size=48)
+@pytest.mark.parametrize("kind", ["dinov2", "swin", "clip_vision_model"])
+def test_other_sizes_than_that_for_which_the_backbone_was_built(kind, folder_of):
+    embedder = of_folder(folder_of(kind)[0], image_size=48)
     assert embedder.image_size == 48
     assert embedder(torch.randn(2, 3, 48, 64)).shape == (2, 8)
 
 
-def test_without_weights_the_network_is_random_and_in_training_mode(tmp_path):
-    model = write_folder(tmp_path)
-    embedder = Embedder(f"hf/{tmp_path}", 8)
+def test_without_weights_the_network_is_random_and_in_training_mode(folder_of):
+    folder, model = folder_of("dinov2")
+    torch.manual_seed(1)  # not that of the folder
+    embedder = Embedder(f"hf/{folder}", 8)
     assert all(module.training for module in embedder.modules())
     weight = embedder.backbone.model.encoder.layer[0].mlp.fc1.weight
     assert not weight.equal(model.encoder.layer[0].mlp.fc1.weight)
-    assert all(module.training for module in of_folder(tmp_path).train().modules())
+    assert all(module.training for module in of_folder(folder).train().modules())
 
 
 def test_the_description_needs_no_folder(tmp_path):
@@ -101,8 +115,8 @@ def test_the_image_part_of_a_model_of_images_and_text():
     assert embedder.backbone_args["model_type"] == "clip_vision_model"
 
 
-@pytest.mark.parametrize("kind", ["dinov2", "vit"])
-def test_a_local_file_of_weights(kind, tmp_path):
+def test_a_local_file_of_weights(tmp_path):
+    kind = "vit"
     model = write_folder(tmp_path, kind)
     weights = {f"{kind}.{name}": value for name, value in model.state_dict().items() if "pooler" not in name}
     torch.save({**weights, "classifier.weight": torch.ones(3)}, tmp_path / "own.pth")
@@ -184,8 +198,7 @@ def repository(tmp_path, monkeypatch):
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("weights", [None, "DEFAULT"])
-@pytest.mark.parametrize("arguments", [{}, {"trust_remote_code": False}])
+@pytest.mark.parametrize(("weights", "arguments"), [(None, {}), ("DEFAULT", {}), (None, {"trust_remote_code": False})])
 def test_invalid_model_whose_code_is_in_its_repository(repository, weights, arguments):
     with pytest.raises(
         ValueError, match=r"`backbone` must be a model whose code is part of transformers, got hf/.*repos"
@@ -258,10 +271,9 @@ def test_invalid_kernels_of_a_repository(lora, tmp_path):
         Embedder(f"hf/{tmp_path}", 8, weights="DEFAULT", lora=lora)
 
 
-def test_a_name_without_a_config_is_looked_up_on_disk_while_a_file_is_loaded(tmp_path):
-    write_folder(tmp_path)
+def test_a_name_without_a_config_is_looked_up_on_disk_while_a_file_is_loaded(folder_of):
     with without_pretrained_weights():
-        embedder = Embedder(f"hf/{tmp_path}", 8, weights="DEFAULT")
+        embedder = Embedder(f"hf/{folder_of('dinov2')[0]}", 8, weights="DEFAULT")
         with pytest.raises(ValueError, match=r"asks for the Hugging Face hub id 'a/b' \(which is no local folder\)"):
             Embedder("hf/a/b", 8)
     assert embedder.preparation.mean == (0.4, 0.5, 0.6)

@@ -3,7 +3,6 @@
 import math
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 from torch import nn
@@ -102,21 +101,3 @@ def test_a_resized_image_has_at_least_one_pixel():
     embed = RecordsSizes()
     multi_scale(embed, torch.rand(1, 1, 4, 40), scales=[0.1])
     assert embed.seen == [(1, 4)]
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"scales": ()}, ValueError, r"`scales` must hold at least one scale, such as \(1.0,\), got \(\)"),
-        ({"scales": 0.5}, ValueError, "`scales` must hold at least one scale.* got 0.5"),
-        ({"scales": (1, 0)}, ValueError, "`scales` must be a finite number > 0, got 0"),
-        ({"p": 0.0}, ValueError, "`p` must be a finite number > 0, got 0.0"),
-        ({"eps": -1e-6}, ValueError, "`eps` must be a finite number >= 0, got -1e-06"),
-        ({"images": torch.rand(3, 4, 4)}, ValueError, r"`images` must have shape .* got \(3, 4, 4\)"),
-        ({"images": torch.ones(1, 3, 4, 4, dtype=torch.uint8)}, TypeError, "`images` must be floating .* torch.uint8"),
-    ],
-)
-def test_invalid_arguments(changes, error, message):
-    with pytest.raises(error, match="multi_scale: " + message):
-        multi_scale(**{"embed": RecordsSizes(), "images": torch.rand(1, 3, 4, 4), "scales": (1.0,), **changes})

@@ -1,12 +1,15 @@
-"""Local files of weights, and the errors for weights that cannot be loaded."""
+"""Weights: of local files, skipped while a file is loaded, and those of an embedder's own folder."""
 
+import json
 import pickle
+import stat
 
 import pytest
 import torch
+from torch import nn
 from torchvision.models import get_model
 
-from lightning_retrieval.models import Embedder
+from lightning_retrieval.models import Embedder, pretrained
 from lightning_retrieval.models.pretrained import (
     are_skipped,
     is_local_file,
@@ -15,6 +18,11 @@ from lightning_retrieval.models.pretrained import (
     with_pretrained_weights,
     without_pretrained_weights,
 )
+
+
+@pytest.fixture(scope="module")
+def safetensors():
+    return pytest.importorskip("safetensors.torch")
 
 
 def test_what_is_a_local_file(tmp_path):
@@ -49,34 +57,31 @@ def test_files_of_torch(tmp_path, key):
     assert found["a"].equal(weights["a"])
 
 
-def test_files_of_safetensors(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
+def test_files_of_safetensors(tmp_path, safetensors):
     safetensors.save_file({"a": torch.ones(2)}, tmp_path / "w.safetensors")
     assert read_weights(str(tmp_path / "w.safetensors"))["a"].equal(torch.ones(2))
 
 
 @pytest.mark.refusal
 def test_invalid_files(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"`weights` must be a file of weights, got .*none.pth, which does not"):
-        Embedder("resnet18", weights=str(tmp_path / "none.pth"))
+    def load(name):
+        return Embedder("squeezenet1_1", weights=str(tmp_path / name))
+
+    with pytest.raises(FileNotFoundError, match=r"^Embedder: `weights` must be .*none.pth, which does not exist"):
+        load("none.pth")
     (tmp_path / "code.pth").write_bytes(pickle.dumps(print))
-    with pytest.raises(ValueError, match=r"`weights` must be a file of safetensors or of torch.save with tensors only"):
-        Embedder("resnet18", weights=str(tmp_path / "code.pth"))
     torch.save([1], tmp_path / "list.pth")
-    with pytest.raises(ValueError, match=r"`weights` must be a file of tensors by name, got .*list.pth"):
-        Embedder("resnet18", weights=str(tmp_path / "list.pth"))
     torch.save({"a": torch.ones(2)}, tmp_path / "other.pth")
-    with pytest.raises(
-        ValueError, match=r"`weights` must be a file with the weights of this backbone, got .*other.pth"
-    ):
-        Embedder("resnet18", weights=str(tmp_path / "other.pth"))
+    for name in ("code.pth", "list.pth", "other.pth"):
+        with pytest.raises(ValueError, match=rf"^Embedder: `weights` must be a file .*{name}"):
+            load(name)
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("backbone", ["resnet18", "timm/resnet18"])
+@pytest.mark.parametrize("backbone", ["squeezenet1_1", "timm/resnet18"])
 def test_invalid_file_whose_tensors_are_in_an_unknown_entry(tmp_path, backbone):
     """timm takes no tensors as the wish for those of its hub."""
-    torch.save({"teacher": get_model("resnet18").state_dict(), "epoch": 3}, tmp_path / "w.pth")
+    torch.save({"teacher": {"a": torch.ones(2)}, "epoch": 3}, tmp_path / "w.pth")
     with pytest.raises(ValueError, match=r"^Embedder: `weights` .*w.pth, which has none, but the entries epoch, tea"):
         Embedder(backbone, 8, weights=str(tmp_path / "w.pth"))
 
@@ -93,24 +98,21 @@ def test_prefixes_of_names_are_removed_with_what_is_not_of_the_backbone(tmp_path
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("missing", ["layer4.1.bn2.running_var", "layer4.1.conv2.weight", "bn1.bias"])
+@pytest.mark.parametrize("missing", ["conv1.1.running_var", "conv1.0.weight", "conv1.1.bias"])
 def test_invalid_file_without_one_tensor(tmp_path, missing):
-    state = get_model("resnet18").state_dict()
-    del state[missing], state["bn1.num_batches_tracked"]  # the second one is only counted
+    state = get_model("shufflenet_v2_x0_5").state_dict()
+    del state[missing], state["conv1.1.num_batches_tracked"]  # the second one is only counted
     torch.save(state, tmp_path / "part.pth")
-    with pytest.raises(
-        ValueError, match=rf"`weights` must be .*part.pth, loaded 99 of 100 tensors; it has no {missing}"
-    ):
-        Embedder("resnet18", weights=str(tmp_path / "part.pth"))
+    with pytest.raises(ValueError, match=rf"^Embedder: `weights` must be .*part.pth, loaded .*; it has no {missing}"):
+        Embedder("shufflenet_v2_x0_5", weights=str(tmp_path / "part.pth"))
 
 
 @pytest.mark.refusal
 def test_invalid_file_of_a_deeper_network(tmp_path):
-    torch.save(get_model("resnet34").state_dict(), tmp_path / "deep.pth")
-    with pytest.raises(
-        ValueError, match=r"`weights` must be .* of this backbone, got .*deep.pth, which has 80 tensors"
-    ):
-        Embedder("resnet18", weights=str(tmp_path / "deep.pth"))
+    state = get_model("squeezenet1_1").state_dict()
+    torch.save({**state, "features.13.weight": torch.ones(2)}, tmp_path / "deep.pth")
+    with pytest.raises(ValueError, match=r"^Embedder: `weights` must be .*deep.pth, which has 1 tensors more"):
+        Embedder("squeezenet1_1", weights=str(tmp_path / "deep.pth"))
 
 
 @pytest.mark.refusal
@@ -130,3 +132,161 @@ def test_invalid_file_of_a_deeper_network(tmp_path):
 def test_invalid_arguments_of_a_file_that_would_fetch_something(backbone, arguments, named):
     with without_pretrained_weights(), pytest.raises(ValueError, match=rf"^Embedder: .*{named}"):
         Embedder(backbone, 8, backbone_args=arguments)
+
+
+def new_embedder():
+    torch.manual_seed(0)
+    settings = {"pooling": "avg", "layer_norm": True, "freeze_batch_norm": True, "image_size": 64}
+    return Embedder("squeezenet1_1", 12, **settings).eval()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, safetensors):
+    folder = tmp_path_factory.mktemp("saved") / "new" / "folder"
+    embedder = new_embedder()
+    embedder.weights = "IMAGENET1K_V1"  # as after a training that began with these
+    embedder.save_pretrained(folder)
+    return folder, embedder
+
+
+def test_the_round_trip_is_exact_and_downloads_nothing(saved, monkeypatch):
+    def download(*args, **keywords):
+        raise AssertionError("the weights are in the folder")
+
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", download)
+    folder, embedder = saved
+    loaded = Embedder.from_pretrained(folder)
+    assert not loaded.training
+    assert loaded.init_args() == embedder.init_args()
+    assert loaded.preparation == embedder.preparation
+    assert loaded.preparation.image_size == 64
+    state, expected = loaded.state_dict(), embedder.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    images = torch.rand(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(loaded(images), embedder(images))
+
+
+def test_files_can_be_read_by_others_and_replaced(saved, tmp_path):
+    folder, _ = saved
+    (tmp_path / "plain").write_text("a file like any other")
+    usual = stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {
+        "config.json": usual,
+        "model.safetensors": usual,
+    }
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        other = Embedder("glyph_net", 8)
+        other.save_pretrained(tmp_path / "m")
+    assert torch.equal(Embedder.from_pretrained(str(tmp_path / "m")).head.linear.weight, other.head.linear.weight)
+
+
+def test_a_model_of_the_hub_is_read_from_its_cache_and_pushed(saved, monkeypatch):
+    library = pytest.importorskip("huggingface_hub")
+    folder, embedder = saved
+    pushed = {}
+
+    def upload(repo_id, folder_path, commit_message):
+        pushed.update(repo_id=repo_id, files=sorted(path.name for path in folder_path.iterdir()))
+        return "https://hub/commit"
+
+    asked = []
+
+    def download(name, file, revision):
+        asked.append((name, file, revision))
+        return str(folder / file)
+
+    monkeypatch.setattr(library, "create_repo", lambda repo_id, private, exist_ok: pushed.update(private=private))
+    monkeypatch.setattr(library, "upload_folder", upload)
+    monkeypatch.setattr(library, "hf_hub_download", download)
+    assert embedder.push_to_hub("me/birds") == "https://hub/commit"
+    files = ["config.json", "model.safetensors"]
+    assert pushed == {"repo_id": "me/birds", "files": files, "private": False}
+    embedder.push_to_hub("me/birds", private=True)
+    assert pushed["private"] is True
+    loaded = Embedder.from_pretrained("me/birds", revision="v1")
+    assert torch.equal(loaded.head.linear.weight, embedder.head.linear.weight)
+    assert asked == [("me/birds", "config.json", "v1"), ("me/birds", "model.safetensors", "v1")]
+
+
+def test_saving_leaves_the_adapters_of_the_embedder_as_they_are(tmp_path, safetensors):
+    pytest.importorskip("timm")
+    pytest.importorskip("peft")
+    small = {"depth": 1, "embed_dim": 24, "num_heads": 2}
+    embedder = Embedder("timm/vit_tiny_patch16_224", 8, lora=2, image_size=32, backbone_args=small)
+    names = list(embedder.state_dict())
+    embedder.save_pretrained(tmp_path)
+    assert embedder.lora is not None
+    assert list(embedder.state_dict()) == names
+    assert Embedder.from_pretrained(tmp_path).lora is None
+
+
+def test_tensors_that_share_memory_are_written(tmp_path, safetensors):
+    embedder = Embedder("glyph_net", 8)
+    norm = embedder.backbone.layers[1]
+    norm.running_mean = norm.running_var  # safetensors rejects tensors of one storage
+    embedder.save_pretrained(tmp_path)
+    loaded = Embedder.from_pretrained(tmp_path).backbone.layers[1]
+    assert torch.equal(loaded.running_mean, norm.running_var)
+    assert torch.equal(loaded.running_var, norm.running_var)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, r"config\.json must hold arguments that .* argument: 'backbone'"),
+        ({"backbone": "glyph_net", "newer": 1}, r"config\.json must hold arguments that .* argument 'newer'"),
+        ([1], r"config\.json must be the config of an Embedder"),
+    ],
+)
+def test_invalid_arguments_in_a_config(arguments, message, tmp_path, safetensors):
+    config = {"format": pretrained.FORMAT, "version": pretrained.VERSION, "init_args": arguments}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ValueError, match=message):
+        Embedder.from_pretrained(tmp_path)
+
+
+@pytest.mark.refusal
+def test_invalid_folder_that_is_a_file(tmp_path, safetensors):
+    (tmp_path / "file").write_bytes(b"")
+    for folder in (tmp_path / "file", tmp_path / "file" / "model"):
+        with pytest.raises(ValueError, match=r"^Embedder: `folder` must be a folder, got .*, which is a file or is in"):
+            Embedder("glyph_net", 8).save_pretrained(folder)
+
+
+@pytest.mark.refusal
+def test_mistakes_raise_one_sentence(saved, tmp_path, monkeypatch):
+    folder, _ = saved
+    with pytest.raises(ValueError, match=r"^Embedder: `backbone` must be a name, so that .* got a module \(Flatten\)"):
+        Embedder(nn.Flatten(), 4, feature_dim=12, pooling="avg").save_pretrained(tmp_path / "m")
+    (tmp_path / "config.json").write_text(json.dumps({"format": "other"}))
+    with pytest.raises(
+        FileNotFoundError, match=r"^Embedder: .* must hold config.json and model.safetensors, but model"
+    ):
+        Embedder.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"^Embedder: .*config\.json must be the config of an Embedder \(version 1\)"):
+        Embedder.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    with pytest.raises(
+        ValueError, match=r"^Embedder: .*model\.safetensors must hold the weights of its config's model"
+    ):
+        Embedder.from_pretrained(tmp_path)
+
+    class Unreachable:
+        def __getattr__(self, name):
+            raise OSError("no network\nat all")
+
+    monkeypatch.setattr(pretrained, "load_hub", Unreachable)
+    with pytest.raises(
+        FileNotFoundError, match=r"^Embedder: `name` must be a folder .* got 'me/x' \(no network\); with"
+    ):
+        Embedder.from_pretrained("me/x")
+    with pytest.raises(
+        ConnectionError, match=r"^Embedder: the hub must be reachable .* 'me/x', got an error \(no networ"
+    ):
+        new_embedder().push_to_hub("me/x")

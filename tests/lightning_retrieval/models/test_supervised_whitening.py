@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import normalize
 
 from lightning_retrieval import SupervisedWhitening
@@ -100,14 +99,6 @@ def test_labels_of_several_levels_match_by_the_finest():
     assert all(torch.equal(a, b) for a, b in zip(found.learned, expected.learned))
 
 
-def test_a_checkpoint_of_any_size_is_loaded(tmp_path):
-    fitted = nn.Sequential(SupervisedWhitening(dim=2).fit(rows(15, 4), LABELS))
-    torch.save(fitted.state_dict(), tmp_path / "whitening.pt")
-    other = nn.Sequential(SupervisedWhitening())
-    other.load_state_dict(torch.load(tmp_path / "whitening.pt", weights_only=True), strict=True)
-    assert torch.equal(other(rows(4, 4, seed=1)), fitted(rows(4, 4, seed=1)))
-
-
 def test_on_a_device_without_float64():
     x, labels = rows(15, 3).float(), LABELS
     expected = SupervisedWhitening(dim=2).fit(x, labels)(x)
@@ -124,21 +115,9 @@ def test_on_a_device_without_float64():
         ({}, rows(15, 4), None, ValueError, "`labels` must be given, because they define the pairs, got None"),
         ({}, rows(15, 4), torch.arange(15), ValueError, "`labels` must hold a label with several rows, got no pair"),
         ({}, rows(15, 4), LABELS[:3], ValueError, r"`labels` must have shape \(15,\), .* got \(3,\)"),
-        ({}, rows(15, 4), LABELS.double(), TypeError, "`labels` must be integers, got torch.float64"),
-        ({}, torch.ones(15, 4).long(), LABELS, TypeError, "`embeddings` must be floating point, got torch.int64"),
         ({}, rows(15, 3) @ rows(3, 6, seed=1), LABELS, ValueError, "in each of 6 directions, got .* in only 3; give"),
     ],
 )
 def test_invalid_input_for_fit(settings, embeddings, labels, error, message):
     with pytest.raises(error, match="^SupervisedWhitening: .*" + message):
         SupervisedWhitening(**settings).fit(embeddings, labels)
-
-
-@pytest.mark.refusal
-def test_invalid_settings_and_calls():
-    with pytest.raises(ValueError, match="SupervisedWhitening: `dim` must be an integer >= 1, got 0"):
-        SupervisedWhitening(dim=0)
-    with pytest.raises(ValueError, match="SupervisedWhitening: `pairs_per_image` must be an integer >= 1, got 0"):
-        SupervisedWhitening(pairs_per_image=0)
-    with pytest.raises(ValueError, match="SupervisedWhitening: nothing has been learned yet; call fit"):
-        SupervisedWhitening()(rows(2, 4))

@@ -14,8 +14,8 @@ SMALL = {
     "deit_tiny_distilled_patch16_224": VIT,
     "vit_base_patch16_siglip_224": VIT,
     "swin_tiny_patch4_window7_224": {"depths": (1, 1), "embed_dim": 24, "num_heads": (1, 2)},
-    "resnet18": {},
-    "mobilenetv3_small_100": {},
+    "resnet18": {"layers": (1, 1, 1, 1), "channels": (8, 8, 16, 16)},
+    "mobilenetv3_small_050": {},
 }
 
 
@@ -26,7 +26,7 @@ def small(name, **settings):
 
 def reference(name, embedder):
     """The model of timm with its own pooling, built in the plainest way and given the same weights."""
-    sizes = {} if name in ("resnet18", "mobilenetv3_small_100") else {"img_size": 112}
+    sizes = {} if name in ("resnet18", "mobilenetv3_small_050") else {"img_size": 112}
     model = timm.create_model(name, num_classes=0, **sizes, **SMALL[name]).eval()
     model.load_state_dict(embedder.backbone.model.state_dict())
     return model
@@ -35,7 +35,7 @@ def reference(name, embedder):
 @pytest.mark.parametrize("name", SMALL)
 def test_own_pooling_is_what_timm_returns(name):
     embedder = small(name, pooling="own")
-    images = torch.randn(2, 3, 112, 112)
+    images = torch.randn(1, 3, 112, 112)
     with torch.no_grad():
         torch.testing.assert_close(embedder.pooled_features(images), reference(name, embedder)(images))
 
@@ -45,7 +45,7 @@ def test_own_pooling_is_what_timm_returns(name):
     [("vit_tiny_patch16_224", 1), ("vit_small_patch14_reg4_dinov2", 5), ("deit_tiny_distilled_patch16_224", 2)],
 )
 def test_class_token_and_patch_tokens(name, prefix):
-    images = torch.randn(2, 3, 112, 112)
+    images = torch.randn(1, 3, 112, 112)
     average = small(name, pooling="avg")
     with torch.no_grad():
         tokens = reference(name, average).forward_features(images)
@@ -58,11 +58,11 @@ def test_class_token_and_patch_tokens(name, prefix):
 
 def test_swin_with_channels_last_is_pooled_over_its_positions():
     embedder = small("swin_tiny_patch4_window7_224", pooling="avg")
-    images = torch.randn(2, 3, 112, 112)
+    images = torch.randn(1, 3, 112, 112)
     model = reference("swin_tiny_patch4_window7_224", embedder)
     with torch.no_grad():
         features = model.forward_features(images)
-        assert features.shape == (2, 14, 14, 48)
+        assert features.shape == (1, 14, 14, 48)
         torch.testing.assert_close(embedder.pooled_features(images), features.mean((1, 2)))
 
 
@@ -120,13 +120,19 @@ def test_invalid_file_without_one_tensor(name, missing, tmp_path):
     del state[missing]
     torch.save(state, tmp_path / "part.pth")
     with pytest.raises(
-        ValueError, match=rf"of timm/{name}, got .*, loaded (29 of 30|99 of 100) tensors; it has no {missing}"
+        ValueError, match=rf"of timm/{name}, got .*, loaded (29 of 30|64 of 65) tensors; it has no {missing}"
     ):
         small(name, weights=str(tmp_path / "part.pth"))
 
 
-@pytest.mark.parametrize("prefix", ["module.", "model.", "backbone.", "module.model."])
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [
+        ("vit_tiny_patch16_224", "model."),
+        ("vit_tiny_patch16_224", "module.model."),
+        ("swin_tiny_patch4_window7_224", "module."),
+    ],
+)
 def test_prefixes_of_names_in_a_file_are_removed(name, prefix, tmp_path):
     state = timm.create_model(name, **SMALL[name]).state_dict()
     named = {f"{prefix}{part}": value for part, value in state.items()}
@@ -141,7 +147,7 @@ def test_prefixes_of_names_in_a_file_are_removed(name, prefix, tmp_path):
 
 def test_the_classifier_of_a_file_and_averaged_weights(tmp_path):
     """Files of timm's trainings have both; its evaluation uses the averaged ones."""
-    last, averaged = (timm.create_model("resnet18", num_classes=3).state_dict() for _ in range(2))
+    last, averaged = (timm.create_model("resnet18", num_classes=3, **SMALL["resnet18"]).state_dict() for _ in range(2))
     torch.save({"state_dict": last, "state_dict_ema": averaged}, tmp_path / "last.pth.tar")
     loaded = small("resnet18", weights=str(tmp_path / "last.pth.tar")).backbone.model.state_dict()
     assert all(value.equal(averaged[name]) for name, value in loaded.items())
@@ -149,18 +155,19 @@ def test_the_classifier_of_a_file_and_averaged_weights(tmp_path):
 
 def test_where_weights_came_from_is_not_kept(tmp_path):
     """A file with these arguments would not be loaded again."""
-    state = timm.create_model("resnet18", num_classes=0).state_dict()
+    state = timm.create_model("resnet18", num_classes=0, **SMALL["resnet18"]).state_dict()
     torch.save(state, tmp_path / "w.pth")
-    embedder = Embedder("timm/resnet18", 8, backbone_args={"checkpoint_path": str(tmp_path / "w.pth"), "in_chans": 3})
+    arguments = {"in_chans": 3, **SMALL["resnet18"]}
+    embedder = Embedder("timm/resnet18", 8, backbone_args={"checkpoint_path": str(tmp_path / "w.pth"), **arguments})
     assert embedder.backbone.model.conv1.weight.equal(state["conv1.weight"])
-    assert embedder.init_args()["backbone_args"] == {"in_chans": 3}
+    assert embedder.init_args()["backbone_args"] == arguments
 
 
 def test_the_description_builds_the_same_network():
     embedder = small("vit_small_patch14_reg4_dinov2", pooling="avg")
     twin = Embedder(**embedder.init_args()).eval()
     twin.load_state_dict(embedder.state_dict())
-    images = torch.randn(2, 3, 112, 112)
+    images = torch.randn(1, 3, 112, 112)
     assert twin(images).equal(embedder(images))
     assert twin.init_args() == embedder.init_args()
     assert twin.train().backbone.model.training
@@ -178,7 +185,6 @@ def test_weights_are_not_loaded_while_a_checkpoint_is():
     ("name", "settings", "message"),
     [
         ("vit_tiny_patch16_224", {"weights": "V1"}, "`weights` must be one of 'DEFAULT', 'augreg_in21k', .*got 'V1'"),
-        ("resnet18", {"pooling": "class_token"}, "`pooling` must be one of .* got 'class_token'"),
         (
             "vit_tiny_patch16_224",
             {"image_size": 65},
@@ -208,10 +214,3 @@ def test_invalid_weights_of_a_hub_that_cannot_be_reached(monkeypatch):
         ValueError, match=r"`weights` asks for 'DEFAULT' of timm/resnet18, .*no network.*; offline, give"
     ):
         Embedder("timm/resnet18", 8, weights="DEFAULT")
-
-
-@pytest.mark.refusal
-def test_invalid_images_of_a_size_that_the_backbone_does_not_take():
-    embedder = small("vit_tiny_patch16_224")
-    with pytest.raises(ValueError, match=r"vit_tiny_patch16_224, built for \(112, 112\), takes, got \(65, 65\)"):
-        embedder(torch.rand(1, 3, 65, 65))

@@ -79,20 +79,14 @@ def test_a_prediction_is_made_as_the_model_was_evaluated():
     same.follow(model(None, RECORDED), predicts=True)
     other = of_settings(image_size=64)
     other.follow(model(None, RECORDED))  # an evaluation may measure another size
-    with pytest.raises(
-        ValueError,
-        match=r"^Data: images must be prepared as the model was evaluated, with Preparation\(image_size=48, .*, got "
-        r"Preparation\(image_size=64, background=black\); leave out the arguments that differ\.$",
-    ):
+    with pytest.raises(ValueError, match=r"^Data: images must be .* Preparation\(image_size=48, .*got .*image_size=64"):
         other.follow(model(None, RECORDED), predicts=True)
 
 
 @pytest.mark.refusal
 def test_a_model_that_was_evaluated_with_a_function_needs_it():
     transforms = of_settings()
-    with pytest.raises(
-        ValueError, match=r"^Data: `eval_transform` must be given, .* evaluated with a\.b, whose code a"
-    ):
+    with pytest.raises(ValueError, match=r"^Data: `eval_transform` must be given, .* evaluated with a\.b"):
         transforms.follow(model(None, {"function": "a.b"}))
 
 
@@ -196,21 +190,6 @@ def test_transforms_of_a_config(tmp_path, given, shape, name):
     assert data.serialised_preparation.get("function") == name
     assert data.preparation == Preparation((9, 7))
     assert "train_transform:" in parser.dump(config)
-
-
-def test_albumentations_in_a_config(tmp_path):
-    pytest.importorskip("albumentations")
-    write_folders(tmp_path / "images", ["a", "b", "c", "d"])
-    steps = steps_of("albumentations", ("Resize", {"height": 12, "width": 10}), ("Normalize", {}))
-    compose = {"transforms": [*steps, *steps_of("albumentations.pytorch", ("ToTensorV2", {}))]}
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--data", type=ImageFolder)
-    transform = {"class_path": "albumentations.Compose", "init_args": compose}
-    settings = {"root": str(tmp_path / "images"), "eval_transform": transform}
-    config = parser.parse_string(yaml.safe_dump({"data": {"class_path": "ImageFolder", "init_args": settings}}))
-    data = parser.instantiate_classes(config).data
-    assert data.test_set[0]["images"].shape == (3, 12, 10)
-    assert "albumentations" in data.serialised_preparation
 
 
 @pytest.mark.refusal
@@ -393,13 +372,8 @@ def test_batches_of_several_loaders_are_normalised():
     ours = {"images": torch.ones(2), UNNORMALIZED: torch.tensor([True, True]), "labels": 3}
     other = {"images": torch.ones(2)}
     found = normalized_batch([ours, {"a": (ours, other)}, "text"], lambda images: images + 1)
-    normalized = found[0]
-    assert (sorted(normalized), normalized["images"].tolist(), normalized["labels"]) == (
-        ["images", "labels"],
-        [2, 2],
-        3,
-    )
-    assert found[1]["a"][0]["images"].tolist() == [2, 2]
-    assert found[1]["a"][1]["images"].tolist() == [1, 1]
+    assert sorted(found[0]) == ["images", "labels"]
+    images = [found[0]["images"], found[1]["a"][0]["images"], found[1]["a"][1]["images"]]
+    assert [values.tolist() for values in images] == [[2, 2], [2, 2], [1, 1]]
     assert found[2] == "text"
     assert UNNORMALIZED in ours

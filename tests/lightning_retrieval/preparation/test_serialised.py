@@ -100,9 +100,7 @@ def test_a_function_is_looked_up_if_the_caller_names_it():
 @pytest.mark.refusal
 def test_a_function_is_not_imported_without_its_name(planted):
     name = f"{planted[0]}.Net"
-    with pytest.raises(
-        ValueError, match=rf"^owner: `transform` must be given, .* with {name}, .*; give '{name}', which"
-    ):
+    with pytest.raises(ValueError, match=rf"^owner: `transform` must be given, .* with {name}"):
         rebuild_transform("owner", {"function": name})
     with pytest.raises(ValueError, match=rf"^owner: `transform` must be the one .*, {name}, got 'os.remove'\.$"):
         rebuild_transform("owner", {"function": name}, "os.remove")
@@ -126,10 +124,7 @@ def test_only_classes_of_transforms_are_rebuilt(path):
 def test_another_transform_than_the_models_raises():
     recorded = serialise_transform(Preparation(64))
     assert rebuild_transform("owner", serialise_transform(Preparation()), "plain") == Preparation()
-    with pytest.raises(
-        ValueError,
-        match=r"^owner: `transform` must be that of the model, .* with Preparation\(image_size=64\), got 'plain'; l",
-    ):
+    with pytest.raises(ValueError, match=r"^owner: `transform` must be .*Preparation\(image_size=64\), got 'plain'"):
         rebuild_transform("owner", recorded, "plain")
 
 

@@ -341,22 +341,6 @@ def test_losses_rank_the_whole_list(name, detached):
     assert leaf.grad.any() or "recall all" in name
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_without_a_past_it_is_the_loss_of_the_batch(name):
-    embeddings, labels, ids = drawn(8, 0, name.startswith("hap"), 1)
-    results = []
-    for references in (False, True):
-        leaf = embeddings.clone().requires_grad_()
-        ranked = RankedBatch(leaf, labels, ids=ids)
-        if references:
-            ranked = CrossBatchMemory(8).references(leaf, labels, ids)
-        value = LOSSES[name]().of_batch(ranked)
-        value.backward()
-        results.append((value.detach(), leaf.grad))
-    for of_batch, with_memory in zip(*results, strict=True):
-        torch.testing.assert_close(with_memory, of_batch, rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("make", [SmoothAPLoss, FastAPLoss, RecallAtKLoss])
 def test_a_query_in_its_own_list_counts_alike_among_references(make):
     embeddings, labels, ids = drawn(8, 0, False, 1)

@@ -33,8 +33,23 @@ def of_process(values, this, world):
     return values.split(SIZES[world])[this]
 
 
+def fetched(this, world):
+    found = rows_of_all_processes(of_process(X, this, world))
+    positions = torch.tensor([59, 0, 12, 13, 13, 48, 49])[this * 2 :]
+    return len(found), found.begin, found.fetch(positions), X[positions]
+
+
+def largest_tensor():
+    """Elements of the largest tensor, with 300 rows on each process."""
+    x, labels = torch.randn(300, 40), torch.arange(300) // 5
+    with LargestTensor() as largest:
+        PCAWhitening().fit_over_processes(x, labels)
+        SupervisedWhitening().fit_over_processes(x, labels)
+    return largest.elements
+
+
 def learned(this, world):
-    """What each whitening has learned, in float64 and of rows in float32."""
+    """What each whitening has learned, in float64 and of rows in float32; and how it gets the rows of the others."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervised_whitening, "_FIT_PAIRS", 7)
@@ -45,12 +60,15 @@ def learned(this, world):
             of_process(X.float(), this, world), of_process(torch.stack([LABELS, LABELS // 5], 1), this, world)
         )
         found["float32"] = single.learned
+        patch.setattr(supervised_whitening, "_FIT_PAIRS", 20)
+        found["largest"] = largest_tensor()
+    found["fetched"] = fetched(this, world)
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def processes(request, run_processes):
-    return run_processes(learned, request.param)
+@pytest.fixture(scope="module")
+def processes(run_processes):
+    return run_processes(learned, 3)
 
 
 @pytest.mark.parametrize("name", ["pca", "pairs", "of a user"])
@@ -76,35 +94,17 @@ def test_one_process_learns_the_same_by_both_functions():
         assert all(torch.equal(*parts) for parts in zip(together, whitenings()[name].fit(X, LABELS).learned))
 
 
-def fetched(this, world):
-    found = rows_of_all_processes(of_process(X, this, world))
-    positions = torch.tensor([59, 0, 12, 13, 13, 48, 49])[this * 2 :]
-    return len(found), found.begin, found.fetch(positions), X[positions]
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_rows_of_other_processes(world, run_processes):
-    results = run_processes(fetched, world)
-    assert [begin for _, begin, _, _ in results] == [sum(SIZES[world][:this]) for this in range(world)]
+def test_rows_of_other_processes(processes):
+    results = [found["fetched"] for found in processes]
+    assert [begin for _, begin, _, _ in results] == [0, 0, 49]
     for length, _, found, expected in results:
         assert length == 60
         assert torch.equal(found, expected)
     assert torch.equal(rows_of_one_process(X).fetch(torch.tensor([3, 3, 0])), X[[3, 3, 0]])
 
 
-def largest_tensor(this, world):
-    """Elements of the largest tensor, with 1,500 rows on each process."""
-    x, labels = torch.randn(1500, 40), torch.arange(1500) // 5
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervised_whitening, "_FIT_PAIRS", 100)
-        with LargestTensor() as largest:
-            PCAWhitening().fit_over_processes(x, labels)
-            SupervisedWhitening().fit_over_processes(x, labels)
-    return largest.elements
-
-
-def test_no_process_has_the_rows_of_all(run_processes):
-    assert max(run_processes(largest_tensor, 3)) <= 1500 * 40  # its own rows, in float64
+def test_no_process_has_the_rows_of_all(processes):
+    assert max(found["largest"] for found in processes) <= 300 * 40  # its local rows, in float64
 
 
 def messages(this, world):
@@ -125,24 +125,6 @@ def messages(this, world):
             whitening.fit_over_processes(*given)
         found.append(str(error.value))
     return found
-
-
-@pytest.mark.refusal
-def test_all_processes_raise_the_same_error(run_processes):
-    first, second = run_processes(messages, 2)
-    assert first == second
-    for message, expected in zip(
-        first,
-        (
-            "PCAWhitening: `embeddings` must hold finite numbers only",
-            "SupervisedWhitening: `labels` must be given",
-            "SupervisedWhitening: `labels` must hold a label with several rows, got no pair",
-            "PCAWhitening: `embeddings` must have at least 6 rows to learn 5 directions from, got 2",
-            "SupervisedWhitening: `dim` must be at most that of the embeddings, 5, got 9",
-        ),
-        strict=True,
-    ):
-        assert message.startswith(expected)
 
 
 def messages_of_unlike_rows(this, world):
@@ -168,12 +150,38 @@ def messages_of_unlike_rows(this, world):
     return found
 
 
-@pytest.mark.refusal
-def test_rows_that_are_not_of_one_kind_are_refused_by_all_processes(run_processes):
-    first, second = run_processes(messages_of_unlike_rows, 2)
+def all_messages(this, world):
+    return messages(this, world), messages_of_unlike_rows(this, world)
+
+
+@pytest.fixture(scope="module")
+def errors(run_processes):
+    """The messages of invalid rows, and of rows of several kinds, which are the same on both processes."""
+    first, second = run_processes(all_messages, 2)
     assert first == second
+    return first
+
+
+@pytest.mark.refusal
+def test_all_processes_raise_the_same_error(errors):
+    for message, expected in zip(
+        errors[0],
+        (
+            "PCAWhitening: `embeddings` must hold finite numbers only",
+            "SupervisedWhitening: `labels` must be given",
+            "SupervisedWhitening: `labels` must hold a label with several rows, got no pair",
+            "PCAWhitening: `embeddings` must have at least 6 rows to learn 5 directions from, got 2",
+            "SupervisedWhitening: `dim` must be at most that of the embeddings, 5, got 9",
+        ),
+        strict=True,
+    ):
+        assert message.startswith(expected)
+
+
+@pytest.mark.refusal
+def test_rows_that_are_not_of_one_kind_are_invalid_on_all_processes(errors):
     rule = "must have the same shape, apart from the number of rows, and dtype on all processes, got"
-    assert first == [
+    assert errors[1] == [
         f"{name}Whitening: `{argument}` {rule} {kind} on process 0 and {other_kind} on process 1."
         for name, argument, kind, other_kind in (
             ("PCA", "embeddings", "(rows, 5) of torch.float64", "(rows, 6) of torch.float64"),
