@@ -1,4 +1,7 @@
-"""Read the columns of a table of images in a CSV or Parquet file, as text."""
+"""The files that list the images of data sets: found below the root, and read as text; errors name file and line.
+
+They are lists of fields separated by whitespace, CSV files, and tables of images in CSV or Parquet.
+"""
 
 import csv
 import math
@@ -15,11 +18,8 @@ from numpy.typing import NDArray
 from lightning_retrieval.datamodules.item_seeds import all_different
 from lightning_retrieval.optional_packages import optional_import
 
-# Read the lists of data sets; errors name the file and the line.
-
-
 MAX_SHOWN = 5  # line numbers in a message
-
+LARGEST_PIXEL = 2**31  # what boxes of 32 bits cannot hold
 
 _OUTSIDE_ROOT = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")  # an absolute path, or a part `..`
 
@@ -127,17 +127,27 @@ def read_rows(
     _check_no_invalid_lines(owner, path, fields, invalid_lines)
 
 
-def read_columns(
-    owner: str, path: Path, fields: int, *, header: Sequence[str] | None = None, skip: int = 0
-) -> list[list[str]]:
-    """Return the columns of a list: for each of the fields, the values of all lines. Arguments as in `read_rows`."""
+def split_columns(rows: Iterable[Sequence[str]], fields: int) -> list[list[str]]:
+    """The columns of `read_rows`: for each of the fields, the values of all lines."""
     columns: list[list[str]] = []
     for _ in range(fields):
         columns.append([])
-    for row in read_rows(owner, path, fields, header=header, skip=skip):
+    for row in rows:
         for column, value in zip(columns, row):
             column.append(value)
     return columns
+
+
+def enclosing_pixels(texts: Sequence[str]) -> tuple[int, int, int, int] | None:
+    """Left, top, right and bottom in pixels of the box x, y, width, height; None if these are not finite numbers."""
+    try:
+        x, y, width, height = map(float, texts)
+        box = math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
+    except (ValueError, OverflowError):
+        return None
+    if max(map(abs, box)) >= LARGEST_PIXEL:
+        return None
+    return box
 
 
 def read_csv_rows(owner: str, path: Path) -> Iterator[tuple[list[str], int]]:
@@ -227,7 +237,7 @@ def parse_integers(owner: str, path: Path, column: str, values: Sequence[str], b
             return numbers
     except ValueError:
         pass
-    invalid = _first_invalid_integer(values, bits)
+    invalid = next(value for value in values if not _fits(value, bits))
     where = ""
     number = _number_of_line_with(path, invalid)
     if number is not None:
@@ -244,13 +254,6 @@ def _fits(value: int | str, bits: int) -> bool:
         return -bound <= int(value) < bound
     except ValueError:
         return False
-
-
-def _first_invalid_integer(values: Sequence[str], bits: int) -> str:
-    position = 0
-    while _fits(values[position], bits):
-        position += 1
-    return values[position]
 
 
 def _number_of_line_with(path: Path, value: str) -> int | None:
@@ -321,12 +324,9 @@ def check_not_empty(owner: str, path: Path, split: str, rows: Sized) -> None:
         raise ValueError(f"{owner}: the split {split!r} must have at least one image, got none in {path}.")
 
 
-# Find a data set's files below its root, and suggest the right root if they are elsewhere.
-
+# Files below the root, or a suggestion of the right root if they are elsewhere.
 
 SEARCH_DEPTH = 2  # levels of folders, below the first, that are searched for a suggestion
-
-
 MAX_ENTRIES = 1000  # of a folder, beyond which its subfolders are not searched
 
 
@@ -345,7 +345,7 @@ def find_file(
         argument: the argument that names the file, for the message; empty if the data set names it.
 
     Raises:
-        FileNotFoundError: if none of the paths exists; the message says where such a file is, if one is nearby.
+        FileNotFoundError: if none of the paths exists; the message names the folder of such a file, if one is nearby.
     """
     for candidate in candidates:
         if (root / candidate).exists():
@@ -379,9 +379,9 @@ def _without_root(root: Path, candidates: Sequence[str], companion: str, root_na
 def _suggestion(folder: Path, candidates: Sequence[str], companion: str, root_name: str) -> str:
     """Say which root below this folder has the files, or where a file of that name is; empty if nothing was found."""
     if folder == folder.parent:
-        return ""  # the whole disk is not searched
+        return ""  # all of the disk is not searched
     found = list(_entries_below(folder, SEARCH_DEPTH))
-    for candidate in sorted(candidates, key=_length, reverse=True):
+    for candidate in sorted(candidates, key=lambda candidate: len(Path(candidate).parts), reverse=True):
         parts = Path(candidate).parts
         for path in found:
             if path.parts[-len(parts) :] != parts:
@@ -398,10 +398,6 @@ def _suggestion(folder: Path, candidates: Sequence[str], companion: str, root_na
     return ""
 
 
-def _length(candidate: str) -> int:
-    return len(Path(candidate).parts)
-
-
 def _entries_below(folder: Path, depth: int) -> Iterator[Path]:
     try:
         entries = sorted(folder.iterdir())
@@ -415,12 +411,10 @@ def _entries_below(folder: Path, depth: int) -> Iterator[Path]:
             yield from _entries_below(entry, depth - 1)
 
 
+# Tables of images.
+
 SIDES = ("left", "top", "right", "bottom")
-
-
 COLUMNS = ("image", "label", "category", "split", "role", "camera", "box", *SIDES)
-
-
 PARQUET_SUFFIXES = (".parquet", ".pq")
 
 
@@ -558,13 +552,9 @@ def as_text(value: Any) -> str:
     return str(value).strip()
 
 
-def _missing(names: Sequence[str], header: Sequence[str]) -> list[str]:
-    return [name for name in names if name not in header]
-
-
 def _check_header(path: Path, header: Sequence[str], required: Sequence[str]) -> None:
-    missing = _missing(required, header)
-    missing_sides = _missing(SIDES, header)
+    missing = find_missing(required, header)
+    missing_sides = find_missing(SIDES, header)
     if "box" not in header and len(missing_sides) < len(SIDES):
         missing += missing_sides
     if missing:

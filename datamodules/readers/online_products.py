@@ -19,7 +19,8 @@ from lightning_retrieval.datamodules.table_file import (
     join_paths,
     line_number,
     parse_integers,
-    read_columns,
+    read_rows,
+    split_columns,
 )
 
 COLUMNS = ("image_id", "class_id", "super_class_id", "path")
@@ -106,7 +107,8 @@ class StanfordOnlineProducts(ImageDataModule):
 
     def _read_list(self, split: str, path: Path) -> _Products:
         owner = type(self).__name__
-        image_ids, class_ids, super_class_ids, paths = read_columns(owner, path, len(COLUMNS), header=COLUMNS)
+        rows = read_rows(owner, path, len(COLUMNS), header=COLUMNS)
+        image_ids, class_ids, super_class_ids, paths = split_columns(rows, len(COLUMNS))
         check_not_empty(owner, path, split, paths)
         products = _Products(
             parse_integers(owner, path, "image_id", image_ids),

@@ -20,7 +20,8 @@ from lightning_retrieval.datamodules.table_file import (
     join_paths,
     line_number,
     parse_integers,
-    read_columns,
+    read_rows,
+    split_columns,
 )
 from lightning_retrieval.metrics import RandomGalleryMetrics
 
@@ -177,7 +178,7 @@ class VehicleID(ImageDataModule):
     def _read_images(self, name: str) -> _Images:
         """The images and vehicles of a list. Image names stay text, since they begin with zeros."""
         owner, path = type(self).__name__, self.root / name
-        images, vehicles = read_columns(owner, path, 2)
+        images, vehicles = split_columns(read_rows(owner, path, 2), 2)
         check_unique(owner, path, "image", images)
         return images, parse_integers(owner, path, "vehicle id", vehicles)
 
@@ -211,7 +212,7 @@ class VehicleID(ImageDataModule):
         owner, path = type(self).__name__, self.root / MODELS
         if not path.exists():
             return None
-        vehicle_ids, model_ids = read_columns(owner, path, 2)
+        vehicle_ids, model_ids = split_columns(read_rows(owner, path, 2), 2)
         vehicles = parse_integers(owner, path, "vehicle id", vehicle_ids)
         models = parse_integers(owner, path, "model id", model_ids)
         _check_one_model_each(owner, path, vehicles, models)

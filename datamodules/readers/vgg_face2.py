@@ -142,8 +142,6 @@ def _read_list(path: Path, split: str) -> _Images:
         if not image:
             continue
         parts = image.split("/")
-        if ".." in parts:
-            raise ValueError(f"VGGFace2: the images of {path} must lie inside the root, got {image!r} (line {number}).")
         if len(parts) == 2:
             image, person = prefix + image, parts[0]
         elif len(parts) == 3 and parts[0] == split:

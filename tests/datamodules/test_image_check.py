@@ -22,7 +22,8 @@ from lightning_retrieval.datamodules import (
     LandmarksClean,
     image_check,
 )
-from lightning_retrieval.datamodules.image_check import check_contents, record_warnings
+from lightning_retrieval.datamodules.image_check import check_contents
+from lightning_retrieval.datamodules.image_index import record_warnings
 from tests.datamodules.pictures import as_it_is
 from tests.datamodules.trees import (
     write_image,
@@ -112,7 +113,7 @@ def test_classes_with_one_image(folder):
     report = ImageFolder(folder).check()
     assert report.ok
     assert report.notes[:2] == [
-        "1 classes of train have one image, such as 'lonely', which is left out of training batches of P classes with "
+        "1 classes of train have one image, such as 'lonely', which is skipped in training batches of P classes with "
         "K images",
         "1 classes of test have one image, such as 'alone', which has no positive in evaluation",
     ]
@@ -151,14 +152,14 @@ def test_threads_do_not_change_the_report(folder, load_truncated, monkeypatch):
         encoded.seek(0)
         encoded.truncate()
     threads = set()
-    read_facts = image_check.read_facts
+    inspect_image = image_check.inspect_image
 
     def read_and_wait(*given):
         threads.add(threading.get_ident())
         time.sleep(0.001)  # else one thread may be done before the others have begun
-        return read_facts(*given)
+        return inspect_image(*given)
 
-    monkeypatch.setattr(image_check, "read_facts", read_and_wait)
+    monkeypatch.setattr(image_check, "inspect_image", read_and_wait)
     reports = []
     for cores in (1, 4):
         monkeypatch.setattr(image_check, "_cores", lambda cores=cores: cores)
@@ -173,10 +174,10 @@ def test_an_interrupt_ends_the_threads(folder, monkeypatch):
     def interrupted(images, position):
         if position == 0:
             raise KeyboardInterrupt
-        return image_check.ImageFacts()
+        return image_check.ImageFinding()
 
     images = ImageSet(ImageIndex(["a.png"] * 10_000, [0] * 10_000), folder, as_it_is)
-    monkeypatch.setattr(image_check, "read_facts", interrupted)
+    monkeypatch.setattr(image_check, "inspect_image", interrupted)
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         check_contents(DataReport(), {"train": images})
