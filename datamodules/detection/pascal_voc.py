@@ -8,13 +8,7 @@ from typing import Literal
 from lightning_retrieval.checks import check_choice, check_strings
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.detection.boxes import BoxDataModule, BoxIndex, DetectionSettings
-from lightning_retrieval.datamodules.table_file import (
-    check_not_empty,
-    check_unique,
-    find_file,
-    read_rows,
-    split_columns,
-)
+from lightning_retrieval.datamodules.table_file import ListFile, find_file
 
 Year = Literal["VOC2007", "VOC2012"]
 
@@ -94,9 +88,10 @@ class PascalVOC(BoxDataModule):
         """Paths of the images of a set, relative to the root, and their objects."""
         listed = f"{year}/ImageSets/Main/{name}.txt"
         found = find_file("PascalVOC", self.root, listed, f"VOCdevkit/{listed}")
-        (names,) = split_columns(read_rows("PascalVOC", found, 1), 1)
-        check_not_empty("PascalVOC", found, name, names)
-        check_unique("PascalVOC", found, "image", names)
+        file = ListFile("PascalVOC", found)
+        (names,) = file.columns(1)
+        file.check_not_empty(name, names)
+        file.check_unique("image", names)
         folder = found.parents[2]
         relative = folder.relative_to(self.root).as_posix()
         paths, objects = [], []

@@ -24,14 +24,7 @@ from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, Image
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ReadingSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.readers.plain_pickle import load_plain_pickle
-from lightning_retrieval.datamodules.table_file import (
-    check_not_empty,
-    check_unique,
-    find_file,
-    join_paths,
-    leaves_root,
-    read_lines,
-)
+from lightning_retrieval.datamodules.table_file import ListFile, find_file, join_paths, leaves_root
 from lightning_retrieval.metrics import RevisitedMetrics
 from lightning_retrieval.preparation.training_transforms import PaperName
 
@@ -364,20 +357,17 @@ class _Revisited(ImageDataModule):
         """The paths of the distractors, relative to the root."""
         if self.distractors is None:
             return []
-        owner = type(self).__name__
-        path = self._distractor_list(self.distractors)
+        file = ListFile(type(self).__name__, self._distractor_list(self.distractors))
         folder = self._image_folder(self.distractors)
         names = []
-        for number, line in enumerate(read_lines(owner, path), 1):
+        for number, line in enumerate(file.lines(), 1):
             name = line.strip()
             if leaves_root(name):
-                raise ValueError(
-                    f"{owner}: the images must lie inside the root, got {name!r} in line {number} of {path}."
-                )
+                raise file.error(f"the images must lie inside the root, got {name!r} in line {number} of {file.path}")
             if name:
                 names.append(name)
-        check_not_empty(owner, path, "distractors", names)
-        check_unique(owner, path, "image", names)
+        file.check_not_empty("distractors", names)
+        file.check_unique("image", names)
         return join_paths(folder, names)
 
 

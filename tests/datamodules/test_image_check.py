@@ -27,7 +27,6 @@ from lightning_retrieval.datamodules.image_index import record_warnings
 from tests.datamodules.pictures import as_it_is
 from tests.datamodules.trees import (
     write_image,
-    write_text,
 )
 from tests.datamodules.trees_more import write_landmarks
 from tests.processes import start_processes
@@ -187,10 +186,6 @@ def test_an_interrupt_ends_the_threads(folder, monkeypatch):
 # --- the report
 
 
-def write_table(root):
-    write_text(root / "table.csv", "image,label,split\na.png,1,train\nb.png,2,test\n")
-
-
 def test_a_report_is_ok_with_any_of_the_published_counts():
     published = [(1000, 7), (1200, 7)]
     report = DataReport({"train": ((1200, 7), published), "test": ((5, 2), ())})
@@ -200,15 +195,6 @@ def test_a_report_is_ok_with_any_of_the_published_counts():
     assert not DataReport(problems=["a sentence"]).ok
     many = DataReport(missing_files=[f"{i}.jpg" for i in range(1012)])
     assert str(many).splitlines()[-2:] == ["missing: 9.jpg", "... and 1,002 more are missing"]
-
-
-def test_a_check_reports_the_warnings_of_reading_once(tmp_path):
-    written = write_landmarks(tmp_path)
-    (tmp_path / written["val"][0][0]).unlink()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        report = LandmarksClean(tmp_path).check()
-    assert [line[:5] for line in str(report).splitlines() if "skipped 1 images" in line] == ["probl"]
 
 
 def check_of_a_latin_tree(rank, world_size, root):
@@ -230,13 +216,6 @@ def test_a_report_with_file_names_in_another_encoding_is_printed(tmp_path):
     assert process.wait(60) == 0, process.output()
     assert process.result() == 1
     assert "caf\\udce9.txt" in process.output()
-
-
-def test_images_are_searched_for_at_the_listed_paths(tmp_path):
-    write_table(tmp_path)
-    write_image(tmp_path / "a.png")
-    report = ImageTable(tmp_path, "table.csv").check()
-    assert report.missing_files == ["b.png"]
 
 
 @pytest.mark.parametrize(
