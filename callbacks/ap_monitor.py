@@ -1,4 +1,10 @@
-"""How far the loss and the batches of a training run are from the metric that is reported: AP over the whole set."""
+"""How far the loss and the batches of a training run are from the metric that is reported: AP over the full set.
+
+`train/AP_e` is the error of the loss: |AP_pred - AP| of Smooth-AP (Brown et al., ECCV 2020, eq. 8). The decomposability
+gap of ROADMAP (Ramzi et al., NeurIPS 2021) is the mean AP within batches of a set, minus the mean AP of the full set.
+Training optimises the lists of batches, but the list of the set is reported. In a batch a query has fewer candidates
+that could come before its positives, so AP within batches is higher.
+"""
 
 import copy
 import functools
@@ -32,13 +38,6 @@ from lightning_retrieval.metrics.retrieval import QueryMetric, RetrievalMetrics,
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.ranking.rows import float64_device, to_float64
 
-# The decomposability gap of ROADMAP: mean AP within batches of a set, minus mean AP of the whole set.
-#
-# Ramzi et al., "Robust and Decomposable Average Precision for Image Retrieval", NeurIPS 2021. Training optimises the
-# lists of batches, but the list of the whole set is reported. In a batch a query has fewer candidates that could come
-# before its positives, so AP within batches is higher.
-
-
 _AP = QueryMetric(average_precision, "AP", "mAP")
 
 
@@ -57,7 +56,7 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
     batches = cut_into_batches(rows.labels[:, 0].cpu(), classes, samples)
     sums = torch.zeros(len(batches), 2, dtype=torch.float64, device=float64_device(rows.ids.device))
     for first in range(0, len(batches), shard.count):
-        batch = _own_batch(rows, batches[first : first + shard.count], shard)
+        batch = _local_batch(rows, batches[first : first + shard.count], shard)
         if len(batch.ids) == 0:  # the last batches are of other processes
             continue
         index = first + shard.index
@@ -72,22 +71,22 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
     return gap
 
 
-def _own_batch(rows: Rows, batches: Sequence[Int[Tensor, " batch"]], shard: Shard) -> Rows:
-    """The rows of this process's batch as if a metric had been updated with them, with the finest level of labels.
+def _local_batch(rows: Rows, batches: Sequence[Int[Tensor, " batch"]], shard: Shard) -> Rows:
+    """The rows of this process's batch, as a metric would gather them, with the finest level of labels.
 
     This is a collective operation if there are several processes.
 
     Args:
-        rows: of the set.
+        rows: all rows of the set.
         batches: the rows of each process's batch; the last processes may have none.
-        shard: this process.
+        shard: which of the processes this one is.
     """
     nothing = batches[0][:0]
     of_process = [batch.sort().values for batch in batches] + [nothing] * (shard.count - len(batches))
     every = torch.cat(of_process).to(rows.ids.device)
     embeddings = rows.embeddings.select(every).distribute([len(batch) for batch in of_process])
-    own = rows.select(of_process[shard.index].to(rows.ids.device))
-    return own._replace(embeddings=unit_rows([embeddings.to(rows.ids.device)]), labels=own.labels[:, :1])
+    local = rows.select(of_process[shard.index].to(rows.ids.device))
+    return local._replace(embeddings=unit_rows([embeddings.to(rows.ids.device)]), labels=local.labels[:, :1])
 
 
 def cut_into_batches(labels: Int[Tensor, " row"], classes: int, samples: int) -> list[Int[Tensor, " _"]]:
@@ -152,7 +151,7 @@ def sums_of_ap(surrogate: RetrievalLoss | None, batch: RankedBatch) -> Float[Ten
         surrogate: a loss that approximates AP, or None.
         batch: what the loss ranks, and which of the queries are those of this process.
     """
-    local = _own_queries(batch)
+    local = _local_queries(batch)
     sums = torch.zeros(3, dtype=torch.float64, device=float64_device(batch.embeddings.device))
     if len(local.embeddings) == 0:
         return sums
@@ -166,7 +165,7 @@ def sums_of_ap(surrogate: RetrievalLoss | None, batch: RankedBatch) -> Float[Ten
     return sums
 
 
-def _own_queries(batch: RankedBatch) -> RankedBatch:
+def _local_queries(batch: RankedBatch) -> RankedBatch:
     """Return the queries of this process, with all references."""
     if batch.ref_emb is None:
         ids = batch.ids
@@ -192,7 +191,7 @@ def _ap_per_query(loss: RetrievalLoss, batch: RankedBatch) -> Float[Tensor, " qu
 
 
 class APMonitor(pl.Callback):
-    """Logs the AP of the training batches, the loss's error on it, and by how much it exceeds the AP of the whole set.
+    """Logs the AP of the training batches, the loss's error on it, and by how much it exceeds the AP of the full set.
 
     `train/AP` is the exact AP of the lists that the loss ranks. `train/AP_e` is the approximation error |AP_pred - AP|
     of Smooth-AP (Brown et al., ECCV 2020, eq. 8 and Fig. 4), where AP_pred is 1 - the value of the loss on the same
@@ -200,9 +199,9 @@ class APMonitor(pl.Callback):
     (`log_every_n_steps`). For a `WeightedSum` or ROADMAP, AP_pred is that of the first term that approximates AP.
 
     `val/decomposability_gap` and `test/decomposability_gap` are those of ROADMAP (Ramzi et al., NeurIPS 2021) on the
-    evaluation set. Its images are divided at random, the same way each time, into batches with as many classes, and
+    evaluation set. Its images are split at random, the same way each time, into batches with as many classes, and
     images of each, as the first training batch has. The gap is the mean AP within these batches minus the AP of the
-    whole set. It is rarely below 0, because the lists of batches are shorter than those of the set.
+    full set. It is rarely below 0, because the lists of batches are shorter than those of the set.
 
     Raises:
         ValueError: if the Trainer has no `RetrievalEvaluation`.

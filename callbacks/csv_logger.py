@@ -1,4 +1,4 @@
-"""A metrics.csv that a run continues when it is started again."""
+"""A run that is started several times: its folder, the checkpoint it continues from, and one `metrics.csv`."""
 
 import csv
 import io
@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-import torch.distributed as dist
 from lightning_fabric.utilities.apply_func import convert_tensors_to_scalars
 from pytorch_lightning.loggers.csv_logs import CSVLogger, ExperimentWriter
 from pytorch_lightning.loggers.logger import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
 from lightning_retrieval.checks import check_path, check_string
-from lightning_retrieval.distributed import world_size
+from lightning_retrieval.distributed import gather_objects
 from lightning_retrieval.files import new_file
 from lightning_retrieval.training.checkpoint_files import find_damage
-
-# The folder of a run, and the checkpoint in it from which the run continues.
 
 
 def run_folder(trainer: Any) -> Path:
@@ -72,7 +69,7 @@ def newest_checkpoint(owner: str, folders: Iterable[str | Path]) -> Path | None:
     return None
 
 
-_POSITION = ("step", "epoch")  # columns that say when a row was logged, not what
+_POSITION = ("step", "epoch")  # columns with the time of a row, not with metrics
 
 
 class ResumableCSVLogger(CSVLogger):
@@ -159,9 +156,9 @@ class _ContinuedFile(ExperimentWriter):
     def log_early(self, metrics: dict[str, float], step: int) -> None:
         """Write a row that Lightning will log again."""
         self.log_metrics(metrics, step)
-        row = self.metrics[-1]
+        early = self.metrics[-1]
         self.save()
-        self._written_early = row
+        self._written_early = early
 
     def log_metrics(self, metrics_dict: dict[str, float], step: int | None = None) -> None:
         """Keep a row until it is saved; one that was written early is skipped or, if it has grown, replaced."""
@@ -231,9 +228,6 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
         return list(reader.fieldnames or []), rows
 
 
-# What `fit --run_folder` needs during a run: the same checkpoint on all processes, and rows before checkpoints.
-
-
 class SameCheckpoint(pl.Callback):
     """Raises on all processes if they would continue from different checkpoints, before any of them is loaded.
 
@@ -248,10 +242,9 @@ class SameCheckpoint(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Compare the checksums that the files contain of their records."""
-        if stage != "fit" or world_size() == 1:
+        if stage != "fit":
             return
-        found: list[Any] = [None] * world_size()
-        dist.all_gather_object(found, (str(self.checkpoint), _fingerprint(self.checkpoint)))
+        found = gather_objects((str(self.checkpoint), _fingerprint(self.checkpoint)))
         if len({fingerprint for _, fingerprint in found}) > 1:
             paths = [path for path, _ in found]
             raise ValueError(

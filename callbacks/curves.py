@@ -1,4 +1,8 @@
-"""A figure of a metric and the training loss over the optimizer steps."""
+"""Figures of training and of evaluation sets: PNG files in the run's log folder, which loggers of images get, too.
+
+They are the base class of the callbacks that draw each evaluation set, the mean precision at each recall, the densities
+of the similarities of positive and of negative pairs, and a metric with the training loss over the optimizer steps.
+"""
 
 import io
 from abc import ABC, abstractmethod
@@ -25,10 +29,6 @@ from lightning_retrieval.ranking.rows import to_float64
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
-# What the callbacks that draw figures share: when they draw, where their PNG files are, which loggers get them.
-
-
 Drawing = Union[Image.Image, "Figure"]
 
 
@@ -44,7 +44,7 @@ def save_and_log(trainer: pl.Trainer, path: Path, key: str, drawing: Drawing) ->
 
     Args:
         trainer: with the loggers.
-        path: of the file. An existing file is replaced as a whole.
+        path: of the file. An existing file is replaced at once.
         key: the name in the loggers, the same for all steps.
         drawing: an image, or a figure of matplotlib.
     """
@@ -135,9 +135,6 @@ class EvaluationFigure(pl.Callback, ABC):
         return find_evaluation(owner, trainer).sets
 
 
-# A figure of the mean precision at each recall.
-
-
 class PrecisionRecallCurve(EvaluationFigure):
     """Plots the mean precision of the queries' ranked lists at 101 levels of recall.
 
@@ -180,12 +177,7 @@ class PrecisionRecallCurve(EvaluationFigure):
         return figure
 
 
-# A figure of the similarities of positive and of negative pairs, and how far the two overlap.
-
-
 _FINE_BINS = 20_000  # from -1 to 1, in which pairs are counted before the occupied range is known
-
-
 _COLOURS = {"positive": "tab:green", "negative": "tab:red"}
 
 
@@ -213,7 +205,7 @@ def occupied_bins(counts: Int[Tensor, "2 fine"], bins: int) -> tuple[Int[Tensor,
 class ScoreHistogram(EvaluationFigure):
     """Plots the densities of the similarities of positive and of negative pairs, and logs their overlap.
 
-    The pairs are all (query, candidate) of the evaluation set, not a sample of them. A query is not its own candidate.
+    The pairs are all (query, candidate) of the evaluation set, not a sample of them. A query is not its candidate.
     `val/score_overlap` is the area under both densities, computed from the bins: 0 if a threshold separates positives
     from negatives, 1 if the densities are equal, and NaN if the set has no positive pair. The PNG files are in
     `retrieval/` of the run's log folder. Every logger that accepts images (TensorBoard, Weights & Biases) gets them

@@ -1,4 +1,7 @@
-"""Write the embeddings of `Trainer.predict` to the files that `lightning-retrieval embed` writes."""
+"""Write the embeddings of `Trainer.predict` to the files that `lightning-retrieval embed` writes.
+
+Each process embeds the images of the files that are missing, by a loader of these images alone.
+"""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,9 +32,6 @@ from lightning_retrieval.search.embedding_folder import (
 )
 from lightning_retrieval.search.shared_folder import ShardCollector, SharedFolder, share_folder
 
-# One prediction set on its way to the files: what is known of its images, and the rows that its batches give.
-
-
 DISTRACTOR = -1  # the label of images without a class
 
 
@@ -45,10 +45,10 @@ class PredictionSet(Protocol):
 
     @property
     def dim(self) -> int:
-        """The length of an embedding, 0 if it is not known before the first batch."""
+        """The dimension of the embeddings, 0 if it is not known before the first batch."""
 
     def fields(self, images: int) -> Iterator[Sequence[Any]]:
-        """What says of each of the first images what is embedded, such as its path, box and label."""
+        """For each of the first images what identifies it, such as its path, box and label."""
 
     def image_files(self, positions: range) -> str:
         """The digest of the files of the images at these positions, see `digest_of_files`; "" if there are none."""
@@ -57,7 +57,7 @@ class PredictionSet(Protocol):
         """Expect the images at these positions."""
 
     def dim_of(self, outputs: Any) -> int:
-        """The length of the embeddings of a batch."""
+        """The dimension of the embeddings of a batch."""
 
     def collect(self, outputs: Any, collector: ShardCollector) -> None:
         """Pass the rows of a batch on."""
@@ -107,7 +107,7 @@ class LoadedSet:
         self._expected: Iterator[int] = chain.from_iterable(ranges)
 
     def dim_of(self, outputs: Any) -> int:
-        """The length of the embeddings; raise unless `predict_step` has returned what fits together."""
+        """The dimension of the embeddings; raise unless `predict_step` has returned what fits together."""
         if not isinstance(outputs, dict) or not isinstance(outputs.get("embeddings"), Tensor):
             raise TypeError(
                 f"{self.owner}: `predict_step` must return a dict with the tensor `embeddings`, as that of "
@@ -211,7 +211,7 @@ def _label_texts(labels: Tensor | None, index: Any, rows: int) -> list[str | Non
 
 
 def _preparation(trainer: pl.Trainer) -> dict[str, Any]:
-    """What the data module does to an image, as plain data; empty if it does not say it."""
+    """What the data module does to an image, as plain data; empty if it has no preparation."""
     datamodule: Any = getattr(trainer, "datamodule", None)
     if datamodule is None:
         return {}
@@ -227,9 +227,6 @@ def _digest_of_weights(module: nn.Module) -> str:
         if isinstance(value, Tensor):
             digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-# A loader of the images of some shards, made from a loader of all images.
 
 
 KEPT = (
@@ -266,7 +263,7 @@ class RangeBatches(Sampler[list[int]]):
 
 
 def is_in_order(loader: Any) -> bool:
-    """Whether a loader gives all images of a data set once, in order, so that shards of them can be dealt out."""
+    """Whether a loader gives all images of a data set once, in order, so that they can be distributed in shards."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return False
     if type(loader).__iter__ is not DataLoader.__iter__:  # a subclass that does more than to load
@@ -276,7 +273,7 @@ def is_in_order(loader: Any) -> bool:
     return is_plain and type(loader.sampler) is SequentialSampler
 
 
-class DealtLoader:
+class ShardLoader:
     """Loads the images of some ranges of positions, as another loader would load them.
 
     It is no `DataLoader`, because Lightning would replace the batch sampler of one.
@@ -310,8 +307,9 @@ class EmbeddingWriter(pl.Callback):
     Each file has the embeddings of `shard_size` images with their ids, paths and labels, and appears when it is
     complete. Several prediction sets get a folder each, by their names or numbers.
 
-    Each process embeds whole files that are missing, whatever the number of processes. So no image is embedded twice,
-    the files are the same for any number, and after a kill the same command continues, also with another number.
+    Each process embeds the images of entire files that are missing, whatever the number of processes. So no image is
+    embedded twice, the files are the same for any number, and after a kill the same command continues, also with
+    another number.
 
     Args:
         output: folder of the embeddings: new, or one that was begun with the same model and images; files that are
@@ -383,7 +381,7 @@ class EmbeddingWriter(pl.Callback):
             return
         source = trainer.predict_loop._data_source
         ask = partial(type(source).dataloader, source)
-        vars(source)["dataloader"] = lambda: self._deal(trainer, pl_module, ask())
+        vars(source)["dataloader"] = lambda: self._distribute(trainer, pl_module, ask())
 
     def on_predict_batch_end(
         self,
@@ -421,33 +419,33 @@ class EmbeddingWriter(pl.Callback):
         """What is known of the images of a prediction set."""
         return LoadedSet(self.owner, dataset, describe_prediction(trainer, pl_module, dataset))
 
-    def _deal(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loaders: Any) -> Any:
+    def _distribute(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loaders: Any) -> Any:
         """The loaders of the images that this process embeds, in the place of loaders of all images."""
         if isinstance(loaders, CombinedLoader):
             loaders = loaders.iterables
         if isinstance(loaders, Mapping):
-            return {name: self._deal_set(trainer, pl_module, one, str(name)) for name, one in loaders.items()}
+            return {name: self._distribute_set(trainer, pl_module, one, str(name)) for name, one in loaders.items()}
         if not isinstance(loaders, (list, tuple)):
-            return self._deal_set(trainer, pl_module, loaders, "")
+            return self._distribute_set(trainer, pl_module, loaders, "")
         names = list(map(str, range(len(loaders))))
         if len(loaders) == 1:
             names = [""]
-        return [self._deal_set(trainer, pl_module, one, name) for name, one in zip(names, loaders)]
+        return [self._distribute_set(trainer, pl_module, one, name) for name, one in zip(names, loaders)]
 
-    def _deal_set(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any, name: str) -> Any:
+    def _distribute_set(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any, name: str) -> Any:
         """The loader of one set, whose folder is begun or continued."""
-        is_dealt = is_in_order(loader) and trainer.limit_predict_batches == 1.0
+        is_distributed = is_in_order(loader) and trainer.limit_predict_batches == 1.0
         images = self.describe_set(trainer, pl_module, loader.dataset)
         shared = share_folder(
             self.owner, self.output / name, lambda: self._manifest(trainer, loader, images), images.image_files
         )
         self._begun.append(_BegunSet(shared, images))
-        if not is_dealt:
+        if not is_distributed:
             images.begin([range(shared.folder.manifest.images)])
             return loader
         ranges = list(shared.ranges)
         images.begin(ranges)
-        return DealtLoader(loader, ranges, has_length=shared.every_rank_has_images)
+        return ShardLoader(loader, ranges, has_length=shared.every_rank_has_images)
 
     def _manifest(self, trainer: pl.Trainer, loader: Any, images: PredictionSet) -> EmbeddingManifest:
         """What is going to be in the folder; raise if the files cannot be written."""

@@ -32,7 +32,7 @@ from lightning_retrieval.models import Embedder
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 from lightning_retrieval.ranking.labels import check_dims
 
-# Evaluation outside the Trainer's own loops: of the test set before training, and of training images.
+# Evaluation before training, and of training images.
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def collect_test_set(trainer: pl.Trainer, pl_module: pl.LightningModule, evaluat
             evaluation_set.add(type(pl_module).__name__, outputs)
 
 
-# The best value of each metric of a training run, and where each logger keeps it.
+# The best value of each metric of a training run.
 
 
 def is_count(name: str) -> bool:
@@ -112,13 +112,8 @@ def _log_best_to_tensorboard(trainer: pl.Trainer, logger: TensorBoardLogger, nam
 
 # The table of metrics that is printed at the end of an evaluation.
 
-
 _COLUMN_WIDTH = 12
-
-
 _DIGITS = 4
-
-
 # Titles of the columns before that of the trained network, and what they are of.
 _BEFORE = {"backbone": "the pooled features of its backbone", "untrained": "the untrained network"}
 
@@ -174,9 +169,6 @@ def _leading_metrics(results: Mapping[str, float]) -> list[str]:
     return leading or [name for name in results if not is_count(name)][:1]
 
 
-# Logging of values that are already the same on all processes.
-
-
 def log_without_sync(pl_module: pl.LightningModule, values: Mapping[str, Tensor]) -> None:
     """Log values that are equal on all processes; averaging them once more would change their last digits."""
     for name in values:
@@ -195,7 +187,7 @@ class RetrievalEvaluation(pl.Callback):
     sets are logged as `val/0/mAP` and `val/1/mAP`, or by the names of a dict of data loaders, as `val/small/mAP`. The
     sanity check is skipped, because it sees only a part of the set.
 
-    A data set with an evaluation protocol of its own has a method `metrics(ks, **settings)` that returns another
+    A data set with another evaluation protocol has a method `metrics(ks, **settings)` that returns another
     `EmbeddingMetric`, as `lightning_retrieval.callbacks.evaluation_sets.MetricProvider` declares.
 
     Args:
@@ -203,9 +195,9 @@ class RetrievalEvaluation(pl.Callback):
         before_fit: evaluate the test set with the untrained model before training, and log the results as `test/...`
             at step 0. Of an `Embedder`, the backbone's pooled features without the new head are evaluated too, and
             logged as `backbone/test/...`: what the pretrained weights are worth without training. The table of a test
-            after training compares the three, and says so if training has made the network worse. A resumed run skips
+            after training compares the three, and warns if training has made the network worse. A resumed run skips
             this.
-        map_ks: the k of mAP@k, each >= 1; empty for none. Data sets with a metric of their own ignore this and the next
+        map_ks: the k of mAP@k, each >= 1; empty for none. Data sets with another metric ignore this and the next
             three arguments.
         map_divisor: the divisor of mAP@k: `"min(k, R)"`, `"hits"` or `"R"`, see `RetrievalMetrics`.
         extra_metrics: names of metrics to log as well, such as `"mINP"`, `"precision@10"`, `"recall@10"`, `"MRR@10"`
@@ -214,8 +206,8 @@ class RetrievalEvaluation(pl.Callback):
             dimensions of the embeddings, and logged as `val/mAP/64d` and so on; for models trained with `NestedLoss`.
         query_expansion: applied before ranking, such as `QueryExpansion(alpha=2, k=10)`; None for no expansion.
         database_augmentation: applied to the gallery before that, such as `DatabaseAugmentation()`; None for none.
-        embeddings_on_cpu: keep the embeddings in main memory until they are ranked, and move them to the device piece
-            by piece.
+        embeddings_on_cpu: keep the embeddings in main memory until they are ranked, and move them to the device block
+            by block.
 
     Raises:
         ValueError: if a k is below 1, `map_divisor` or a name of `extra_metrics` is unknown, or `before_fit` is set and
@@ -231,7 +223,7 @@ class RetrievalEvaluation(pl.Callback):
     Cost:
         Each process keeps the embeddings of its own images, and one more copy of 1 / W of all while metrics are
         computed, see `RetrievalMetrics`. `QueryExpansion` and `DatabaseAugmentation` take another copy of these, and k
-        neighbours of each row; for a class or a function of your own in their place, each process gathers all
+        neighbours of each row; for your class or function in their place, each process gathers all
         embeddings.
 
     Relations:
@@ -272,12 +264,9 @@ class RetrievalEvaluation(pl.Callback):
         self.database_augmentation = database_augmentation
         self.embeddings_on_cpu = check_bool(owner, "embeddings_on_cpu", embeddings_on_cpu)
         self.sets: list[EvaluationSet] = []  # with their embeddings, from the start of an evaluation to its end
-        self.results: dict[
-            str, dict[str, float]
-        ] = {}  # of the last evaluation: "val", "test", "untrained" and "backbone"
+        # Of the last evaluation: "val", "test", "untrained" and "backbone".
+        self.results: dict[str, dict[str, float]] = {}
         self.best: dict[str, float] = {}
-
-    # Training.
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":  # a resumed run loads its best values after this
@@ -303,14 +292,15 @@ class RetrievalEvaluation(pl.Callback):
     ) -> dict[str, float]:
         """The metrics of the test sets before training."""
         loaders = find_test_loaders(trainer, pl_module)
-        results: dict[str, Tensor] = {}
+        results: dict[str, float] = {}
         for prefix, loader in zip(set_prefixes("test", loaders), loader_list(loaders)):
-            # Without a sharded sampler each process evaluates the whole set.
+            # Without a sharded sampler each process evaluates the full set.
             metrics = self._create_metrics(loader, sync_on_compute=is_sharded(loader), dims=dims)
             evaluation_set = EvaluationSet(prefix, loader, metrics.to(pl_module.device))
             collect_test_set(trainer, pl_module, evaluation_set)
-            results.update(evaluation_set.compute())
-        return _as_floats(results)
+            for name, value in evaluation_set.compute().items():
+                results[name] = float(value)
+        return results
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         log_best(trainer, self.best)
@@ -324,8 +314,6 @@ class RetrievalEvaluation(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best = dict(state_dict.get("best", {}))
-
-    # Validation and test.
 
     def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._create_sets("val", trainer.val_dataloaders, pl_module.device)
@@ -393,26 +381,20 @@ class RetrievalEvaluation(pl.Callback):
             results.update(evaluation_set.compute())
             _warn_of_large_ks(evaluation_set)
             _warn_of_one_label(evaluation_set)
-        self.results[stage] = _as_floats(results)
+        self.results[stage] = {name: float(value) for name, value in results.items()}
         log_without_sync(pl_module, results)
 
     def _print(self, trainer: pl.Trainer, stage: str) -> None:
         if not trainer.is_global_zero or stage not in self.results:
             return
-        columns = {"trained": self.results[stage]}
+        columns: dict[str, dict[str, float]] = {}
         if stage == "test":
-            before: dict[str, dict[str, float]] = {
-                name: self.results[name] for name in ("backbone", "untrained") if name in self.results
-            }
-            columns = {**before, **columns}
+            columns |= {name: self.results[name] for name in _BEFORE if name in self.results}
+        columns["trained"] = self.results[stage]
         print("\n" + results_table(columns), flush=True)
         warning = worse_than_before(columns)
         if warning is not None:
             print(f"\n{warning}", flush=True)
-
-
-def _as_floats(results: dict[str, Tensor]) -> dict[str, float]:
-    return {name: float(value) for name, value in results.items()}
 
 
 def _warn_if_incomplete(stage: str, loader: Any, batches: float) -> None:
@@ -444,7 +426,7 @@ def _warn_of_one_label(evaluation_set: EvaluationSet) -> None:
         )
 
 
-# Access of other callbacks to the evaluation sets that `RetrievalEvaluation` collects.
+# Access of other callbacks to the evaluation sets.
 
 
 def find_evaluation(owner: str, trainer: pl.Trainer) -> RetrievalEvaluation:
@@ -459,7 +441,7 @@ def find_evaluation(owner: str, trainer: pl.Trainer) -> RetrievalEvaluation:
 
 
 def is_ranked_by_label(metrics: EmbeddingMetric) -> bool:
-    """Return whether each query has one list, the whole gallery, in which images of the same label are relevant."""
+    """Return whether each query has one list, the full gallery, in which images of the same label are relevant."""
     return isinstance(metrics, RetrievalMetrics) and not isinstance(metrics, RandomGalleryMetrics)
 
 

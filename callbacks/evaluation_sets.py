@@ -1,4 +1,4 @@
-"""One evaluation set: collects what the evaluation steps return, and computes its metrics."""
+"""Evaluation sets: what is known of their loaders, what evaluation steps return for them, and their metrics."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +13,10 @@ from lightning_retrieval.checks import is_integer
 from lightning_retrieval.metrics import EmbeddingMetric
 from lightning_retrieval.ranking.labels import Role, has_role
 
-# What the callbacks read from data loaders, samplers and data sets.
-
 
 @runtime_checkable
 class MetricProvider(Protocol):
-    """A data set with an evaluation protocol of its own.
+    """A data set with another evaluation protocol than `RetrievalMetrics`.
 
     `RetrievalEvaluation` evaluates such a data set with the metric that `metrics` returns, and any other data set with
     `RetrievalMetrics`. A data set needs no base class for this, only the method.
@@ -66,7 +64,7 @@ def batch_indices(loader: Any) -> Iterator[list[int]] | None:
 
 
 def is_sharded(loader: Any) -> bool:
-    """Return whether each process reads its own shard of the data set."""
+    """Return whether each process reads one shard of the data set."""
     return isinstance(loader.sampler, DistributedSampler)
 
 
@@ -95,12 +93,9 @@ def find_test_loaders(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any
     return source.test_dataloader()
 
 
-_REQUIRED = {"embeddings", "labels"}
-
-
 def check_step_outputs(module_name: str, outputs: Any) -> None:
     """Raise unless an evaluation step has returned embeddings and labels, and integers as roles."""
-    if not isinstance(outputs, Mapping) or not set(outputs) >= _REQUIRED:
+    if not isinstance(outputs, Mapping) or not outputs.keys() >= {"embeddings", "labels"}:
         received = type(outputs).__name__
         if isinstance(outputs, Mapping):
             received = f"the keys {sorted(outputs)}"

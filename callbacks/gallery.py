@@ -1,10 +1,10 @@
-"""Images of queries and of what the model ranks first for them."""
+"""Images of queries and of what the model ranks first for them: one row of tiles for each query."""
 
 import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import pytorch_lightning as pl
 import torch
@@ -22,18 +22,12 @@ from lightning_retrieval.models import Preparation
 from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.training.step import unpack
 
-# The image of `RetrievalGallery`: one row of tiles for each query.
-
-
 _GREEN, _RED, _GREY, _WHITE, _DARK = (34, 160, 70), (208, 48, 48), (120, 120, 120), (255, 255, 255), (60, 60, 60)
-
-
 _TILE, _BORDER, _GAP, _TITLE = 72, 4, 6, 18  # pixels
-
-
 _SIDE = _TILE + 2 * _BORDER
+_BLOCK_GALLERY = 1 << 14  # images of the gallery that are scored at a time
 
-
+Order = Literal["spread", "hardest", "quantiles"]
 Colour = tuple[int, int, int]
 
 
@@ -176,15 +170,6 @@ def _draw_tile(canvas: Image.Image, column: int, top: int, image: Image.Image, c
     canvas.paste(image.resize((_TILE, _TILE), resampling), (left + _BORDER, top + _BORDER))
 
 
-_BLOCK_GALLERY = 1 << 14  # images of the gallery that are scored at a time
-
-
-_ORDERS = ("spread", "hardest", "quantiles")
-
-
-Order = Literal["spread", "hardest", "quantiles"]
-
-
 def query_ap(
     metrics: EmbeddingMetric, query_ids: Int[Tensor, " query"]
 ) -> tuple[Int[Tensor, " query"], Float[Tensor, " query"] | None]:
@@ -222,13 +207,14 @@ def nearest_images(
     scores = torch.empty(len(queries), 0, dtype=rows.dtype, device=ids.device)
     columns = torch.empty(len(queries), 0, dtype=torch.int64, device=ids.device)
     for begin in range(0, len(ids), _BLOCK_GALLERY):
-        part = slice(begin, min(begin + _BLOCK_GALLERY, len(ids)))
-        gallery = lists.gallery_rows.range(part.start, part.stop)
+        block = slice(begin, min(begin + _BLOCK_GALLERY, len(ids)))
+        gallery = lists.gallery_rows.range(block.start, block.stop)
         with ieee_products():
-            of_part = (rows.to(gallery.device) @ gallery.T).to(ids.device)  # (chosen, part)
-        of_part.masked_fill_(~metrics.is_candidate(lists, queries, part), -torch.inf)
-        scores = torch.cat([scores, of_part], 1)
-        columns = torch.cat([columns, torch.arange(part.start, part.stop, device=ids.device).expand_as(of_part)], 1)
+            of_block = (rows.to(gallery.device) @ gallery.T).to(ids.device)  # (chosen, block)
+        of_block.masked_fill_(~metrics.is_candidate(lists, queries, block), -torch.inf)
+        scores = torch.cat([scores, of_block], 1)
+        positions = torch.arange(block.start, block.stop, device=ids.device)
+        columns = torch.cat([columns, positions.expand_as(of_block)], 1)
         scores, best = scores.topk(min(k, scores.shape[1]), dim=1)
         columns = columns.gather(1, best)
     results = []
@@ -255,8 +241,8 @@ class RetrievalGallery(EvaluationFigure):
     PNG files are in `retrieval/` of the run's log folder. Every logger that accepts images (TensorBoard, Weights &
     Biases) gets them too.
 
-    Images have their true colours: what normalised them is undone if the transform of the data set says it (a
-    `Preparation`, or a last step `Normalize`), and values from 0 to 1 are colours. Other values are stretched to the
+    Images have their true colours: their normalisation is undone if the transform of the data set is a
+    `Preparation` or ends with a step `Normalize`, and values from 0 to 1 are colours. Other values are stretched to the
     full range.
 
     Args:
@@ -278,7 +264,7 @@ class RetrievalGallery(EvaluationFigure):
 
     Cost:
         The images that are drawn are read again from the data set; images are not kept in memory. The processes gather
-        the gallery once more, piece by piece.
+        the gallery once more, block by block.
 
     Relations:
         The lists are those from which the metrics are computed, after post-processing. An instance is represented by
@@ -293,7 +279,7 @@ class RetrievalGallery(EvaluationFigure):
         super().__init__(every_n_epochs)
         self.queries = check_integer("RetrievalGallery", "queries", queries, least=1)
         self.k = check_integer("RetrievalGallery", "k", k, least=1)
-        self.order = check_choice("RetrievalGallery", "order", order, _ORDERS)
+        self.order = check_choice("RetrievalGallery", "order", order, get_args(Order))
 
     def draw(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, metrics: EmbeddingMetric, dataset: Any, prefix: str

@@ -1,4 +1,4 @@
-"""How far the stored embeddings of a memory are from those that the network would give now."""
+"""How far the stored embeddings of a memory are from those that the network would compute now."""
 
 import math
 from typing import Any
@@ -57,7 +57,7 @@ class MemoryMonitor(pl.Callback):
     Relations:
         The embeddings are those of `forward`, as the memory stores them. A run that is resumed after the memory has
         begun takes a new probe. The drift of XBM (Wang et al., CVPR 2020, section 3.1, "slow drift") is a squared
-        distance of the same pairs; for embeddings on the unit sphere it is twice this one. A callback of your own with
+        distance of the same pairs; for embeddings on the unit sphere it is twice this one. Another callback with
         an attribute `begins_memory = True` may call `CrossBatchMemory.begin` instead, on all processes.
     """
 
@@ -84,8 +84,8 @@ class MemoryMonitor(pl.Callback):
         """Raise if there is no memory; move what a checkpoint held to the device."""
         if not isinstance(getattr(pl_module, "memory", None), CrossBatchMemory):
             raise ValueError(
-                "MemoryMonitor: the module must have a memory, got none; give RetrievalModule(memory=...), or leave "
-                "the callback out."
+                "MemoryMonitor: the module must have a memory, got none; give RetrievalModule(memory=...), or remove "
+                "the callback."
             )
         for name in _STATE:
             value = getattr(self, f"_{name}")

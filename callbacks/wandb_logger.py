@@ -16,10 +16,8 @@ from pytorch_lightning.utilities import rank_zero_only, rank_zero_warn
 from lightning_retrieval.callbacks.evaluation import is_count
 from lightning_retrieval.checks import check_bool, check_flag, check_path, check_string
 
-# Whether Weights & Biases would find an API key on this machine.
-
-
 _HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
+_LOWER_IS_BETTER = ("decomposability_gap", "score_overlap")  # of the metrics of evaluation sets
 
 
 def has_wandb_key() -> bool:
@@ -51,9 +49,6 @@ def _has_password(path: Path, hosts: Sequence[str]) -> bool:
     except (netrc.NetrcParseError, OSError, UnicodeError):
         return False
     return False
-
-
-_LOWER_IS_BETTER = ("decomposability_gap", "score_overlap")  # of the metrics of evaluation sets
 
 
 class RetrievalWandbLogger(WandbLogger):

@@ -24,13 +24,13 @@ class LearnWhitening(pl.Callback):
     """Fits `RetrievalModule(whitening=...)` on training images at the start of each validation of a fit.
 
     The metrics are therefore those of whitened embeddings, and a checkpoint that is written after a validation contains
-    the whitening of its own weights. One that is written between validations contains that of the last validation.
+    the whitening of its weights. One that is written between validations contains that of the last validation.
     `validate`, `test` and `predict` learn the whitening only if the checkpoint has none. The sanity check and the
     evaluation before a fit are not whitened.
 
     The images are spread evenly over the training set. They are read as in evaluation: with the data module's
     `eval_transform` instead of the data set's `transform`, and without `augment`, if these attributes exist. The
-    processes share the work, and all of them end with the same whitening.
+    processes distribute the work, and all of them end with the same whitening.
 
     Args:
         images: number of images, more than the whitening's `dim`; all images if there are fewer.
@@ -49,7 +49,7 @@ class LearnWhitening(pl.Callback):
 
     Cost:
         Each time, the images are embedded once. Each process keeps the embeddings of its own images, and sends sums of
-        their products; for a whitening class of your own, every process gathers all embeddings
+        their products; for another whitening class, every process gathers all embeddings
         (`Whitening.fit_over_processes`).
 
     Relations:
@@ -102,8 +102,8 @@ class LearnWhitening(pl.Callback):
             for buffer in pl_module.buffers():  # of batch norm; DDP also does this before it evaluates
                 dist.broadcast(buffer, 0)
         chosen = torch.arange(count) * len(dataset) // count
-        own_shard = chosen.tensor_split(world_size())[rank()]
-        loader = _create_loader(dataset, own_shard.tolist(), loader_list(loaders)[0])
+        shard = chosen.tensor_split(world_size())[rank()]
+        loader = _create_loader(dataset, shard.tolist(), loader_list(loaders)[0])
         rows, labels = _embed(trainer, pl_module, loader)
         whitening.fit_over_processes(rows, labels)
 

@@ -1,4 +1,11 @@
-"""The base class of all data modules: a loader of global batches for training, plain loaders for evaluation."""
+"""The base class of all data modules: a loader of global batches for training, plain loaders for evaluation.
+
+The constructor of a data module takes the arguments of its base class as `**settings`, so that each argument is written
+once. For type checkers and editors, a `TypedDict` lists their names and types. At run time the signature of a class
+lists them with the defaults of the base class, which is what `help`, notebooks and `inspect.signature` show. A
+constructor that passes no further arguments on takes the others as `**unknown`, for `check_no_unknown_arguments`:
+Python's error would name the base class.
+"""
 
 import difflib
 import inspect
@@ -42,19 +49,7 @@ else:
             return Any
 
 
-# The arguments of data modules: signatures that show all of them, and an error that names the nearest.
-#
-# The constructor of a data module takes the arguments of its base class as `**settings`, so that each argument is
-# written once. For type checkers and editors, a `TypedDict` lists their names and types. At run time the signature of a
-# class lists them with the defaults of the base class, which is what `help`, notebooks and `inspect.signature` show.
-#
-# A constructor that passes no further arguments on takes what is left as `**unknown`, for `refuse_unknown_arguments`:
-# Python's own error would name the base class.
-
-
 UNKNOWN = "unknown"  # name of the arguments that a constructor does not pass on
-
-
 ALIKE = 0.6  # least similarity of a name that a message suggests
 
 
@@ -74,18 +69,18 @@ def all_arguments(cls: type) -> dict[str, Parameter]:
     for base in cls.__mro__:
         if "__init__" not in vars(base):
             continue
-        _, *own = inspect.signature(vars(base)["__init__"]).parameters.values()
-        passed_on = [parameter for parameter in own if parameter.kind is Parameter.KEYWORD_ONLY]
+        _, *listed = inspect.signature(vars(base)["__init__"]).parameters.values()
+        passed_on = [parameter for parameter in listed if parameter.kind is Parameter.KEYWORD_ONLY]
         if not found:
-            passed_on = [parameter for parameter in own if parameter.kind is not Parameter.VAR_KEYWORD]
+            passed_on = [parameter for parameter in listed if parameter.kind is not Parameter.VAR_KEYWORD]
         for parameter in passed_on:
             found.setdefault(parameter.name, parameter)
-        if not own or own[-1].kind is not Parameter.VAR_KEYWORD or own[-1].name == UNKNOWN:
+        if not listed or listed[-1].kind is not Parameter.VAR_KEYWORD or listed[-1].name == UNKNOWN:
             break
     return found
 
 
-def refuse_unknown_arguments(cls: type, unknown: Mapping[str, Any]) -> None:
+def check_no_unknown_arguments(cls: type, unknown: Mapping[str, Any]) -> None:
     """Raise if there are arguments that no constructor of the class has, and name the nearest that one has.
 
     Args:
@@ -222,7 +217,7 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         persistent_workers: bool | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_unknown_arguments(type(self), unknown)
+        check_no_unknown_arguments(type(self), unknown)
         super().__init__()
         owner = type(self).__name__
         self.classes_per_batch = check_integer(owner, "classes_per_batch", classes_per_batch, least=1)

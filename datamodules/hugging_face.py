@@ -1,4 +1,4 @@
-"""The user's own images in a data set of Hugging Face's `datasets`: from the hub, of `save_to_disk`, or of Parquet."""
+"""The user's images in a data set of Hugging Face's `datasets`: from the hub, of `save_to_disk`, or of Parquet."""
 
 import io
 import itertools
@@ -16,10 +16,9 @@ from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageS
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.optional_packages import optional_import
 
-# Data sets in the format of Hugging Face's `datasets`: finding them, their columns, and the file of one image.
-
-
 OWNER = "HuggingFaceImages"
+_DEFAULT_TEST_FRACTION = 0.5
+_VALIDATION_NAMES = ("validation", "valid", "dev")  # that the data sets of the hub use for "val"
 
 
 def load_splits(path: str, config: str | None, revision: str | None) -> dict[str, Any]:
@@ -145,42 +144,11 @@ def values_of(dataset: Any, setting: str, name: str, split: str) -> list[Any]:
     return list(values)
 
 
-def file_of_row(dataset: Any, image_column: str, row: int, folder: Path) -> Path | BinaryIO:
-    """The encoded image of a row: its bytes, or the path of its file, which may be relative to the data set's folder.
-
-    Raises:
-        ValueError: if the row has no image.
-    """
-    image = dataset[row][image_column]
-    if image is None or (image["bytes"] is None and not image["path"]):
-        raise ValueError("the row has no image")
-    if image["bytes"] is not None:
-        return io.BytesIO(image["bytes"])
-    path = Path(image["path"])
-    if path.is_absolute() or path.exists():
-        return path
-    return folder / path
-
-
-# A dataset of images in the rows of a data set of Hugging Face.
-
-
-def row_path(split: str, row: int) -> str:
-    """What an `ImageIndex` holds as the path of an image: its split and its row."""
-    return f"{split}/{row}"
-
-
-def parse_row_path(path: str) -> tuple[str, int]:
-    """The split and the row of the image with this path."""
-    split, _, row = path.rpartition("/")
-    return split, int(row)
-
-
 class HuggingFaceSet(ImageSet):
     """An `ImageSet` whose images are rows of memory-mapped tables instead of files.
 
     Args:
-        index: labels and other annotations; its paths are made by `row_path`.
+        index: labels and other annotations; the path of an image is its split and its row, `<split>/<row>`.
         root: the data set's folder, or its name.
         transform: as for `ImageSet`.
         tables: the splits, with images that are not decoded.
@@ -203,15 +171,21 @@ class HuggingFaceSet(ImageSet):
         self.image_column = image_column
 
     def file(self, position: int) -> Path | BinaryIO:
-        """The encoded image: its bytes in memory, or the path of its file."""
-        split, row = parse_row_path(self.index.paths[position])
-        return file_of_row(self.tables[split], self.image_column, row, self.root)
+        """The encoded image: its bytes, or the path of its file, which may be relative to the data set's folder.
 
-
-_DEFAULT_TEST_FRACTION = 0.5
-
-
-_VALIDATION_NAMES = ("validation", "valid", "dev")  # that the data sets of the hub use for "val"
+        Raises:
+            ValueError: if the row has no image.
+        """
+        split, _, row = self.index.paths[position].rpartition("/")
+        image = self.tables[split][int(row)][self.image_column]
+        if image is None or (image["bytes"] is None and not image["path"]):
+            raise ValueError("the row has no image")
+        if image["bytes"] is not None:
+            return io.BytesIO(image["bytes"])
+        path = Path(image["path"])
+        if path.is_absolute() or path.exists():
+            return path
+        return self.root / path
 
 
 class HuggingFaceImages(ImageDataModule):
@@ -230,7 +204,7 @@ class HuggingFaceImages(ImageDataModule):
         label_column: the column of classes, integers or text.
         category_column: the column of coarser classes, for `sampler="category"`; None for none.
         split_names: names of the data set's splits by their use, such as `{"train": "train", "test": "validation"}`. If
-            None, all splits under their own names; `"validation"` is the split `"val"`.
+            None, all splits under their names; `"validation"` is the split `"val"`.
         test_fraction: fraction of the classes, between 0 and 1, that form the test set, whatever split they are in. If
             None, the data set's splits are used, or half of the classes if there is one split, which `split_names` does
             not name for evaluation.
@@ -277,11 +251,14 @@ class HuggingFaceImages(ImageDataModule):
         check_path(OWNER, "path", path)
         super().__init__(path, **settings)
         self.path = path
-        self.config = _checked_name("config", config)
-        self.revision = _checked_name("revision", revision)
-        self.image_column = _checked_name("image_column", image_column)
+        names = {"config": config, "revision": revision}
+        columns = {"image_column": image_column, "category_column": category_column}
+        for setting, name in {**names, **columns}.items():
+            if name is not None:
+                check_string(OWNER, setting, name)
+        self.config, self.revision = config, revision
+        self.image_column, self.category_column = image_column, category_column
         self.label_column = check_string(OWNER, "label_column", label_column)
-        self.category_column = _checked_name("category_column", category_column)
         self.split_names = _checked_split_names(split_names)
         self.test_fraction = test_fraction
         if test_fraction is not None:
@@ -290,7 +267,7 @@ class HuggingFaceImages(ImageDataModule):
 
     @cached_property
     def tables(self) -> dict[str, Any]:
-        """The data set's own splits by name, with images that are not decoded."""
+        """The splits of the data set by name, with images that are not decoded."""
         return self._tables_and_column[0]
 
     @cached_property
@@ -315,7 +292,7 @@ class HuggingFaceImages(ImageDataModule):
             labels[name] = values_of(table, "label_column", self.label_column, name)
         evaluation_only = self.split_names is not None and "train" not in self.split_names
         if self.test_fraction is None and (len(self.tables) > 1 or evaluation_only):
-            return self._own_splits(labels)
+            return self._given_splits(labels)
         classes = set[Any]().union(*labels.values())
         fraction = self.test_fraction or _DEFAULT_TEST_FRACTION
         of_test = split_by_class(OWNER, "test_fraction", list(classes), fraction, self.split_seed)
@@ -325,8 +302,8 @@ class HuggingFaceImages(ImageDataModule):
             in_train[name] = ~in_test[name]
         return {"train": self._index(in_train, labels), "test": self._index(in_test, labels)}
 
-    def _own_splits(self, labels: Mapping[str, list[Any]]) -> dict[str, ImageIndex]:
-        """The index of each of the data set's own splits."""
+    def _given_splits(self, labels: Mapping[str, list[Any]]) -> dict[str, ImageIndex]:
+        """The index of each split of the data set."""
         names = self.split_names or _splits_by_use(self.tables)
         splits = {}
         for use, name in names.items():
@@ -347,7 +324,7 @@ class HuggingFaceImages(ImageDataModule):
         classes: list[Any] = []
         categories: list[Any] = []
         for name, mask in chosen.items():
-            paths += [row_path(name, row) for row in np.flatnonzero(mask).tolist()]
+            paths += [f"{name}/{row}" for row in np.flatnonzero(mask).tolist()]
             classes += itertools.compress(labels[name], mask)
             if self.category_column is not None:
                 values = values_of(self.tables[name], "category_column", self.category_column, name)
@@ -361,12 +338,6 @@ class HuggingFaceImages(ImageDataModule):
         """The dataset of these rows."""
         tables, column = self._tables_and_column
         return HuggingFaceSet(index, self.root, transform, tables=tables, image_column=column, **self.reading)
-
-
-def _checked_name(setting: str, value: str | None) -> str | None:
-    if value is None:
-        return None
-    return check_string(OWNER, setting, value)
 
 
 def _checked_split_names(split_names: Mapping[str, str] | None) -> dict[str, str] | None:

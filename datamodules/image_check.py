@@ -1,13 +1,17 @@
-"""Reads every image of a data set before training: which cannot be read, which occur twice, and their sizes."""
+"""Checks of a data set before training, and their report.
+
+They count images and classes, look for missing files, and read every image: which cannot be read, which occur twice,
+and their sizes.
+"""
 
 import hashlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 import numpy as np
 from pytorch_lightning.callbacks.progress.tqdm_progress import Tqdm
@@ -16,9 +20,6 @@ from lightning_retrieval.checks import check_mapping, check_strings, first_line
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ImageIndex
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.preparation.decoding import truncated_images
-
-# The report of `check()` on a data set: counts of images and classes, damaged files, problems and notes.
-
 
 Count = tuple[int, int]  # images and classes
 
@@ -66,10 +67,8 @@ class DataReport:
 
     def __post_init__(self) -> None:
         check_mapping("DataReport", "splits", self.splits)
-        check_strings("DataReport", "missing_files", self.missing_files)
-        check_strings("DataReport", "problems", self.problems)
-        check_strings("DataReport", "unreadable_files", self.unreadable_files)
-        check_strings("DataReport", "notes", self.notes)
+        for name in ("missing_files", "problems", "unreadable_files", "notes"):
+            check_strings("DataReport", name, getattr(self, name))
 
     @property
     def ok(self) -> bool:
@@ -121,25 +120,6 @@ def _alternatives(published: Sequence[Count], position: int) -> str:
     return " or ".join(shown)
 
 
-# Record the warnings of a function without suppressing them.
-
-
-Result = TypeVar("Result")
-
-
-def record_warnings(read: Callable[[], Result]) -> tuple[Result, list[str]]:
-    """Call `read()`; return its result and the messages of its warnings, which are issued as usual."""
-    recorded: list[warnings.WarningMessage] = []
-    try:
-        with warnings.catch_warnings(record=True) as recorded:
-            warnings.simplefilter("always")
-            result = read()
-    finally:  # also if reading failed
-        for warning in recorded:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    return result, [str(warning.message) for warning in recorded]
-
-
 IMAGES_PER_TASK = 16  # that a thread reads before it takes the next ones
 
 
@@ -170,8 +150,8 @@ def look_for_files(report: DataReport, name: str, index: ImageIndex, root: Path)
 
 
 @dataclass
-class ImageFacts:
-    """What was found out about one image.
+class ImageFinding:
+    """What was found about one image.
 
     Args:
         size: width and height of the upright image, in its box.
@@ -195,7 +175,7 @@ class _Image:
     path: str
 
 
-def read_facts(images: ImageSet, position: int) -> ImageFacts:
+def inspect_image(images: ImageSet, position: int) -> ImageFinding:
     """Read one image."""
     file: Path | BinaryIO | None = None
     try:
@@ -204,14 +184,14 @@ def read_facts(images: ImageSet, position: int) -> ImageFacts:
     except (OSError, ValueError):  # a row without an image
         is_missing = True
     if is_missing:
-        return ImageFacts(is_missing=True)
+        return ImageFinding(is_missing=True)
     try:
         image = images.read(position)
     except Exception as error:  # the decoders do not document the types of their errors
-        return ImageFacts(error=_without_file(first_line(error), file))
+        return ImageFinding(error=_without_file(first_line(error), file))
     pixels = hashlib.blake2b(repr(image.size).encode(), digest_size=16)
     pixels.update(image.tobytes())
-    return ImageFacts(size=image.size, digest=pixels.digest())
+    return ImageFinding(size=image.size, digest=pixels.digest())
 
 
 def check_contents(report: DataReport, sets: Mapping[str, ImageSet]) -> None:
@@ -230,15 +210,15 @@ def check_contents(report: DataReport, sets: Mapping[str, ImageSet]) -> None:
     for name, images in sets.items():
         first = seen.setdefault(name, {})
         repeated: list[tuple[_Image, _Image]] = []
-        for position, facts in enumerate(_read_all(name, images)):
+        for position, found in enumerate(_read_all(name, images)):
             image = _Image(name, position, images.index.paths[position])
-            if facts.is_missing:
+            if found.is_missing:
                 report.missing_files.append(image.path)
-            elif facts.error is not None:
-                report.unreadable_files.append(f"{image.path} ({facts.error})")
+            elif found.error is not None:
+                report.unreadable_files.append(f"{image.path} ({found.error})")
             else:
-                sizes.append(facts.size)
-                other = first.setdefault(facts.digest, image)
+                sizes.append(found.size)
+                other = first.setdefault(found.digest, image)
                 if other is not image:
                     repeated.append((other, image))
         _add_repeated(report, images.index, repeated)
@@ -247,8 +227,8 @@ def check_contents(report: DataReport, sets: Mapping[str, ImageSet]) -> None:
     _add_sizes(report, sizes)
 
 
-def _read_all(name: str, images: ImageSet) -> Iterator[ImageFacts]:
-    """The facts of each image in order. Decoders and hashes run beside each other in threads."""
+def _read_all(name: str, images: ImageSet) -> Iterator[ImageFinding]:
+    """What was found about each image, in order. Decoders and hashes run beside each other in threads."""
     starts = range(0, len(images), IMAGES_PER_TASK)
     pool = ThreadPoolExecutor(_cores())
     # Pillow's setting for truncated files is one of the process: it must not change while another thread reads.
@@ -256,17 +236,17 @@ def _read_all(name: str, images: ImageSet) -> Iterator[ImageFacts]:
         warnings.simplefilter("ignore")  # of Pillow, about the metadata of single files
         progress = Tqdm(total=len(images), desc=f"Reading the images of {name}", delay=2, leave=False)
         try:
-            for facts in pool.map(lambda start: _read_some(images, start), starts):
-                progress.update(len(facts))
-                yield from facts
+            for findings in pool.map(lambda start: _read_some(images, start), starts):
+                progress.update(len(findings))
+                yield from findings
         finally:
             pool.shutdown(cancel_futures=True)
             progress.close()
 
 
-def _read_some(images: ImageSet, start: int) -> list[ImageFacts]:
+def _read_some(images: ImageSet, start: int) -> list[ImageFinding]:
     positions = range(start, min(start + IMAGES_PER_TASK, len(images)))
-    return [read_facts(images, position) for position in positions]
+    return [inspect_image(images, position) for position in positions]
 
 
 def _cores() -> int:
@@ -329,7 +309,7 @@ def _add_single_images(report: DataReport, name: str, index: ImageIndex) -> None
         example = index.names[single[0]]
     effect = "has no positive in evaluation"
     if name == "train":
-        effect = "is left out of training batches of P classes with K images"
+        effect = "is skipped in training batches of P classes with K images"
     report.notes.append(f"{len(single):,} classes of {name} have one image, such as {example!r}, which {effect}")
 
 

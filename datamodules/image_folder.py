@@ -1,4 +1,4 @@
-"""The user's own images in folders: one folder for each class."""
+"""The user's images in folders: one folder for each class, and whatever other files are among them."""
 
 import os
 import warnings
@@ -13,9 +13,6 @@ from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, split_by_class
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.preparation.decoding import image_suffixes
-
-# Find the images of classes that are stored as folders, and any other files and folders among them.
-
 
 SPLITS = ("train", "test")
 

@@ -1,10 +1,16 @@
-"""The list of a data set's images as arrays, and the division of its classes between two sets."""
+"""The list of a data set's images as arrays, how its classes are numbered and split between sets, and its cache.
+
+The cache is a file for each combination of sources and settings, so that the lists of a large data set are read once.
+"""
 
 import hashlib
+import json
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,10 +18,19 @@ from numpy.typing import NDArray
 from lightning_retrieval.checks import LARGEST_INTEGER, check_finite_number, check_strings
 from lightning_retrieval.datamodules.item_seeds import all_different, as_array
 from lightning_retrieval.datamodules.table_file import ListLines, leaves_root
+from lightning_retrieval.files import new_file
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.ranking.labels import Role
 
-# The arguments of an `ImageIndex` as arrays of the right type and shape.
+# The roles of an image in evaluation. A distractor is ranked, but relevant to no query.
+ROLES = {"query": Role.QUERY, "gallery": Role.GALLERY, "both": Role.BOTH, "distractor": Role.GALLERY}
+DISTRACTOR = -1  # the label of distractors
+CACHE_VERSION = 4  # of the file format
+
+_NOT_NORMALIZED = re.compile(r"(^|/)\./|//|/\.?$")  # parts that allow several spellings of one path
+_COLUMNS = ("labels", "categories", "levels", "boxes", "roles", "instances", "cameras")
+
+Result = TypeVar("Result")
 
 
 def packed(name: str, strings: PackedStrings | Sequence[str]) -> PackedStrings:
@@ -93,9 +108,6 @@ def check_lines(lines: Any) -> ListLines | None:
     return lines
 
 
-# Classes of images: numbering them, and splitting them between two sets.
-
-
 def class_numbers(originals: Sequence[Any] | NDArray[Any]) -> tuple[NDArray[np.int64], list[str]]:
     """Number classes 0, 1, ... in the order of their sorted original ids.
 
@@ -146,19 +158,6 @@ def check_test_fraction(owner: str, test_fraction: float) -> float:
     return fraction
 
 
-# The roles of an image in evaluation. A distractor is ranked, but relevant to no query.
-ROLES = {"query": Role.QUERY, "gallery": Role.GALLERY, "both": Role.BOTH, "distractor": Role.GALLERY}
-
-
-DISTRACTOR = -1  # the label of distractors
-
-
-_NOT_NORMALIZED = re.compile(r"(^|/)\./|//|/\.?$")  # parts that allow several spellings of one path
-
-
-_COLUMNS = ("labels", "categories", "levels", "boxes", "roles", "instances", "cameras")
-
-
 def digest_of_arrays(arrays: Mapping[str, NDArray[Any]]) -> str:
     """A hash of the names, types and values of arrays, the same in each process and on each machine."""
     digest = hashlib.blake2b(digest_size=16)
@@ -182,10 +181,9 @@ class ImageIndex:
         instances: what each image shows, any integers. In evaluation the embeddings of the images of one instance, such
             as the frames of a video, are averaged and count as one. If None, each image counts by itself.
         cameras: the camera or the sequence that each image is from, any integers. In evaluation, images of the query's
-            own class and camera are not in its list, as in Market-1501. If None, only the query itself is not.
+            class and camera are not in its list, as in Market-1501. If None, only the query itself is not.
         names: names of the classes, in the order of the labels 0, 1, ...; or None.
-        lines: the lines of the list that the images were read from, a `files.lists.ListLines`, for error messages; or
-            None.
+        lines: the lines of the list that the images were read from, a `ListLines`, for error messages; or None.
 
     Raises:
         TypeError: if `paths` or `names` is no sequence of strings, labels, categories, levels, boxes, roles, instances
@@ -324,7 +322,7 @@ def _check_lengths(index: ImageIndex) -> None:
 
 
 def _seem_regular(paths: PackedStrings) -> bool:
-    """Whether no path can be one that `_check_paths` refuses; quick, as it looks at all of them at once."""
+    """Whether `_check_paths` would accept each path; quick, as it looks at all of them at once."""
     lengths = np.diff(paths.ends, prepend=0)
     if not lengths.all():
         return False
@@ -420,3 +418,130 @@ def _check_instances(index: ImageIndex) -> None:
                 f"instance {index.instances[first]} ({index.paths[first]} and {index.paths[second]})"
                 f"{index.where(first, second)}."
             )
+
+
+# The cache of the indexes of a data set.
+
+
+def record_warnings(read: Callable[[], Result]) -> tuple[Result, list[str]]:
+    """Call `read()`; return its result and the messages of its warnings, which are issued as usual."""
+    recorded: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as recorded:
+            warnings.simplefilter("always")
+            result = read()
+    finally:  # also if reading failed
+        for warning in recorded:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    return result, [str(warning.message) for warning in recorded]
+
+
+def read_cached(
+    read: Callable[[], Mapping[str, ImageIndex]],
+    sources: Sequence[Path],
+    settings: Any,
+    folder: Path,
+    *,
+    root: Path | None = None,
+    owner: str = "ImageDataModule",
+) -> dict[str, ImageIndex]:
+    """Return the result of `read()` and issue its warnings, from the cache if sources and settings are unchanged.
+
+    If the result cannot be written to the cache, a warning is issued.
+
+    Args:
+        read: reads the index of each split.
+        sources: the files that it reads; a change of their size or modification time invalidates the cache.
+        settings: plain values; a change of them invalidates the cache, too.
+        folder: the folder of the cache, which is created if it does not exist. If a file in it is damaged, a warning is
+            issued and the file is replaced.
+        root: the folder that the paths of the images are relative to. If none of the images that are looked for there
+            exists, the images were moved, for example to another accepted directory structure, and are read again.
+            Not looked for if None.
+        owner: prefix of error messages and warnings.
+
+    Raises:
+        ValueError: if `folder` is a file or is inside one.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(
+            f"{owner}: `cache_dir` must be a folder or a path where one can be created, got {folder} "
+            f"({error.strerror})."
+        ) from None
+    except OSError as error:
+        _warn_of_failure(owner, folder, error)
+        return dict(read())
+    file = folder / f"index-{_key(sources, settings)}.npz"
+    if file.exists():
+        loaded = _load(owner, file)
+        if loaded is not None and not _were_moved(loaded[0], root):
+            splits, messages = loaded
+            for message in messages:
+                warnings.warn(message, stacklevel=2)
+            return splits
+    result, messages_now = record_warnings(lambda: dict(read()))
+    try:
+        _save(file, result, messages_now)
+    except OSError as error:
+        _warn_of_failure(owner, folder, error)
+    return result
+
+
+def _warn_of_failure(owner: str, folder: Path, error: OSError) -> None:
+    warnings.warn(
+        f"{owner}: the index of the images is not stored, because `cache_dir` cannot be written, got {folder} "
+        f"({error.strerror}).",
+        stacklevel=4,
+    )
+
+
+def _were_moved(splits: Mapping[str, ImageIndex], root: Path | None) -> bool:
+    """Whether, in a split, neither the first image nor the middle one nor the last one exists."""
+    if root is None:
+        return False
+    for index in splits.values():
+        positions = (0, len(index) // 2, len(index) - 1)
+        if not any((root / index.paths[position]).is_file() for position in positions):
+            return True
+    return False
+
+
+def _key(sources: Sequence[Path], settings: Any) -> str:
+    stats: list[tuple[str, int, int]] = []
+    for path in sources:
+        stat = path.stat()
+        stats.append((str(path), stat.st_size, stat.st_mtime_ns))
+    content = json.dumps([CACHE_VERSION, stats, settings], default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:24]
+
+
+def _save(file: Path, splits: Mapping[str, ImageIndex], messages: Sequence[str]) -> None:
+    packed_messages = PackedStrings(messages)
+    arrays: dict[str, Any] = {"warnings": packed_messages.data, "warning_ends": packed_messages.ends}
+    for split, index in splits.items():
+        for name, array in index.arrays().items():
+            arrays[f"{split}/{name}"] = array
+    with new_file(file) as stream:
+        np.savez(stream, **arrays)
+
+
+def _load(owner: str, file: Path) -> tuple[dict[str, ImageIndex], PackedStrings] | None:
+    """The splits and the warnings that a file of the cache holds; None if the file is damaged."""
+    arrays_of_split: dict[str, dict[str, NDArray[Any]]] = {}
+    try:
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+            for key in arrays.files:
+                split, _, name = key.rpartition("/")
+                arrays_of_split.setdefault(split, {})[name] = arrays[key]
+        unnamed = arrays_of_split.pop("")
+        messages = PackedStrings.from_arrays(unnamed["warnings"], unnamed["warning_ends"])
+        splits = {split: ImageIndex.from_arrays(parts) for split, parts in arrays_of_split.items()}
+    except Exception as error:  # zipfile and NumPy do not document the types of their errors
+        warnings.warn(
+            f"{owner}: the lists are read again because the cache file {file} is damaged ({error!r}).",
+            stacklevel=3,
+        )
+        return None
+    return splits, messages

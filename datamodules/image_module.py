@@ -1,4 +1,7 @@
-"""The base class of the data modules that read image files: splits, transforms, and the check of a data set's files."""
+"""The base class of the data modules that read image files: splits, transforms, and checks of a data set.
+
+No class and no image may be used for training and for evaluation, and all processes must have the same images.
+"""
 
 import warnings
 from abc import abstractmethod
@@ -24,11 +27,9 @@ from lightning_retrieval.datamodules.image_check import (
     check_contents,
     count_images_and_classes,
     look_for_files,
-    record_warnings,
 )
-from lightning_retrieval.datamodules.image_index import ImageIndex, split_by_class
+from lightning_retrieval.datamodules.image_index import ImageIndex, read_cached, record_warnings, split_by_class
 from lightning_retrieval.datamodules.image_set import ImageSet, OnError
-from lightning_retrieval.datamodules.index_cache import read_cached
 from lightning_retrieval.datamodules.loader import RetrievalDataLoader
 from lightning_retrieval.distributed import together, world_size
 from lightning_retrieval.models import Preparation
@@ -36,8 +37,6 @@ from lightning_retrieval.preparation.of_run import CurrentTransform, RunPreparat
 from lightning_retrieval.preparation.pixels import Interpolation
 from lightning_retrieval.preparation.serialised import Transform
 from lightning_retrieval.preparation.training_transforms import PAPER_NAMES, PaperName
-
-# Checks that no class and no image is used for training and for evaluation.
 
 
 def check_no_shared_classes(owner: str, splits: Mapping[str, ImageIndex]) -> None:
@@ -349,7 +348,7 @@ class ImageDataModule(RetrievalDataModule):
         }
 
     def image_set(self, index: ImageIndex, transform: Transform) -> ImageSet:
-        """Create a dataset of images. Override this method for images that are not in files of their own.
+        """Create a dataset of images. Override this method for images that are not in separate files.
 
         Args:
             index: the images.
@@ -358,7 +357,7 @@ class ImageDataModule(RetrievalDataModule):
         return ImageSet(index, self.root, transform, **self.reading)
 
     def evaluation_set(self, name: str, index: ImageIndex) -> ImageSet:
-        """Create the dataset of an evaluation split. Override this method for a split with its own protocol.
+        """Create the dataset of an evaluation split. Override this method for a split with another protocol.
 
         The method `metrics(ks, **settings)` of the `ImageSet` that it returns creates the metrics of this protocol.
         """
@@ -433,7 +432,7 @@ class ImageDataModule(RetrievalDataModule):
     def check(self) -> DataReport:
         """Check the data set's files before training: compare the published counts, and look for missing files.
 
-        For the user's own images (`reads_in_check`) each is read, which takes about as long as the images of an epoch:
+        For the user's images (`reads_in_check`) each is read, which takes about as long as the images of an epoch:
         the report then has files that cannot be decoded, images that occur twice or in training and evaluation, classes
         with one image, and the sizes.
         """

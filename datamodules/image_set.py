@@ -28,17 +28,10 @@ from lightning_retrieval.preparation.of_run import UNNORMALIZED
 from lightning_retrieval.preparation.pixels import Pixels, Size, check_colour
 
 OnError = Literal["raise", "skip"]
-
-
 Decoded = TypeVar("Decoded")
-
-
 Self = TypeVar("Self", bound="ImageSet")
 
-
 _FOR_METRICS = ("roles", "instances", "cameras")  # columns of the index that items have, too
-
-
 PLACEHOLDER_SIZE = (224, 224)  # pixels of the black image that replaces an evaluation batch without a readable image
 
 
@@ -172,8 +165,8 @@ class ImageSet(Dataset[dict[str, Any]]):
     def input_of_transform(self, position: int) -> Image.Image | Pixels:
         """The image before the transform: that of `read`, or its pixels (3, height, width) if the transform takes them.
 
-        JPEGs are decoded at a reduced scale if the transform has a `least_size`. In a subclass with a method `read` of
-        its own, it is what that returns.
+        JPEGs are decoded at a reduced scale if the transform has a `least_size`. In a subclass that overrides `read`,
+        it is what that returns.
         """
         if type(self).read is not ImageSet.read:
             return self.read(position)
@@ -197,7 +190,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         )
 
     def transformed(self, image: Image.Image | Pixels) -> Any:
-        """The transformed image, in a set in uint8 before it is normalised."""
+        """The transformed image; before it is normalised if the set is one of `in_uint8`."""
         to_uint8 = self._to_uint8()
         if to_uint8 is not None:
             return to_uint8(image)
@@ -229,7 +222,7 @@ class ImageSet(Dataset[dict[str, Any]]):
         return torch.from_numpy(targets)[position]
 
     def _skipped_item(self, position: int, *, in_training: bool) -> dict[str, Any]:
-        """In evaluation a black image that does not count: it has no role, and is an instance of its own."""
+        """In evaluation a black image that does not count: it has no role, and is a separate instance."""
         path = str(self.root / self.index.paths[position])
         if in_training:
             return {"skipped": path}

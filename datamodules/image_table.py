@@ -1,4 +1,7 @@
-"""The user's own images in a table: CSV or Parquet, with labels and, optionally, splits, roles and boxes."""
+"""The user's images in a table: CSV or Parquet, with labels and, optionally, splits, roles and boxes.
+
+The columns are read as text, then converted to arrays, and each value is checked.
+"""
 
 import itertools
 import re
@@ -22,9 +25,6 @@ from lightning_retrieval.datamodules.image_index import (
 )
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.table_file import TextTable, find_file, leaves_root, normalized_path, read_table
-
-# Convert the text columns of a table of images to arrays, and check each value.
-
 
 WHOLE_IMAGE = (0, 0, 2**31 - 1, 2**31 - 1)  # the box of an image without one, because boxes are cropped to the image
 
@@ -202,25 +202,17 @@ class ImageRows:
         known = chosen & ~self.distractors
         labels = np.full(len(self.images), DISTRACTOR)
         labels[known], names = class_numbers(self.labels[known])
-        roles = self.roles
-        if name == "train":
-            roles = None
-        return ImageIndex(
-            list(itertools.compress(self.images, chosen.tolist())),
-            labels[chosen],
-            categories=_chosen_rows(self.categories, chosen),
-            boxes=_chosen_rows(self.boxes, chosen),
-            roles=_chosen_rows(roles, chosen),
-            cameras=_chosen_rows(self.cameras, chosen),
-            names=names,
-            lines=self.table.lines_of(np.flatnonzero(chosen)),
-        )
-
-
-def _chosen_rows(values: NDArray[Any] | None, chosen: NDArray[np.bool_]) -> NDArray[Any] | None:
-    if values is None:
-        return None
-    return values[chosen]
+        columns: dict[str, NDArray[Any] | None] = {
+            "categories": self.categories,
+            "boxes": self.boxes,
+            "cameras": self.cameras,
+        }
+        if name != "train":
+            columns["roles"] = self.roles
+        paths = list(itertools.compress(self.images, chosen.tolist()))
+        lines = self.table.lines_of(np.flatnonzero(chosen))
+        of_split = {column: values[chosen] for column, values in columns.items() if values is not None}
+        return ImageIndex(paths, labels[chosen], names=names, lines=lines, **of_split)
 
 
 class ImageTable(ImageDataModule):

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from lightning_retrieval.checks import LARGEST_INTEGER, check_integer, check_tensor, is_integer
 
-# Numbers that users give as a tensor, an array or a sequence, as an array.
-
 
 def as_array(owner: str, name: str, values: Any) -> NDArray[Any]:
     """The values as an array, whatever they are; the caller checks type and shape.

@@ -1,4 +1,8 @@
-"""The data loader for training, which gives each rank its shard of every global batch."""
+"""The data loader for training, which gives each rank its shard of every global batch.
+
+Lightning leaves a data loader unchanged, and calls `set_epoch`, if `loader.sampler` is a `DistributedSampler`.
+Therefore the batch sampler here is a `DistributedSampler`, one that yields batches.
+"""
 
 import itertools
 import warnings
@@ -15,11 +19,6 @@ from lightning_retrieval.checks import check_bool, check_instance, check_integer
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, augmentation_seeds
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers
 from lightning_retrieval.distributed import rank, world_size
-
-# The shard of each global batch that one rank loads.
-#
-# Lightning leaves a data loader unchanged, and calls `set_epoch`, if `loader.sampler` is a `DistributedSampler`.
-# Therefore the class here is a `DistributedSampler`, one that yields whole batches.
 
 
 def shard_bounds(size: int, shard: int, shards: int) -> tuple[int, int]:
@@ -103,8 +102,8 @@ def resume_position(trainer: pl.Trainer) -> dict[str, int]:
     """The position at which the trainer's run continues: `epoch` and `start` of a `RetrievalDataLoader`.
 
     It is exact for every checkpoint of Lightning. If the checkpoint was written because a step failed, the batch of
-    that step is repeated. `RetrievalDataModule` calls this function; call it if you create the loader in a
-    `train_dataloader` hook of your own.
+    that step is repeated. `RetrievalDataModule` calls this function; call it if you create the loader in another
+    `train_dataloader` hook.
 
     Args:
         trainer: a trainer that is fitting and has restored its checkpoint (if any), as is the case in the hook
@@ -250,7 +249,7 @@ class RetrievalDataLoader(DataLoader[Any]):
         True
 
     Relations:
-        `len` is the number of batches of a whole epoch on every rank, even if the epoch begins at `start`: Lightning
+        `len` is the number of batches of a full epoch on every rank, even if the epoch begins at `start`: Lightning
         counts the batches before it. Lightning saves and restores the position with `state_dict` and
         `load_state_dict`, which continue after the last batch that the loader returned. A checkpoint written when a
         step failed needs that batch again; `resume_position` takes this into account. For evaluation use plain

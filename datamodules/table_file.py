@@ -1,4 +1,7 @@
-"""Read the columns of a table of images in a CSV or Parquet file, as text."""
+"""The files that list the images of data sets: found below the root, and read as text; errors name file and line.
+
+They are lists of fields separated by whitespace, CSV files, and tables of images in CSV or Parquet.
+"""
 
 import csv
 import math
@@ -15,41 +18,10 @@ from numpy.typing import NDArray
 from lightning_retrieval.datamodules.item_seeds import all_different
 from lightning_retrieval.optional_packages import optional_import
 
-# Read the lists of data sets; errors name the file and the line.
-
-
 MAX_SHOWN = 5  # line numbers in a message
-
+LARGEST_PIXEL = 2**31  # what boxes of 32 bits cannot hold
 
 _OUTSIDE_ROOT = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")  # an absolute path, or a part `..`
-
-
-@dataclass(frozen=True)
-class ListLines:
-    """Which line of a list each image was read from, for error messages.
-
-    Args:
-        owner: name of the data set's class.
-        path: the list.
-        rows: the position of each image's line among the lines that are not blank, after the skipped ones; if None, the
-            images are in the order of the lines.
-        skip: number of lines that are not blank before the first image.
-    """
-
-    owner: str
-    path: Path
-    rows: Sequence[int] | NDArray[np.intp] | None = None
-    skip: int = 0
-
-    def where(self, image: int) -> str:
-        """The line of the image at a position, and the list."""
-        return f"line {line_number(self.path, self.row(image) + self.skip)} of {self.path}"
-
-    def row(self, image: int) -> int:
-        """The position of an image's line among the lines that are not blank, after the skipped ones."""
-        if self.rows is None:
-            return image
-        return int(self.rows[image])
 
 
 def leaves_root(path: str) -> bool:
@@ -57,185 +29,237 @@ def leaves_root(path: str) -> bool:
     return _OUTSIDE_ROOT.search(path) is not None
 
 
-def read_lines(owner: str, path: Path) -> Iterator[str]:
-    """Yield the lines of a text file in UTF-8 with their line endings, without a leading byte order mark.
+def normalized_path(path: str) -> str:
+    """Return a relative path without `./` and `//`; `..` is kept, so that it can be rejected."""
+    if not path or ".." in path.split("/"):
+        return path
+    return posixpath.normpath(path)
+
+
+def join_paths(folder: str, names: Iterable[str], suffix: str = "") -> list[str]:
+    """Return the paths of the files with these names in a folder."""
+    return [f"{folder}/{name}{suffix}" for name in names]
+
+
+def find_missing(wanted: Iterable[str], found: Container[str]) -> list[str]:
+    """Return what is wanted and not found, in its order."""
+    return [name for name in wanted if name not in found]
+
+
+@dataclass(frozen=True)
+class ListFile:
+    """A text file in UTF-8 that lists images. Its errors name the data set, the file and the line.
+
+    A position counts the lines that are not blank, from 0.
 
     Args:
-        owner: prefix of error messages.
+        owner: name of the data set's class, the prefix of error messages.
         path: the file.
-
-    Raises:
-        ValueError: if the path is a folder, or a line is not in UTF-8; the message has the line's number.
     """
-    if path.is_dir():
-        raise ValueError(f"{owner}: {path} must be a text file, got a folder.")
-    encoding = "utf-8-sig"
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                text = line.decode(encoding)
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{owner}: {path} must be text in UTF-8, got the byte {line[error.start]:#x} in line {number}; "
-                    "save it as UTF-8."
-                ) from None
-            yield text
-            encoding = "utf-8"  # only the first line may begin with a byte order mark
 
+    owner: str
+    path: Path
 
-def read_rows(
-    owner: str,
-    path: Path,
-    fields: int,
-    *,
-    header: Sequence[str] | None = None,
-    skip: int = 0,
-    more: bool = False,
-) -> Iterator[list[str]]:
-    """Yield the fields, separated by whitespace, of each line that is not blank.
+    def error(self, problem: str, position: int | None = None) -> ValueError:
+        """An error with this problem, which is in the line at a position if one is given."""
+        if position is not None:
+            problem += f" in {self.where(position)}"
+        return ValueError(f"{self.owner}: {problem}.")
 
-    Args:
-        owner: prefix of error messages.
-        path: a text file in UTF-8.
-        fields: number of fields that each line must have.
-        header: the fields of the header, which is the first line after the skipped ones; None if there is no header.
-        skip: number of lines before the header that are skipped.
-        more: whether a line may have more fields.
+    def where(self, position: int) -> str:
+        """The line at a position, and the file, for an error message."""
+        return f"line {self.line_number(position)} of {self.path}"
 
-    Raises:
-        ValueError: if the file is not in UTF-8, the header differs, or lines have a different number of fields; the
-            message has their line numbers.
-    """
-    invalid_lines: list[int] = []
-    for number, line in enumerate(read_lines(owner, path), 1):
-        if number <= skip:
-            continue
-        row = line.split()
-        if header is not None and number == skip + 1:
-            if row != list(header):
-                raise ValueError(
-                    f"{owner}: line {number} of {path} must be the header {' '.join(header)!r}, got {line.strip()!r}."
+    def line_number(self, position: int) -> int:
+        """The number of the line at a position."""
+        not_blank = 0
+        for number, line in enumerate(self.lines(), 1):
+            if line.strip():
+                not_blank += 1
+            if not_blank > position:
+                return number
+        raise IndexError(f"{self.path} has {not_blank} lines that are not blank, so there is none at {position}")
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines with their line endings, without a leading byte order mark.
+
+        Raises:
+            ValueError: if the path is a folder, or a line is not in UTF-8.
+        """
+        if self.path.is_dir():
+            raise self.error(f"{self.path} must be a text file, got a folder")
+        encoding = "utf-8-sig"
+        with self.path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    text = line.decode(encoding)
+                except UnicodeDecodeError as error:
+                    raise self.error(
+                        f"{self.path} must be text in UTF-8, got the byte {line[error.start]:#x} in line {number}; "
+                        "save it as UTF-8"
+                    ) from None
+                yield text
+                encoding = "utf-8"  # only the first line may begin with a byte order mark
+
+    def rows(
+        self, fields: int, *, header: Sequence[str] | None = None, skip: int = 0, more: bool = False
+    ) -> Iterator[list[str]]:
+        """Yield the fields, separated by whitespace, of each line that is not blank.
+
+        Args:
+            fields: number of fields that each line must have.
+            header: the fields of the header, which is the first line after the skipped ones; None if there is none.
+            skip: number of lines before the header that are skipped.
+            more: whether a line may have more fields.
+
+        Raises:
+            ValueError: if the header differs, or lines have a different number of fields.
+        """
+        invalid_lines: list[int] = []
+        for number, line in enumerate(self.lines(), 1):
+            if number <= skip:
+                continue
+            row = line.split()
+            if header is not None and number == skip + 1:
+                if row != list(header):
+                    wanted = " ".join(header)
+                    raise self.error(
+                        f"line {number} of {self.path} must be the header {wanted!r}, got {line.strip()!r}"
+                    )
+                continue
+            if not row:
+                continue
+            has_excess = len(row) > fields and not more
+            if len(row) < fields or has_excess:
+                invalid_lines.append(number)
+            elif not invalid_lines:
+                yield row
+        self._check_no_invalid_lines(fields, invalid_lines)
+
+    def columns(self, fields: int, *, header: Sequence[str] | None = None, skip: int = 0) -> list[list[str]]:
+        """The columns of `rows`: for each of the fields, the values of all lines."""
+        columns: list[list[str]] = []
+        for _ in range(fields):
+            columns.append([])
+        for row in self.rows(fields, header=header, skip=skip):
+            for column, value in zip(columns, row):
+                column.append(value)
+        return columns
+
+    def csv_rows(self) -> Iterator[tuple[list[str], int]]:
+        """Yield the fields of each row of a CSV file that is not blank, the header first, and the row's last line.
+
+        Raises:
+            ValueError: if the file is not CSV.
+        """
+        reader = csv.reader(self.lines(), skipinitialspace=True)
+        try:
+            for row in reader:
+                if row:
+                    yield row, reader.line_num
+        except csv.Error as error:
+            raise self.error(f"{self.path} must be a CSV file, got {error} in line {reader.line_num}") from None
+
+    def csv_columns(self, columns: Sequence[str]) -> Iterator[tuple[tuple[str, ...], int]]:
+        """Yield the fields of the named columns of each row of a CSV file, and the row's line number.
+
+        Args:
+            columns: names of the columns, in the order in which they are returned; the file may have others.
+
+        Raises:
+            ValueError: if the header lacks a column, or rows end before a column.
+        """
+        rows = self.csv_rows()
+        header = read_csv_header(rows)
+        missing = find_missing(columns, header)
+        if missing:
+            raise self.error(
+                f"line 1 of {self.path} must name the columns {', '.join(columns)}, separated by commas, got "
+                f"{','.join(header)!r}, which lacks {', '.join(missing)}"
+            )
+        positions = list(map(header.index, columns))
+        required = max(positions) + 1
+        invalid_lines: list[int] = []
+        for row, line in rows:
+            if len(row) < required:
+                invalid_lines.append(line)
+            elif not invalid_lines:
+                yield tuple(row[position].strip() for position in positions), line
+        self._check_no_invalid_lines(required, invalid_lines)
+
+    def _check_no_invalid_lines(self, fields: int, invalid_lines: Sequence[int]) -> None:
+        if not invalid_lines:
+            return
+        numbers = ", ".join(map(str, invalid_lines[:MAX_SHOWN]))
+        if len(invalid_lines) > MAX_SHOWN:
+            numbers += ", ..."
+        raise self.error(
+            f"each line of {self.path} must have {fields} fields, got {len(invalid_lines)} with a different number of "
+            f"fields (line {numbers})"
+        )
+
+    def integers(self, column: str, values: Sequence[str], bits: int = 64) -> list[int]:
+        """Convert the fields of a column to integers.
+
+        Args:
+            column: name of the column, for the message.
+            values: the fields.
+            bits: number of bits that each integer must fit into, as a signed number.
+
+        Raises:
+            ValueError: if a field is not such an integer.
+        """
+        try:
+            numbers = list(map(int, values))
+            smallest, largest = min(numbers, default=0), max(numbers, default=0)
+            if _fits(smallest, bits) and _fits(largest, bits):
+                return numbers
+        except ValueError:
+            pass
+        invalid = next(value for value in values if not _fits(value, bits))
+        shown = repr(invalid)
+        if len(invalid) > 40:
+            shown = f"{invalid[:40]!r}..."
+        where = ""
+        for number, line in enumerate(self.lines(), 1):
+            if invalid in line.split():
+                where = f" in line {number}"
+                break
+        raise self.error(f"`{column}` must be integers in {self.path}, got {shown}{where}")
+
+    def check_unique(self, column: str, values: Sequence[object], *, skip: int = 0) -> None:
+        """Check that no value of a column occurs twice.
+
+        Args:
+            column: name of the column, for the message.
+            values: the values, one from each line that is not blank.
+            skip: number of lines that are not blank before the first value.
+
+        Raises:
+            ValueError: if a value occurs twice; the message has both line numbers.
+        """
+        hashes = np.fromiter(map(hash, values), np.int64, len(values))  # a set of millions of paths takes much memory
+        if all_different(hashes):
+            return
+        first_with: dict[object, int] = {}
+        for position, value in enumerate(values):
+            first = first_with.setdefault(value, position)
+            if first != position:
+                raise self.error(
+                    f"`{column}` must be different in each line of {self.path}, got {value!r} twice, in lines "
+                    f"{self.line_number(skip + first)} and {self.line_number(skip + position)}"
                 )
-            continue
-        if not row:
-            continue
-        has_excess = len(row) > fields and not more
-        if len(row) < fields or has_excess:
-            invalid_lines.append(number)
-        elif not invalid_lines:
-            yield row
-    _check_no_invalid_lines(owner, path, fields, invalid_lines)
 
-
-def read_columns(
-    owner: str, path: Path, fields: int, *, header: Sequence[str] | None = None, skip: int = 0
-) -> list[list[str]]:
-    """Return the columns of a list: for each of the fields, the values of all lines. Arguments as in `read_rows`."""
-    columns: list[list[str]] = []
-    for _ in range(fields):
-        columns.append([])
-    for row in read_rows(owner, path, fields, header=header, skip=skip):
-        for column, value in zip(columns, row):
-            column.append(value)
-    return columns
-
-
-def read_csv_rows(owner: str, path: Path) -> Iterator[tuple[list[str], int]]:
-    """Yield the fields of each row of a CSV file that is not blank, the header first, and the row's last line number.
-
-    Args:
-        owner: prefix of error messages.
-        path: a CSV file in UTF-8.
-
-    Raises:
-        ValueError: if the file is not in UTF-8 or not CSV.
-    """
-    reader = csv.reader(read_lines(owner, path), skipinitialspace=True)
-    try:
-        for row in reader:
-            if row:
-                yield row, reader.line_num
-    except csv.Error as error:
-        raise ValueError(f"{owner}: {path} must be a CSV file, got {error} in line {reader.line_num}.") from None
+    def check_not_empty(self, split: str, rows: Sized) -> None:
+        """Check that a split has images; raise a ValueError otherwise."""
+        if len(rows) == 0:
+            raise self.error(f"the split {split!r} must have at least one image, got none in {self.path}")
 
 
 def read_csv_header(rows: Iterator[tuple[list[str], int]]) -> list[str]:
-    """Take the first row of `read_csv_rows` and return the names of the columns; empty if there is no row."""
+    """Take the first row of `ListFile.csv_rows` and return the names of the columns; empty if there is no row."""
     first_row, _ = next(rows, ([], 1))
     return list(map(str.strip, first_row))
-
-
-def read_csv_columns(owner: str, path: Path, columns: Sequence[str]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Yield the fields of the named columns of each row of a CSV file, and the row's line number.
-
-    Args:
-        owner: prefix of error messages.
-        path: a CSV file in UTF-8, with a header.
-        columns: names of the columns, in the order in which they are returned; the file may have others.
-
-    Raises:
-        ValueError: if the header lacks a column, or rows end before a column; the message has their line numbers.
-    """
-    rows = read_csv_rows(owner, path)
-    header = read_csv_header(rows)
-    missing = find_missing(columns, header)
-    if missing:
-        raise ValueError(
-            f"{owner}: line 1 of {path} must name the columns {', '.join(columns)}, separated by commas, got "
-            f"{','.join(header)!r}, which lacks {', '.join(missing)}."
-        )
-    positions = list(map(header.index, columns))
-    required = max(positions) + 1
-    invalid_lines: list[int] = []
-    for row, line in rows:
-        if len(row) < required:
-            invalid_lines.append(line)
-        elif not invalid_lines:
-            yield tuple(row[position].strip() for position in positions), line
-    _check_no_invalid_lines(owner, path, required, invalid_lines)
-
-
-def _check_no_invalid_lines(owner: str, path: Path, fields: int, invalid_lines: Sequence[int]) -> None:
-    if not invalid_lines:
-        return
-    numbers = ", ".join(map(str, invalid_lines[:MAX_SHOWN]))
-    if len(invalid_lines) > MAX_SHOWN:
-        numbers += ", ..."
-    raise ValueError(
-        f"{owner}: each line of {path} must have {fields} fields, got {len(invalid_lines)} with a different number of "
-        f"fields (line {numbers})."
-    )
-
-
-def parse_integers(owner: str, path: Path, column: str, values: Sequence[str], bits: int = 64) -> list[int]:
-    """Convert the fields of a column to integers.
-
-    Args:
-        owner: prefix of error messages.
-        path: the file that the fields come from.
-        column: name of the column, for the message.
-        values: the fields.
-        bits: number of bits that each integer must fit into, as a signed number.
-
-    Raises:
-        ValueError: if a field is not such an integer; the message has the file, the column and the line number.
-    """
-    try:
-        numbers = list(map(int, values))
-        smallest, largest = min(numbers, default=0), max(numbers, default=0)
-        if _fits(smallest, bits) and _fits(largest, bits):
-            return numbers
-    except ValueError:
-        pass
-    invalid = _first_invalid_integer(values, bits)
-    where = ""
-    number = _number_of_line_with(path, invalid)
-    if number is not None:
-        where = f" in line {number}"
-    shown = repr(invalid)
-    if len(invalid) > 40:
-        shown = f"{invalid[:40]!r}..."
-    raise ValueError(f"{owner}: `{column}` must be integers in {path}, got {shown}{where}.")
 
 
 def _fits(value: int | str, bits: int) -> bool:
@@ -246,87 +270,52 @@ def _fits(value: int | str, bits: int) -> bool:
         return False
 
 
-def _first_invalid_integer(values: Sequence[str], bits: int) -> str:
-    position = 0
-    while _fits(values[position], bits):
-        position += 1
-    return values[position]
-
-
-def _number_of_line_with(path: Path, value: str) -> int | None:
-    with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
-            if value in line.split():
-                return number
-    return None
-
-
-def normalized_path(path: str) -> str:
-    """Return a relative path without `./` and `//`; `..` is kept, so that it can be rejected."""
-    if not path or ".." in path.split("/"):
-        return path
-    return posixpath.normpath(path)
-
-
-def find_missing(wanted: Iterable[str], found: Container[str]) -> list[str]:
-    """Return what is wanted and not found, in its order."""
-    return [name for name in wanted if name not in found]
-
-
-def join_paths(folder: str, names: Iterable[str], suffix: str = "") -> list[str]:
-    """Return the paths of the files with these names in a folder."""
-    return [f"{folder}/{name}{suffix}" for name in names]
-
-
-def check_unique(owner: str, path: Path, column: str, values: Sequence[object], *, skip: int = 0) -> None:
-    """Check that no value of a column occurs twice.
+@dataclass(frozen=True)
+class ListLines:
+    """Which line of a list each image was read from, for error messages.
 
     Args:
-        owner: prefix of error messages.
-        path: the file that the values come from, one from each line that is not blank.
-        column: name of the column, for the message.
-        values: the values.
-        skip: number of lines that are not blank before the first value.
-
-    Raises:
-        ValueError: if a value occurs twice; the message has both line numbers.
+        file: the list.
+        rows: the position of each image's line among the lines that are not blank, after the skipped ones; if None, the
+            images are in the order of the lines.
+        skip: number of lines that are not blank before the first image.
     """
-    hashes = np.fromiter(map(hash, values), np.int64, len(values))  # a set of millions of paths takes much memory
-    if all_different(hashes):
-        return
-    first_with: dict[object, int] = {}
-    for position, value in enumerate(values):
-        first = first_with.setdefault(value, position)
-        if first != position:
-            lines = f"lines {line_number(path, skip + first)} and {line_number(path, skip + position)}"
-            raise ValueError(
-                f"{owner}: `{column}` must be different in each line of {path}, got {value!r} twice, in {lines}."
-            )
+
+    file: ListFile
+    rows: Sequence[int] | NDArray[np.intp] | None = None
+    skip: int = 0
+
+    @property
+    def owner(self) -> str:
+        """The prefix of error messages."""
+        return self.file.owner
+
+    def where(self, image: int) -> str:
+        """The line of the image at a position, and the list."""
+        return self.file.where(self.row(image) + self.skip)
+
+    def row(self, image: int) -> int:
+        """The position of an image's line among the lines that are not blank, after the skipped ones."""
+        if self.rows is None:
+            return image
+        return int(self.rows[image])
 
 
-def line_number(path: Path, position: int) -> int:
-    """Return the number of the line at a position among the lines that are not blank, for an error message."""
-    not_blank = 0
-    for number, line in enumerate(read_lines("line_number", path), 1):
-        if line.strip():
-            not_blank += 1
-        if not_blank > position:
-            return number
-    raise IndexError(f"{path} has {not_blank} lines that are not blank, so there is none at {position}")
+def enclosing_pixels(texts: Sequence[str]) -> tuple[int, int, int, int] | None:
+    """Left, top, right and bottom in pixels of the box x, y, width, height; None if these are not finite numbers."""
+    try:
+        x, y, width, height = map(float, texts)
+        box = math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
+    except (ValueError, OverflowError):
+        return None
+    if max(map(abs, box)) >= LARGEST_PIXEL:
+        return None
+    return box
 
 
-def check_not_empty(owner: str, path: Path, split: str, rows: Sized) -> None:
-    """Check that a split has images; raise a ValueError otherwise."""
-    if len(rows) == 0:
-        raise ValueError(f"{owner}: the split {split!r} must have at least one image, got none in {path}.")
-
-
-# Find a data set's files below its root, and suggest the right root if they are elsewhere.
-
+# Files below the root, or a suggestion of the right root if they are elsewhere.
 
 SEARCH_DEPTH = 2  # levels of folders, below the first, that are searched for a suggestion
-
-
 MAX_ENTRIES = 1000  # of a folder, beyond which its subfolders are not searched
 
 
@@ -345,7 +334,7 @@ def find_file(
         argument: the argument that names the file, for the message; empty if the data set names it.
 
     Raises:
-        FileNotFoundError: if none of the paths exists; the message says where such a file is, if one is nearby.
+        FileNotFoundError: if none of the paths exists; the message names the folder of such a file, if one is nearby.
     """
     for candidate in candidates:
         if (root / candidate).exists():
@@ -379,9 +368,9 @@ def _without_root(root: Path, candidates: Sequence[str], companion: str, root_na
 def _suggestion(folder: Path, candidates: Sequence[str], companion: str, root_name: str) -> str:
     """Say which root below this folder has the files, or where a file of that name is; empty if nothing was found."""
     if folder == folder.parent:
-        return ""  # the whole disk is not searched
+        return ""  # all of the disk is not searched
     found = list(_entries_below(folder, SEARCH_DEPTH))
-    for candidate in sorted(candidates, key=_length, reverse=True):
+    for candidate in sorted(candidates, key=lambda candidate: len(Path(candidate).parts), reverse=True):
         parts = Path(candidate).parts
         for path in found:
             if path.parts[-len(parts) :] != parts:
@@ -398,10 +387,6 @@ def _suggestion(folder: Path, candidates: Sequence[str], companion: str, root_na
     return ""
 
 
-def _length(candidate: str) -> int:
-    return len(Path(candidate).parts)
-
-
 def _entries_below(folder: Path, depth: int) -> Iterator[Path]:
     try:
         entries = sorted(folder.iterdir())
@@ -415,12 +400,10 @@ def _entries_below(folder: Path, depth: int) -> Iterator[Path]:
             yield from _entries_below(entry, depth - 1)
 
 
+# Tables of images.
+
 SIDES = ("left", "top", "right", "bottom")
-
-
 COLUMNS = ("image", "label", "category", "split", "role", "camera", "box", *SIDES)
-
-
 PARQUET_SUFFIXES = (".parquet", ".pq")
 
 
@@ -438,7 +421,7 @@ class TableLines(ListLines):
 
     def where(self, image: int) -> str:
         """The row of the image at a position, and the table."""
-        return f"{self.unit} {self.numbers[self.row(image)]} of {self.path}"
+        return f"{self.unit} {self.numbers[self.row(image)]} of {self.file.path}"
 
 
 @dataclass
@@ -459,7 +442,7 @@ class TextTable:
 
     def lines_of(self, rows: NDArray[np.intp]) -> TableLines:
         """The lines of some rows, from 0, for the index of their images."""
-        return TableLines("ImageTable", self.path, rows, numbers=self.lines, unit=self.unit)
+        return TableLines(ListFile("ImageTable", self.path), rows, numbers=self.lines, unit=self.unit)
 
     def check(self, invalid_rows: Sequence[int], rule: str, values: Sequence[str] | None = None) -> None:
         """Raise a ValueError about the first of the invalid rows, if there are any.
@@ -503,7 +486,7 @@ def read_table(path: Path, required: Sequence[str] = ("image", "label")) -> Text
 
 
 def _read_csv(path: Path, required: Sequence[str]) -> TextTable:
-    rows = read_csv_rows("ImageTable", path)
+    rows = ListFile("ImageTable", path).csv_rows()
     header = read_csv_header(rows)
     _check_header(path, header, required)
     positions: list[tuple[str, int]] = []
@@ -558,13 +541,9 @@ def as_text(value: Any) -> str:
     return str(value).strip()
 
 
-def _missing(names: Sequence[str], header: Sequence[str]) -> list[str]:
-    return [name for name in names if name not in header]
-
-
 def _check_header(path: Path, header: Sequence[str], required: Sequence[str]) -> None:
-    missing = _missing(required, header)
-    missing_sides = _missing(SIDES, header)
+    missing = find_missing(required, header)
+    missing_sides = find_missing(SIDES, header)
     if "box" not in header and len(missing_sides) < len(SIDES):
         missing += missing_sides
     if missing:

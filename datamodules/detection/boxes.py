@@ -1,4 +1,4 @@
-"""The base classes of the data modules for detectors."""
+"""Images with objects in boxes, for detectors: their list, the dataset, and the base classes of the data modules."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from lightning_retrieval.checks import (
     check_strings,
     short_repr,
 )
-from lightning_retrieval.datamodules.base import ShownArguments, Unpack, refuse_unknown_arguments
+from lightning_retrieval.datamodules.base import ShownArguments, Unpack, check_no_unknown_arguments
 from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.item_seeds import item_generator
 from lightning_retrieval.datamodules.loader import loader_settings, training_loader
@@ -33,8 +33,6 @@ from lightning_retrieval.datamodules.samplers.base import RandomBatchSampler
 from lightning_retrieval.preparation.pixels import to_rgb
 from lightning_retrieval.training.checkpointed_module import CheckpointedDataModule
 from lightning_retrieval.training.random_state import seed_of_run
-
-# The list of the images of one split of a detection data set, with the objects in each.
 
 
 class ImageObjects(NamedTuple):
@@ -159,9 +157,6 @@ def _image_objects(given: Any) -> ImageObjects:
     return image
 
 
-# A dataset of images with boxes, in the form that torchvision's detectors take.
-
-
 Item = tuple[Tensor, dict[str, Tensor]]
 
 
@@ -176,7 +171,7 @@ class BoxSet(Dataset[Item]):
     Args:
         index: the images and their objects.
         root: the folder that the paths are relative to.
-        train: whether difficult objects are left out, and half of the images are flipped. Which ones is determined by
+        train: whether difficult objects are skipped, and half of the images are flipped. Which ones is determined by
             the seed that `RetrievalDataLoader` gives each index.
 
     Raises:
@@ -268,7 +263,7 @@ class DetectionDataModule(ShownArguments, CheckpointedDataModule, ABC):
     image and a target as those of `BoxSet`.
 
     Args:
-        batch_size: number of images in a global batch, >= 1, which the processes share.
+        batch_size: number of images in a global batch, >= 1, which is distributed over the processes.
         eval_batch_size: number of images at a time in evaluation, >= 1.
         num_workers: number of processes that load images, >= 0; with 0 the training process loads them.
         seed: determines the batches and the augmentation, together with the epoch; if None, the seed of
@@ -294,7 +289,7 @@ class DetectionDataModule(ShownArguments, CheckpointedDataModule, ABC):
         pin_memory: bool | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_unknown_arguments(type(self), unknown)
+        check_no_unknown_arguments(type(self), unknown)
         super().__init__()
         owner = type(self).__name__
         self.batch_size = check_integer(owner, "batch_size", batch_size, least=1)
@@ -330,8 +325,8 @@ class DetectionDataModule(ShownArguments, CheckpointedDataModule, ABC):
         """
         trainer = self.trainer
         if trainer is not None and getattr(trainer, "overfit_batches", 0) > 0:
-            share = max(1, self.batch_size // trainer.world_size)  # Lightning's sampler divides the images
-            return DataLoader(self.train_set, batch_size=share, **self._loader_settings())
+            size = max(1, self.batch_size // trainer.world_size)  # of a shard: Lightning's sampler distributes images
+            return DataLoader(self.train_set, batch_size=size, **self._loader_settings())
         sampler = RandomBatchSampler(len(self.train_set), batch_size=self.batch_size, seed=self.seed)
         return training_loader(trainer, self.train_set, sampler, **self._loader_settings())
 

@@ -1,4 +1,4 @@
-"""Your own images with boxes, in the JSON format of COCO, which annotation tools export."""
+"""The user's images with boxes, in the JSON format of COCO, which annotation tools export."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -11,10 +11,7 @@ from lightning_retrieval.datamodules.detection.boxes import BoxDataModule, BoxIn
 from lightning_retrieval.datamodules.table_file import leaves_root
 
 OWNER = "CocoDetection"
-
-
 LARGEST_COORDINATE = 1e9  # pixels
-
 
 # The keys that are read, and the types of their values.
 KEYS: dict[str, dict[str, tuple[type, ...]]] = {
@@ -60,7 +57,7 @@ class CocoDetection(BoxDataModule):
         (['cup'], [[4.0, 2.0, 14.0, 22.0]])
 
     Relations:
-        `PascalVOC` reads VOC's own files. `BoxSet` says what a target is.
+        `PascalVOC` reads VOC's own files. `BoxSet` describes the targets.
 
     Source:
         The format is that of https://cocodataset.org/#format-data (Lin et al., ECCV 2014).

@@ -13,18 +13,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_retrieval.checks import check_choice, check_integer, check_not_negative
-from lightning_retrieval.datamodules.base import refuse_unknown_arguments
+from lightning_retrieval.datamodules.base import check_no_unknown_arguments
 from lightning_retrieval.datamodules.detection.boxes import DetectionDataModule, Item
 from lightning_retrieval.datamodules.glyphs.characters import GlyphFonts
 from lightning_retrieval.datamodules.image_check import DataReport
 
-# How a scene of GlyphScenes is drawn: characters of several fonts and sizes over clutter, with their boxes.
-
-
 # The characters of the classes, in this order; all fonts below contain them, and no two look alike.
 CHARACTERS = "AERSKMTX2458BGHNDFJLPQUWY3679bdefghkmnqrty"
-
-
 DISTRACTORS = "?&#%@$!+=<>*"  # characters of no class, which are clutter
 
 
@@ -40,23 +35,11 @@ FONTS = (
     "STIXGeneralItalic",
     "cmss10",
 )
-
-
 FONT_SIZES = (16, 38)  # smallest and largest, in pixels
-
-
 MAX_OVERLAP = 0.1  # of the box of an object with that of another, as a fraction of the smaller
-
-
 TRIES = 20  # positions that are tried for an object, which is skipped if all overlap with another
-
-
 VISIBLE = 64  # grey value of a drawn character from which a pixel belongs to its box
-
-
 NOISE = 18.0  # standard deviation of the grey values
-
-
 CONTRASTS = (25, 90)  # smallest and largest difference of a character from the background
 
 
@@ -179,7 +162,7 @@ def _is_visible(value: int) -> int:
 
 
 def _overlap(box: tuple[int, int, int, int], other: tuple[int, int, int, int]) -> float:
-    """Area that two boxes share, as a fraction of the smaller one."""
+    """Area of the intersection of two boxes, as a fraction of the smaller one."""
     width = min(box[2], other[2]) - max(box[0], other[0])
     height = min(box[3], other[3]) - max(box[1], other[1])
     smaller = min(_area(box), _area(other))
@@ -198,7 +181,7 @@ class GlyphSceneSet(Dataset[Item]):
 
     Args:
         artist: draws the scenes.
-        split: `"train"`, `"val"` or `"test"`; each has scenes of its own.
+        split: `"train"`, `"val"` or `"test"`; each has other scenes.
         size: number of scenes.
         scene_seed: a scene is a function of (scene_seed, split, index).
     """
@@ -239,7 +222,7 @@ class GlyphScenes(DetectionDataModule):
         train_size: number of training scenes, >= 2.
         eval_size: number of scenes for validation and for the test, each, >= 1.
         scene_seed: an integer >= 0, determines the scenes.
-        batch_size: number of images in a global batch, >= 1, which the processes share.
+        batch_size: number of images in a global batch, >= 1, which is distributed over the processes.
         eval_batch_size: number of images at a time in evaluation, >= 1.
         num_workers: number of processes that draw scenes, >= 0.
         seed: determines the batches, together with the epoch; if None, the seed of `seed_everything`, else 0.
@@ -279,7 +262,7 @@ class GlyphScenes(DetectionDataModule):
         pin_memory: bool | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_unknown_arguments(type(self), unknown)
+        check_no_unknown_arguments(type(self), unknown)
         super().__init__(
             batch_size=batch_size,
             eval_batch_size=eval_batch_size,

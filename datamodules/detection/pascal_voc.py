@@ -8,26 +8,20 @@ from typing import Literal
 from lightning_retrieval.checks import check_choice, check_strings
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.detection.boxes import BoxDataModule, BoxIndex, DetectionSettings
-from lightning_retrieval.datamodules.table_file import check_not_empty, check_unique, find_file, read_columns
+from lightning_retrieval.datamodules.table_file import ListFile, find_file
 
 Year = Literal["VOC2007", "VOC2012"]
-
 
 CLASSES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
     *("diningtable", "dog", "horse", "motorbike", "person", "pottedplant", "sheep", "sofa", "train", "tvmonitor"),
 )
 
-
-# images, and objects that are not difficult
+# Images, and objects that are not difficult.
 TRAIN_COUNTS = {"VOC2007": (5011, 12608), "VOC2012": (11540, 27450)}
-
-
 TEST_COUNTS = (4952, 12032)
 
-
 _SIDES = ("xmin", "ymin", "xmax", "ymax")
-
 
 Objects = tuple[list[list[float]], list[int], list[bool]]
 
@@ -35,7 +29,7 @@ Objects = tuple[list[list[float]], list[int], list[bool]]
 class PascalVOC(BoxDataModule):
     """Pascal VOC: training on the sets `trainval` of 2007, of 2012 or of both, evaluation on `test` of 2007.
 
-    In training, difficult objects are left out; in evaluation they are ignored, as in the development kit.
+    In training, difficult objects are skipped; in evaluation they are ignored, as in the development kit.
 
     Args:
         root: the folder `VOCdevkit`, or the one that contains it, with the folders `VOC2007` and `VOC2012` in it.
@@ -54,7 +48,7 @@ class PascalVOC(BoxDataModule):
         ('VOC2007', 'VOC2012')
 
     Relations:
-        `VOCMetrics` computes AP as VOC does. `BoxSet` says what a target is. The boxes of the files are of inclusive
+        `VOCMetrics` computes AP as VOC does. `BoxSet` describes the targets. The boxes of the files are of inclusive
         pixels counted from 1; here 1 is subtracted from left and top.
 
     Source:
@@ -94,9 +88,10 @@ class PascalVOC(BoxDataModule):
         """Paths of the images of a set, relative to the root, and their objects."""
         listed = f"{year}/ImageSets/Main/{name}.txt"
         found = find_file("PascalVOC", self.root, listed, f"VOCdevkit/{listed}")
-        (names,) = read_columns("PascalVOC", found, 1)
-        check_not_empty("PascalVOC", found, name, names)
-        check_unique("PascalVOC", found, "image", names)
+        file = ListFile("PascalVOC", found)
+        (names,) = file.columns(1)
+        file.check_not_empty(name, names)
+        file.check_unique("image", names)
         folder = found.parents[2]
         relative = folder.relative_to(self.root).as_posix()
         paths, objects = [], []

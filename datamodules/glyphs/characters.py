@@ -5,7 +5,7 @@ A class is a character, or several that look alike. The steps:
 1. Take the letters, numbers, symbols and punctuation (Unicode categories L, N, S, P) that at least 6 of the fonts
    contain, without the fonts LastResort (which draws boxes) and cmex10, cmsy10, cmmi10 (which draw other symbols at
    ASCII code points).
-2. Draw each character in each font that contains it; see `fonts.py`.
+2. Draw each character in each font that contains it; see `GlyphFonts`.
 3. Characters whose drawings are equal, pixel for pixel, in at least four fifths of the fonts that contain both are one
    class, such as Latin, Greek and Cyrillic O. Classes with only one distinct drawing are dropped.
 4. Half of the classes, chosen by a hash of the lowest code point, are for testing; a tenth of the other half is for
@@ -35,18 +35,9 @@ from PIL import Image, ImageDraw, ImageFont, features
 from lightning_retrieval.datamodules.image_check import Count
 from lightning_retrieval.optional_packages import optional_import
 
-# The fonts of the glyph images: which characters they contain, and how a character is drawn.
-
-
 IMAGE_SIZE = 32  # pixels
-
-
 FONT_SIZE = 22  # pixels
-
-
 BASELINE = (IMAGE_SIZE // 2, 23)  # where the middle of a character's advance is, in pixels from the top left corner
-
-
 EXCLUDED_FONTS = frozenset({"LastResortHE-Regular", "cmex10", "cmmi10", "cmsy10"})
 
 
@@ -115,14 +106,8 @@ class GlyphFonts:
 
 
 MIN_FONTS = 6
-
-
 TABLE = Path(__file__).with_name("glyph_classes.csv")
-
-
 TABLE_HEADER = ("code_points", "category", "split", "images")
-
-
 TABLE_FONTS = """
     DejaVuSans DejaVuSans-Bold DejaVuSans-BoldOblique DejaVuSans-Oblique DejaVuSansDisplay DejaVuSansMono
     DejaVuSansMono-Bold DejaVuSansMono-BoldOblique DejaVuSansMono-Oblique DejaVuSerif DejaVuSerif-Bold
@@ -151,11 +136,6 @@ class GlyphClass:
     category: str
     split: str
     images: int
-
-
-def table_bytes() -> bytes:
-    """The content of the table's file."""
-    return TABLE.read_bytes()
 
 
 def read_class_table() -> list[GlyphClass]:

@@ -1,7 +1,7 @@
 """Images of characters, drawn from the fonts that matplotlib ships: a retrieval data set that needs no download.
 
 A class is a character, or several that look alike; an image is a character in one font; a category is a Unicode script
-(the first word of the Unicode name). The classes and their splits are those of `class_table.py`. Their images:
+(the first word of the Unicode name). The classes and their splits are those of `characters.py`. Their images:
 
 1. Each character of a class is drawn in each font that contains it, in 32 x 32 pixels, at one size on one baseline:
    a comma is not an apostrophe, o is not O.
@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int64, Shaped, UInt8
 
+from lightning_retrieval.datamodules.glyphs import characters
 from lightning_retrieval.datamodules.glyphs.characters import (
     BASELINE,
     FONT_SIZE,
@@ -32,11 +33,8 @@ from lightning_retrieval.datamodules.glyphs.characters import (
     GlyphClass,
     GlyphFonts,
     read_class_table,
-    table_bytes,
 )
 from lightning_retrieval.files import new_file
-
-# The file cache of the glyph images: where it is, and how a file is written completely or not at all.
 
 
 def cache_folder(cache_dir: str | Path | None) -> Path:
@@ -69,34 +67,13 @@ def read_cache(path: Path) -> bytes | None:
     return content
 
 
-def check_writable(path: Path) -> None:
-    """Check that a file can be written at this path, without writing it.
-
-    Raises:
-        OSError: of the type that the system raised, if it cannot.
-    """
-    with _in_folder(path), tempfile.TemporaryFile(dir=path.parent):
-        pass
-
-
-def write_cache(path: Path, content: bytes) -> None:
-    """Write a file and its checksum to the cache.
-
-    Raises:
-        OSError: of the type that the system raised, if the file cannot be written; the folder then has no parts of it.
-    """
-    for part, data in ((path, content), (_checksum_path(path), _checksum(content))):
-        with _in_folder(path), new_file(part) as file:
-            file.write(data)
-
-
 def _user_cache_folder() -> Path:
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", "~/AppData/Local"))
     if sys.platform == "darwin":
         return Path("~/Library/Caches")
     folder = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(folder):  # the XDG specification says to ignore an unset, empty or relative path
+    if not os.path.isabs(folder):  # the XDG specification ignores an unset, empty or relative path
         return Path("~/.cache")
     return Path(folder)
 
@@ -149,7 +126,7 @@ class GlyphImages:
         fonts: font of each image, an index into `font_names`. A drawing that several fonts have in common is kept once,
             under the first of them.
         splits: `"train"`, `"val"` or `"test"` of each image. All images of a class are in the same split.
-        characters: all characters of each class, lowest code point first. This is the whole table, which is the same
+        characters: all characters of each class, lowest code point first. This is the full table, which is the same
             with all versions of fonts and renderers. A class has no images if the installed fonts draw fewer than 2
             different ones.
         categories: Unicode script of each class, such as `"LATIN"`.
@@ -206,19 +183,15 @@ def load_glyph_images(cache_dir: str | Path | None = None) -> GlyphImages:
             f"({fonts.versions()}) draw fewer than 2 different images of each.",
             stacklevel=2,
         )
-    characters = []
-    categories = []
-    splits = []
-    for row in classes:
-        characters.append(row.characters)
-        categories.append(row.category)
-        splits.append(row.split)
+    splits = [row.split for row in classes]
+    names = [row.characters for row in classes]
+    categories = [row.category for row in classes]
     return GlyphImages(
         images=images,
         labels=labels,
         fonts=font_of,
         splits=np.array(splits)[labels],
-        characters=tuple(characters),
+        characters=tuple(names),
         categories=tuple(categories),
         font_names=fonts.names,
     )
@@ -227,10 +200,10 @@ def load_glyph_images(cache_dir: str | Path | None = None) -> GlyphImages:
 def _fingerprint(fonts: GlyphFonts) -> str:
     """A hash of everything that the images depend on.
 
-    NumPy and zlib change the cache file, which has a checksum of its own, but not the images in it.
+    NumPy and zlib change the cache file, which has a separate checksum, but not the images in it.
     """
     settings = str((DRAWING_VERSION, IMAGE_SIZE, FONT_SIZE, BASELINE, fonts.versions(), fonts.names))
-    parts = [settings.encode(), table_bytes()]
+    parts = [settings.encode(), characters.TABLE.read_bytes()]
     for file in fonts.files:
         parts.append(file.read_bytes())
     digest = hashlib.sha256()
@@ -244,11 +217,15 @@ def _cached_or_drawn(path: Path, classes: list[GlyphClass], fonts: GlyphFonts) -
     if content is not None:
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
             return arrays["images"], arrays["labels"], arrays["fonts"]
-    check_writable(path)  # before the images are drawn, which takes time
+    with _in_folder(path), tempfile.TemporaryFile(dir=path.parent):
+        pass  # raises before the images are drawn, which takes time
     images, labels, font_of = _draw_classes(classes, fonts)
     file = io.BytesIO()
     np.savez_compressed(file, images=images, labels=labels, fonts=font_of)
-    write_cache(path, file.getvalue())
+    content = file.getvalue()
+    for part, data in ((path, content), (_checksum_path(path), _checksum(content))):
+        with _in_folder(path), new_file(part) as file:
+            file.write(data)
     return images, labels, font_of
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import affine_grid, grid_sample
 from torch.utils.data import Dataset
 
 from lightning_retrieval.checks import check_bool, check_choice, check_instance, check_path
-from lightning_retrieval.datamodules.base import RetrievalDataModule, refuse_unknown_arguments
+from lightning_retrieval.datamodules.base import RetrievalDataModule, check_no_unknown_arguments
 from lightning_retrieval.datamodules.glyphs.characters import table_counts, table_differences
 from lightning_retrieval.datamodules.glyphs.drawing import GlyphImages, load_glyph_images
 from lightning_retrieval.datamodules.image_check import DataReport
@@ -73,7 +73,7 @@ class GlyphDataset(Dataset[dict[str, Any]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
-        """The items of a whole batch, as the loader requests them, whose images are transformed together."""
+        """The items of a batch, as the loader requests them, whose images are transformed together."""
         ids = torch.tensor(indices)
         images = self.images[ids, None].float() / 255
         if self.augment:
@@ -124,7 +124,7 @@ class Glyphs(RetrievalDataModule):
         cache_dir: str | Path | None = None,
         **unknown: Any,
     ) -> None:
-        refuse_unknown_arguments(type(self), unknown)
+        check_no_unknown_arguments(type(self), unknown)
         super().__init__(
             classes_per_batch=classes_per_batch,
             samples_per_class=samples_per_class,

@@ -1,6 +1,5 @@
 """CUB-200-2011: photographs of 200 bird species."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,16 +9,7 @@ from lightning_retrieval.checks import check_bool
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.datamodules.table_file import (
-    ListLines,
-    check_not_empty,
-    check_unique,
-    find_file,
-    join_paths,
-    line_number,
-    parse_integers,
-    read_columns,
-)
+from lightning_retrieval.datamodules.table_file import ListFile, ListLines, enclosing_pixels, find_file, join_paths
 
 PATHS, CLASSES, BOXES = "images.txt", "image_class_labels.txt", "bounding_boxes.txt"
 NUM_CLASSES = 200
@@ -37,7 +27,7 @@ class CUB200(ImageDataModule):
 
     Args:
         root: the folder that contains `images.txt`, `image_class_labels.txt` and `images`.
-        boxes: whether each image is cropped to the bird's box in `bounding_boxes.txt`, rounded outwards to whole
+        boxes: whether each image is cropped to the bird's box in `bounding_boxes.txt`, rounded outwards to
             pixels.
         settings: keyword arguments of `ImageDataModule` (`transform`, `train_transform`, `eval_transform`,
             `image_size`, `resize`, `mean`, `std`, `interpolation`, `background`, `reduced_scale`, `on_error`,
@@ -76,18 +66,18 @@ class CUB200(ImageDataModule):
 
     def sources(self) -> list[Path]:
         """The lists of images, of their classes and, if `boxes`, of their boxes."""
-        found = [self._file(PATHS), self._file(CLASSES)]
+        found = [self._list(PATHS).path, self._list(CLASSES).path]
         if self.boxes:
-            found.append(self._file(BOXES))
+            found.append(self._list(BOXES).path)
         return found
 
     def read(self) -> Mapping[str, ImageIndex]:
         """The images in the order of `images.txt`, joined with the other lists by image id."""
-        owner = type(self).__name__
         self.sources()  # raises if one is missing
-        self._file("images")
-        image_ids, (paths,) = self._read_by_id(PATHS, 2)
-        check_unique(owner, self._file(PATHS), "path", paths)
+        find_file(type(self).__name__, self.root, "images")
+        path_list = self._list(PATHS)
+        image_ids, (paths,) = _read_by_id(path_list, 2)
+        path_list.check_unique("path", paths)
         species = self._read_species(image_ids)
         boxes = None
         if self.boxes:
@@ -100,88 +90,71 @@ class CUB200(ImageDataModule):
                 if species[image] in of_split and not _is_macos_metadata(path):
                     images[image] = path
                     rows.append(row)
-            check_not_empty(owner, self._file(CLASSES), split, images)
-            splits[split] = _make_index(images, species, boxes, ListLines(owner, self._file(PATHS), rows))
+            self._list(CLASSES).check_not_empty(split, images)
+            splits[split] = _make_index(images, species, boxes, ListLines(path_list, rows))
         return splits
 
-    def _file(self, name: str) -> Path:
-        return find_file(type(self).__name__, self.root, name)
-
-    def _read_by_id(self, name: str, fields: int) -> tuple[list[int], list[list[str]]]:
-        """The image ids of a list, and its other columns."""
-        owner, path = type(self).__name__, self._file(name)
-        id_texts, *columns = read_columns(owner, path, fields)
-        ids = parse_integers(owner, path, "image_id", id_texts)
-        check_unique(owner, path, "image_id", ids)
-        return ids, columns
+    def _list(self, name: str) -> ListFile:
+        owner = type(self).__name__
+        return ListFile(owner, find_file(owner, self.root, name))
 
     def _read_species(self, image_ids: Sequence[int]) -> dict[int, int]:
         """The class of each image, by id."""
-        owner, path = type(self).__name__, self._file(CLASSES)
-        ids, (texts,) = self._read_by_id(CLASSES, 2)
-        self._check_same_ids(image_ids, CLASSES, ids)
+        file = self._list(CLASSES)
+        ids, (texts,) = _read_by_id(file, 2)
+        self._check_same_ids(image_ids, file, ids)
         species = {}
         for position, (image, text) in enumerate(zip(ids, texts)):
             is_number = re.fullmatch("[0-9]{1,9}", text) is not None
             if not is_number or not 1 <= int(text) <= NUM_CLASSES:
-                raise ValueError(
-                    f"{owner}: the class must be an integer from 1 to {NUM_CLASSES}, got {text!r} for image {image} in "
-                    f"line {line_number(path, position)} of {path}."
-                )
+                problem = f"the class must be an integer from 1 to {NUM_CLASSES}, got {text!r} for image {image}"
+                raise file.error(problem, position)
             species[image] = int(text)
         return species
 
     def _read_boxes(self, image_ids: Sequence[int]) -> dict[int, _Box]:
         """The box of each image, by id."""
-        owner, path = type(self).__name__, self._file(BOXES)
-        ids, sides = self._read_by_id(BOXES, 5)
-        self._check_same_ids(image_ids, BOXES, ids)
+        file = self._list(BOXES)
+        ids, sides = _read_by_id(file, 5)
+        self._check_same_ids(image_ids, file, ids)
         boxes = {}
         for position, (image, texts) in enumerate(zip(ids, zip(*sides))):
-            box = _enclosing_pixels(texts)
+            box = enclosing_pixels(texts)
             if box is None:
-                raise ValueError(
-                    f"{owner}: a box must be four finite numbers, got {' '.join(texts)!r} in "
-                    f"line {line_number(path, position)} of {path}."
-                )
+                raise file.error(f"a box must be four finite numbers, got {' '.join(texts)!r}", position)
             left, top, right, bottom = box
             if left >= right or top >= bottom:
-                raise ValueError(
-                    f"{owner}: `boxes` must contain at least one pixel, got {list(box)} for image {image} in line "
-                    f"{line_number(path, position)} of {path}."
-                )
+                problem = f"`boxes` must contain at least one pixel, got {list(box)} for image {image}"
+                raise file.error(problem, position)
             boxes[image] = box
         return boxes
 
-    def _check_same_ids(self, image_ids: Sequence[int], other_name: str, other_ids: Sequence[int]) -> None:
+    def _check_same_ids(self, image_ids: Sequence[int], other: ListFile, other_ids: Sequence[int]) -> None:
         """Check that `images.txt` and another list have the same image ids."""
-        path, other_path = self._file(PATHS), self._file(other_name)
-        self._check_no_unmatched(path, other_path, set(image_ids).difference(other_ids))
-        self._check_no_unmatched(other_path, path, set(other_ids).difference(image_ids))
+        file = self._list(PATHS)
+        _check_no_unmatched(file, other.path, set(image_ids).difference(other_ids))
+        _check_no_unmatched(other, file.path, set(other_ids).difference(image_ids))
 
-    def _check_no_unmatched(self, path: Path, other_path: Path, unmatched: set[int]) -> None:
-        if unmatched:
-            raise ValueError(
-                f"{type(self).__name__}: each image_id must be in {path.name} and in {other_path.name}, got "
-                f"{len(unmatched)} in {path} that are not in {other_path}, such as {min(unmatched)}."
-            )
+
+def _read_by_id(file: ListFile, fields: int) -> tuple[list[int], list[list[str]]]:
+    """The image ids of a list, and its other columns."""
+    id_texts, *columns = file.columns(fields)
+    ids = file.integers("image_id", id_texts)
+    file.check_unique("image_id", ids)
+    return ids, columns
+
+
+def _check_no_unmatched(file: ListFile, other: Path, unmatched: set[int]) -> None:
+    if unmatched:
+        raise file.error(
+            f"each image_id must be in {file.path.name} and in {other.name}, got {len(unmatched)} in {file.path} that "
+            f"are not in {other}, such as {min(unmatched)}"
+        )
 
 
 def _is_macos_metadata(path: str) -> bool:
     """Whether it is a file `._name`, which macOS leaves behind and which is not an image."""
     return path.rpartition("/")[2].startswith("._")
-
-
-def _enclosing_pixels(texts: Sequence[str]) -> _Box | None:
-    """The whole pixels that enclose the box x, y, width, height; None if these are not finite numbers."""
-    try:
-        x, y, width, height = map(float, texts)
-        box = math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
-    except (ValueError, OverflowError):
-        return None
-    if max(map(abs, box)) >= 2**31:
-        return None
-    return box
 
 
 def _make_index(

@@ -1,6 +1,5 @@
 """IJB-C: faces in photographs and videos, for evaluation; the classes are people."""
 
-import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,15 +12,7 @@ from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.datamodules.table_file import (
-    check_not_empty,
-    check_unique,
-    find_file,
-    leaves_root,
-    line_number,
-    read_columns,
-    read_csv_columns,
-)
+from lightning_retrieval.datamodules.table_file import ListFile, enclosing_pixels, find_file, leaves_root
 
 LISTS = ("ijbc_1N_gallery_G1.csv", "ijbc_1N_gallery_G2.csv", "ijbc_1N_probe_mixed.csv")
 CROPS = "meta/ijbc_face_tid_mid.txt"  # of the re-pack: file name, template and media id of each crop
@@ -96,8 +87,8 @@ class IJBC(ImageDataModule):
     def sources(self) -> list[Path]:
         """The three lists and, in the re-pack, the list of the crops."""
         if self._is_repack():
-            return [*self._lists(), self.root / CROPS]
-        return self._lists()
+            return [*(file.path for file in self._lists()), self.root / CROPS]
+        return [file.path for file in self._lists()]
 
     def read(self) -> Mapping[str, ImageIndex]:
         """The faces of the lists, each once, in their order."""
@@ -105,26 +96,27 @@ class IJBC(ImageDataModule):
         boxes: dict[_Face, _Box] | None = None
         if self._is_repack():
             find_file("IJBC", self.root, "loose_crop")
-            first_list = self.root / CROPS
+            first_list = ListFile("IJBC", self.root / CROPS)
             faces = _read_crops(lists, first_list)
         else:
             find_file("IJBC", self.root, "images")
             first_list = lists[0]
             boxes = _read_boxes(lists)
             faces = list(boxes)
-        check_not_empty("IJBC", first_list, "test", faces)
+        first_list.check_not_empty("test", faces)
         return {"test": _make_index(self._with_enough_instances(faces), boxes)}
 
     def _is_repack(self) -> bool:
         return find_file("IJBC", self.root, CROPS, "protocols").name != "protocols"
 
-    def _lists(self) -> list[Path]:
+    def _lists(self) -> list[ListFile]:
+        folders = ["protocols", "protocols/archive"]
+        if self._is_repack():
+            folders = ["meta"]
         found = []
         for name in LISTS:
-            if self._is_repack():
-                found.append(find_file("IJBC", self.root, f"meta/{name}"))
-            else:
-                found.append(find_file("IJBC", self.root, f"protocols/{name}", f"protocols/archive/{name}"))
+            path = find_file("IJBC", self.root, *(f"{folder}/{name}" for folder in folders))
+            found.append(ListFile("IJBC", path))
         return found
 
     def _with_enough_instances(self, faces: Sequence[_Face]) -> list[_Face]:
@@ -162,25 +154,25 @@ def _make_index(faces: Sequence[_Face], boxes: Mapping[_Face, _Box] | None) -> I
     return ImageIndex(paths, labels, boxes=boxes_of_faces or None, instances=instances, names=names)
 
 
-def _read_boxes(lists: Sequence[Path]) -> dict[_Face, _Box]:
+def _read_boxes(lists: Sequence[ListFile]) -> dict[_Face, _Box]:
     """The box of each face of the release; a face with several rows keeps the first box."""
     boxes: dict[_Face, _Box] = {}
     skipped = 0
     differing = 0
-    for path in lists:
-        rows = read_csv_columns("IJBC", path, ("SUBJECT_ID", "FILENAME", "SIGHTING_ID", *BOX_COLUMNS))
+    for file in lists:
+        rows = file.csv_columns(("SUBJECT_ID", "FILENAME", "SIGHTING_ID", *BOX_COLUMNS))
         for (subject_text, name, sighting, *box_texts), line in rows:
-            subject = _parse_subject(subject_text, path, line)
-            box = _enclosing_pixels(box_texts, path, line)
+            subject = _parse_subject(subject_text, file, line)
+            box = _parse_box(box_texts, file, line)
             if subject is None or box is None:
                 skipped += 1
                 continue
-            _check_not_blank("FILENAME", name, path, line)
+            _check_not_blank("FILENAME", name, file, line)
             if leaves_root(name):
-                raise ValueError(
-                    f"IJBC: `FILENAME` must lie inside the root, got {f'images/{name}'!r} in line {line} of {path}."
+                raise file.error(
+                    f"`FILENAME` must lie inside the root, got {f'images/{name}'!r} in line {line} of {file.path}"
                 )
-            _check_not_blank("SIGHTING_ID", sighting, path, line)
+            _check_not_blank("SIGHTING_ID", sighting, file, line)
             first_box = boxes.setdefault(_Face(subject, f"images/{name}", sighting), box)
             differing += box != first_box
     if differing:
@@ -194,19 +186,16 @@ def _read_boxes(lists: Sequence[Path]) -> dict[_Face, _Box]:
     return boxes
 
 
-def _read_crops(lists: Sequence[Path], crops: Path) -> list[_Face]:
+def _read_crops(lists: Sequence[ListFile], crops: ListFile) -> list[_Face]:
     """The faces of the re-pack, whose subjects are those of their templates."""
     subject_of = _read_subjects(lists)
-    images, templates, media = read_columns("IJBC", crops, 3)
-    check_unique("IJBC", crops, "image", images)
+    images, templates, media = crops.columns(3)
+    crops.check_unique("image", images)
     faces = []
     skipped = 0
     for position, (image, template, medium) in enumerate(zip(images, templates, media)):
         if leaves_root(image):
-            line = line_number(crops, position)
-            raise ValueError(
-                f"IJBC: the images must lie inside the root, got {f'loose_crop/{image}'!r} in line {line} of {crops}."
-            )
+            raise crops.error(f"the images must lie inside the root, got {f'loose_crop/{image}'!r}", position)
         if template not in subject_of:
             skipped += 1
             continue
@@ -216,16 +205,16 @@ def _read_crops(lists: Sequence[Path], crops: Path) -> list[_Face]:
     return faces
 
 
-def _read_subjects(lists: Sequence[Path]) -> dict[str, int]:
+def _read_subjects(lists: Sequence[ListFile]) -> dict[str, int]:
     """The subject of each template."""
     subject_of: dict[str, int] = {}
-    for path in lists:
-        for (template, text), line in read_csv_columns("IJBC", path, ("TEMPLATE_ID", "SUBJECT_ID")):
-            subject = _parse_subject(text, path, line)
+    for file in lists:
+        for (template, text), line in file.csv_columns(("TEMPLATE_ID", "SUBJECT_ID")):
+            subject = _parse_subject(text, file, line)
             if subject is not None and subject_of.setdefault(template, subject) != subject:
-                raise ValueError(
-                    f"IJBC: each template must have one subject, got {template} with {subject_of[template]} and "
-                    f"{subject} in line {line} of {path}."
+                raise file.error(
+                    f"each template must have one subject, got {template} with {subject_of[template]} and {subject} in "
+                    f"line {line} of {file.path}"
                 )
     return subject_of
 
@@ -234,37 +223,31 @@ def _is_blank(text: str) -> bool:
     return text.lower() in ("", "nan")
 
 
-def _check_not_blank(column: str, text: str, path: Path, line: int) -> None:
+def _check_not_blank(column: str, text: str, file: ListFile, line: int) -> None:
     if not text:
-        raise ValueError(f"IJBC: `{column}` must not be empty in line {line} of {path}.")
+        raise file.error(f"`{column}` must not be empty in line {line} of {file.path}")
 
 
-def _parse_subject(text: str, path: Path, line: int) -> int | None:
+def _parse_subject(text: str, file: ListFile, line: int) -> int | None:
     """The subject's id; None if the field is blank."""
     if _is_blank(text):
         return None
     try:
         return int(text)
     except ValueError:
-        raise ValueError(
-            f"IJBC: `SUBJECT_ID` must be an integer, or empty, got {text!r} in line {line} of {path}."
+        raise file.error(
+            f"`SUBJECT_ID` must be an integer, or empty, got {text!r} in line {line} of {file.path}"
         ) from None
 
 
-def _enclosing_pixels(texts: Sequence[str], path: Path, line: int) -> _Box | None:
-    """The whole pixels that enclose the box x, y, width, height; None if one of these fields is blank."""
+def _parse_box(texts: Sequence[str], file: ListFile, line: int) -> _Box | None:
+    """Left, top, right and bottom in pixels; None if one of the fields is blank."""
     if any(map(_is_blank, texts)):
         return None
-    try:
-        x, y, width, height = map(float, texts)
-        box = math.floor(x), math.floor(y), math.ceil(x + width), math.ceil(y + height)
-    except (ValueError, OverflowError):
-        box = (0, 0, 0, 0)  # has no pixels
-    left, top, right, bottom = box
-    has_pixels = left < right and top < bottom
-    if not has_pixels or max(map(abs, box)) >= 2**31:
-        raise ValueError(
-            f"IJBC: {', '.join(BOX_COLUMNS)} must be numbers, the latter two above 0, or empty, got "
-            f"{','.join(texts)!r} in line {line} of {path}."
+    box = enclosing_pixels(texts)
+    if box is None or box[0] >= box[2] or box[1] >= box[3]:
+        raise file.error(
+            f"{', '.join(BOX_COLUMNS)} must be numbers, the latter two above 0, or empty, got {','.join(texts)!r} in "
+            f"line {line} of {file.path}"
         )
     return box

@@ -13,17 +13,7 @@ from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_check import DataReport
 from lightning_retrieval.datamodules.image_index import ROLES, ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.datamodules.table_file import (
-    ListLines,
-    check_not_empty,
-    check_unique,
-    find_file,
-    find_missing,
-    line_number,
-    parse_integers,
-    read_columns,
-    read_lines,
-)
+from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, find_missing
 
 PARTITION, BOXES = "list_eval_partition.txt", "list_bbox_inshop.txt"
 PARTITION_HEADER = ("image_name", "item_id", "evaluation_status")
@@ -105,9 +95,9 @@ class InShop(ImageDataModule):
 
     def sources(self) -> list[Path]:
         """The partition and, if `boxes`, the list of boxes."""
-        found = [self._list(PARTITION)]
+        found = [self._list(PARTITION).path]
         if self.boxes:
-            found.append(self._list(BOXES))
+            found.append(self._list(BOXES).path)
         return found
 
     def read(self) -> Mapping[str, ImageIndex]:
@@ -133,7 +123,7 @@ class InShop(ImageDataModule):
                 boxes=None if boxes is None else boxes[rows],
                 roles=roles,
                 names=names,
-                lines=ListLines(type(self).__name__, self._list(PARTITION), rows, skip=2),
+                lines=ListLines(self._list(PARTITION), rows, skip=2),
             )
         return splits
 
@@ -147,39 +137,21 @@ class InShop(ImageDataModule):
             report.splits[status] = (counts, self.published_counts[status])
         return report
 
-    def _list(self, name: str) -> Path:
-        return find_file(type(self).__name__, self.root, name, f"Eval/{name}", f"Anno/{name}")
+    def _list(self, name: str) -> ListFile:
+        owner = type(self).__name__
+        return ListFile(owner, find_file(owner, self.root, name, f"Eval/{name}", f"Anno/{name}"))
 
     def _read_partition(self) -> _Partition:
-        owner, path = type(self).__name__, self._list(PARTITION)
-        images, items, statuses = self._read_counted(path, PARTITION_HEADER)
-        check_unique(owner, path, "image_name", images, skip=2)
+        file = self._list(PARTITION)
+        images, items, statuses = _read_counted(file, PARTITION_HEADER)
+        file.check_unique("image_name", images, skip=2)
         for position, (image, status) in enumerate(zip(images, statuses), 2):  # after the count and the header
             if status not in ("train", "query", "gallery"):
-                raise ValueError(
-                    f"{owner}: `evaluation_status` must be train, query or gallery, got {status!r} in line "
-                    f"{line_number(path, position)} of {path}."
-                )
+                raise file.error(f"`evaluation_status` must be train, query or gallery, got {status!r}", position)
             folders = image.split("/")
             if folders[0] != "img" or len(folders) < 4 or ".." in folders:
-                raise ValueError(
-                    f"{owner}: `image_name` must be img/gender/kind/..., got {image!r} in line "
-                    f"{line_number(path, position)} of {path}."
-                )
+                raise file.error(f"`image_name` must be img/gender/kind/..., got {image!r}", position)
         return _Partition(np.array(images, str), np.array(items, str), np.array(statuses, str))
-
-    def _read_counted(self, path: Path, header: Sequence[str]) -> list[list[str]]:
-        """The columns of a list whose first line is the number of its rows."""
-        owner = type(self).__name__
-        first_line = next(read_lines(owner, path), "")
-        (count,) = parse_integers(owner, path, "the number of images in line 1", [first_line.strip()])
-        columns = read_columns(owner, path, len(header), header=header, skip=1)
-        rows = len(columns[0])
-        if count != rows:
-            raise ValueError(
-                f"{owner}: {path} must have as many images as its first line says, {count:,}, got {rows:,}."
-            )
-        return columns
 
     def _image_paths(self, partition: _Partition) -> NDArray[np.str_]:
         """The path of each image below the root, in the chosen resolution."""
@@ -198,23 +170,22 @@ class InShop(ImageDataModule):
         """The positions of the images with these statuses; each status must occur."""
         for status in statuses:
             of_status = np.flatnonzero(partition.statuses == status)
-            check_not_empty(type(self).__name__, self._list(PARTITION), status, of_status)
+            self._list(PARTITION).check_not_empty(status, of_status)
         return np.flatnonzero(np.isin(partition.statuses, statuses))
 
     def _read_boxes(self, wanted: NDArray[np.str_]) -> NDArray[np.int32]:
         """(images, 4) the box of each of these images."""
-        owner, path = type(self).__name__, self._list(BOXES)
-        images, _, _, *columns = self._read_counted(path, BOXES_HEADER)
-        check_unique(owner, path, "image_name", images, skip=2)
+        file = self._list(BOXES)
+        images, _, _, *columns = _read_counted(file, BOXES_HEADER)
+        file.check_unique("image_name", images, skip=2)
         corners = np.empty((len(images), 4), dtype=np.int32)
         for side, texts in enumerate(columns):
-            corners[:, side] = parse_integers(owner, path, BOXES_HEADER[3 + side], texts, bits=32)
+            corners[:, side] = file.integers(BOXES_HEADER[3 + side], texts, bits=32)
         row_of = dict(zip(images, range(len(images))))
         without = find_missing(wanted.tolist(), row_of)
         if without:
-            raise ValueError(
-                f"{owner}: {path} must have a box for each image, got none for {len(without)} images, such as "
-                f"{without[0]}."
+            raise file.error(
+                f"{file.path} must have a box for each image, got none for {len(without)} images, such as {without[0]}"
             )
         rows = np.array([row_of[image] for image in wanted.tolist()])
         boxes: NDArray[np.int32] = corners[rows]
@@ -222,11 +193,20 @@ class InShop(ImageDataModule):
         empty = rows[(right <= left) | (bottom <= top)]
         if len(empty):
             first = int(empty.min())
-            raise ValueError(
-                f"{owner}: `boxes` must contain at least one pixel, got {corners[first].tolist()} for {images[first]} "
-                f"in line {line_number(path, first + 2)} of {path}."
-            )
+            problem = f"`boxes` must contain at least one pixel, got {corners[first].tolist()} for {images[first]}"
+            raise file.error(problem, first + 2)
         return boxes
+
+
+def _read_counted(file: ListFile, header: Sequence[str]) -> list[list[str]]:
+    """The columns of a list whose first line is the number of its rows."""
+    first_line = next(file.lines(), "")
+    (count,) = file.integers("the number of images in line 1", [first_line.strip()])
+    columns = file.columns(len(header), header=header, skip=1)
+    rows = len(columns[0])
+    if count != rows:
+        raise file.error(f"{file.path} must have as many images as its first line says, {count:,}, got {rows:,}")
+    return columns
 
 
 def _gender_and_kind(image: str) -> str:

@@ -14,25 +14,19 @@ from lightning_retrieval.checks import check_strings
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.datamodules.table_file import (
-    ListLines,
-    check_unique,
-    find_file,
-    find_missing,
-    read_lines,
-)
+from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, find_missing
 
 LEVELS = ("species", "genus", "family", "order", "class", "phylum", "kingdom")
 LISTS = {"train": "Inaturalist_train_set1.txt", "test": "Inaturalist_test_set1.txt"}
 TAXONOMIES = ("categories.json", "val2018.json", "train2018.json")  # each has all categories; the smallest file first
 
-_Taxonomy = dict[str, Mapping[str, Any]]  # category id: what the taxonomy says about it
+_Taxonomy = dict[str, Mapping[str, Any]]  # category id: its entry in the taxonomy
 
 
 class _Images(NamedTuple):
     """The images of a list, one entry for each in all three columns."""
 
-    source: Path  # the list
+    source: ListFile
     paths: list[str]
     category_ids: list[int]
     supercategories: list[str]
@@ -44,7 +38,7 @@ class INaturalist(ImageDataModule):
     In the test each image is a query, and all other test images are its gallery. `root` contains `train_val2018/` and
     Smooth-AP's split lists, directly or in `Inat_dataset_splits/`; for `levels` also `train2018.json`, `val2018.json`
     or `categories.json` of the official release. A class is an official category; its category, for
-    `sampler="category"`, is the supercategory (birds, plants, ...). If several supercategories share a category id, it
+    `sampler="category"`, is the supercategory (birds, plants, ...). If several supercategories have one category id, it
     is one class in each of them, as in Smooth-AP's code, with names such as `Aves/9`.
 
     Args:
@@ -62,7 +56,7 @@ class INaturalist(ImageDataModule):
         FileNotFoundError: if a list, or the taxonomy for `levels`, is missing.
         ValueError: if `levels` are unknown or in another order, a line is not the path of an image in the folder of its
             category or occurs twice, or the taxonomy lacks a category or has two different entries of one; with
-            `levels` also if several supercategories share a category id.
+            `levels` also if several supercategories have one category id.
 
     Example:
         >>> from pathlib import Path
@@ -96,7 +90,7 @@ class INaturalist(ImageDataModule):
 
     def sources(self) -> list[Path]:
         """The lists and, for `levels`, the files of the taxonomy."""
-        found = [self._list("train"), self._list("test")]
+        found = [self._list("train").path, self._list("test").path]
         if self.levels is not None:
             found += self._taxonomy_files()
         return found
@@ -123,7 +117,7 @@ class INaturalist(ImageDataModule):
     def _make_index(
         self, images: _Images, categories: NDArray[np.int64], taxonomy: _Taxonomy | None, shared: set[int]
     ) -> ImageIndex:
-        """The index of a list; a category id that several supercategories share is one class in each of them."""
+        """The index of a list; a category id of several supercategories is one class in each of them."""
         keys = _class_keys(images, shared)
         labels, _ = class_numbers(keys)
         names = []
@@ -132,11 +126,12 @@ class INaturalist(ImageDataModule):
         levels = None
         if taxonomy is not None:
             levels = self._labels_of_levels(taxonomy, labels, names)
-        lines = ListLines("INaturalist", images.source)
+        lines = ListLines(images.source)
         return ImageIndex(images.paths, labels, categories=categories, levels=levels, names=names, lines=lines)
 
-    def _list(self, split: str) -> Path:
-        return find_file("INaturalist", self.root, f"Inat_dataset_splits/{LISTS[split]}", LISTS[split])
+    def _list(self, split: str) -> ListFile:
+        name = LISTS[split]
+        return ListFile("INaturalist", find_file("INaturalist", self.root, f"Inat_dataset_splits/{name}", name))
 
     def _taxonomy_files(self) -> list[Path]:
         """The files of the taxonomy that exist; at least one must exist."""
@@ -192,30 +187,30 @@ def _check_levels(levels: tuple[str, ...]) -> tuple[str, ...]:
     return levels
 
 
-def _read_list(path: Path) -> _Images:
+def _read_list(file: ListFile) -> _Images:
     """The images of a list, whose lines end in `<supercategory>/<category id>/<image>`."""
-    images = _Images(path, [], [], [])
-    for number, line in enumerate(read_lines("INaturalist", path), 1):
+    images = _Images(file, [], [], [])
+    for number, line in enumerate(file.lines(), 1):
         image = line.strip()
         if not image:
             continue
         parts = image.split("/")
-        if len(parts) < 3 or ".." in parts or not re.fullmatch("[0-9]{1,18}", parts[-2]):
-            raise ValueError(
-                f"INaturalist: each line of {path} must be <folder>/<supercategory>/<category id>/<image>, got "
-                f"{image[:200]!r} (line {number})."
+        if len(parts) < 3 or not re.fullmatch("[0-9]{1,18}", parts[-2]):
+            raise file.error(
+                f"each line of {file.path} must be <folder>/<supercategory>/<category id>/<image>, got "
+                f"{image[:200]!r} (line {number})"
             )
         images.paths.append(image)
         images.category_ids.append(int(parts[-2]))
         images.supercategories.append(parts[-3])
     if not images.paths:
-        raise ValueError(f"INaturalist: {path} must name at least one image, got none.")
-    check_unique("INaturalist", path, "image", images.paths)
+        raise file.error(f"{file.path} must name at least one image, got none")
+    file.check_unique("image", images.paths)
     return images
 
 
 def _shared_numbers(lists: Sequence[_Images]) -> set[int]:
-    """The category ids that several supercategories share."""
+    """The category ids of several supercategories."""
     supercategory_of: dict[int, str] = {}
     shared: set[int] = set()
     for images in lists:
@@ -229,10 +224,9 @@ def _where_shared(lists: Sequence[_Images], number: int) -> str:
     """Two supercategories of a category id, each with a line that names it, for an error message."""
     line_of: dict[str, str] = {}
     for images in lists:
-        lines = ListLines("INaturalist", images.source)
         for position, (category_id, supercategory) in enumerate(zip(images.category_ids, images.supercategories)):
             if category_id == number and supercategory not in line_of:
-                line_of[supercategory] = f"{supercategory} ({lines.where(position)})"
+                line_of[supercategory] = f"{supercategory} ({images.source.where(position)})"
     first, second, *_ = line_of.values()
     return f"{first} and {second}"
 

@@ -13,14 +13,7 @@ from lightning_retrieval.checks import check_string
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.datamodules.table_file import (
-    ListLines,
-    find_file,
-    leaves_root,
-    normalized_path,
-    parse_integers,
-    read_rows,
-)
+from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, leaves_root, normalized_path
 
 LISTS = {"train": "annotation_clean_train.txt", "test": "annotation_clean_val.txt"}
 
@@ -91,11 +84,11 @@ class LandmarksClean(ImageDataModule):
         folders = set[Path]()
         for walked, _, _ in os.walk(self.root / self.images):
             folders.add(Path(walked))
-        for path in lists:
-            for row in read_rows("LandmarksClean", path, 2, more=True):
+        for file in lists:
+            for row in file.rows(2, more=True):
                 if not _is_url(row[0]):
                     folders.add(self.root / Path(row[0]).parent)
-        found = list(lists)
+        found = [file.path for file in lists]
         for folder in sorted(folders):
             if folder.is_dir():
                 found.append(folder)
@@ -104,42 +97,38 @@ class LandmarksClean(ImageDataModule):
     def read(self) -> Mapping[str, ImageIndex]:
         """The lines of the lists whose images exist."""
         rows: list[_Row] = []
-        for split, path in self._lists().items():
-            rows += self._read_rows(split, path)
+        for split, file in self._lists().items():
+            rows += self._read_rows(split, file)
         self._warn_of_missing(rows)
         kept = _without_ambiguous(rows)
         # The splits have the same landmarks, which therefore have the same numbers in both.
         labels, names = class_numbers([row.landmark for row in kept])
-        paths_of: dict[str, list[str]] = defaultdict(list)
-        labels_of: dict[str, list[int]] = defaultdict(list)
-        positions_of: dict[str, list[int]] = defaultdict(list)
-        for row, label in zip(kept, labels.tolist()):
-            positions_of[row.split].append(row.position)
-            paths_of[row.split].append(row.path)
-            labels_of[row.split].append(label)
         splits = {}
-        for split, path in self._lists().items():
-            self._check_has_images(split, rows, paths_of[split])
-            lines = ListLines("LandmarksClean", path, positions_of[split])
-            splits[split] = ImageIndex(paths_of[split], labels_of[split], names=names, lines=lines)
+        for split, file in self._lists().items():
+            chosen = [number for number, row in enumerate(kept) if row.split == split]
+            paths = [kept[number].path for number in chosen]
+            self._check_has_images(split, rows, paths)
+            lines = ListLines(file, [kept[number].position for number in chosen])
+            splits[split] = ImageIndex(paths, labels[chosen], names=names, lines=lines)
         return splits
 
-    def _lists(self) -> dict[str, Path]:
+    def _lists(self) -> dict[str, ListFile]:
         """The list of each split; the test's only if it exists."""
         found = {}
         for split, name in LISTS.items():
             exists = (self.root / "annotations" / name).is_file() or (self.root / name).is_file()
             if split == "train" or exists:
-                found[split] = find_file("LandmarksClean", self.root, f"annotations/{name}", name)
+                path = find_file("LandmarksClean", self.root, f"annotations/{name}", name)
+                found[split] = ListFile("LandmarksClean", path)
         return found
 
-    def _read_rows(self, split: str, path: Path) -> list[_Row]:
+    def _read_rows(self, split: str, file: ListFile) -> list[_Row]:
         sources = []
         landmark_ids = []
-        for source, landmark_id, *_ in read_rows("LandmarksClean", path, 2, more=True):
+        for source, landmark_id, *_ in file.rows(2, more=True):
             sources.append(source)
             landmark_ids.append(landmark_id)
-        landmarks = parse_integers("LandmarksClean", path, "landmark", landmark_ids)
+        landmarks = file.integers("landmark", landmark_ids)
         downloaded = set[str]()
         if any(map(_is_url, sources)):
             downloaded.update(os.listdir(find_file("LandmarksClean", self.root, self.images, argument="images")))

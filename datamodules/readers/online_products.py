@@ -11,16 +11,7 @@ from numpy.typing import NDArray
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.datamodules.table_file import (
-    ListLines,
-    check_not_empty,
-    check_unique,
-    find_file,
-    join_paths,
-    line_number,
-    parse_integers,
-    read_columns,
-)
+from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, join_paths
 
 COLUMNS = ("image_id", "class_id", "super_class_id", "path")
 
@@ -83,40 +74,24 @@ class StanfordOnlineProducts(ImageDataModule):
 
     def sources(self) -> list[Path]:
         """The two lists."""
-        return [self._list("train"), self._list("test")]
+        return [self._list("train").path, self._list("test").path]
 
     def read(self) -> Mapping[str, ImageIndex]:
         """The images of both lists, in their order."""
-        owner = type(self).__name__
-        train_list, test_list = self.sources()
-        train = self._read_list("train", train_list)
-        test = self._read_list("test", test_list)
-        _check_no_shared_id(owner, {train_list: train.image_ids, test_list: test.image_ids})
+        train_list, test_list = self._list("train"), self._list("test")
+        train, test = _read_list("train", train_list), _read_list("test", test_list)
+        _check_no_shared_id(train_list, train.image_ids, test_list, test.image_ids)
         # The splits have the same categories, which therefore have the same numbers in both.
         categories, _ = class_numbers(train.super_class_ids + test.super_class_ids)
         folder = self._image_folder(train.paths[0])
         return {
-            "train": self._make_index(train_list, train, folder, categories[: len(train.paths)]),
-            "test": self._make_index(test_list, test, folder, categories[len(train.paths) :]),
+            "train": _make_index(train_list, train, folder, categories[: len(train.paths)]),
+            "test": _make_index(test_list, test, folder, categories[len(train.paths) :]),
         }
 
-    def _list(self, split: str) -> Path:
-        name = f"Ebay_{split}.txt"
-        return find_file(type(self).__name__, self.root, name, f"Info_Files/{name}")
-
-    def _read_list(self, split: str, path: Path) -> _Products:
-        owner = type(self).__name__
-        image_ids, class_ids, super_class_ids, paths = read_columns(owner, path, len(COLUMNS), header=COLUMNS)
-        check_not_empty(owner, path, split, paths)
-        products = _Products(
-            parse_integers(owner, path, "image_id", image_ids),
-            parse_integers(owner, path, "class_id", class_ids),
-            parse_integers(owner, path, "super_class_id", super_class_ids),
-            paths,
-        )
-        check_unique(owner, path, "image_id", products.image_ids, skip=1)
-        _check_one_super_class_each(owner, path, products)
-        return products
+    def _list(self, split: str) -> ListFile:
+        owner, name = type(self).__name__, f"Ebay_{split}.txt"
+        return ListFile(owner, find_file(owner, self.root, name, f"Info_Files/{name}"))
 
     def _image_folder(self, example: str) -> str:
         """The folder below the root that contains the folders of images."""
@@ -126,34 +101,46 @@ class StanfordOnlineProducts(ImageDataModule):
             return ""
         return folder.name
 
-    def _make_index(self, path: Path, products: _Products, folder: str, categories: NDArray[np.int64]) -> ImageIndex:
-        paths = products.paths
-        if folder:
-            paths = join_paths(folder, paths)
-        owner = type(self).__name__
-        check_unique(owner, path, "path", paths, skip=1)
-        labels, names = class_numbers(products.class_ids)
-        return ImageIndex(paths, labels, categories=categories, names=names, lines=ListLines(owner, path, skip=1))
+
+def _read_list(split: str, file: ListFile) -> _Products:
+    image_ids, class_ids, super_class_ids, paths = file.columns(len(COLUMNS), header=COLUMNS)
+    file.check_not_empty(split, paths)
+    products = _Products(
+        file.integers("image_id", image_ids),
+        file.integers("class_id", class_ids),
+        file.integers("super_class_id", super_class_ids),
+        paths,
+    )
+    file.check_unique("image_id", products.image_ids, skip=1)
+    _check_one_super_class_each(file, products)
+    return products
 
 
-def _check_no_shared_id(owner: str, ids_of_list: Mapping[Path, Sequence[int]]) -> None:
-    (train_list, train_ids), (test_list, test_ids) = ids_of_list.items()
+def _make_index(file: ListFile, products: _Products, folder: str, categories: NDArray[np.int64]) -> ImageIndex:
+    paths = products.paths
+    if folder:
+        paths = join_paths(folder, paths)
+    file.check_unique("path", paths, skip=1)
+    labels, names = class_numbers(products.class_ids)
+    return ImageIndex(paths, labels, categories=categories, names=names, lines=ListLines(file, skip=1))
+
+
+def _check_no_shared_id(
+    train_list: ListFile, train_ids: Sequence[int], test_list: ListFile, test_ids: Sequence[int]
+) -> None:
     row_of = dict(zip(train_ids, range(1, len(train_ids) + 1)))
     for row, image in enumerate(test_ids, 1):
         if image in row_of:
-            raise ValueError(
-                f"{owner}: `image_id` must be different in each line of both lists, got {image} twice, in line "
-                f"{line_number(train_list, row_of[image])} of {train_list} and in line {line_number(test_list, row)} "
-                f"of {test_list}."
+            raise test_list.error(
+                f"`image_id` must be different in each line of both lists, got {image} twice, in "
+                f"{train_list.where(row_of[image])} and in {test_list.where(row)}"
             )
 
 
-def _check_one_super_class_each(owner: str, path: Path, products: _Products) -> None:
+def _check_one_super_class_each(file: ListFile, products: _Products) -> None:
     super_class_of: dict[int, int] = {}
     for row, (product, super_class) in enumerate(zip(products.class_ids, products.super_class_ids), 1):
         first = super_class_of.setdefault(product, super_class)
         if first != super_class:
-            raise ValueError(
-                f"{owner}: each class_id must have one super_class_id, got {product} with {first} and with "
-                f"{super_class} in line {line_number(path, row)} of {path}."
-            )
+            problem = f"each class_id must have one super_class_id, got {product} with {first} and with {super_class}"
+            raise file.error(problem, row)

@@ -14,15 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_LEVELS = 20  # of lists within lists; what walks deeper ones would exceed Python's limit of recursion
-
-
 PLAIN_KINDS = "biufcSU"  # of dtypes: bool, integers, floats, complex numbers, bytes and text
 
-
-# NumPy's own functions, wherever the installed version has them.
+# NumPy's functions, wherever the installed version has them.
 _numpy_scalar: Any = np.float64(0).__reduce__()[0]  # numpy.core.multiarray.scalar
-
-
 _numpy_frombuffer: Any = np.zeros(1).__reduce_ex__(5)[0]  # numpy.core.numeric._frombuffer
 
 

@@ -24,29 +24,17 @@ from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, Image
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ReadingSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
 from lightning_retrieval.datamodules.readers.plain_pickle import load_plain_pickle
-from lightning_retrieval.datamodules.table_file import (
-    check_not_empty,
-    check_unique,
-    find_file,
-    join_paths,
-    leaves_root,
-    read_lines,
-)
+from lightning_retrieval.datamodules.table_file import ListFile, find_file, join_paths, leaves_root
 from lightning_retrieval.metrics import RevisitedMetrics
 from lightning_retrieval.preparation.training_transforms import PaperName
 
-# The ground truth of Revisited Oxford and Paris, `gnd_*.pkl`: parsed and validated.
-
-
 KEYS = ("imlist", "qimlist", "gnd")
-
-
 LISTS = ("easy", "hard", "junk")
-
-
+OFFICIAL_PICKLES = {"gnd_roxford5k.pkl", "gnd_rparis6k.pkl"}
+DISTRACTORS = "revisitop1m.txt"
+IMAGE_FOLDERS = ("jpg", "images")
 MAX_PIXELS = np.iinfo(np.int32).max  # beyond any image
-
-
+FULL_IMAGE = (0, 0, MAX_PIXELS, MAX_PIXELS)
 MAX_SHOWN = 80  # characters of an invalid value in a message
 
 
@@ -200,22 +188,10 @@ def _to_list(values: Any) -> list[Any] | None:
     return entries
 
 
-OFFICIAL_PICKLES = {"gnd_roxford5k.pkl", "gnd_rparis6k.pkl"}
-
-
-DISTRACTORS = "revisitop1m.txt"
-
-
-IMAGE_FOLDERS = ("jpg", "images")
-
-
-WHOLE_IMAGE = (0, 0, MAX_PIXELS, MAX_PIXELS)
-
-
 class RevisitedImages(ImageSet):
     """The images of one city, scaled so that the longer side has `image_size` pixels, but never enlarged.
 
-    The crop of a query is scaled by the factor of its whole image, as in the official code. The set is evaluated with
+    The crop of a query is scaled by the factor of its full image, as in the official code. The set is evaluated with
     the lists of the ground truth.
     """
 
@@ -292,7 +268,7 @@ class _Revisited(ImageDataModule):
         """The ground truth and, if there are distractors, their list."""
         found = [self._pickle()]
         if self.distractors is not None:
-            found.append(find_file(type(self).__name__, self.distractors, DISTRACTORS, root_name="distractors"))
+            found.append(self._distractor_list(self.distractors))
         return found
 
     def read(self) -> Mapping[str, ImageIndex]:
@@ -309,7 +285,7 @@ class _Revisited(ImageDataModule):
         roles += [ROLES["query"]] * len(queries)
         boxes = None
         if self.crop_queries:
-            boxes = [WHOLE_IMAGE] * num_gallery
+            boxes = [FULL_IMAGE] * num_gallery
             boxes += self._query_boxes(queries)
         labels = [DISTRACTOR] * num_gallery + list(range(len(queries)))
         index = ImageIndex(database + distractors + queries, labels, boxes=boxes, roles=roles)
@@ -357,12 +333,15 @@ class _Revisited(ImageDataModule):
                 )
         return find_file(type(self).__name__, self.folder, official)  # raises, with a suggestion
 
+    def _distractor_list(self, folder: Path) -> Path:
+        return find_file(type(self).__name__, folder, DISTRACTORS, root_name="distractors")
+
     def _image_folder(self, folder: Path) -> str:
         """The folder of the images in this folder, relative to the root."""
         return find_file(type(self).__name__, folder, *IMAGE_FOLDERS).relative_to(self.root).as_posix()
 
     def _query_boxes(self, paths: Sequence[str]) -> list[tuple[int, int, int, int]]:
-        """The box of each query in whole pixels; each must contain at least one."""
+        """The box of each query in pixels; each must contain at least one."""
         boxes = []
         for number, (path, sides) in enumerate(zip(paths, self.ground_truth.boxes)):
             left, top, right, bottom = map(round, sides)  # as Pillow rounds
@@ -378,20 +357,17 @@ class _Revisited(ImageDataModule):
         """The paths of the distractors, relative to the root."""
         if self.distractors is None:
             return []
-        owner = type(self).__name__
-        path = find_file(owner, self.distractors, DISTRACTORS, root_name="distractors")
+        file = ListFile(type(self).__name__, self._distractor_list(self.distractors))
         folder = self._image_folder(self.distractors)
         names = []
-        for number, line in enumerate(read_lines(owner, path), 1):
+        for number, line in enumerate(file.lines(), 1):
             name = line.strip()
             if leaves_root(name):
-                raise ValueError(
-                    f"{owner}: the images must lie inside the root, got {name!r} in line {number} of {path}."
-                )
+                raise file.error(f"the images must lie inside the root, got {name!r} in line {number} of {file.path}")
             if name:
                 names.append(name)
-        check_not_empty(owner, path, "distractors", names)
-        check_unique(owner, path, "image", names)
+        file.check_not_empty("distractors", names)
+        file.check_unique("image", names)
         return join_paths(folder, names)
 
 
@@ -400,7 +376,7 @@ class RevisitedOxford(_Revisited):
 
     The only evaluation set, which is both `test_set` and `val_set`, is evaluated with `RevisitedMetrics`:
     `RetrievalEvaluation` logs `test/mAP/easy`, `test/mAP/medium`, `test/mAP/hard`, `test/mP@1/medium` and so on. Ids
-    are positions in `imlist`, then in the list of distractors, then in `qimlist`. Each query is a class of its own; all
+    are positions in `imlist`, then in the list of distractors, then in `qimlist`. Each query is a separate class; all
     other images have the label of distractors.
 
     Images keep their aspect ratio and so differ in size, which is why `eval_batch_size` is 1. It may be larger with an
@@ -415,7 +391,7 @@ class RevisitedOxford(_Revisited):
         crop_queries: whether each query is cropped to its box, as the protocol prescribes; without, results are too
             high. The box is in pixels of the file, before its rotation by EXIF orientation.
         image_size: length in pixels of the longer side after scaling; images are never enlarged. A query's crop is
-            scaled by the factor of its whole image.
+            scaled by the factor of its full image.
         transform: name of the transform after scaling, see `Preparation`; `"ap_gem"` does not change the size.
         eval_batch_size: number of images that are embedded at a time.
         settings: further keyword arguments of `ImageDataModule` (`train_transform`, `eval_transform`, `resize`, `mean`,

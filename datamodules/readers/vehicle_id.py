@@ -12,16 +12,7 @@ from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
 from lightning_retrieval.datamodules.image_set import ImageSet
-from lightning_retrieval.datamodules.table_file import (
-    ListLines,
-    check_not_empty,
-    check_unique,
-    find_file,
-    join_paths,
-    line_number,
-    parse_integers,
-    read_columns,
-)
+from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, join_paths
 from lightning_retrieval.metrics import RandomGalleryMetrics
 
 Size = Literal["small", "medium", "large"]
@@ -127,7 +118,7 @@ class VehicleID(ImageDataModule):
         names = list(self._lists().values())
         if self.select_by_vid:
             names.append(ALL_IMAGES)
-        found = [self._file(name) for name in names]
+        found = [find_file(type(self).__name__, self.root, name) for name in names]
         if (self.root / MODELS).exists():
             found.append(self.root / MODELS)
         return found
@@ -142,11 +133,11 @@ class VehicleID(ImageDataModule):
         splits: dict[str, ImageIndex] = {}
         for split, name in self._lists().items():
             images, vehicles = self._read_images(name)
-            check_not_empty(type(self).__name__, self.root / name, split, images)
-            lines = ListLines(type(self).__name__, self.root / name)
+            self._list(name).check_not_empty(split, images)
+            lines = ListLines(self._list(name))
             if all_images is not None:
                 images, vehicles, rows = self._images_of(set(vehicles), all_images)
-                lines = ListLines(type(self).__name__, self.root / ALL_IMAGES, rows)
+                lines = ListLines(self._list(ALL_IMAGES), rows)
             _check_one_vehicle_each(lines, images, vehicles, vehicle_of)
             if split != "train":
                 self._check_protocol(name, vehicles)
@@ -164,8 +155,8 @@ class VehicleID(ImageDataModule):
             return super().evaluation_set(name, index)
         return _RandomGallerySet(index, self.root, self.eval_transform, seed=self.seed, **self.reading)
 
-    def _file(self, name: str) -> Path:
-        return find_file(type(self).__name__, self.root, name)
+    def _list(self, name: str) -> ListFile:
+        return ListFile(type(self).__name__, self.root / name)
 
     def _lists(self) -> dict[str, str]:
         """The path of each split's list, relative to the root."""
@@ -176,10 +167,10 @@ class VehicleID(ImageDataModule):
 
     def _read_images(self, name: str) -> _Images:
         """The images and vehicles of a list. Image names stay text, since they begin with zeros."""
-        owner, path = type(self).__name__, self.root / name
-        images, vehicles = read_columns(owner, path, 2)
-        check_unique(owner, path, "image", images)
-        return images, parse_integers(owner, path, "vehicle id", vehicles)
+        file = self._list(name)
+        images, vehicles = file.columns(2)
+        file.check_unique("image", images)
+        return images, file.integers("vehicle id", vehicles)
 
     def _images_of(self, wanted: set[int], all_images: _Images) -> tuple[list[str], list[int], list[int]]:
         """All images of some vehicles, each of which must have one, with their vehicles and their rows."""
@@ -208,27 +199,27 @@ class VehicleID(ImageDataModule):
 
     def _read_models(self) -> dict[int | None, int] | None:
         """Map each vehicle's id to the number of its model, and None to the number for vehicles without a model."""
-        owner, path = type(self).__name__, self.root / MODELS
-        if not path.exists():
+        file = self._list(MODELS)
+        if not file.path.exists():
             return None
-        vehicle_ids, model_ids = read_columns(owner, path, 2)
-        vehicles = parse_integers(owner, path, "vehicle id", vehicle_ids)
-        models = parse_integers(owner, path, "model id", model_ids)
-        _check_one_model_each(owner, path, vehicles, models)
+        vehicle_ids, model_ids = file.columns(2)
+        vehicles = file.integers("vehicle id", vehicle_ids)
+        models = file.integers("model id", model_ids)
+        _check_one_model_each(file, vehicles, models)
         numbers, names = class_numbers(models)
         return {None: len(names), **dict(zip(vehicles, numbers.tolist()))}
 
 
-def _check_one_model_each(owner: str, path: Path, vehicles: Sequence[int], models: Sequence[int]) -> None:
+def _check_one_model_each(file: ListFile, vehicles: Sequence[int], models: Sequence[int]) -> None:
     """Check that no vehicle has two models. The file may repeat lines."""
     first_with: dict[int, int] = {}
     for row, vehicle in enumerate(vehicles):
         first = first_with.setdefault(vehicle, row)
         if models[first] != models[row]:
-            raise ValueError(
-                f"{owner}: `vehicle id` must be different or have the same model in each line of {path}, got {vehicle} "
-                f"twice, with the models {models[first]} and {models[row]}, in lines {line_number(path, first)} and "
-                f"{line_number(path, row)}."
+            raise file.error(
+                f"`vehicle id` must be different or have the same model in each line of {file.path}, got {vehicle} "
+                f"twice, with the models {models[first]} and {models[row]}, in lines {file.line_number(first)} and "
+                f"{file.line_number(row)}"
             )
 
 

@@ -14,14 +14,7 @@ from lightning_retrieval.checks import check_bool
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, class_numbers
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
-from lightning_retrieval.datamodules.table_file import (
-    ListLines,
-    check_unique,
-    find_file,
-    read_csv_header,
-    read_csv_rows,
-    read_lines,
-)
+from lightning_retrieval.datamodules.table_file import ListFile, ListLines, find_file, read_csv_header
 from lightning_retrieval.preparation.decoding import image_suffixes
 
 SPLITS = ("train", "test")
@@ -103,11 +96,12 @@ class VGGFace2(ImageDataModule):
             if path is None:
                 people, paths = _read_folder(find_file("VGGFace2", self.root, split), split)
             else:
-                people, paths = _read_list(path, split)
-                lines = ListLines("VGGFace2", path)
+                file = ListFile("VGGFace2", path)
+                people, paths = _read_list(file, split)
+                lines = ListLines(file)
             boxes = None
             if self.boxes:
-                boxes = _read_boxes(self._boxes_file(split), split, paths)
+                boxes = _read_boxes(ListFile("VGGFace2", self._boxes_file(split)), split, paths)
             labels, names = class_numbers(people)
             del people  # millions of entries, which need not stay while the index is made
             splits[split] = ImageIndex(paths, labels, boxes=boxes, names=names, lines=lines)
@@ -132,32 +126,30 @@ class VGGFace2(ImageDataModule):
         return find_file("VGGFace2", self.root, f"bb_landmark/{name}", f"meta/bb_landmark/{name}", name)
 
 
-def _read_list(path: Path, split: str) -> _Images:
+def _read_list(file: ListFile, split: str) -> _Images:
     people: list[str] = []
     paths: list[str] = []
     known: dict[str, str] = {}  # keeps one string for each person, not one for each image
     prefix = f"{split}/"
-    for number, line in enumerate(read_lines("VGGFace2", path), 1):
+    for number, line in enumerate(file.lines(), 1):
         image = line.strip()
         if not image:
             continue
         parts = image.split("/")
-        if ".." in parts:
-            raise ValueError(f"VGGFace2: the images of {path} must lie inside the root, got {image!r} (line {number}).")
         if len(parts) == 2:
             image, person = prefix + image, parts[0]
         elif len(parts) == 3 and parts[0] == split:
             person = parts[1]
         else:
-            raise ValueError(
-                f"VGGFace2: each line of {path} must be <person>/<image> or {split}/<person>/<image>, got {image!r} "
-                f"(line {number})."
+            raise file.error(
+                f"each line of {file.path} must be <person>/<image> or {split}/<person>/<image>, got {image!r} (line "
+                f"{number})"
             )
         people.append(known.setdefault(person, person))
         paths.append(image)
     if not paths:
-        raise ValueError(f"VGGFace2: {path} must name at least one image, got none.")
-    check_unique("VGGFace2", path, "image", paths)
+        raise file.error(f"{file.path} must name at least one image, got none")
+    file.check_unique("image", paths)
     return people, paths
 
 
@@ -188,11 +180,11 @@ def _subfolders(folder: Path) -> list[str]:
     return sorted(names)
 
 
-def _read_boxes(path: Path, split: str, paths: Sequence[str]) -> NDArray[np.int32]:
+def _read_boxes(file: ListFile, split: str, paths: Sequence[str]) -> NDArray[np.int32]:
     """(images, 4) left, top, right, bottom of each image, in the order of the paths."""
     sides = array("i")  # four for each row that belongs to an image
     positions = array("q")  # of the images of these rows
-    for position, box, _ in _matching_rows(path, split, paths):
+    for position, box, _ in _matching_rows(file, split, paths):
         positions.append(position)
         sides.extend(box)
     image_of_row = np.asarray(positions, dtype=np.int64)
@@ -201,9 +193,9 @@ def _read_boxes(path: Path, split: str, paths: Sequence[str]) -> NDArray[np.int3
     empty = np.flatnonzero((right <= left) | (bottom <= top))
     if len(empty):
         first = int(empty[0])
-        raise ValueError(
-            f"VGGFace2: `boxes` must contain at least one pixel, got {box_of_row[first].tolist()} for "
-            f"{paths[image_of_row[first]]} in line {_line_of_row(path, split, paths, first)} of {path}."
+        raise file.error(
+            f"`boxes` must contain at least one pixel, got {box_of_row[first].tolist()} for "
+            f"{paths[image_of_row[first]]} in line {_line_of_row(file, split, paths, first)} of {file.path}"
         )
     boxes = np.zeros((len(paths), 4), dtype=np.int32)
     boxes[image_of_row] = box_of_row
@@ -214,26 +206,26 @@ def _read_boxes(path: Path, split: str, paths: Sequence[str]) -> NDArray[np.int3
     if len(overwritten):
         first = int(overwritten[0])
         last = int(np.flatnonzero(image_of_row == image_of_row[first])[-1])
-        raise ValueError(
-            f"VGGFace2: {path} must have one box for each image, got several for {paths[image_of_row[first]]}, in "
-            f"lines {_line_of_row(path, split, paths, first)} and {_line_of_row(path, split, paths, last)}."
+        raise file.error(
+            f"{file.path} must have one box for each image, got several for {paths[image_of_row[first]]}, in lines "
+            f"{_line_of_row(file, split, paths, first)} and {_line_of_row(file, split, paths, last)}"
         )
     without = np.flatnonzero(~has_box)
     if len(without):
-        raise ValueError(
-            f"VGGFace2: {path} must have a box for each image of {split}, got none for {len(without)} images, such as "
-            f"{paths[without[0]]}."
+        raise file.error(
+            f"{file.path} must have a box for each image of {split}, got none for {len(without)} images, such as "
+            f"{paths[without[0]]}"
         )
     return boxes
 
 
-def _line_of_row(path: Path, split: str, paths: Sequence[str], row: int) -> int:
+def _line_of_row(file: ListFile, split: str, paths: Sequence[str], row: int) -> int:
     """The line number of one of `_matching_rows`, for an error message."""
-    _, _, line = next(islice(_matching_rows(path, split, paths), row, None))
+    _, _, line = next(islice(_matching_rows(file, split, paths), row, None))
     return line
 
 
-def _matching_rows(path: Path, split: str, paths: Sequence[str]) -> Iterator[tuple[int, Sequence[int], int]]:
+def _matching_rows(file: ListFile, split: str, paths: Sequence[str]) -> Iterator[tuple[int, Sequence[int], int]]:
     """Yield the position in the paths, the box and the line number of each row that belongs to one of the paths.
 
     The rows of the official files are in the order of the official lists, so a table of all names is made only when a
@@ -242,14 +234,12 @@ def _matching_rows(path: Path, split: str, paths: Sequence[str]) -> Iterator[tup
     prefix = f"{split}/"
     position_of: dict[str, int] = {}
     in_order = True
-    rows = read_csv_rows("VGGFace2", path)
+    rows = file.csv_rows()
     header = read_csv_header(rows)
     if header != BOX_HEADER:
-        raise ValueError(
-            f"VGGFace2: line 1 of {path} must be the header {','.join(BOX_HEADER)!r}, got {','.join(header)!r}."
-        )
+        raise file.error(f"line 1 of {file.path} must be the header {','.join(BOX_HEADER)!r}, got {','.join(header)!r}")
     for row, (fields, line) in enumerate(rows):
-        box = _parse_box(path, fields, line)
+        box = _parse_box(file, fields, line)
         name = prefix + fields[0]
         if in_order and (row >= len(paths) or _without_suffix(paths[row]) != name):
             in_order = False
@@ -260,15 +250,14 @@ def _matching_rows(path: Path, split: str, paths: Sequence[str]) -> Iterator[tup
             yield position_of[name], box, line
 
 
-def _parse_box(path: Path, fields: Sequence[str], line: int) -> Sequence[int]:
+def _parse_box(file: ListFile, fields: Sequence[str], line: int) -> Sequence[int]:
     """Left, top, right and bottom from name, x, y, width and height."""
     try:
         x, y, width, height = map(int, fields[1:])
         return array("i", (x, y, x + width, y + height))
     except (ValueError, OverflowError):
-        raise ValueError(
-            f"VGGFace2: each line of {path} must be a name and four integers, got {','.join(fields)[:80]!r} (line "
-            f"{line})."
+        raise file.error(
+            f"each line of {file.path} must be a name and four integers, got {','.join(fields)[:80]!r} (line {line})"
         ) from None
 
 

@@ -11,13 +11,13 @@ from lightning_retrieval.datamodules.samplers.category import ShuffledQueues, sh
 
 
 def largest_equal_count(sizes: Integers, total: int) -> int:
-    """The largest number that every set can contribute (or its whole size, if smaller) with at most `total` in sum.
+    """The largest number that every set can contribute (or its size, if smaller) with at most `total` in sum.
 
     Args:
         sizes: the sizes of the sets, ascending.
         total: at most the sum of the sizes.
     """
-    used_by_smaller = np.cumsum(sizes) - sizes  # if every smaller set contributes its whole size
+    used_by_smaller = np.cumsum(sizes) - sizes  # if every smaller set contributes its size
     remaining_sets = np.arange(len(sizes), 0, -1)
     count = (total - used_by_smaller) // remaining_sets
     contributes_part = sizes > count
@@ -31,8 +31,9 @@ class AllClassesSampler(GlobalBatchSampler):
 
     An epoch has ceil(N / batch_size) batches, where N is the number of images that take part. A batch takes the same
     number of images from every class, except that a class with fewer images contributes all of them and the others
-    fill the rest. Positions that cannot be divided equally go to a random choice of the larger classes, one image each.
-    No batch holds an image twice, and within an epoch every image of a class is drawn once before any is drawn twice.
+    fill the rest. Positions that cannot be distributed equally go to a random choice of the larger classes, one image
+    each. No batch holds an image twice, and within an epoch every image of a class is drawn once before any is drawn
+    twice.
 
     In a batch the images of a class are adjacent, and the classes are in random order.
 
@@ -63,7 +64,7 @@ class AllClassesSampler(GlobalBatchSampler):
 
     Source:
         Revaud, Almazan, Rezende and de Souza, Learning with Average Precision: Training Image Retrieval with a Listwise
-        Loss, ICCV 2019, section 4.2. How the images beyond the first of each class are chosen is our own choice.
+        Loss, ICCV 2019, section 4.2. How the images beyond the first of each class are chosen is our choice.
     """
 
     draws_classes = True

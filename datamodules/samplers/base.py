@@ -19,8 +19,6 @@ from lightning_retrieval.checks import check_integer, check_seed
 from lightning_retrieval.datamodules.item_seeds import as_array
 
 Integers = NDArray[np.signedinteger[Any]]
-
-
 Labels = Tensor | NDArray[Any] | Sequence[int]
 
 
@@ -177,11 +175,10 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
             yield batch.tolist()
 
 
-# Batches of random images, for training that has no classes of images, such as that of a detector.
-
-
 class RandomBatchSampler(GlobalBatchSampler):
-    """Batches of an epoch's random order of all images; the last N % batch_size images of the order are left out.
+    """Batches of an epoch's random order of all images; the last N % batch_size images of the order are skipped.
+
+    They are for training without classes of images, such as that of a detector.
 
     Args:
         num_images: N, number of images, >= 2.

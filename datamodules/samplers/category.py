@@ -1,4 +1,9 @@
-"""Batches from a few categories, as ROADMAP and HAPPIER are trained: negatives share the category of the positives."""
+"""Batches from a few categories, as ROADMAP and HAPPIER are trained: negatives are from the category of the positives.
+
+Also the shuffled queues of the samplers: a queue is an endless sequence of rounds, and a round holds every item of a
+set once, in random order. `shuffled_queue_table` draws the first positions of many queues at once, and `ShuffledQueues`
+draws items one after the other.
+"""
 
 import itertools
 import math
@@ -18,10 +23,7 @@ from lightning_retrieval.datamodules.samplers.base import (
     integer_array,
 )
 
-# The first positions of many endless shuffled queues, drawn at once as one table with a row for each queue.
-#
-# There is one queue for each set of items. A queue is a sequence of rounds; a round holds every item of the set once,
-# in random order. Writing a round into the queue is called a refill.
+# How the table of shuffled queues is drawn. Writing a round into a queue is called a refill.
 #
 # The caller cuts each queue into groups of `group_size` consecutive positions. Refills and group boundaries need not
 # coincide, so a refill may fall inside a group. Such a group must not repeat an item, unless its set has fewer items
@@ -33,7 +35,9 @@ from lightning_retrieval.datamodules.samplers.base import (
 
 
 # Number of items that are shuffled at a time, so that the arrays being sorted fit into the processor's cache.
-_CHUNK = 1 << 16
+_BLOCK = 1 << 16
+_MAX_LISTED = 1_000_000  # beyond this number, combinations are not listed but drawn one by one
+_COMBINATION_STREAM = 1  # seeds (seed, refill, 1), so that combinations have other random numbers than the batches
 
 
 def shuffled_queue_table(
@@ -57,15 +61,16 @@ def shuffled_queue_table(
     for number in range(math.ceil(length / sizes[0])):
         # The sizes ascend, so the queues that still need this round are the first ones.
         unfinished = int((number * sizes < length).sum())
-        for first, last in itertools.pairwise(_chunk_edges(ends[:unfinished])):
-            part = slice(ends[first] - sizes[first], ends[last - 1])
-            _write_round(generator, number, queues[first:last], items[part], sizes[first:last], ahead[part], group_size)
+        for first, last in itertools.pairwise(_block_edges(ends[:unfinished])):
+            block = slice(ends[first] - sizes[first], ends[last - 1])
+            in_block = slice(first, last)
+            _write_round(generator, number, queues[in_block], items[block], sizes[in_block], ahead[block], group_size)
     return queues
 
 
-def _chunk_edges(ends: Integers) -> list[int]:
-    """Cut consecutive sets into chunks of about `_CHUNK` items; the result does not depend on how they are cut."""
-    limits = np.arange(_CHUNK, ends[-1], _CHUNK)
+def _block_edges(ends: Integers) -> list[int]:
+    """Cut consecutive sets into blocks of about `_BLOCK` items; the result does not depend on how they are cut."""
+    limits = np.arange(_BLOCK, ends[-1], _BLOCK)
     edges = np.searchsorted(ends, limits, side="right").tolist()
     return sorted({0, *edges, len(ends)})
 
@@ -120,9 +125,6 @@ def _shuffled_order(
 def _sort_within_sets(set_of_item: Integers, last: NDArray[np.bool_], random: Integers) -> Integers:
     """Sort by set, then unmarked items before those marked as `last`, then by the random number."""
     return np.argsort(((2 * set_of_item + last) << 32) | random, kind="stable")
-
-
-# Endless shuffled queues from which items are drawn one after the other, and the random numbers for them.
 
 
 def shuffled_order(generator: np.random.Generator, size: int) -> Integers:
@@ -190,12 +192,6 @@ class ShuffledQueues:
                     position = begin
         self.positions[which] = position
         return taken
-
-
-_MAX_LISTED = 1_000_000  # beyond this number, combinations are not listed but drawn one by one
-
-
-_COMBINATION_STREAM = 1  # seeds (seed, refill, 1), so that combinations have other random numbers than the batches
 
 
 def list_combinations(count: int, size: int) -> Integers | None:

@@ -41,7 +41,7 @@ class PKSampler(GlobalBatchSampler):
         >>> sorted(len(batch) for batch in sampler)
         [4, 4]
 
-    The whole epoch is drawn at its first batch. This takes about 8 bytes and a few tenths of a microsecond per image.
+    The full epoch is drawn at its first batch. This takes about 8 bytes and a few tenths of a microsecond per image.
 
     Relations:
         `RetrievalDataLoader` splits each batch over ranks and workers. Losses over ranked lists need K >= 2.

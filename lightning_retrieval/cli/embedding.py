@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_retrieval.callbacks.embedding_writer import DealtLoader
+from lightning_retrieval.callbacks.embedding_writer import ShardLoader
 from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.cli.options import printable
 from lightning_retrieval.datamodules import ImageIndex, ImageSet
@@ -206,7 +206,7 @@ class ImageEmbedder:
             names = index.paths
         if ranges is None:
             ranges = [range(len(index))]
-        loader = DealtLoader(self.loader(root, index), ranges, has_length=True)
+        loader = ShardLoader(self.loader(root, index), ranges, has_length=True)
         count = sum(map(len, ranges))
         # disable=None: no progress bar if the output goes to a file.
         with tqdm(total=count, desc="Embedding", unit="image", disable=None, leave=False) as progress:

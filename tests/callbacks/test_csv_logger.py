@@ -120,14 +120,6 @@ def test_a_file_is_no_folder(tmp_path):
         ResumableCSVLogger(tmp_path / "run")
 
 
-@pytest.mark.refusal
-def test_types_of_arguments():
-    with pytest.raises(TypeError, match="`prefix` must be a string, got 3"):
-        ResumableCSVLogger("run", prefix=3)
-    with pytest.raises(TypeError, match="`folder`"):
-        ResumableCSVLogger(3)
-
-
 # --- the newest checkpoint
 
 

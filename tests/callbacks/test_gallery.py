@@ -7,7 +7,6 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from PIL import Image
-from pytorch_lightning.loggers import CSVLogger
 from sklearn.metrics import average_precision_score
 from torch import nn
 from torch.utils.data import DataLoader
@@ -148,28 +147,6 @@ def test_only_spread_draws_queries_without_ap(tmp_path):
             assert picture.height == 98 * rows + 24
 
 
-def test_gallery_is_in_the_log_folder_every_n_epochs(tmp_path):
-    every_other = RetrievalGallery(queries=2, k=3, every_n_epochs=2)
-    run = trainer(tmp_path, every_other, RetrievalEvaluation((1,)), logger=CSVLogger(tmp_path, version=0), max_epochs=4)
-    run.fit(module(), loader(), loader())
-    assert sorted(path.name for path in (tmp_path / "lightning_logs/version_0").rglob("*.p*")) == [
-        "val-epoch=001.png",
-        "val-epoch=003.png",
-    ]
-
-
-def test_each_set_has_a_gallery(tmp_path):
-    run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=2, k=3))
-    run.validate(module(), [loader(), loader(size=9)], verbose=False)
-    run.test(module(), {"a": loader(), "b": loader(size=9)}, verbose=False)
-    assert sorted(path.name for path in tmp_path.rglob("*.*")) == [
-        "test-set=a.png",
-        "test-set=b.png",
-        "val-epoch=000-set=0.png",
-        "val-epoch=000-set=1.png",
-    ]
-
-
 def test_set_smaller_than_k_leaves_tiles_empty(tmp_path):
     run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery(queries=8, k=6))
     run.test(module(), loader(size=5), verbose=False)
@@ -194,7 +171,7 @@ def test_ids_that_do_not_index_the_data_set_give_a_warning(tmp_path):
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("name", ["queries", "k", "every_n_epochs"])
+@pytest.mark.parametrize("name", ["queries", "k"])
 def test_numbers_are_validated(name):
     with pytest.raises(ValueError, match=rf"^RetrievalGallery: `{name}` must be an integer >= 1, got 0\."):
         RetrievalGallery(**{name: 0})

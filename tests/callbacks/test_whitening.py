@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
-import yaml
 from PIL import Image
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
@@ -17,7 +16,6 @@ from torchvision.transforms import v2
 
 from lightning_retrieval import PCAWhitening, RetrievalMetrics, RetrievalModule, SmoothAPLoss, SupervisedWhitening
 from lightning_retrieval.callbacks import LearnWhitening, RetrievalEvaluation
-from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules import Glyphs, ImageFolder
 from lightning_retrieval.distributed import gather_rows
 from lightning_retrieval.models import whitening as whitening_module
@@ -257,50 +255,3 @@ def test_two_processes_learn_the_same(tmp_path, root, run_processes):
         loaded = RetrievalModule.load_from_checkpoint(path, embedder=Dots(), weights_only=True)
         rows = by_hand(loaded, root, "train", whiten=False)[chosen]
         assert_same(loaded.whitening.learned, fresh.fit(rows, labels[chosen]).learned)
-
-
-@pytest.mark.slow
-def test_whitening_in_a_config(tmp_path, capsys):
-    callbacks = [
-        {"class_path": "lightning_retrieval.callbacks.LearnWhitening", "init_args": {"images": 200}},
-        {
-            "class_path": "lightning_retrieval.callbacks.RetrievalEvaluation",
-            "init_args": {"ks": [1], "query_expansion": {"alpha": 3.0, "k": 4}, "database_augmentation": {"k": 2}},
-        },
-    ]
-    whitening = {"class_path": "lightning_retrieval.PCAWhitening", "init_args": {"dim": 6, "power": 0.25}}
-    embedder = {"backbone": "glyph_net", "embedding_dim": 8}
-    settings = {
-        "embedder": {"class_path": "lightning_retrieval.Embedder", "init_args": embedder},
-        "loss": {"class_path": "lightning_retrieval.SmoothAPLoss"},
-        "eval_scales": [1.0, 0.75],
-        "whitening": whitening,
-    }
-    data = {"classes_per_batch": 4, "eval_batch_size": 64}
-    configuration = {
-        "seed_everything": 0,
-        "model": {"class_path": "lightning_retrieval.RetrievalModule", "init_args": settings},
-        "data": {"class_path": "lightning_retrieval.datamodules.Glyphs", "init_args": data},
-        "trainer": {
-            "accelerator": "cpu",
-            "max_epochs": 1,
-            "limit_train_batches": 2,  # 1 would be read as the fraction 1.0
-            "limit_val_batches": 2,
-            "num_sanity_val_steps": 0,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": str(tmp_path),
-            "logger": False,
-            "callbacks": callbacks,
-        },
-    }
-    file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(configuration))
-    main(["fit", "--config", str(file)])
-    assert "val/mAP" in capsys.readouterr().out
-    (checkpoint,) = tmp_path.rglob("*.ckpt")
-    loaded = RetrievalModule.load_from_checkpoint(checkpoint, weights_only=True)
-    assert (loaded.eval_scales, loaded.whitening.dim, loaded.whitening.power) == ((1.0, 0.75), 6, 0.25)
-    assert loaded.whitening.learned.components.shape == (6, 8)
-    saved = torch.load(checkpoint, weights_only=True)
-    assert saved["hyper_parameters"]["whitening"]["init_args"]["dim"] == 6

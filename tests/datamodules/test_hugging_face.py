@@ -11,7 +11,6 @@ from PIL import Image
 
 from lightning_retrieval.datamodules import CategorySampler, HuggingFaceImages, ImageFolder
 from tests.datamodules.pictures import TINY, as_it_is
-from tests.datamodules.trees_more import QUICK, fit_and_validate
 
 datasets = pytest.importorskip("datasets")
 refusal = pytest.mark.refusal
@@ -184,12 +183,6 @@ def test_a_worker_gets_the_path_of_the_table_and_not_its_content(tmp_path):
     assert len(pickle.dumps(data.train_set.tables)) < 20_000
     again = pickle.loads(pickle.dumps(data.train_set))
     assert torch.equal(again[7]["images"], data.train_set[7]["images"])
-
-
-def test_fit_and_validate(tmp_path):
-    save_to_disk(tmp_path / "set")
-    values = fit_and_validate(HuggingFaceImages(tmp_path / "set", **QUICK))
-    assert 0 <= values["val/mAP"] <= 1
 
 
 def test_check_reports_missing_images_and_images_with_two_labels(tmp_path):

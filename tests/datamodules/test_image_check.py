@@ -22,11 +22,11 @@ from lightning_retrieval.datamodules import (
     LandmarksClean,
     image_check,
 )
-from lightning_retrieval.datamodules.image_check import check_contents, record_warnings
+from lightning_retrieval.datamodules.image_check import check_contents
+from lightning_retrieval.datamodules.image_index import record_warnings
 from tests.datamodules.pictures import as_it_is
 from tests.datamodules.trees import (
     write_image,
-    write_text,
 )
 from tests.datamodules.trees_more import write_landmarks
 from tests.processes import start_processes
@@ -112,7 +112,7 @@ def test_classes_with_one_image(folder):
     report = ImageFolder(folder).check()
     assert report.ok
     assert report.notes[:2] == [
-        "1 classes of train have one image, such as 'lonely', which is left out of training batches of P classes with "
+        "1 classes of train have one image, such as 'lonely', which is skipped in training batches of P classes with "
         "K images",
         "1 classes of test have one image, such as 'alone', which has no positive in evaluation",
     ]
@@ -151,14 +151,14 @@ def test_threads_do_not_change_the_report(folder, load_truncated, monkeypatch):
         encoded.seek(0)
         encoded.truncate()
     threads = set()
-    read_facts = image_check.read_facts
+    inspect_image = image_check.inspect_image
 
     def read_and_wait(*given):
         threads.add(threading.get_ident())
         time.sleep(0.001)  # else one thread may be done before the others have begun
-        return read_facts(*given)
+        return inspect_image(*given)
 
-    monkeypatch.setattr(image_check, "read_facts", read_and_wait)
+    monkeypatch.setattr(image_check, "inspect_image", read_and_wait)
     reports = []
     for cores in (1, 4):
         monkeypatch.setattr(image_check, "_cores", lambda cores=cores: cores)
@@ -173,10 +173,10 @@ def test_an_interrupt_ends_the_threads(folder, monkeypatch):
     def interrupted(images, position):
         if position == 0:
             raise KeyboardInterrupt
-        return image_check.ImageFacts()
+        return image_check.ImageFinding()
 
     images = ImageSet(ImageIndex(["a.png"] * 10_000, [0] * 10_000), folder, as_it_is)
-    monkeypatch.setattr(image_check, "read_facts", interrupted)
+    monkeypatch.setattr(image_check, "inspect_image", interrupted)
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         check_contents(DataReport(), {"train": images})
@@ -184,10 +184,6 @@ def test_an_interrupt_ends_the_threads(folder, monkeypatch):
 
 
 # --- the report
-
-
-def write_table(root):
-    write_text(root / "table.csv", "image,label,split\na.png,1,train\nb.png,2,test\n")
 
 
 def test_a_report_is_ok_with_any_of_the_published_counts():
@@ -199,15 +195,6 @@ def test_a_report_is_ok_with_any_of_the_published_counts():
     assert not DataReport(problems=["a sentence"]).ok
     many = DataReport(missing_files=[f"{i}.jpg" for i in range(1012)])
     assert str(many).splitlines()[-2:] == ["missing: 9.jpg", "... and 1,002 more are missing"]
-
-
-def test_a_check_reports_the_warnings_of_reading_once(tmp_path):
-    written = write_landmarks(tmp_path)
-    (tmp_path / written["val"][0][0]).unlink()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        report = LandmarksClean(tmp_path).check()
-    assert [line[:5] for line in str(report).splitlines() if "skipped 1 images" in line] == ["probl"]
 
 
 def check_of_a_latin_tree(rank, world_size, root):
@@ -229,13 +216,6 @@ def test_a_report_with_file_names_in_another_encoding_is_printed(tmp_path):
     assert process.wait(60) == 0, process.output()
     assert process.result() == 1
     assert "caf\\udce9.txt" in process.output()
-
-
-def test_images_are_searched_for_at_the_listed_paths(tmp_path):
-    write_table(tmp_path)
-    write_image(tmp_path / "a.png")
-    report = ImageTable(tmp_path, "table.csv").check()
-    assert report.missing_files == ["b.png"]
 
 
 @pytest.mark.parametrize(

@@ -106,25 +106,15 @@ def test_distractors_belong_to_the_test_set_if_the_classes_are_split(tmp_path):
     assert splits["train"].labels.tolist() == [0, 1, 0, 1]
 
 
-def test_categories_have_one_number_in_all_splits(tmp_path):
-    rows = [
-        ("image", "label", "category", "split"),
-        *[(f"{i}.jpg", i, category, "train" if i < 3 else "test") for i, category in enumerate([30, 4, 30, 5, 4])],
-    ]
+def test_categories_and_cameras_have_one_number_in_all_splits(tmp_path):
+    rows = [("image", "label", "category", "camera", "split")]
+    for i, (category, camera) in enumerate(zip([30, 4, 30, 5, 4], ["c3", "c1", "c3", "c2", "c1"])):
+        rows.append((f"{i}.jpg", i, category, camera, "train" if i < 3 else "test"))
     splits = read(write_csv(tmp_path, *rows))
-    assert splits["train"].categories.tolist() == [2, 0, 2]
-    assert splits["test"].categories.tolist() == [1, 0]
-
-
-def test_cameras_have_one_number_in_all_splits(tmp_path):
-    rows = [("image", "label", "camera", "split")]
-    for i, camera in enumerate(["c3", "c1", "c3", "c2", "c1"]):
-        rows.append((f"{i}.jpg", i, camera, "train" if i < 3 else "test"))
-    splits = read(write_csv(tmp_path, *rows))
-    assert splits["train"].cameras.tolist() == [2, 0, 2]
-    assert splits["test"].cameras.tolist() == [1, 0]
+    assert splits["train"].categories.tolist() == splits["train"].cameras.tolist() == [2, 0, 2]
+    assert splits["test"].categories.tolist() == splits["test"].cameras.tolist() == [1, 0]
     with pytest.raises(ValueError, match=r"^ImageTable: `camera` must not be empty in any row, at line 3 of"):
-        read(write_csv(tmp_path, rows[0], rows[1], ("b.jpg", "9", "", "test")))
+        read(write_csv(tmp_path, rows[0], rows[1], ("b.jpg", "9", "5", "", "test")))
 
 
 def test_the_protocol_of_market_1501(tmp_path):
@@ -159,14 +149,6 @@ def test_boxes_are_cropped_to_the_image_and_may_be_empty(tmp_path, columns):
     assert np.array_equal(np.asarray(data.train_set.read(0)), np.asarray(whole.crop((0, 4, 12, 40))))
     assert data.train_set.read(1).size == (20, 16)
     assert data.test_set.read(0).size == (48, 40)
-
-
-def test_an_image_may_be_listed_twice_with_different_boxes(tmp_path):
-    rows = [
-        ("image", "label", "split", "box"),
-        *[("a.jpg", i, s, f"{i} 0 9 9") for i, s in enumerate(["train", "test"])],
-    ]
-    assert read(write_csv(tmp_path, *rows))["test"].boxes.tolist() == [[1, 0, 9, 9]]
 
 
 def test_parquet_and_csv_give_the_same_index(tmp_path):

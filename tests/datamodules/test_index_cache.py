@@ -8,7 +8,7 @@ import pytest
 from lightning_retrieval.datamodules import (
     ImageIndex,
 )
-from lightning_retrieval.datamodules.index_cache import read_cached
+from lightning_retrieval.datamodules.image_index import read_cached
 
 OTHER = ImageIndex(["z"], [3], roles=[1], instances=[5])
 STRINGS = ["a/b.jpg", "é/ü ñ.PNG", "", "x" * 300, "日本/語.jpg"]

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_retrieval.datamodules.readers.cub import CUB200
-from tests.datamodules.short_run import SETTINGS, fit_and_validate, replace
+from tests.datamodules.short_run import replace
 from tests.datamodules.trees import write_cub
 
 ALBATROSS = "001.Black_footed_Albatross/Black_footed_Albatross"
@@ -33,20 +33,6 @@ def test_images_come_as_rgb_cropped_to_their_box(tmp_path):
     whole, birds = CUB200(tmp_path).train_set, CUB200(tmp_path, boxes=True).train_set
     assert {(whole.read(position).mode, whole.read(position).size) for position in range(12)} == {("RGB", (60, 50))}
     assert {(birds.read(position).mode, birds.read(position).size) for position in range(12)} == {("RGB", (21, 30))}
-
-
-def test_the_report_has_the_papers_counts(tmp_path):
-    write_cub(tmp_path)
-    report = CUB200(tmp_path).check()
-    assert report.splits == {"train": ((12, 4), [(5864, 100)]), "test": ((9, 3), [(5924, 100)])}
-    assert not report.missing_files
-
-
-def test_fit_and_validate(tmp_path):
-    write_cub(tmp_path)
-    metrics = fit_and_validate(CUB200(tmp_path, boxes=True, **SETTINGS))
-    assert {"val/mAP", "val/R@1"} <= set(metrics)
-    assert 0 < metrics["val/mAP"] <= 1
 
 
 PATHS, CLASSES, BOXES = "images.txt", "image_class_labels.txt", "bounding_boxes.txt"

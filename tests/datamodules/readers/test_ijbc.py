@@ -105,28 +105,6 @@ def test_crops_without_a_subject_are_counted_in_one_warning(tmp_path):
     assert paths == [path for path, row in crops if row.template != 9]
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_images_come_as_rgb_with_their_instance(tmp_path, structure):
-    STRUCTURES[structure][0](tmp_path)  # the first images are grey and CMYK
-    data = IJBC(tmp_path, **SETTINGS)
-    batches = list(data.test_dataloader())
-    assert {tuple(batch["images"].shape[1:]) for batch in batches} == {(3, 16, 16)}
-    assert torch.cat([batch["instances"] for batch in batches]).tolist() == data.splits["test"].instances.tolist()
-    assert "roles" not in batches[0]
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_report_counts_images_and_names_the_missing(tmp_path, structure):
-    STRUCTURES[structure][0](tmp_path)
-    data = IJBC(tmp_path)
-    report = data.check()
-    index = data.splits["test"]
-    assert report.splits["test"][0] == (len(index), 2)
-    assert report.ok
-    (tmp_path / index.paths[3]).unlink()
-    assert IJBC(tmp_path).check().missing_files == [index.paths[3]]
-
-
 def trainer_and_module():
     torch.manual_seed(2)
     module = RetrievalModule(nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 8)), SmoothAPLoss())
@@ -256,7 +234,6 @@ def test_an_empty_split_raises(tmp_path, structure):
 @pytest.mark.parametrize(
     ("structure", "name"),
     [
-        *((structure, G2) for structure in STRUCTURES),
         ("release", "images"),
         ("re-pack", "loose_crop"),
     ],

@@ -56,13 +56,6 @@ def test_the_report_has_the_papers_counts(tmp_path):
     assert not report.missing_files
 
 
-def test_fit_and_validate(tmp_path):
-    write_in_shop(tmp_path)
-    metrics = fit_and_validate(InShop(tmp_path, boxes=True, **SETTINGS))
-    assert {"val/mAP", "val/R@1"} <= set(metrics)
-    assert 0 < metrics["val/mAP"] <= 1
-
-
 def test_only_queries_have_a_gallery_and_only_the_gallery_is_ranked(tmp_path):
     """An item all of whose images are queries has nothing right in the gallery."""
     write_in_shop(tmp_path)

@@ -3,10 +3,9 @@
 import re
 
 import pytest
-from PIL import Image
 
 from lightning_retrieval.datamodules.readers.online_products import StanfordOnlineProducts
-from tests.datamodules.short_run import SETTINGS, fit_and_validate, replace
+from tests.datamodules.short_run import SETTINGS, replace
 from tests.datamodules.trees import write_online_products
 
 STRUCTURES = {"as unpacked": ("", ""), "online_products": ("Info_Files/", "images/"), "mixed": ("Info_Files/", "")}
@@ -27,33 +26,6 @@ def test_images_are_read_as_they_were_written(tmp_path, structure):
         assert index.categories.tolist() == [{2: 0, 12: 1}[category] for category in categories]
         assert index.roles is index.boxes is None
         assert all((tmp_path / path).is_file() for path in index.paths)
-
-
-def test_grey_print_and_other_images_come_as_rgb_in_their_size(tmp_path):
-    written = write_online_products(tmp_path)
-    images = StanfordOnlineProducts(tmp_path, **SETTINGS).train_set
-    modes = []
-    for position, (path, _, _, size) in enumerate(written["train"]):
-        with Image.open(tmp_path / path) as file:
-            modes.append(file.mode)
-        assert (images.read(position).mode, images.read(position).size) == ("RGB", size)
-        assert images[position]["images"].shape == (3, 16, 16)
-    assert modes[:3] == ["L", "CMYK", "RGB"]
-
-
-def test_the_report_has_the_papers_counts_and_what_is_missing(tmp_path):
-    written = write_online_products(tmp_path)
-    (tmp_path / written["test"][4][0]).unlink()
-    report = StanfordOnlineProducts(tmp_path).check()
-    assert report.splits == {"train": ((12, 4), [(59551, 11318)]), "test": ((9, 3), [(60502, 11316)])}
-    assert report.missing_files == [written["test"][4][0]]
-
-
-def test_fit_and_validate(tmp_path):
-    write_online_products(tmp_path)
-    metrics = fit_and_validate(StanfordOnlineProducts(tmp_path, sampler="category", **SETTINGS))
-    assert {"val/mAP", "val/R@1"} <= set(metrics)
-    assert 0 < metrics["val/mAP"] <= 1
 
 
 INVALID = {

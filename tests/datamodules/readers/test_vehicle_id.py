@@ -31,12 +31,6 @@ def test_images_are_read_as_they_were_written(tmp_path, images):
         assert index.roles is None
 
 
-def test_images_come_as_rgb(tmp_path):
-    write_vehicle_id(tmp_path)
-    images = VehicleID(tmp_path).train_set
-    assert {(images.read(position).mode, images.read(position).size) for position in range(12)} == {("RGB", (40, 40))}
-
-
 def test_models_are_optional(tmp_path):
     write_vehicle_id(tmp_path)
     (tmp_path / ATTRIBUTE).unlink()
@@ -120,12 +114,6 @@ def test_fit_and_validate_with_random_galleries(tmp_path):
     # One right image in each gallery, of two vehicles: first or second.
     assert 0 < metrics["val/small/R@1"] < 1
     assert metrics["val/small/mAP"] == pytest.approx((1 + metrics["val/small/R@1"]) / 2)
-
-
-def test_fit_with_batches_of_two_models(tmp_path):
-    write_vehicle_id(tmp_path)
-    metrics = fit_and_validate(VehicleID(tmp_path, sizes="small", sampler="category", **SETTINGS), steps=1)
-    assert 0 < metrics["val/small/mAP"] <= 1
 
 
 INVALID = {
