@@ -178,7 +178,7 @@ def kept(images: int, dim: int, device: str) -> Callable[[], Any]:
         metrics = RetrievalMetrics().to(device)
         for ids in torch.arange(images, device=device).split(512):
             points = torch.randn(len(ids), dim, device=device)
-            metrics.update(points, ids % (images // 5), ids, is_query=ids < MEMORY["queries"])
+            metrics.update(points, ids % (images // 5), ids, roles=torch.where(ids < MEMORY["queries"], 3, 2))
         metrics.compute()
 
     run(1000)  # loads what the first use loads

@@ -11,7 +11,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 
 from lightning_retrieval.checks import is_integer
 from lightning_retrieval.metrics import EmbeddingMetric
-from lightning_retrieval.ranking.labels import Role, has_role
 
 
 @runtime_checkable
@@ -160,12 +159,8 @@ class EvaluationSet:
         ids = outputs.get("ids")
         if ids is None and indices is not None:
             ids = torch.tensor(indices, device=embeddings.device)
-        roles = outputs.get("roles")
-        masks = {}
-        if roles is not None:
-            masks = {"is_query": has_role(roles, Role.QUERY), "is_gallery": has_role(roles, Role.GALLERY)}
-        optional = {name: outputs.get(name) for name in ("instances", "cameras")}
-        self.metrics.update(embeddings, outputs["labels"], ids, **masks, **optional)
+        optional = {name: outputs.get(name) for name in ("roles", "instances", "cameras")}
+        self.metrics.update(embeddings, outputs["labels"], ids, **optional)
 
     def compute(self) -> dict[str, Tensor]:
         """Compute the metrics, under their names with the prefix."""

@@ -56,9 +56,9 @@ from lightning_retrieval import RetrievalMetrics
 
 angle = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4])
 embeddings = torch.stack([angle.cos(), angle.sin()], 1)
-is_query = torch.tensor([True, False, False, False, False])
+roles = torch.tensor([1, 2, 2, 2, 2])
 metrics = RetrievalMetrics(ks=(1,))
-metrics.update(embeddings, torch.tensor([1, 1, 2, 1, 2]), None, is_query, ~is_query)
+metrics.update(embeddings, torch.tensor([1, 1, 2, 1, 2]), None, roles)
 print(metrics.compute()["mP@last"].item(), metrics.per_query()["P@last"].tolist())
 """
 

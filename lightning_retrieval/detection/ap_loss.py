@@ -4,7 +4,7 @@ Faster R-CNN classifies regions of interest (RoIs): class 0 is background. Each 
 batch by their scores, and the loss is RaMBO's mAP loss of these lists; see `losses/blackbox_map.py`.
 
 From the paper: lambda = 0.5, L_mAP and L_APC in the ratio 2 : 1, a memory of tau = 7 batches. Not in the paper, so our
-choice: scores are the softmax over all classes, of which the background is left out, and the weight of the loss beside
+choice: scores are the softmax over all classes, of which the background is skipped, and the weight of the loss beside
 those of the boxes and of the region proposals. Where we differ: the paper has a margin of 0.15. On softmax scores of a
 network that begins its training, which lie closer together, the gradient is then exactly zero; the default is 0.
 """
@@ -53,7 +53,7 @@ class DetectionAPLoss(nn.Module):
     """`weight` x (1 - mAP) over the RoIs of a batch, for the classifier of a detector.
 
     With several processes the lists are those of the global batch: each process gathers the logits and labels of all,
-    and computes the same loss. The gradient of its own RoIs is multiplied by the number of processes, since
+    and computes the same loss. The gradient of its local RoIs is multiplied by the number of processes, since
     `DistributedDataParallel` averages the gradients of the processes.
 
     Args:

@@ -1,4 +1,9 @@
-"""The base class of the metrics of detectors: it collects detections and objects on any number of processes."""
+"""Metrics of detectors on any number of processes: the base class, which collects detections and objects; COCO's AP.
+
+COCO averages AP over ten thresholds of overlap, from 0.5 to 0.95; AP50 has the first one alone. Precision is
+interpolated at 101 levels of recall; at most 100 detections of an image count; objects with `iscrowd` are ignored. A
+class without objects has no AP, and is skipped in the mean. torchmetrics' `MeanAveragePrecision` computes all of it.
+"""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -24,14 +29,14 @@ from lightning_retrieval.distributed import rank
 from lightning_retrieval.optional_packages import optional_import
 
 MAX_IMAGES = 1 << 40  # of one process, in one evaluation
-
-
 LEAST_ID = -(1 << 63)
 
-
 # Of each image: key and id. Of each box: the box and its score; and key, whether it is a detection, label, ignored.
-STATES = {"_images": (2, torch.int64), "_boxes": (5, torch.float32), "_box_facts": (4, torch.int64)}
+STATES = {"_images": (2, torch.int64), "_boxes": (5, torch.float32), "_annotations": (4, torch.int64)}
 
+# As in pycocotools, in float64: an overlap or a recall often equals one of them, and torchmetrics' are float32.
+OVERLAPS = np.linspace(0.5, 0.95, 10).tolist()
+RECALLS = np.linspace(0.0, 1.0, 101).tolist()
 
 Images = list[dict[str, Tensor]]
 
@@ -57,7 +62,7 @@ class DetectionMetric(Metric):
     full_state_update = False
     _images: list[Tensor]
     _boxes: list[Tensor]
-    _box_facts: list[Tensor]
+    _annotations: list[Tensor]
 
     def __init__(self, classes: int, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -84,7 +89,7 @@ class DetectionMetric(Metric):
                 "`targets`."
             )
         for detected, target in zip(detections, targets):
-            self._add_image(owner, detected, target)
+            self._add_image(detected, target)
 
     def reset(self) -> None:
         """Forget all images."""
@@ -104,7 +109,7 @@ class DetectionMetric(Metric):
         Detections have `boxes`, `scores` and `labels`, targets `boxes`, `labels` and `ignored`, 1 or 0.
         """
         images, boxes = dim_zero_cat(self._images).cpu(), dim_zero_cat(self._boxes).cpu()
-        key, is_detection, label, ignored = dim_zero_cat(self._box_facts).cpu().unbind(1)
+        key, is_detection, label, ignored = dim_zero_cat(self._annotations).cpu().unbind(1)
         copies: dict[int, list[int]] = {}
         for image_key, image_id in images.tolist():
             copies.setdefault(image_id, []).append(image_key)
@@ -123,7 +128,8 @@ class DetectionMetric(Metric):
         for name, (columns, dtype) in STATES.items():
             setattr(self, name, [torch.zeros(0, columns, dtype=dtype, device=self.device)])
 
-    def _add_image(self, owner: str, detected: Any, target: Any) -> None:
+    def _add_image(self, detected: Any, target: Any) -> None:
+        owner = type(self).__name__
         found_boxes, found_labels = _boxes_and_labels(owner, "detections", detected, self.classes)
         scores = _one_for_each(owner, "detections", detected, "scores", found_labels)
         check_finite(owner, "scores", scores)
@@ -144,9 +150,9 @@ class DetectionMetric(Metric):
         self, key: int, is_detection: int, boxes: Tensor, scores: Tensor, labels: Tensor, ignored: Tensor
     ) -> None:
         """Add the detections or the objects of an image."""
-        facts = [torch.full_like(labels, key), torch.full_like(labels, is_detection), labels, ignored]
+        columns = [torch.full_like(labels, key), torch.full_like(labels, is_detection), labels, ignored]
         self._boxes.append(torch.cat([boxes, scores[:, None]], 1).detach().to(self.device, torch.float32))
-        self._box_facts.append(torch.stack(facts, 1).to(self.device, torch.int64))
+        self._annotations.append(torch.stack(columns, 1).to(self.device, torch.int64))
 
 
 def _boxes_and_labels(
@@ -203,20 +209,6 @@ def _rows_by_key(key: Int[Tensor, " row"]) -> dict[int, Int[Tensor, " _"]]:
     return dict(zip(keys.tolist(), order.split(counts.tolist())))
 
 
-# Average Precision of a detector by the rules of COCO, for any number of processes.
-#
-# COCO averages AP over ten thresholds of overlap, from 0.5 to 0.95; AP50 has the first one alone. Precision is
-# interpolated at 101 levels of recall; at most 100 detections of an image count; objects with `iscrowd` are ignored. A
-# class without objects has no AP, and is skipped in the mean. torchmetrics' `MeanAveragePrecision` computes all of it.
-
-
-# As in pycocotools, in float64: an overlap or a recall often equals one of them, and torchmetrics' are float32.
-OVERLAPS = np.linspace(0.5, 0.95, 10).tolist()
-
-
-RECALLS = np.linspace(0.0, 1.0, 101).tolist()
-
-
 class COCOMetrics(DetectionMetric):
     """AP, AP50, and the AP50 of each class, by COCO's rules.
 
@@ -253,19 +245,19 @@ class COCOMetrics(DetectionMetric):
 
     def __init__(self, classes: int, **kwargs: Any) -> None:
         super().__init__(classes, **kwargs)
-        _check_backend()
+        with optional_import(
+            'COCOMetrics: COCO\'s rules need faster-coco-eval: pip install "lightning-retrieval[detection]".'
+        ):
+            import faster_coco_eval  # noqa: F401
 
     def compute(self) -> dict[str, Tensor]:
         """`AP`, `AP50` and `AP50_per_class`, which is NaN for a class without objects; all are if no class has any."""
-        found = self._found(*self.images_once())
-        return {name: value.to(self.device) for name, value in found.items()}
-
-    def _found(self, detections: Images, targets: Images) -> dict[str, Tensor]:
         from torchmetrics.detection import MeanAveragePrecision
 
+        detections, targets = self.images_once()
         counted = sum(int((target["ignored"] == 0).sum()) for target in targets)
         if counted == 0:  # for which torchmetrics has -1 or, without any image, an error
-            nothing = torch.tensor(torch.nan)
+            nothing = torch.tensor(torch.nan, device=self.device)
             return {"AP": nothing, "AP50": nothing, "AP50_per_class": nothing.repeat(self.classes)}
         metric = MeanAveragePrecision(
             iou_thresholds=OVERLAPS,
@@ -278,7 +270,8 @@ class COCOMetrics(DetectionMetric):
         metric.update(detections, [{**target, "iscrowd": target["ignored"]} for target in targets])
         result = metric.compute()
         per_class = _average_precision_per_class(result["precision"], result["classes"].flatten(), self.classes)
-        return {"AP": result["map"], "AP50": result["map_50"], "AP50_per_class": per_class}
+        values = {"AP": result["map"], "AP50": result["map_50"], "AP50_per_class": per_class}
+        return {name: value.to(self.device) for name, value in values.items()}
 
 
 def _average_precision_per_class(
@@ -292,10 +285,3 @@ def _average_precision_per_class(
         if bool((of_class > -1).any()):
             values[label - 1] = of_class.mean()
     return values
-
-
-def _check_backend() -> None:
-    with optional_import(
-        'COCOMetrics: COCO\'s rules need faster-coco-eval: pip install "lightning-retrieval[detection]".'
-    ):
-        import faster_coco_eval  # noqa: F401

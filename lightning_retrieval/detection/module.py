@@ -177,8 +177,8 @@ class DetectionModule(OptimizedModule):
         if self.metrics is None:
             if self.num_classes is None:
                 raise ValueError(
-                    f"{type(self).__name__}: `metrics` must be given, since the detector's box classifier does not say "
-                    "how many classes it has; pass COCOMetrics(classes)."
+                    f"{type(self).__name__}: `metrics` must be given, since the number of classes of the detector's "
+                    "box classifier is unknown; pass COCOMetrics(classes)."
                 )
             self.metrics = COCOMetrics(self.num_classes).to(self.device)
         return self.metrics

@@ -79,7 +79,7 @@ class PyramidFasterRCNN(FasterRCNN):  # type: ignore[misc]
         check_not_negative(owner, "score_thresh", score_thresh)
         check_integer(owner, "detections_per_image", detections_per_image, least=1)
         super().__init__(
-            TimmPyramid(owner, backbone_name, pretrained=pretrained, channels=pyramid_channels),
+            TimmPyramid(backbone_name, pretrained=pretrained, channels=pyramid_channels),
             min_size=min_size,
             max_size=max_size,
             rpn_anchor_generator=AnchorGenerator(ANCHOR_SIZES, ((0.5, 1.0, 2.0),) * len(ANCHOR_SIZES)),
@@ -100,15 +100,14 @@ class TimmPyramid(nn.Module):
     """A backbone of timm with frozen BatchNorm, and a feature pyramid over its maps of stride 4 to 32.
 
     Args:
-        owner: prefix of error messages.
         name: timm's name of the backbone.
         pretrained: whether timm's weights are loaded, except while a checkpoint is loaded.
         channels: of each map of the pyramid.
     """
 
-    def __init__(self, owner: str, name: str, *, pretrained: bool, channels: int) -> None:
+    def __init__(self, name: str, *, pretrained: bool, channels: int) -> None:
         super().__init__()
-        self.body = make_body(owner, name, pretrained)
+        self.body = make_body(name, pretrained)
         below = self.body.feature_info.channels()
         self.pyramid = FeaturePyramidNetwork(below, channels, extra_blocks=LastLevelMaxPool())
         self.out_channels = channels  # torchvision's detectors read it
@@ -141,7 +140,7 @@ class TimmPyramid(nn.Module):
                 break
 
 
-def make_body(owner: str, name: str, pretrained: bool) -> Any:
+def make_body(name: str, pretrained: bool) -> Any:
     """The backbone of timm, which returns a list of maps of stride 4, 8, 16 and 32.
 
     Raises:
@@ -149,7 +148,7 @@ def make_body(owner: str, name: str, pretrained: bool) -> Any:
         ValueError: if timm has no such backbone, or it has other maps.
     """
     with optional_import(
-        f'{owner}: timm must be installed for `backbone_name`: pip install "lightning-retrieval[timm]".'
+        'PyramidFasterRCNN: timm must be installed for `backbone_name`: pip install "lightning-retrieval[timm]".'
     ):
         import timm
     is_loaded = pretrained and not are_skipped()
@@ -159,12 +158,13 @@ def make_body(owner: str, name: str, pretrained: bool) -> Any:
         body: Any = timm.create_model(name, pretrained=is_loaded, features_only=True, out_indices=LEVELS)
     except Exception as error:
         raise ValueError(
-            f"{owner}: `backbone_name` must be a name that timm can build with features_only=True and maps of "
+            "PyramidFasterRCNN: `backbone_name` must be a name that timm can build with features_only=True and maps of "
             f"stride 4, 8, 16 and 32, got {name!r} ({error}); such names are timm.list_models('resnet*')."
         ) from None
     reductions = body.feature_info.reduction()
     if reductions != [4, 8, 16, 32]:
         raise ValueError(
-            f"{owner}: `backbone_name` must have maps of stride 4, 8, 16 and 32, got strides {reductions} of {name!r}."
+            "PyramidFasterRCNN: `backbone_name` must have maps of stride 4, 8, 16 and 32, got strides "
+            f"{reductions} of {name!r}."
         )
     return body

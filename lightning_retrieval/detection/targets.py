@@ -44,7 +44,7 @@ def check_targets(owner: str, images: Sequence[Tensor], targets: Sequence[Mappin
 
 
 def num_classes(detector: nn.Module) -> int | None:
-    """Number of classes of objects that the box classifier of a detector tells apart; None if it does not say.
+    """Number of classes of objects that the box classifier of a detector has; None if it is unknown.
 
     Args:
         detector: of torchvision, or one with the same attributes.

@@ -1,4 +1,12 @@
-"""Mean Average Precision of a detector on Pascal VOC, for any number of processes."""
+"""Mean Average Precision of a detector as Pascal VOC defines it (Everingham et al., IJCV 2010, section 4.2).
+
+The rules are those of `VOCevaldet` in the development kit. Each detection belongs to the object of its class and image
+that it overlaps most. If the two overlap by the threshold or more, the best-scored detection of the object is true and
+the others are false; detections of a difficult object count neither way, and difficult objects need not be found.
+
+Boxes are (left, top, right, bottom) in continuous coordinates. The kit's boxes are of inclusive pixels, counted from 1:
+the overlaps are the same if 1 is subtracted from the left and the top.
+"""
 
 from enum import IntEnum
 from typing import Any
@@ -10,16 +18,6 @@ from torchvision.ops import box_iou
 
 from lightning_retrieval.checks import check_bool, check_positive
 from lightning_retrieval.detection.metric import DetectionMetric
-
-# Average Precision of detections as Pascal VOC defines it (Everingham et al., IJCV 2010, section 4.2).
-#
-# The rules are those of `VOCevaldet` in the development kit. Each detection belongs to the object of its class and
-# image that it overlaps most. If the two overlap by the threshold or more, the best-scored detection of the object is
-# true and the others are false; detections of a difficult object count neither way, and difficult objects need not be
-# found.
-#
-# Boxes are (left, top, right, bottom) in continuous coordinates. The kit's boxes are of inclusive pixels, counted from
-# 1: the overlaps are the same if 1 is subtracted from the left and the top.
 
 
 class Outcome(IntEnum):
@@ -50,12 +48,12 @@ def detection_outcomes(
     found = overlap >= iou_threshold
 
     order = scores.argsort(descending=True, stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order), device=order.device)
-    none_found = torch.full((len(object_boxes),), len(order), dtype=place.dtype, device=place.device)
-    first_place = none_found.scatter_reduce(0, nearest[found], place[found], "amin")
+    position = torch.empty_like(order)
+    position[order] = torch.arange(len(order), device=order.device)
+    none_found = torch.full((len(object_boxes),), len(order), dtype=position.dtype, device=position.device)
+    first = none_found.scatter_reduce(0, nearest[found], position[found], "amin")
 
-    outcomes[found & (place == first_place[nearest])] = Outcome.TRUE
+    outcomes[found & (position == first[nearest])] = Outcome.TRUE
     outcomes[found & difficult[nearest]] = Outcome.IGNORED
     return outcomes
 

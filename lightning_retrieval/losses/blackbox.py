@@ -14,9 +14,24 @@ computes at less cost: only these ranks have a gradient, so only the positives m
 positives, each is compared with all negatives, before and after the move. Otherwise the scores of the negatives are
 sorted once, and the rank of a positive is found by a search in them.
 
+The losses, in which gradients flow through rk, the rank among all candidates, while rk+, the rank among the positives,
+is a constant:
+
+    L_AP  = 1 - mean over positives i of rk+(i) / rk(i)                                             (eq. 21-22)
+    L_rec = mean over positives i of l(rk(i) - rk+(i)), the number of negatives above i             (eq. 16-20)
+
+with l(x) = log(1 + x) or log(1 + log(1 + x)).
+
+The official code's memory of tau past batches (`BatchMemoryRecallLoss`) joins the rows of their scores to those of
+the batch, as further queries. No list becomes longer, and the stored rows have no gradient. But as ranks are divided
+by the number of rows there, tau + 1 times that of the batch, x becomes (tau + 1) x; and the mean is over tau + 1
+times as many positives. So if all batches have the same numbers of queries and positives, its gradient is that of the
+weighting l((tau + 1) x) / (tau + 1) without a memory, whatever the stored scores are. `batch_memory` is this tau.
+
 Differences from the official code, for all losses that use this file: the margin is not random; nothing is added to the
 number of positives; a loss weight or a gradient scale does not change the direction of the gradient, since lambda acts
-on the gradient of the loss's own mean; ties count against the model.
+on the gradient of the mean; ties count against the model; ranks are divided by the list's length, in the official
+recall loss by the number of queries.
 """
 
 from collections.abc import Sequence
@@ -287,20 +302,7 @@ def _in_rows(
     return rows
 
 
-# RaMBO's AP loss (Rolinek et al.: "Optimizing Rank-based Metrics with Blackbox Differentiation", CVPR 2020).
-#
-#     L_AP = 1 - mean over positives i of rk+(i) / rk(i)                                              (eq. 21-22)
-#
-# Gradients flow through rk, the rank among all candidates; rk+, the rank among the positives, is a constant. How ranks
-# get a gradient, what the margin does, and where we differ from the official code: see `blackbox.py`.
-
-
-def blackbox_ap(
-    lists: ScoreBlock,
-    *,
-    lambda_: float,
-    margin: float,
-) -> Float[Tensor, " query"]:
+def blackbox_ap(lists: ScoreBlock, *, lambda_: float, margin: float) -> Float[Tensor, " query"]:
     """1 - AP of each list (equation 21).
 
     Args:
@@ -363,36 +365,11 @@ class BlackboxAPLoss(RetrievalLoss):
         return blackbox_ap(lists, lambda_=self.lambda_, margin=self.margin)
 
 
-# RaMBO's recall loss (Rolinek et al.: "Optimizing Rank-based Metrics with Blackbox Differentiation", CVPR 2020).
-#
-#     L_rec = mean over positives i of l(rk(i) - rk+(i)), the number of negatives above i             (eq. 16-20)
-#
-# with l(x) = log(1 + x) or log(1 + log(1 + x)). Gradients flow through rk, the rank among all candidates; rk+, the rank
-# among the positives, is a constant. How ranks get a gradient, what the margin does, and where we differ from the
-# official code: see `blackbox.py`. Another difference: ranks are divided by the list's length, in the official code's
-# recall loss by the number of queries.
-#
-# The official code's memory of tau past batches (`BatchMemoryRecallLoss`) joins the rows of their scores to those of
-# the batch, as further queries. No list becomes longer, and the stored rows have no gradient. But as ranks are divided
-# by the number of rows there, tau + 1 times that of the batch, x becomes (tau + 1) x; and the mean is over tau + 1
-# times as many positives. So if all batches have the same numbers of queries and positives, its gradient is that of the
-# weighting
-#
-#     l((tau + 1) x) / (tau + 1)
-#
-# without a memory, whatever the stored scores are. `batch_memory` is this tau.
-
-
 Weighting = Literal["log", "loglog"]
 
 
 def blackbox_recall_sums(
-    lists: ScoreBlock,
-    *,
-    lambda_: float,
-    margin: float,
-    weighting: Weighting = "log",
-    batch_memory: int = 0,
+    lists: ScoreBlock, *, lambda_: float, margin: float, weighting: Weighting = "log", batch_memory: int = 0
 ) -> tuple[Float[Tensor, "query 1"], Float[Tensor, "query 1"]]:
     """The sum of l(negatives above) over each query's positives, and the number of positives (equations 16-20).
 

@@ -6,6 +6,9 @@ the positives,
 
     FastAP = 1 / N+ * sum over j of H+_j h+_j / H_j,   loss = 1 - mean over queries
 
+Each score divides its weight between the two bins whose centres enclose it, in proportion to the distances. AP_Q
+(`quantized_ap.py`) has the same histograms of scores.
+
 Symbols: N+ the number of positives, `num_bins` the number of intervals between num_bins + 1 bin centres (as in the
 official code). Difference from the official code: its hand-written backward pass returns N / 2 times the gradient of
 the loss, where N is the number of queries with a positive, and ignores loss weights; here the gradient is that of the
@@ -23,15 +26,6 @@ from lightning_retrieval.checks import check_integer
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import ScoreBlock, at
 
-# Average Precision of soft histograms, shared by FastAP and AP_Q.
-#
-# Scores are put into bins of decreasing score. Each score divides its weight between the two bins whose centres enclose
-# it, in proportion to the distances. With h_m the weight in bin m, H_m the weight up to and including it, and h+ and H+
-# those of the positives,
-#
-#     AP = sum over m of (h+_m / N+) (H+_m / H_m):   the precision at bin m times the recall gained there.
-
-
 MOST_BINS = 1 << 16  # float32 has at least 8 bits left for the position between two bins
 
 # A position on the bin axis from which no bin is within reach, so that the item has no weight in any.
@@ -39,11 +33,7 @@ OUTSIDE = -2.0
 
 
 def soft_histograms(
-    lists: ScoreBlock,
-    *,
-    bins: int,
-    low: float,
-    high: float,
+    lists: ScoreBlock, *, bins: int, low: float, high: float
 ) -> tuple[Float[Tensor, "query bin"], Float[Tensor, "query bin"]]:
     """The weight of the candidates and of the positives in each bin, with bin centres from `high` down to `low`.
 
@@ -97,11 +87,7 @@ class _Histogram(torch.autograd.Function):
         return slope.mul_(mask), None, None
 
 
-def fast_ap(
-    lists: ScoreBlock,
-    *,
-    num_bins: int,
-) -> Float[Tensor, " query"]:
+def fast_ap(lists: ScoreBlock, *, num_bins: int) -> Float[Tensor, " query"]:
     """1 - FastAP of each list (equation 14).
 
     Args:

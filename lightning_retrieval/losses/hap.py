@@ -18,30 +18,22 @@ Differences from the official code: the query is neither in its own list nor in 
 item is skipped. `hrank_slopes` is the official code's optional gradient through H-rank.
 """
 
-import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Integer
 from torch import Tensor
 
-from lightning_retrieval.checks import check_finite_number, check_not_negative, check_positive, short_repr
-from lightning_retrieval.losses.base import Reduction, RetrievalLoss
+from lightning_retrieval.checks import check_finite_number, check_positive, short_repr
+from lightning_retrieval.losses.base import Reduction
 from lightning_retrieval.losses.positives import ScoreBlock, at
-from lightning_retrieval.losses.roadmap import count_upper
-from lightning_retrieval.losses.smooth_ap import count_above
+from lightning_retrieval.losses.roadmap import UpperStepLoss
+from lightning_retrieval.losses.smooth_ap import Step, count_above
 
 
 def hap(
-    lists: ScoreBlock,
-    *,
-    alpha: float,
-    tau: float,
-    rho: float,
-    delta: float,
-    offset: float | None = None,
-    start: float = 0.5,
-    hrank_slopes: tuple[float, ...] | None = None,
+    lists: ScoreBlock, *, alpha: float, h_minus: Step, hrank_slopes: tuple[float, ...] | None = None
 ) -> Float[Tensor, " query"]:
     """1 - HAP of each list, with H^- in the ranks.
 
@@ -49,17 +41,12 @@ def hap(
         lists: with at least one positive in each; `relevant` is the number of label levels that an item shares with
             the query.
         alpha: exponent of the relevance, > 0.
-        tau: temperature of the sigmoid, > 0.
-        rho: slope of H^- beyond `delta`, > 0.
-        delta: the difference of scores from which H^- is linear, > 0.
-        offset: value of H^- just above `delta`; if None, H^- is continuous there.
-        start: added to the sigmoid above 0.
+        h_minus: sums H^- over the gallery.
         hrank_slopes: (beta, gamma, leak) of `soft_step`, or None: H-rank has no gradient.
     """
     positives = lists.positives
     query, i = positives.query, positives.index  # (pos,), (pos,)
     s_i, level_i = at(lists.scores, query, i), lists.relevant[query, i]  # (pos,), (pos,)
-    h_minus = functools.partial(count_upper, tau=tau, rho=rho, delta=delta, offset=offset, start=start)
     lower, row = lower_items(lists, query, level_i)
     lower_above = count_above(lower, row, s_i, h_minus)  # (pos,)
 
@@ -126,7 +113,7 @@ def relevance_of_levels(lists: ScoreBlock, alpha: float) -> Float[Tensor, "query
     return relevance
 
 
-class HAPLoss(RetrievalLoss):
+class HAPLoss(UpperStepLoss):
     """1 - hierarchical AP of labels with several levels.
 
     Labels have shape (rows, L), finest level first, and must nest. `from_scores` takes integer levels of relevance (0:
@@ -182,31 +169,13 @@ class HAPLoss(RetrievalLoss):
         class_balanced: bool = False,
         include_self: bool = False,
     ) -> None:
-        super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
+        of_base: dict[str, Any] = {"class_balanced": class_balanced, "include_self": include_self}
+        super().__init__(tau=tau, rho=rho, delta=delta, offset=offset, start=start, reduction=reduction, **of_base)
         self.alpha = check_positive(self.name, "alpha", alpha)
-        self.tau = check_positive(self.name, "tau", tau)
-        self.rho = check_positive(self.name, "rho", rho)
-        self.delta = check_positive(self.name, "delta", delta)
-        if offset is not None:
-            check_not_negative(self.name, "offset", offset)
-        self.offset = offset
-        self.start = check_not_negative(self.name, "start", start)
         self.hrank_slopes = _check_slopes(self.name, hrank_slopes)
 
     def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
-        return hap(
-            lists,
-            alpha=self.alpha,
-            tau=self.tau,
-            rho=self.rho,
-            delta=self.delta,
-            offset=self.offset,
-            start=self.start,
-            hrank_slopes=self.hrank_slopes,
-        )
-
-    def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
-        return positives * gallery
+        return hap(lists, alpha=self.alpha, h_minus=self.h_minus, hrank_slopes=self.hrank_slopes)
 
 
 def _check_slopes(owner: str, slopes: Sequence[float] | None) -> tuple[float, ...] | None:

@@ -120,18 +120,9 @@ class ScoreLists(RankedLists):
         mask_name: str = "relevant",
     ) -> None:
         _check_scores(owner, scores)
-        check_device(owner, mask_name, relevant, scores.device, "scores")
-        check_tensor(owner, mask_name, relevant)
-        if graded:
-            _check_relevance_levels(owner, relevant)
-        else:
-            _check_bool(owner, mask_name, relevant)
-        _check_shape(owner, mask_name, relevant, scores)
+        _check_mask(owner, mask_name, relevant, scores, graded=graded)
         if candidate is not None:
-            check_device(owner, "candidate", candidate, scores.device, "scores")
-            check_tensor(owner, "candidate", candidate)
-            _check_bool(owner, "candidate", candidate)
-            _check_shape(owner, "candidate", candidate, scores)
+            _check_mask(owner, "candidate", candidate, scores)
         self.owner, self.given = owner, {"scores": scores}
         self.relevant, self.candidate = relevant, candidate
         self.levels = (1,)
@@ -172,12 +163,13 @@ def _check_relevance_levels(owner: str, relevant: Tensor) -> None:
         raise ValueError(f"{owner}: `relevant` must be levels >= 0, got {int(relevant.min())}.")
 
 
-def _check_bool(owner: str, name: str, mask: Tensor) -> None:
-    if mask.dtype != torch.bool:
+def _check_mask(owner: str, name: str, mask: Tensor, scores: Tensor, *, graded: bool = False) -> None:
+    check_device(owner, name, mask, scores.device, "scores")
+    check_tensor(owner, name, mask)
+    if graded:
+        _check_relevance_levels(owner, mask)
+    elif mask.dtype != torch.bool:
         raise TypeError(f"{owner}: `{name}` must be bool, got {mask.dtype}.")
-
-
-def _check_shape(owner: str, name: str, mask: Tensor, scores: Tensor) -> None:
     if mask.shape != scores.shape:
         raise ValueError(
             f"{owner}: `{name}` must have the shape of `scores` {tuple(scores.shape)}, got {tuple(mask.shape)}."

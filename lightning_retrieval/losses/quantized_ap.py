@@ -32,12 +32,7 @@ TINY = 1e-8
 
 
 def quantized_ap(
-    lists: ScoreBlock,
-    *,
-    num_bins: int,
-    low: float,
-    high: float,
-    tie_aware: TieAware = False,
+    lists: ScoreBlock, *, num_bins: int, low: float, high: float, tie_aware: TieAware = False
 ) -> Float[Tensor, " query"]:
     """1 - AP_Q of each list (equation 11), or 1 - its tie-aware form.
 
@@ -144,10 +139,4 @@ class QuantizedAPLoss(RetrievalLoss):
         self.tie_aware: TieAware = check_choice(self.name, "tie_aware", tie_aware, (False, "simplified", "full"))
 
     def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
-        return quantized_ap(
-            lists,
-            num_bins=self.num_bins,
-            low=self.low,
-            high=self.high,
-            tie_aware=self.tie_aware,
-        )
+        return quantized_ap(lists, num_bins=self.num_bins, low=self.low, high=self.high, tie_aware=self.tie_aware)

@@ -24,11 +24,7 @@ from lightning_retrieval.losses.smooth_ap import soft_ranks
 
 
 def recall_at_k(
-    lists: ScoreBlock,
-    *,
-    ks: Sequence[int],
-    tau_rank: float,
-    tau_k: float | Sequence[float],
+    lists: ScoreBlock, *, ks: Sequence[int], tau_rank: float, tau_k: float | Sequence[float]
 ) -> Float[Tensor, " query"]:
     """1 - the mean over k of the soft recall@k of each list.
 

@@ -1,7 +1,29 @@
 """ROADMAP (Ramzi, Thome, Rambour, Audebert, Bitot: "Robust and Decomposable Average Precision for Image Retrieval",
-NeurIPS 2021):
+NeurIPS 2021): an upper bound of 1 - AP, and a term that makes the scores of different lists comparable.
 
     L = (1 - lambda) L_SupAP + lambda L_calibration
+
+SupAP (section 3.1). As in Smooth-AP, the AP of a query is the mean over its positives of (rank among the positives) /
+(rank among all items). SupAP replaces the step function that counts a negative j above the positive i by H^-(t),
+t = s_j - s_i, which is never below the step, and counts positives by the true step, without a gradient:
+
+    H^-(t) = sigma(t / tau)                 t <= 0
+           = start + sigma(t / tau)         0 < t <= delta
+           = rho (t - delta) + offset       t > delta
+
+With start = 1/2, H^-(t) is at least 1 for every t > 0. `offset=None` makes it continuous at delta: the offset is then
+sigma(delta / tau) + start. The linear part has a gradient where that of a sigmoid vanishes.
+
+Calibration (section 3.2). AP depends only on the order within a list, so the scores of different lists need not be on
+one scale. Two hinges pull the cosine similarity of positives above alpha and push that of negatives below beta:
+
+    L = mean over positives of [alpha - s]_+  +  mean over negatives of [s - beta]_+
+
+Differences from the official code: the query is not in its own list; a query without a positive is skipped. The
+official configuration has offset 1.44, which is a step down at delta; before its pull request 13 (November 2022) the
+official code had rho t + offset as the linear part. The means of the calibration are taken for each query, and then
+over the queries; `pair_mean="nonzero"` is the official code's mean over all pairs of the batch that violate their
+bound. The choice changes the weight of the term by a factor of up to 8.
 """
 
 import functools
@@ -28,52 +50,21 @@ from lightning_retrieval.losses.blockwise import Block
 from lightning_retrieval.losses.combined import WeightedSum
 from lightning_retrieval.losses.lists import RankedLists
 from lightning_retrieval.losses.positives import ScoreBlock, at
-from lightning_retrieval.losses.smooth_ap import count_above
-
-# SupAP (Ramzi, Thome, Rambour, Audebert, Bitot: "Robust and Decomposable Average Precision for Image Retrieval",
-# NeurIPS 2021, section 3.1): a smooth loss that is never below 1 - AP.
-#
-# As in Smooth-AP, the AP of a query is the mean over its positives of (rank among the positives) / (rank among all
-# items). SupAP replaces the step function that counts a negative j above the positive i by H^-(t), t = s_j - s_i, which
-# is never below the step, and counts positives by the true step, without a gradient:
-#
-#     H^-(t) = sigma(t / tau)                 t <= 0
-#            = start + sigma(t / tau)         0 < t <= delta
-#            = rho (t - delta) + offset       t > delta
-#
-# With start = 1/2, H^-(t) is at least 1 for every t > 0. `offset=None` makes it continuous at delta: the offset is then
-# sigma(delta / tau) + start. The linear part has a gradient where that of a sigmoid vanishes.
-#
-# Differences from the official code: the query is not in its own list; a query without a positive is skipped. The
-# official configuration has offset 1.44, which is a step down at delta; before its pull request 13 (November 2022) the
-# official code had rho t + offset as the linear part.
+from lightning_retrieval.losses.smooth_ap import Step, count_above
 
 
-def sup_ap(
-    lists: ScoreBlock,
-    *,
-    tau: float,
-    rho: float,
-    delta: float,
-    offset: float | None = None,
-    start: float = 0.5,
-) -> Float[Tensor, " query"]:
+def sup_ap(lists: ScoreBlock, h_minus: Step) -> Float[Tensor, " query"]:
     """1 - a lower bound of the AP of each list, in which H^- counts the negatives.
 
     Args:
         lists: with at least one positive in each.
-        tau: temperature of the sigmoid, > 0.
-        rho: slope of H^- beyond `delta`, > 0.
-        delta: the difference of scores from which H^- is linear, > 0.
-        offset: value of H^- just above `delta`; if None, H^- is continuous there.
-        start: added to the sigmoid above 0.
+        h_minus: sums H^- over the gallery.
     """
     positives = lists.positives
     query, i = positives.query, positives.index  # (pos,), (pos,)
     s_i = at(lists.scores, query, i)  # (pos,)
 
     s_negative = lists.scores.masked_fill(~lists.candidate | lists.relevant, -torch.inf)  # (query, gallery)
-    h_minus = functools.partial(count_upper, tau=tau, rho=rho, delta=delta, offset=offset, start=start)
     negatives_above = count_above(s_negative, query, s_i, h_minus)  # (pos,)
 
     # Each pair is a positive i and a positive j of the same query, as indices into (pos,).
@@ -115,7 +106,33 @@ def upper_step(
     return curved.lerp_(line, is_linear), slope
 
 
-class SupAPLoss(RetrievalLoss):
+class UpperStepLoss(RetrievalLoss):
+    """Base of the losses in which H^- counts the items above a positive; for its settings see `SupAPLoss`."""
+
+    def __init__(
+        self, *, tau: float, rho: float, delta: float, offset: float | None, start: float, **settings: Any
+    ) -> None:
+        super().__init__(**settings)
+        self.tau = check_positive(self.name, "tau", tau)
+        self.rho = check_positive(self.name, "rho", rho)
+        self.delta = check_positive(self.name, "delta", delta)
+        if offset is not None:
+            check_not_negative(self.name, "offset", offset)
+        self.offset = offset
+        self.start = check_not_negative(self.name, "start", start)
+
+    @property
+    def h_minus(self) -> Step:
+        """H^- with these settings, summed over the gallery."""
+        return functools.partial(
+            count_upper, tau=self.tau, rho=self.rho, delta=self.delta, offset=self.offset, start=self.start
+        )
+
+    def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
+        return positives * gallery
+
+
+class SupAPLoss(UpperStepLoss):
     """1 - a lower bound of AP: negatives are counted by a function that is never below the step function.
 
     Args:
@@ -160,30 +177,11 @@ class SupAPLoss(RetrievalLoss):
         class_balanced: bool = False,
         include_self: bool = False,
     ) -> None:
-        super().__init__(reduction=reduction, class_balanced=class_balanced, include_self=include_self)
-        self.tau = check_positive(self.name, "tau", tau)
-        self.rho = check_positive(self.name, "rho", rho)
-        self.delta = check_positive(self.name, "delta", delta)
-        if offset is not None:
-            check_not_negative(self.name, "offset", offset)
-        self.offset = offset
-        self.start = check_not_negative(self.name, "start", start)
+        of_base: dict[str, Any] = {"class_balanced": class_balanced, "include_self": include_self}
+        super().__init__(tau=tau, rho=rho, delta=delta, offset=offset, start=start, reduction=reduction, **of_base)
 
     def query_losses(self, lists: ScoreBlock) -> Float[Tensor, " query"]:
-        return sup_ap(
-            lists,
-            tau=self.tau,
-            rho=self.rho,
-            delta=self.delta,
-            offset=self.offset,
-            start=self.start,
-        )
-
-    def elements(self, positives: Int[Tensor, " query"], gallery: int) -> Int[Tensor, " query"]:
-        return positives * gallery
-
-
-# The base class of losses that are means over pairs of a query and a reference.
+        return sup_ap(lists, self.h_minus)
 
 
 class PairLoss(RetrievalLoss):
@@ -259,24 +257,8 @@ class PairLoss(RetrievalLoss):
         return torch.stack(counts).sum(0)
 
 
-# The calibration loss of ROADMAP (Ramzi et al., NeurIPS 2021, section 3.2), which makes AP decomposable.
-#
-# AP depends only on the order within a list, so the scores of different lists need not be on one scale. Two hinges pull
-# the cosine similarity of positives above alpha and push that of negatives below beta:
-#
-#     L = mean over positives of [alpha - s]_+  +  mean over negatives of [s - beta]_+
-#
-# Difference from the official code: the means are taken for each query, and then over the queries.
-# `pair_mean="nonzero"` is the official code's mean over all pairs of the batch that violate their bound. The choice
-# changes the weight of the term by a factor of up to 8.
-
-
 def calibration_sums(
-    lists: ScoreBlock,
-    *,
-    alpha: float,
-    beta: float,
-    only_nonzero: bool = False,
+    lists: ScoreBlock, *, alpha: float, beta: float, only_nonzero: bool = False
 ) -> tuple[Float[Tensor, "query 2"], Float[Tensor, "query 2"]]:
     """Both hinges, of the positives and of the negatives, summed over each query's pairs, and the numbers of pairs.
 

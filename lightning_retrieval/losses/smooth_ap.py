@@ -71,11 +71,7 @@ class _CountAbove(torch.autograd.Function):
         return of_scores, None, -gradient.sum(1), None
 
 
-def smooth_ap(
-    lists: ScoreBlock,
-    *,
-    tau: float,
-) -> Float[Tensor, " query"]:
+def smooth_ap(lists: ScoreBlock, *, tau: float) -> Float[Tensor, " query"]:
     """1 - the smoothed AP of each list (equations 5-7).
 
     Args:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
@@ -13,12 +13,10 @@ from torchmetrics.utilities.data import dim_zero_cat
 from lightning_retrieval.checks import (
     check_bool,
     check_callable,
-    check_device,
     check_finite,
     check_integers,
     check_labels,
     check_matrix,
-    check_tensor,
 )
 from lightning_retrieval.distributed import UNSHARDED, Shard, world_size
 from lightning_retrieval.metrics.gathering import (
@@ -32,18 +30,16 @@ from lightning_retrieval.metrics.gathering import (
 )
 from lightning_retrieval.metrics.plot import Results, plot_results
 from lightning_retrieval.metrics.query_gallery import QueryGallery, post_processing, query_gallery
-from lightning_retrieval.ranking.labels import Role, finest
+from lightning_retrieval.ranking.labels import Role, check_roles, finest
 
 _STATES = ("embeddings", "labels", "ids", "roles", "instances", "cameras")
-
-
 Indices = Int[Tensor, " chosen"] | slice
 
 
 class EmbeddingMetric(Metric):
     """Base class of metrics of embeddings. A subclass implements `compute` from the rows that `gather` returns.
 
-    If there are several processes, each keeps about an equal part of the rows, and gathers the rest piece by piece.
+    If there are several processes, each keeps about an equal shard of the rows, and gathers the rest block by block.
 
     Subclasses and callbacks may use `gather`, `query_gallery`, `is_relevant`, `is_candidate`, `must_defer_errors` and
     `defer_error`. A subclass may override `is_relevant` and `is_candidate`.
@@ -55,7 +51,7 @@ class EmbeddingMetric(Metric):
             applied before `query_expansion`; none if None. If there are several processes, each of them applies these
             two classes to the rows that it holds. A function or a class of your own needs all rows, so every process
             gathers all embeddings for it, and computes the same.
-        embeddings_on_cpu: keep embeddings in main memory, and copy them to the device in chunks.
+        embeddings_on_cpu: keep embeddings in main memory, and copy them to the device in blocks.
         kwargs: arguments of `torchmetrics.Metric`, such as `sync_on_compute` and `process_group`.
 
     Raises:
@@ -95,9 +91,7 @@ class EmbeddingMetric(Metric):
         self.embeddings_on_cpu = check_bool(owner, "embeddings_on_cpu", embeddings_on_cpu)
         self._error: str | None = None
         self._over_processes: bool | None = None  # whether `compute` gathers over processes; None outside of `compute`
-        self._cached_values: dict[str, Tensor] | None = (
-            None  # values that `compute` found, valid until the next `update`
-        )
+        self._cached_values: dict[str, Tensor] | None = None  # of the last `compute`, until the next `update`
         for name in _STATES:  # `ids`, `instances` and `cameras` stay empty if none are given
             self.add_state(name, default=[], dist_reduce_fx="cat")
 
@@ -106,8 +100,7 @@ class EmbeddingMetric(Metric):
         embeddings: Float[Tensor, "batch dim"],
         labels: Int[Tensor, "batch ..."],
         ids: Int[Tensor, " batch"] | None = None,
-        is_query: Bool[Tensor, " batch"] | None = None,
-        is_gallery: Bool[Tensor, " batch"] | None = None,
+        roles: Integer[Tensor, " batch"] | None = None,
         instances: Int[Tensor, " batch"] | None = None,
         cameras: Int[Tensor, " batch"] | None = None,
     ) -> None:
@@ -119,8 +112,7 @@ class EmbeddingMetric(Metric):
                 shape (batch, L), finest level first, and must nest.
             ids: dataset index of each image. Rows with the same id are the same image and are counted once. Required
                 if there are several processes.
-            is_query: which rows are queries; all if None.
-            is_gallery: which rows are in the gallery; all if None.
+            roles: what each image is: 1 a query, 2 an image of the gallery, 3 both, 0 neither; 3 if None.
             instances: the images of one instance, such as the frames of a video, are averaged and count as one image
                 with the least of their ids. Each image counts for itself if None.
             cameras: the camera or the sequence that each image is from, any integers. Images with the query's own
@@ -128,8 +120,7 @@ class EmbeddingMetric(Metric):
         """
         self._cached_values = None
         try:
-            optional = {"ids": ids, "instances": instances, "cameras": cameras}
-            self._append(embeddings, labels, is_query, is_gallery, optional)
+            self._append(embeddings, labels, roles, {"ids": ids, "instances": instances, "cameras": cameras})
         except (TypeError, ValueError) as error:
             if not self.must_defer_errors:
                 raise
@@ -184,10 +175,10 @@ class EmbeddingMetric(Metric):
         and elsewhere if `sync_on_compute` is True or there is one process.
         """
         collected, shard = self._gather_collected()
-        return merge_duplicates(type(self).__name__, collected), shard
+        return merge_duplicates(collected), shard
 
     def _gather_collected(self) -> tuple[CollectedRows, Shard]:
-        """The rows of all processes as they were collected, and the fraction of the queries of this process."""
+        """The rows of all processes as they were collected, and which of the processes this one is."""
         if self._over_processes is None:
             with self.sync_context(should_sync=self.sync_on_compute):
                 return self._gather_collected()
@@ -249,25 +240,20 @@ class EmbeddingMetric(Metric):
             self._error = message
 
     def _append(
-        self,
-        embeddings: Tensor,
-        labels: Tensor,
-        is_query: Tensor | None,
-        is_gallery: Tensor | None,
-        optional: dict[str, Tensor | None],
+        self, embeddings: Tensor, labels: Tensor, roles: Tensor | None, optional: dict[str, Tensor | None]
     ) -> None:
         owner = type(self).__name__
         check_matrix(owner, "embeddings", embeddings)
         rows = len(embeddings)
         device = embeddings.device
         check_labels(owner, "labels", labels, rows, "embeddings", device=device)
-        for name, values in optional.items():
+        for name, values in {**optional, "roles": roles}.items():
             if values is not None:
                 check_integers(owner, name, values, rows, "embeddings", device=device)
         check_finite(owner, "embeddings", embeddings, optional["ids"])
-        roles = torch.zeros(rows, dtype=torch.int64, device=embeddings.device)
-        roles += _roles_of_mask(owner, "is_query", is_query, Role.QUERY, roles)
-        roles += _roles_of_mask(owner, "is_gallery", is_gallery, Role.GALLERY, roles)
+        if roles is None:
+            roles = torch.full((rows,), int(Role.BOTH), device=device)
+        check_roles(owner, roles)
         if rows == 0:
             return
         if self.embeddings:
@@ -277,7 +263,7 @@ class EmbeddingMetric(Metric):
             kept = kept.cpu()
         self.embeddings.append(kept)
         self.labels.append(labels.detach().long())
-        self.roles.append(roles)
+        self.roles.append(roles.detach().long())
         for name, values in optional.items():
             if values is not None:
                 getattr(self, name).append(values.detach().long())
@@ -315,6 +301,7 @@ class EmbeddingMetric(Metric):
         if len(self.embeddings) == 0:
             return None
         return CollectedRows(
+            owner=type(self).__name__,
             embeddings=self.embeddings,
             labels=dim_zero_cat(self.labels),
             ids=_concatenated(self.ids),
@@ -332,19 +319,3 @@ def _concatenated(batches: list[Tensor]) -> Tensor | None:
     if len(batches) == 0:
         return None
     return dim_zero_cat(batches)
-
-
-def _roles_of_mask(
-    owner: str, name: str, mask: Bool[Tensor, " row"] | None, role: Role, roles: Int[Tensor, " row"]
-) -> Int[Tensor, " row"]:
-    """The role where the mask is True, or everywhere if there is no mask."""
-    if mask is None:
-        return torch.full_like(roles, int(role))
-    check_device(owner, name, mask, roles.device, "embeddings")
-    check_tensor(owner, name, mask)
-    if mask.dtype != torch.bool or mask.shape != roles.shape:
-        raise ValueError(
-            f"{owner}: `{name}` must be bool of shape {tuple(roles.shape)}, got {mask.dtype} of shape "
-            f"{tuple(mask.shape)}."
-        )
-    return int(role) * mask

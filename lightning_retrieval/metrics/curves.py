@@ -60,17 +60,20 @@ def pair_counts(metrics: EmbeddingMetric, bins: int) -> Int[Tensor, "2 bins"]:
     counts = torch.zeros(2 * bins, dtype=torch.int64, device=device)
     # The boundaries of the blocks do not depend on the number of processes, so the scores' last digits do not either.
     for begin in range(0, len(lists.gallery_ids), _BLOCK_GALLERY):
-        part = slice(begin, min(begin + _BLOCK_GALLERY, len(lists.gallery_ids)))
-        gallery = lists.gallery_rows.range(part.start, part.stop).to(device)
+        images = slice(begin, min(begin + _BLOCK_GALLERY, len(lists.gallery_ids)))
+        gallery = lists.gallery_rows.range(images.start, images.stop).to(device)
         for queries, block in lists.query_rows.blocks():
             with ieee_products():
                 scores = queries.to(device) @ gallery.T
             bin_index = scores.add_(1).mul_(bins / 2).long().clamp_(0, bins - 1)
             is_relevant = metrics.is_relevant(
-                lists.query_ids[block], lists.query_labels[block], lists.gallery_ids[part], lists.gallery_labels[part]
+                lists.query_ids[block],
+                lists.query_labels[block],
+                lists.gallery_ids[images],
+                lists.gallery_labels[images],
             )
             bin_index += bins * ~is_relevant
-            is_candidate = metrics.is_candidate(lists, block, part)
+            is_candidate = metrics.is_candidate(lists, block, images)
             counts += torch.bincount(bin_index[is_candidate], minlength=2 * bins)
     shard.add_up(counts)
     return counts.view(2, bins)

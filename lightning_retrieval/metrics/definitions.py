@@ -19,9 +19,19 @@ least as high as positive i (so p_i = i without ties):
                  position_i = i + (candidates not relevant that score at least as high)
 
 Ties count against the model, as in scikit-learn: a positive has the rank of the last of those that tie with it, and
-`position_i` is its place in the list in which irrelevant candidates come first among those that tie. The query itself
-is not in its list. A query without a positive has no value: `RetrievalMetrics` sets it to NaN, skips it in every mean
-and reports the number of skipped queries.
+`position_i` is its position in the list in which irrelevant candidates come first among those that tie. The query
+itself is not in its list. A query without a positive has no value: `RetrievalMetrics` sets it to NaN, skips it in every
+mean and reports the number of skipped queries.
+
+Labels with several levels (HAPPIER, Ramzi et al., ECCV 2022): an image that shares l of the L label levels with the
+query has level l; it is a positive if l > 0. Of images that tie, those that share the fewest levels come first.
+
+    H-AP         sum over i of H-rank_i / r_i, / sum over i of rel_i, with rel_i = (l_i / L)^alpha / (number of images
+                 of exactly level l_i) and H-rank_i = sum over j scoring at least as high, i itself included, of
+                 min(rel_i, rel_j)
+    ASI          mean over n = 1, ..., N, the number of positives, of SI(n): the size of the intersection of the first n
+                 images of the list with the first n images of an ideal list, as multisets of levels, divided by n
+    NDCG-levels  NDCG with gain 2^l - 1
 
 Each function takes the ranks of a block of queries and returns one float64 value per query. To add a metric, write such
 a function and add one entry to `lightning_retrieval.metrics.retrieval.metrics_table`.
@@ -137,21 +147,6 @@ def _ideal_gain(ranks: PositiveRanks, hits: Int[Tensor, " query"]) -> Float[Tens
     return discounted_sum(ideal_list.flip(1), position.flip(0))
 
 
-# Hierarchical metrics as functions of the ranks of the positives, for labels with several levels.
-#
-# Conventions (HAPPIER, Ramzi et al., ECCV 2022). An image that shares l of the L label levels with the query has level
-# l; it is a positive if l > 0. With r_i the rank of positive i:
-#
-#     H-AP         sum over i of H-rank_i / r_i, / sum over i of rel_i, with rel_i = (l_i / L)^alpha / (number of images
-# of exactly level l_i) and H-rank_i = sum over j scoring at least as high, i itself included, of
-# min(rel_i, rel_j)     ASI          mean over n = 1, ..., N, the number of positives, of SI(n): the size of the
-# intersection of the first n                  images of the list with the first n images of an ideal list, as multisets
-# of levels, divided by n     NDCG-levels  NDCG with gain 2^l - 1
-#
-# Ties count against the model: of images that tie, those that share the fewest levels come first. The functions are
-# like those of `lightning_retrieval.metrics.definitions`.
-
-
 def h_ap(ranks: PositiveRanks, alpha: float) -> Float[Tensor, " query"]:
     """H-AP.
 
@@ -161,9 +156,8 @@ def h_ap(ranks: PositiveRanks, alpha: float) -> Float[Tensor, " query"]:
     """
     level = torch.arange(1, ranks.levels + 1, device=ranks.rank.device)
     highest = ranks.level.amax(1, keepdim=True).clamp(min=1)  # (query, 1); see `relevance_of_levels` of HAPLoss
-    relevance_of_level = (level.double() / highest).clamp(max=1) ** alpha / _level_sizes(ranks).clamp(
-        min=1
-    )  # (query, level)
+    sizes = _level_sizes(ranks).clamp(min=1)  # (query, level)
+    relevance_of_level = (level.double() / highest).clamp(max=1) ** alpha / sizes  # (query, level)
     relevance = relevance_of_level.gather(1, (ranks.level - 1).clamp(min=0))  # (query, pos)
     relevance = torch.where(ranks.is_positive, relevance, 0.0)
     h_rank = torch.zeros_like(relevance)

@@ -1,7 +1,9 @@
 """The rows of an evaluation set, known to all processes and merged so that each image occurs once.
 
 Labels, ids, roles and the like are gathered, so that every process knows all of them. Embeddings stay on the process
-that was given them, until it is known which process needs which of them.
+that was given them, in the batches in which they came, since they may fill most of a device. They are sorted, merged
+and normalised in one copy: which rows are chosen, and in which order, is decided on their indices. If there are several
+processes, all of them know which rows are chosen, and each gets a shard of those.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,16 +22,7 @@ from lightning_retrieval.distributed import UNSHARDED, Shard, exchange_rows, gat
 from lightning_retrieval.ranking.labels import Role, check_nesting
 from lightning_retrieval.ranking.rows import Layout, ShardedRows, normalize, unsharded
 
-# Rows of an evaluation set that stay in the batches in which they came, until some of them are needed as a tensor.
-#
-# An evaluation set may fill most of a device. Its rows are sorted, merged and normalised in one copy: which rows are
-# chosen, and in which order, is decided on their indices. If there are several processes, each keeps the batches that
-# it was given, all of them know which rows are chosen, and each gets a part of those.
-
-
-_PART_NUMBERS = 1 << 18  # that are normalised, and sent to other processes, at a time
-
-
+_BLOCK_NUMBERS = 1 << 18  # of a block of rows, which are normalised and sent to other processes at a time
 _LEAST_ROWS = 32  # that are normalised together: a GPU may add the squares of fewer rows in another order
 
 
@@ -74,39 +67,39 @@ class UnitRows:
         return ShardedRows(self.select(layout.by_process()).distribute(layout.sizes()), layout, self.shard)
 
     def distribute(self, sizes: Sequence[int]) -> Float[Tensor, "local dim"]:
-        """The part of the chosen rows that is for this process, as unit rows, in float32 or better.
+        """The chosen rows that are for this process, as unit rows, in float32 or better.
 
-        This is a collective operation if there are several processes. Each sends its batches part by part.
+        This is a collective operation if there are several processes. Each sends its batches block by block.
 
         Args:
             sizes: number of rows for each process: the first rows are for the first process, and so on.
         """
         dtype = torch.promote_types(self.batches[0].dtype, torch.float32)
         rows = torch.empty(sizes[self.shard.index], self.batches[0].shape[1], dtype=dtype, device=self.device)
-        rows_of_part = max(1, _PART_NUMBERS // max(1, rows.shape[1]))
-        parts = -(-max(self.counts) // rows_of_part)
-        sent, received = self._sent(sizes, rows_of_part, parts), self._received(sizes, rows_of_part, parts)
-        for number, part in enumerate(_parts(self.batches, rows_of_part, parts)):
-            chosen = _normalized(part)[sent.of_part(number) - number * rows_of_part]
-            rows[received.of_part(number)] = self._exchange(chosen, sent.counts[number], received.counts[number])
+        block_rows = max(1, _BLOCK_NUMBERS // max(1, rows.shape[1]))
+        blocks = -(-max(self.counts) // block_rows)
+        sent, received = self._sent(sizes, block_rows, blocks), self._received(sizes, block_rows, blocks)
+        for number, block in enumerate(_blocks(self.batches, block_rows, blocks)):
+            chosen = _normalized(block)[sent.of_block(number) - number * block_rows]
+            rows[received.of_block(number)] = self._exchange(chosen, sent.counts[number], received.counts[number])
         return rows
 
-    def _sent(self, sizes: Sequence[int], rows_of_part: int, parts: int) -> "_Transfers":
-        """The rows of the batches of this process that are chosen, by part and by the process that they are for."""
+    def _sent(self, sizes: Sequence[int], block_rows: int, blocks: int) -> "_Transfers":
+        """The rows of the batches of this process that are chosen, by block and by the process that they are for."""
         begin = sum(self.counts[: self.shard.index])
         held = ((self.index >= begin) & (self.index < begin + self.counts[self.shard.index])).nonzero()[:, 0]
         row = self.index[held] - begin
         receiver = _section(held, sizes)
-        order, counts = _by_part(row, receiver, rows_of_part, parts, len(sizes))
+        order, counts = _by_block(row, receiver, block_rows, blocks, len(sizes))
         return _Transfers(row[order], counts)
 
-    def _received(self, sizes: Sequence[int], rows_of_part: int, parts: int) -> "_Transfers":
-        """The positions of the rows for this process in its result, by part and by the process that has them."""
+    def _received(self, sizes: Sequence[int], block_rows: int, blocks: int) -> "_Transfers":
+        """The positions of the rows for this process in its result, by block and by the process that has them."""
         begin = sum(sizes[: self.shard.index])
         wanted = self.index[begin : begin + sizes[self.shard.index]]
         sender = _section(wanted, self.counts)
         starts = torch.tensor([0, *accumulate(self.counts)], device=wanted.device)
-        return _Transfers(*_by_part(wanted - starts[sender], sender, rows_of_part, parts, len(sizes)))
+        return _Transfers(*_by_block(wanted - starts[sender], sender, block_rows, blocks, len(sizes)))
 
     def _exchange(
         self, rows: Float[Tensor, "sent dim"], sent: Sequence[int], received: Sequence[int]
@@ -119,23 +112,23 @@ class UnitRows:
 
 @dataclass(frozen=True)
 class _Transfers:
-    """Rows that are sent or received: those of the first part, the first process first, then those of the second, ...
+    """Rows that are sent or received: those of the first block, the first process first, then those of the second, ...
 
     Args:
         rows: all of them.
-        counts: for each part, the number of rows of each process.
+        counts: for each block, the number of rows of each process.
     """
 
     rows: Int[Tensor, " row"]
     counts: Sequence[Sequence[int]]
 
-    def of_part(self, number: int) -> Int[Tensor, " row"]:
-        """The rows of a part."""
+    def of_block(self, number: int) -> Int[Tensor, " row"]:
+        """The rows of a block."""
         return self.rows[self._ends[number] : self._ends[number + 1]]
 
     @cached_property
     def _ends(self) -> list[int]:
-        """The end of each part, after a 0."""
+        """The end of each block, after a 0."""
         return [0, *accumulate(map(sum, self.counts))]
 
 
@@ -151,19 +144,19 @@ def _section(positions: Int[Tensor, " row"], sizes: Sequence[int]) -> Int[Tensor
     return torch.searchsorted(ends, positions, right=True)
 
 
-def _by_part(
-    row: Int[Tensor, " row"], process: Int[Tensor, " row"], rows_of_part: int, parts: int, processes: int
+def _by_block(
+    row: Int[Tensor, " row"], process: Int[Tensor, " row"], block_rows: int, blocks: int, processes: int
 ) -> tuple[Int[Tensor, " row"], list[list[int]]]:
-    """The order by part, process and row, and the number of rows of each part and process."""
-    key = row // rows_of_part * processes + process
+    """The order by block, process and row, and the number of rows of each block and process."""
+    key = row // block_rows * processes + process
     by_row = row.argsort(stable=True)
     order = by_row[key[by_row].argsort(stable=True)]
-    counts = torch.bincount(key, minlength=parts * processes)
-    return order, counts.view(parts, processes).tolist()
+    counts = torch.bincount(key, minlength=blocks * processes)
+    return order, counts.view(blocks, processes).tolist()
 
 
-def _parts(batches: Sequence[Float[Tensor, "_ dim"]], rows: int, number: int) -> Iterator[Float[Tensor, "_ dim"]]:
-    """The rows of all batches in order, cut into this number of parts of `rows` rows; the last ones may be smaller."""
+def _blocks(batches: Sequence[Float[Tensor, "_ dim"]], rows: int, number: int) -> Iterator[Float[Tensor, "_ dim"]]:
+    """The rows of all batches in order, cut into this number of blocks of `rows` rows; the last ones may be smaller."""
     waiting: list[Tensor] = []
     missing = rows
     for batch in batches:
@@ -180,10 +173,10 @@ def _parts(batches: Sequence[Float[Tensor, "_ dim"]], rows: int, number: int) ->
         waiting = [batches[0][:0]]
 
 
-def _normalized(part: Float[Tensor, "row dim"]) -> Float[Tensor, "padded dim"]:
+def _normalized(block: Float[Tensor, "row dim"]) -> Float[Tensor, "padded dim"]:
     """The rows as unit rows, and rows of zeros after them if they are few."""
-    missing = max(0, _LEAST_ROWS - len(part))
-    return normalize(pad(part, (0, 0, 0, missing)))
+    missing = max(0, _LEAST_ROWS - len(block))
+    return normalize(pad(block, (0, 0, 0, missing)))
 
 
 class Rows(NamedTuple):
@@ -207,12 +200,14 @@ class CollectedRows(NamedTuple):
     """The rows of all updates in any order. An image may occur several times.
 
     Attributes:
+        owner: name of the metric, the prefix of error messages.
         embeddings: of this process, in batches. Everything else is of all processes, if `gather_over_processes` has
             returned it, those of the first process first.
         counts: number of rows of each process; None before they are gathered.
         shard: this process.
     """
 
+    owner: str
     embeddings: Sequence[Float[Tensor, "_ dim"]]
     labels: Int[Tensor, "row ..."]
     ids: Int[Tensor, " row"] | None
@@ -284,17 +279,19 @@ def gather_over_processes(
     if rows is not None:
         count, row_format = len(rows.roles), _format_of(rows)
         if error is None:
-            error = _incomplete_column(owner, rows)
+            error = _incomplete_column(rows)
     reports: list[Any] = [None] * shard.count
     dist.all_gather_object(reports, (count, row_format, Report(error, report.settings)), group=shard.group)
     counts, formats, of_processes = zip(*reports)
-    _raise_first([found.error for found in of_processes])
+    for rank, found in enumerate(of_processes):
+        if found.error is not None:
+            raise ValueError(f"{found.error.removesuffix('.')}, on rank {rank}.")
     settings = {found.settings for found in of_processes}
     if len(settings) > 1:
         raise ValueError(f"{owner}: the settings must be the same on all processes, got {sorted(settings)}.")
     row_format = _common_format(owner, formats)
     if rows is None:
-        rows = _no_rows(row_format, shard.device, embeddings_device)
+        rows = _no_rows(owner, row_format, shard.device, embeddings_device)
     columns: dict[str, Any] = {}
     for name in ("labels", "ids", "roles", "instances", "cameras"):
         column = getattr(rows, name)
@@ -303,28 +300,30 @@ def gather_over_processes(
     return rows._replace(**columns, counts=counts, shard=shard)
 
 
-def merge_duplicates(owner: str, collected: CollectedRows) -> Rows:
+def merge_duplicates(collected: CollectedRows) -> Rows:
     """Sort the rows by id, keep the first of each id with the roles of all, and average the images of each instance.
 
     Raises:
         ValueError: if ids, instances or cameras were given for some rows only, label levels do not nest, or one id or
             one instance has two labels or two cameras.
     """
-    error = _incomplete_column(owner, collected)
+    error = _incomplete_column(collected)
     if error is not None:
         raise ValueError(error)
     labels = collected.labels.reshape(len(collected.labels), -1)
     ids = collected.ids
     if ids is None:
         ids = torch.arange(len(labels), device=labels.device)
-    check_nesting(owner, labels)
-    first, roles = _first_of_each(owner, "id", ids, labels, collected.roles, collected.cameras)
+    check_nesting(collected.owner, labels)
+    first, roles = _first_of_each(collected.owner, "id", ids, labels, collected.roles, collected.cameras)
     rows = Rows(collected.unit_rows().select(first), labels[first], ids[first], roles)
     if collected.cameras is not None:
         rows = rows._replace(cameras=collected.cameras[first])
     if collected.instances is None:
         return rows
-    return _average_instances(owner, rows, collected.instances[first])
+    instances = collected.instances[first]
+    of_instance, roles = _first_of_each(collected.owner, "instance", instances, rows.labels, rows.roles, rows.cameras)
+    return _average_instances(rows, instances, of_instance, roles)
 
 
 def given_only_sometimes(owner: str, name: str) -> str:
@@ -337,14 +336,14 @@ def nothing_to_compute(owner: str) -> str:
     return f"{owner}: there is nothing to compute; call update with at least one row first."
 
 
-def _incomplete_column(owner: str, rows: CollectedRows) -> str | None:
+def _incomplete_column(rows: CollectedRows) -> str | None:
     """The message of an error if ids, instances or cameras were given for some rows only.
 
     `update` raises an error for such rows, but `forward` of torchmetrics joins rows without a check.
     """
     for name, column in (("ids", rows.ids), ("instances", rows.instances), ("cameras", rows.cameras)):
         if column is not None and len(column) != len(rows.labels):
-            return given_only_sometimes(owner, name)
+            return given_only_sometimes(rows.owner, name)
     return None
 
 
@@ -357,12 +356,6 @@ def _format_of(rows: CollectedRows) -> RowFormat:
         has_instances=rows.instances is not None,
         has_cameras=rows.cameras is not None,
     )
-
-
-def _raise_first(errors: Sequence[str | None]) -> None:
-    for rank, error in enumerate(errors):
-        if error is not None:
-            raise ValueError(f"{error.removesuffix('.')}, on rank {rank}.")
 
 
 def _common_format(owner: str, formats: Sequence[RowFormat | None]) -> RowFormat:
@@ -381,24 +374,21 @@ def _common_format(owner: str, formats: Sequence[RowFormat | None]) -> RowFormat
     return row_format
 
 
-def _no_rows(row_format: RowFormat, device: torch.device | None, embeddings_device: torch.device) -> CollectedRows:
+def _no_rows(
+    owner: str, row_format: RowFormat, device: torch.device | None, embeddings_device: torch.device
+) -> CollectedRows:
     """Rows of this format for a process that has none."""
     dtype = getattr(torch, row_format.dtype.removeprefix("torch."))
     integers = torch.empty(0, dtype=torch.int64, device=device)
     return CollectedRows(
+        owner=owner,
         embeddings=[torch.empty(0, row_format.dim, dtype=dtype, device=embeddings_device)],
         labels=integers.new_empty(0, *row_format.label_shape),
         ids=integers,
         roles=integers,
-        instances=_none_unless(row_format.has_instances, integers),
-        cameras=_none_unless(row_format.has_cameras, integers),
+        instances=integers if row_format.has_instances else None,
+        cameras=integers if row_format.has_cameras else None,
     )
-
-
-def _none_unless(is_given: bool, column: Int[Tensor, " row"]) -> Int[Tensor, " row"] | None:
-    if is_given:
-        return column
-    return None
 
 
 def _first_of_each(
@@ -431,12 +421,20 @@ def _first_of_each(
     return first, union
 
 
-def _average_instances(owner: str, rows: Rows, instances: Int[Tensor, " row"]) -> Rows:
-    """One row for each instance: the mean of its unit rows, again of unit length, with the least of its ids."""
-    first, roles = _first_of_each(owner, "instance", instances, rows.labels, rows.roles, rows.cameras)
+def _average_instances(
+    rows: Rows, instances: Int[Tensor, " row"], first: Int[Tensor, " value"], roles: Int[Tensor, " value"]
+) -> Rows:
+    """One row for each instance: the mean of its unit rows, again of unit norm, with the least of its ids.
+
+    Args:
+        rows: in the order of their ids.
+        instances: of each row.
+        first: the first row of each instance.
+        roles: of each instance.
+    """
     sizes = torch.unique(instances, return_counts=True)[1]
     by_instance = instances.argsort(stable=True)
-    by_id = first.argsort()  # rows are in the order of their ids, so the first row of an instance has its least id
+    by_id = first.argsort()  # the first row of an instance has its least id
     averages = _sums_of_sections(rows.embeddings.select(by_instance), sizes).select(by_id)
     return rows.select(first[by_id])._replace(embeddings=averages, roles=roles[by_id])
 
@@ -451,8 +449,8 @@ def _sums_of_sections(rows: UnitRows, sizes: Int[Tensor, " section"]) -> UnitRow
     rows_of_process = torch.zeros_like(sections_of_process).scatter_add(0, process, sizes)
     unit = rows.distribute(rows_of_process.tolist())
     counts = sections_of_process.tolist()
-    own_sizes = sizes.split(counts)[shard.index].to(unit.device)
+    local_sizes = sizes.split(counts)[shard.index].to(unit.device)
     sums = unit
-    if len(own_sizes) > 0:
-        sums = torch.segment_reduce(unit, "sum", lengths=own_sizes)
+    if len(local_sizes) > 0:
+        sums = torch.segment_reduce(unit, "sum", lengths=local_sizes)
     return UnitRows([sums], torch.arange(len(sizes), device=unit.device), counts, shard)

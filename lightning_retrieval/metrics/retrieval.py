@@ -1,4 +1,9 @@
-"""`RetrievalMetrics`: all metrics of the table, over a whole evaluation set."""
+"""`RetrievalMetrics`: all metrics of one table, over a full evaluation set; `RandomGalleryMetrics`: over random draws.
+
+To add a metric, write a function in `lightning_retrieval.metrics.definitions` and add one entry to `metrics_table`, or
+to `EXTRA_METRICS` if it is computed only where it is named. The metric is then computed, logged, and returned for each
+query; nothing else has to change.
+"""
 
 import re
 import warnings
@@ -27,12 +32,6 @@ from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.ranking.labels import Role, check_dims, check_dims_fit, has_role
 from lightning_retrieval.ranking.ranks import PositiveRanks
 from lightning_retrieval.ranking.rows import float64_device
-
-# The table of all metrics that `RetrievalMetrics` computes.
-#
-# To add a metric, write a function in `lightning_retrieval.metrics.definitions` and add one entry to `metrics_table`,
-# or to `EXTRA_METRICS` if it is computed only where it is named. The metric is then computed, logged, and returned for
-# each query; nothing else has to change.
 
 
 class QueryMetric(NamedTuple):
@@ -160,19 +159,8 @@ def query_values(lists: QueryGallery, metrics: Sequence[QueryMetric]) -> dict[st
         columns[metric.per_query] = row
     if lists.is_empty:
         table.fill_(torch.nan)
-    else:
-        _rank_shard(lists, metrics, by_id.argsort().to(device), columns)
-        lists.query_rows.shard.add_up(table)  # other processes have zeros for each query: the sum is exact
-    return columns
-
-
-def _rank_shard(
-    lists: QueryGallery,
-    metrics: Sequence[QueryMetric],
-    position: Int[Tensor, " query"],
-    columns: dict[str, Tensor],
-) -> None:
-    """Rank the queries of this process, and write the values of each metric to its column, at their positions."""
+        return columns
+    position = by_id.argsort().to(device)
     progress = tqdm(
         total=len(lists.query_rows.local),
         desc="Ranking",
@@ -186,6 +174,8 @@ def _rank_shard(
             for metric in metrics:
                 columns[metric.per_query][position[ranks.queries]] = metric.values(ranks)
             progress.update(len(ranks.queries))
+    lists.query_rows.shard.add_up(table)  # other processes have zeros for each query: the sum is exact
+    return columns
 
 
 class RetrievalMetrics(EmbeddingMetric):
@@ -229,7 +219,7 @@ class RetrievalMetrics(EmbeddingMetric):
     Cost:
         The embeddings are kept until `reset`. `compute` holds one block of scores at a time, never all of them, and
         takes little longer than the product of queries and gallery. Queries and gallery are distributed over the
-        processes: each keeps 1 / W of both, gathers the gallery twice, piece by piece, and ranks its own queries. If
+        processes: each keeps 1 / W of both, gathers the gallery twice, block by block, and ranks its own queries. If
         queries have very many positives, it gathers the gallery more often.
     """
 
@@ -273,15 +263,14 @@ class RetrievalMetrics(EmbeddingMetric):
             `dims`. NaN, with a warning, if all queries are skipped.
         """
         collected, _ = self._gather_collected()
-        owner = type(self).__name__
-        rows = merge_duplicates(owner, collected)
+        rows = merge_duplicates(collected)
         self._cached_values = self._query_values(rows)
         of_all_dims = self._means(rows, self._cached_values)
         results = dict(of_all_dims)
         for dim in self.dims:
             means = of_all_dims
             if dim < collected.embeddings[0].shape[1]:
-                shortened = merge_duplicates(owner, collected.shortened(dim))
+                shortened = merge_duplicates(collected.shortened(dim))
                 means = self._means(shortened, self._query_values(shortened))
             results |= {f"{name}/{dim}d": mean for name, mean in means.items()}
         self.has_one_label = bool((rows.labels[:, 0] == rows.labels[0, 0]).all())
@@ -347,19 +336,12 @@ class RetrievalMetrics(EmbeddingMetric):
         )
 
 
-# Retrieval with random galleries of one image of each class: the protocol of vehicle re-identification.
-
-
 def draw_one_of_each(labels: Int[Tensor, " row"], generator: torch.Generator) -> Bool[Tensor, " row"]:
     """True for one random row of each label."""
     unique, inverse = torch.unique(labels, return_inverse=True)
     random_order = torch.randperm(len(labels), generator=generator).to(labels.device)
     first = torch.full_like(unique, len(labels)).scatter_reduce(0, inverse, random_order, "amin")
     return random_order == first[inverse]
-
-
-def _with_any_role(rows: Rows) -> Rows:
-    return rows.select(has_role(rows.roles, Role.BOTH))
 
 
 class RandomGalleryMetrics(RetrievalMetrics):
@@ -405,7 +387,7 @@ class RandomGalleryMetrics(RetrievalMetrics):
 
     def _query_values(self, rows: Rows) -> dict[str, Tensor]:
         """The results of `per_query`, of one draw after the other."""
-        rows = _with_any_role(rows)
+        rows = rows.select(has_role(rows.roles, Role.BOTH))  # with any role
         generator = torch.Generator().manual_seed(self.seed)
         draws = []
         for _ in range(self.draws):

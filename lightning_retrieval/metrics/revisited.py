@@ -35,8 +35,6 @@ from lightning_retrieval.metrics.query_gallery import QueryGallery, query_galler
 from lightning_retrieval.ranking.ranks import count_at_least, ieee_products
 from lightning_retrieval.ranking.rows import ShardedRows, float64_device
 
-# The lists of Revisited Oxford and Paris: which images are easy, hard or junk for each query.
-
 
 class Kind(IntEnum):
     """What an image is for a query. Images in no list are wrong results."""
@@ -95,7 +93,7 @@ class QueryLists(NamedTuple):
         if missing:
             raise ValueError(
                 f"{owner}: `easy`, `hard` and `junk` must have lists for all queries, got none for {len(missing)} of "
-                f"{len(queries)} queries, such as query {missing[0]}; `is_query` says which images are queries."
+                f"{len(queries)} queries, such as query {missing[0]}; `roles` says which images are queries."
             )
 
     def images(self, query: int) -> list[int]:
@@ -109,12 +107,8 @@ class QueryLists(NamedTuple):
 
     def positives(self, query: int, kinds: Sequence[Kind]) -> int:
         """The number of images of these kinds, easy or hard, whether the gallery has them or not."""
-        total = 0
-        if Kind.EASY in kinds:
-            total += len(self.easy[query])
-        if Kind.HARD in kinds:
-            total += len(self.hard[query])
-        return total
+        lists = {Kind.EASY: self.easy, Kind.HARD: self.hard}
+        return sum(len(lists[kind][query]) for kind in kinds)
 
     def find(self, queries: Sequence[int], gallery_ids: Int[Tensor, " gallery"]) -> ListedImages:
         """Find the listed images of these queries in a gallery."""
@@ -137,22 +131,16 @@ def _check_mapping(owner: str, name: str, lists: Any) -> None:
     if not isinstance(lists, Mapping):
         raise TypeError(f"{owner}: `{name}` must map each query's id to ids of images, got {type(lists).__name__}.")
     for query, images in lists.items():
-        if not isinstance(images, Sequence) or not _are_integers([query, *images]):
+        if not isinstance(images, Sequence) or not all(isinstance(number, int) for number in (query, *images)):
             raise TypeError(
                 f"{owner}: `{name}` must map integers to lists of integers, got {short_repr(images)} for "
                 f"{short_repr(query)}."
             )
 
 
-def _are_integers(numbers: Sequence[Any]) -> bool:
-    return all(isinstance(number, int) for number in numbers)
-
-
 # Blocks have a fixed size and are padded, so an image has the same score on any number of processes, and equal
 # embeddings have equal scores (see `lightning_retrieval.ranking.ranks`).
 _BLOCK_ROWS = 128
-
-
 _BLOCK_COLUMNS = 384 * 16
 
 
@@ -190,8 +178,8 @@ def setup_values(
 class RevisitedMetrics(EmbeddingMetric):
     """mAP and mP@k in the setups easy, medium and hard of Revisited Oxford and Paris.
 
-    The lists alone define which images are relevant or junk; labels and cameras are ignored. Pass `is_query` and
-    `is_gallery` to `update`.
+    The lists alone define which images are relevant or junk; labels and cameras are ignored. Pass `roles` to
+    `update`.
 
     Args:
         easy: for each query's id the ids of the images that are easy to find.
@@ -211,8 +199,8 @@ class RevisitedMetrics(EmbeddingMetric):
         >>> from lightning_retrieval.metrics import RevisitedMetrics
         >>> metrics = RevisitedMetrics(easy={4: [0]}, hard={4: [2]}, junk={4: [1]}, ks=(1,))
         >>> embeddings = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.6, 0.4], [0.7, 0.3], [1.0, 0.0]])
-        >>> is_query = torch.arange(5) == 4
-        >>> metrics.update(embeddings, torch.zeros(5).long(), torch.arange(5), is_query, ~is_query)
+        >>> roles = torch.tensor([2, 2, 2, 2, 1])  # the last image is the query, the others are the gallery
+        >>> metrics.update(embeddings, torch.zeros(5).long(), torch.arange(5), roles)
         >>> results = metrics.compute()
         >>> {name: round(value.item(), 3) for name, value in results.items()}  # doctest: +NORMALIZE_WHITESPACE
         {'mAP': 0.792, 'mAP/easy': 1.0, 'mP@1/easy': 1.0, 'skipped_queries/easy': 0.0, 'mAP/medium': 0.792,

@@ -8,6 +8,10 @@ clamped, so that with an even `alpha` a negative s has the same weight as the po
 integer, the power of a negative s does not exist (NaN in the official code); its weight is 0 here. Of rows with equal
 similarity, those that come first in the gallery are the nearest.
 
+Scores are computed tile by tile, and a tile has the same scores on any number of processes (`ranked_lists.py`), so the
+result is the same on any number of processes, to the last digit. A sharded gallery is gathered block by block, while
+each process keeps the nearest rows of its own queries.
+
 `QueryExpansion` and `DatabaseAugmentation` are the public way to use both; the functions hold their arithmetic.
 """
 
@@ -19,19 +23,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_device, check_embeddings, check_integer, check_integers, check_not_negative
-from lightning_retrieval.ranking.ranked_lists import ScoreTiles, columns_of_a_piece, columns_of_a_tile
+from lightning_retrieval.ranking.ranked_lists import ScoreTiles, columns_of_a_gallery_block, columns_of_a_tile
 from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.ranking.rows import ShardedRows, normalize, unsharded
 
-# The k nearest rows of a gallery for each query, on one process or on several that hold a part of both.
-#
-# Scores are computed tile by tile, and a tile has the same scores on any number of processes (see
-# `lightning_retrieval.ranking.ranked_lists`). Of rows with equal scores, those with the smallest indices are chosen, in
-# this order. So the result is the same for any number of processes, to the last digit. A sharded gallery is gathered
-# piece by piece, while each process keeps the nearest rows of its own queries.
-
-
 _BLOCK_ROWS = 256
+_BLOCK_NUMBERS = 1 << 26
 
 
 class NearestRows(NamedTuple):
@@ -61,7 +58,7 @@ def nearest_rows(
         self_score: replaces the similarity of a query with its own row.
     """
     device = self_index.device
-    columns = columns_of_a_piece(gallery, k, device)
+    columns = columns_of_a_gallery_block(gallery, k, device)
     tiles = ScoreTiles(
         rows=_BLOCK_ROWS,
         dim=gallery.local.shape[1],
@@ -70,10 +67,10 @@ def nearest_rows(
         device=device,
     )
     blocks = []
-    for local, positions in queries.parts(_BLOCK_ROWS):
+    for local, positions in queries.split_blocks(_BLOCK_ROWS):
         blocks.append(_NearestOfBlock(queries.local[local], self_index[positions], k=k, self_score=self_score))
     for begin in range(0, len(gallery), columns):
-        tiles.take_piece(gallery, begin, columns)
+        tiles.take_gallery_block(gallery, begin, columns)
         for block in blocks:
             block.add(tiles)
     nothing = self_index[:0, None].expand(0, k)
@@ -82,7 +79,7 @@ def nearest_rows(
 
 
 class _NearestOfBlock:
-    """The nearest rows of a block of queries among the pieces of the gallery that were added.
+    """The nearest rows of a block of queries among the blocks of the gallery that were added.
 
     Args:
         queries: unit rows.
@@ -99,8 +96,8 @@ class _NearestOfBlock:
         self.positions = self_index.new_empty(len(queries), 0)
 
     def add(self, tiles: ScoreTiles) -> None:
-        """Take the nearest rows of the piece, which comes after all earlier ones."""
-        tiles.start_block(self._queries)
+        """Take the nearest rows of the gallery block, which comes after all earlier ones."""
+        tiles.start_queries(self._queries)
         for begin, scores in tiles.others():
             inside = (self._self_index >= begin) & (self._self_index < begin + scores.shape[1])
             row = inside.nonzero()[:, 0]
@@ -128,9 +125,6 @@ def highest_columns(scores: Float[Tensor, "query column"], k: int) -> Int[Tensor
         order = scores[is_ambiguous].sort(dim=1, descending=True, stable=True).indices
         chosen[is_ambiguous] = order[:, :k]
     return chosen.sort(dim=1).values
-
-
-_BLOCK_NUMBERS = 1 << 26
 
 
 def expanded_queries(
@@ -183,8 +177,8 @@ def _expand(
     with torch.no_grad():
         nearest = nearest_rows(queries, gallery, k, self_index=self_index, self_score=self_score)
     block_rows = min(_BLOCK_ROWS, max(1, _BLOCK_NUMBERS // max(1, k * gallery.local.shape[1])))
-    blocks = [local for local, _ in queries.parts(block_rows)]
-    blocks += [slice(0, 0)] * (queries.most_parts(block_rows) - len(blocks))  # others fetch rows of this process
+    blocks = [local for local, _ in queries.split_blocks(block_rows)]
+    blocks += [slice(0, 0)] * (queries.most_split_blocks(block_rows) - len(blocks))  # others fetch rows of this process
     expanded = torch.empty_like(queries.local)
     for block in blocks:
         neighbours = gallery.fetch(nearest.positions[block]).to(self_index.device)  # (query, k, dim)
@@ -202,7 +196,7 @@ def _similarities(
     """The scores of the neighbours, with the gradient of the rows if they have one.
 
     The scores were found without a gradient. They are computed again for it, and have the same values with it. That of
-    a row with itself changes only with its length, which is 1 after the normalisation of the rows.
+    a row with itself changes only with its norm, which is 1 after the normalisation of the rows.
     """
     if not (torch.is_grad_enabled() and (queries.requires_grad or neighbours.requires_grad)):
         return scores
@@ -272,10 +266,9 @@ class QueryExpansion:
             self_index: index of the query's own row in the gallery, which is not one of its neighbours, or -1 if it
                 has none; None if no query has one.
         """
-        _check_rows(queries, gallery)
         if self_index is None:
             self_index = torch.full((len(queries),), -1, device=queries.device)
-        _check_self_index(self_index, queries, len(gallery))
+        _check_input(queries, gallery, self_index)
         expanded = expanded_queries(
             unsharded(normalize(queries), _BLOCK_ROWS),
             unsharded(normalize(gallery), _BLOCK_ROWS),
@@ -343,7 +336,7 @@ def _check_settings(owner: str, alpha: float, k: int) -> None:
     check_integer(owner, "k", k, least=1)
 
 
-def _check_rows(queries: Tensor, gallery: Tensor) -> None:
+def _check_input(queries: Tensor, gallery: Tensor, self_index: Tensor) -> None:
     check_embeddings("QueryExpansion", "queries", queries)
     check_device("QueryExpansion", "gallery", gallery, queries.device, "queries")
     check_embeddings("QueryExpansion", "gallery", gallery)
@@ -352,12 +345,9 @@ def _check_rows(queries: Tensor, gallery: Tensor) -> None:
             f"QueryExpansion: `gallery` must have the dimension and dtype of `queries`, got {tuple(gallery.shape)} of "
             f"{gallery.dtype} for {tuple(queries.shape)} of {queries.dtype}."
         )
-
-
-def _check_self_index(self_index: Tensor, queries: Tensor, gallery: int) -> None:
     check_integers("QueryExpansion", "self_index", self_index, len(queries), "queries", device=queries.device)
-    if bool(((self_index < -1) | (self_index >= gallery)).any()):
+    if bool(((self_index < -1) | (self_index >= len(gallery))).any()):
         raise ValueError(
-            f"QueryExpansion: `self_index` must hold indices of gallery rows, 0 to {gallery - 1}, or -1, got "
+            f"QueryExpansion: `self_index` must hold indices of gallery rows, 0 to {len(gallery) - 1}, or -1, got "
             f"{int(self_index.min())} to {int(self_index.max())}."
         )

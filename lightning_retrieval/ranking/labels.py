@@ -1,4 +1,8 @@
-"""Labels with several levels: shape (rows, levels), finest level first, each label in one label of the next level."""
+"""What is known of each image of an evaluation set: its labels, its role, and so which images are its positives.
+
+Labels with several levels have shape (rows, levels), finest level first, each label in one label of the next level.
+Every process has the labels of all queries and of the full gallery, so all of them derive the same blocks from them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +16,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_retrieval.checks import check_counts, short_repr
-
-# Roles of an image in evaluation: it is a query, it is in the gallery, or both.
 
 
 class Role(IntFlag):
@@ -42,7 +44,13 @@ def has_role(roles: Integer[Tensor, " row"], role: Role) -> Bool[Tensor, " row"]
     return found
 
 
-# Lengths at which nested embeddings are used: the first dimensions of each, for several numbers of them.
+def check_roles(owner: str, roles: Integer[Tensor, " row"]) -> None:
+    """Raise unless all roles are from 0 to 3."""
+    if bool(((roles < Role.JUNK) | (roles > Role.BOTH)).any()):
+        raise ValueError(
+            f"{owner}: `roles` must be from 0 to 3 (1 query, 2 gallery, 3 both, 0 neither), got {int(roles.min())} to "
+            f"{int(roles.max())}."
+        )
 
 
 def check_dims(owner: str, dims: Sequence[int], *, may_be_empty: bool = False) -> tuple[int, ...]:
@@ -50,7 +58,7 @@ def check_dims(owner: str, dims: Sequence[int], *, may_be_empty: bool = False) -
 
     Args:
         owner: prefix of error messages.
-        dims: how many of the first dimensions each length has.
+        dims: how many of the first dimensions of an embedding are used, for each way to use it.
         may_be_empty: whether there may be none.
     """
     checked = check_counts(owner, "dims", dims, may_be_empty=may_be_empty)
@@ -60,7 +68,7 @@ def check_dims(owner: str, dims: Sequence[int], *, may_be_empty: bool = False) -
 
 
 def check_dims_fit(owner: str, dims: tuple[int, ...], embeddings: Float[Tensor, "batch dim"]) -> None:
-    """Raise if a length is larger than that of the embeddings.
+    """Raise if one of `dims` is larger than the dimension of the embeddings.
 
     Args:
         owner: prefix of error messages.
@@ -75,14 +83,7 @@ def check_dims_fit(owner: str, dims: tuple[int, ...], embeddings: Float[Tensor, 
         )
 
 
-# Which images of a gallery are positives of each query, and which are not in its list: decided by labels and cameras.
-#
-# Every process has the labels of all queries and of the whole gallery, so all of them derive the same blocks from them.
-
-
 _BLOCK_ROWS = (256, 128, 64)  # 64 or more: see `lightning_retrieval.ranking.ranked_lists`
-
-
 _MAX_BLOCK_POSITIVES = 1 << 22
 
 

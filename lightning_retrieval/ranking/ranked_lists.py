@@ -1,11 +1,18 @@
-"""Counts the ranks of all positives, on one process or on several that hold a part of the gallery each.
+"""Counts the ranks of all positives, on one process or on several that hold a shard of the gallery each.
 
-Scores are computed for one block of queries and one tile of the gallery at a time; the whole (query, gallery) matrix
-never exists. The blocks of queries go to the processes in turn. A sharded gallery is gathered piece by piece: first the
-pieces that hold positives of any process's queries, whose scores are the thresholds of their queries, then all pieces,
-in which the candidates that reach each threshold are counted. If the thresholds of all queries would take too much
-memory, this is done in several rounds, each for some of the blocks. With one process a round is one block, and there is
-one piece, the gallery.
+Scores are computed for one block of queries and one tile of the gallery at a time; the full (query, gallery) matrix
+never exists. The blocks of queries are distributed over the processes in turn. A sharded gallery is gathered block by
+block: first the blocks that hold positives of any process's queries, whose scores are the thresholds of their queries,
+then all blocks, in which the candidates that reach each threshold are counted. If the thresholds of all queries would
+take too much memory, this is done for one group of blocks of queries after another. With one process a group is one
+block of queries, and there is one block of the gallery, all of it.
+
+The last digits of a matrix product depend on its shape. Three rules make scores independent of how the work is
+partitioned. A block of queries has a fixed number of rows (64 or more) and the last one is padded, so a query has the
+same scores on any number of processes. The gallery is multiplied in groups of columns that begin at multiples of their
+size, which depends on the device only; a tile, whose scores are counted together, is one or more such groups. The
+columns of the last group are padded to a multiple of all kernels' widths, so equal embeddings have equal scores
+wherever they are in the gallery, and ties are recognised as ties.
 """
 
 import math
@@ -22,38 +29,19 @@ from lightning_retrieval.ranking.labels import Extent, LabelledLists
 from lightning_retrieval.ranking.ranks import PositiveRanks, count_at_least, ieee_products
 from lightning_retrieval.ranking.rows import ShardedRows, float64_device
 
-# Scores of queries with a gallery, of one block of queries and one tile of the gallery at a time.
-#
-# The last digits of a matrix product depend on its shape. Three rules make scores independent of how the work is
-# partitioned. A block has a fixed number of rows (64 or more) and the last one is padded, so a query has the same
-# scores on any number of processes. The gallery is multiplied in groups of columns that begin at multiples of their
-# size, which depends on the device only; a tile, whose scores are counted together, is one or more such groups. The
-# columns of the last group are padded to a multiple of all kernels' widths, so equal embeddings have equal scores
-# wherever they are in the gallery, and ties are recognised as ties.
-
-
 _COLUMN_MULTIPLE = 384
-
-
 # Columns of a product: on a CPU its scores stay in the cache, on other devices few kernels are launched.
 _CPU_COLUMNS = 4 * _COLUMN_MULTIPLE
-
-
 _DEVICE_COLUMNS = 64 * _COLUMN_MULTIPLE
-
-
 # A tile is so many times wider than the list of a query's positives, so that few tiles are searched for each of them.
 _COLUMNS_OF_A_POSITIVE = 32
-
-
 _KEPT_TILES = 4  # that hold positives; they are not computed twice
-
-
-_CPU_PRODUCTS, _DEVICE_PRODUCTS = 8, 1  # that the columns of a piece are divided into, at least
+_CPU_PRODUCTS, _DEVICE_PRODUCTS = 8, 1  # into which the columns of a gallery block are divided, at least
+_MAX_GROUP_POSITIVES = 1 << 24  # of the queries of a group on one process; each takes 9 bytes
 
 
 class ScoreTiles:
-    """The scores of one block of queries after another with a piece of the gallery, tile by tile.
+    """The scores of one block of queries after another with a block of the gallery, tile by tile.
 
     Args:
         rows: number of queries in a block.
@@ -65,44 +53,44 @@ class ScoreTiles:
 
     def __init__(self, *, rows: int, dim: int, columns: int, dtype: torch.dtype, device: torch.device) -> None:
         self.device = device
-        self.begin = self.end = 0  # of the piece
+        self.begin = self.end = 0  # of the gallery block
         self._columns = columns
         self._columns_of_a_product = columns_of_a_product(device)
         self._queries = torch.zeros(rows, dim, dtype=dtype, device=device)
         self._number = 0  # of queries in this block
-        self._piece = self._last_part = self._queries[:0]
+        self._gallery = self._last_product = self._queries[:0]
         self._kept: dict[int, Tensor] = {}
         self._buffers: list[Tensor] = []
 
-    def start_piece(self, piece: Float[Tensor, "piece dim"], begin: int) -> None:
-        """Begin a piece of the gallery.
+    def start_gallery_block(self, rows: Float[Tensor, "row dim"], begin: int) -> None:
+        """Begin a block of the gallery.
 
         Args:
-            piece: unit rows.
-            begin: position of the piece in the gallery, a multiple of `columns_of_a_product`.
+            rows: unit rows.
+            begin: position of the first one in the gallery, a multiple of `columns_of_a_product`.
         """
-        self._piece = piece
-        self.begin, self.end = begin, begin + len(piece)
-        last = len(piece) // self._columns_of_a_product * self._columns_of_a_product
-        self._last_part = pad(piece[last:], (0, 0, 0, -len(piece) % _COLUMN_MULTIPLE))
+        self._gallery = rows
+        self.begin, self.end = begin, begin + len(rows)
+        last = len(rows) // self._columns_of_a_product * self._columns_of_a_product
+        self._last_product = pad(rows[last:], (0, 0, 0, -len(rows) % _COLUMN_MULTIPLE))
 
-    def take_piece(self, gallery: ShardedRows, begin: int, columns: int) -> None:
-        """Begin the piece of this many rows of a gallery, unless it is the current one.
+    def take_gallery_block(self, gallery: ShardedRows, begin: int, columns: int) -> None:
+        """Begin the block of this many rows of a gallery, unless it is the current one.
 
         This is a collective operation if the gallery is sharded.
         """
         end = min(begin + columns, len(gallery))
         if (self.begin, self.end) != (begin, end):
-            self.start_piece(gallery.range(begin, end), begin)
+            self.start_gallery_block(gallery.range(begin, end), begin)
 
-    def start_block(self, queries: Float[Tensor, "query dim"]) -> None:
+    def start_queries(self, queries: Float[Tensor, "query dim"]) -> None:
         """Begin the block of these queries, unit rows, at most `rows` of them."""
         self._queries[: len(queries)] = queries
         self._number = len(queries)
         self._kept.clear()
 
     def gather(self, column: Int[Tensor, "query pos"], begin: int, end: int) -> Float[Tensor, "query pos"]:
-        """The scores of each query with the images in its columns, 0 for columns outside of the piece.
+        """The scores of each query with the images in its columns, 0 for columns outside of the gallery block.
 
         Args:
             column: positions in the gallery.
@@ -126,7 +114,7 @@ class ScoreTiles:
         return self._kept
 
     def others(self, done: frozenset[int] = frozenset()) -> Iterator[tuple[int, Float[Tensor, "query column"]]]:
-        """The positions of the tiles of the piece that are not done, and their scores, -inf at padding.
+        """The positions of the tiles of the gallery block that are not done, and their scores, -inf at padding.
 
         The scores are valid until the next tile, and may be changed.
         """
@@ -135,7 +123,7 @@ class ScoreTiles:
                 yield start, self._scores(start, 0)
 
     def _starts(self, begin: int, end: int) -> range:
-        """The positions of the tiles of the piece that have images from `begin` to `end`."""
+        """The positions of the tiles of the gallery block that have images from `begin` to `end`."""
         first = self.begin + max(begin - self.begin, 0) // self._columns * self._columns
         return range(first, min(end, self.end), self._columns)
 
@@ -147,12 +135,12 @@ class ScoreTiles:
             self._buffers.append(self._queries.new_empty(len(self._queries) * self._columns))
         products = self._buffers[buffer][: len(self._queries) * width].view(len(self._queries), width)
         for begin in range(first, last, self._columns_of_a_product):
-            part = self._piece[begin : begin + self._columns_of_a_product]
-            if len(part) < self._columns_of_a_product:
-                part = self._last_part
-            out = products[:, begin - first : begin - first + len(part)]
+            rows = self._gallery[begin : begin + self._columns_of_a_product]
+            if len(rows) < self._columns_of_a_product:
+                rows = self._last_product
+            out = products[:, begin - first : begin - first + len(rows)]
             with ieee_products():
-                torch.mm(self._queries, part.to(products.device).T, out=out)
+                torch.mm(self._queries, rows.to(products.device).T, out=out)
         products[:, last - first :] = -torch.inf
         return products[: self._number]
 
@@ -168,22 +156,19 @@ def columns_of_a_tile(device: torch.device, positives: int) -> int:
     return columns_of_a_product(device) * max(1, multiple)
 
 
-def columns_of_a_piece(gallery: ShardedRows, positives: int, device: torch.device) -> int:
-    """Number of images of a piece of the gallery, a multiple of `columns_of_a_product`.
+def columns_of_a_gallery_block(gallery: ShardedRows, positives: int, device: torch.device) -> int:
+    """Number of images of a block of the gallery, a multiple of `columns_of_a_product`.
 
-    It is the whole gallery if that is not sharded; else some tiles, but not many more than each process holds.
+    It is the full gallery if that is not sharded; else some tiles, but not many more than each process holds.
     """
     unit = columns_of_a_product(device)
     if not gallery.is_sharded:
         return max(1, math.ceil(len(gallery) / unit)) * unit
     least = unit * size_for(device, cpu=_CPU_PRODUCTS, accelerator=_DEVICE_PRODUCTS)
-    of_every_process = gallery.layout.unit * gallery.shard.count  # a piece has a block of each process
+    of_every_process = gallery.layout.unit * gallery.shard.count  # a gallery block has rows of each process
     held = math.ceil(len(gallery) / gallery.shard.count)
     wanted = max(least, of_every_process, min(held, columns_of_a_tile(device, positives)))
     return math.ceil(wanted / unit) * unit
-
-
-_MAX_ROUND_POSITIVES = 1 << 24  # of the queries of a round on one process; each takes 9 bytes
 
 
 def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: LabelledLists) -> Iterator[PositiveRanks]:
@@ -200,7 +185,7 @@ def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: LabelledLi
         The ranks of a block, on the device that computes float64 numbers for the labels' device.
 
     Cost:
-        Memory for a few tiles of scores, for a piece of the gallery if it is sharded, and for the positives of a block
+        Memory for a few tiles of scores, for a block of the gallery if it is sharded, and for the positives of a block
         of queries, or of several blocks if the gallery is sharded. The time is that of the matrix product plus a few
         passes over the scores if all positives rank high, or a sort of the scores if they do not; it grows with the
         logarithm of the number of positives. Ranks are counted on the labels' device. Embeddings on another device are
@@ -209,7 +194,7 @@ def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: LabelledLi
     if len(queries) == 0:
         return
     device = lists.query_labels.device
-    columns = columns_of_a_piece(gallery, lists.most_positives, device)
+    columns = columns_of_a_gallery_block(gallery, lists.most_positives, device)
     tiles = ScoreTiles(
         rows=lists.block_rows,
         dim=queries.local.shape[1],
@@ -218,17 +203,17 @@ def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: LabelledLi
         device=device,
     )
     extents = lists.extents()
-    for first, last in _rounds(queries, gallery, extents, lists.block_rows):
-        blocks = _blocks_of_round(queries, lists, extents, range(first, last))
-        in_round = extents[first * queries.shard.count : last * queries.shard.count]
-        begin = min(extent.begin for extent in in_round)
-        end = max(extent.end for extent in in_round)
+    for first, last in _groups(queries, gallery, extents, lists.block_rows):
+        blocks = _blocks_of_group(queries, lists, extents, range(first, last))
+        in_group = extents[first * queries.shard.count : last * queries.shard.count]
+        begin = min(extent.begin for extent in in_group)
+        end = max(extent.end for extent in in_group)
         for start in range(begin // columns * columns, end, columns):
-            tiles.take_piece(gallery, start, columns)
+            tiles.take_gallery_block(gallery, start, columns)
             for block in blocks:
                 block.find_positives(tiles)
         for start in range(0, len(gallery), columns):
-            tiles.take_piece(gallery, start, columns)
+            tiles.take_gallery_block(gallery, start, columns)
             for block in blocks:
                 block.count(tiles)
         for block in blocks:
@@ -236,7 +221,7 @@ def positive_ranks(queries: ShardedRows, gallery: ShardedRows, lists: LabelledLi
 
 
 class RankedBlock:
-    """A block of queries while the ranks of its positives are counted, piece by piece of the gallery.
+    """A block of queries while the ranks of its positives are counted, one block of the gallery after another.
 
     Args:
         queries: unit rows.
@@ -256,11 +241,11 @@ class RankedBlock:
         self._level = self._rank = index
 
     def find_positives(self, tiles: ScoreTiles) -> None:
-        """Take the scores of positives in a piece; if all are there, count the candidates in their tiles."""
+        """Take the scores of positives in a gallery block; if all are there, count the candidates in their tiles."""
         begin, end, width = self._extent
         if end <= tiles.begin or tiles.end <= begin:
             return
-        tiles.start_block(self._queries)
+        tiles.start_queries(self._queries)
         self._scores += tiles.gather(self._lists.columns(self._index, width), begin, end)
         kept = tiles.kept()
         if kept:
@@ -270,15 +255,15 @@ class RankedBlock:
                 self._add(tile)
 
     def count(self, tiles: ScoreTiles) -> None:
-        """Count the candidates in a piece whose scores reach each positive."""
+        """Count the candidates in a gallery block whose scores reach each positive."""
         if not self._is_sorted:
             self._sort_positives()
-        tiles.start_block(self._queries)
+        tiles.start_queries(self._queries)
         for _, tile in tiles.others(self._counted):
             self._add(tile)
 
     def ranks(self) -> PositiveRanks:
-        """The ranks, when all pieces are counted."""
+        """The ranks, when all gallery blocks are counted."""
         first_tied = torch.searchsorted(self._positives, self._positives)
         levels = self._lists.query_labels.shape[1]
         ranks = PositiveRanks(self._index, self._rank.long(), first_tied, self._level.long(), levels)
@@ -299,7 +284,7 @@ class RankedBlock:
         self._rank += count_at_least(tile, self._positives)
 
 
-def _rounds(
+def _groups(
     queries: ShardedRows, gallery: ShardedRows, extents: Sequence[Extent], rows: int
 ) -> Iterator[tuple[int, int]]:
     """The ranges of blocks of each process that are ranked together, the same on all processes."""
@@ -309,14 +294,14 @@ def _rounds(
     for number in range(blocks):
         of_each_process = extents[number * processes : (number + 1) * processes]
         most = rows * max(extent.width for extent in of_each_process)
-        if number > first and (not gallery.is_sharded or positives + most > _MAX_ROUND_POSITIVES):
+        if number > first and (not gallery.is_sharded or positives + most > _MAX_GROUP_POSITIVES):
             yield first, number
             first, positives = number, 0
         positives += most
     yield first, blocks
 
 
-def _blocks_of_round(
+def _blocks_of_group(
     queries: ShardedRows, lists: LabelledLists, extents: Sequence[Extent], numbers: range
 ) -> list[RankedBlock]:
     """The blocks of this process with these numbers; the last number may be a block of other processes only."""

@@ -1,7 +1,13 @@
 """Hard ranks of the positives. Every retrieval metric is a function of them.
 
 The rank of a positive is the number of candidates that score at least as high, itself included, so ties count against
-the model. `lightning_retrieval.ranking.ranked_lists` counts them.
+the model. `count_at_least` counts them in a tile of scores. The counts of the tiles of a list add up, so the list may
+be divided in any way (`lightning_retrieval.ranking.ranked_lists`).
+
+Products whose order decides are computed in IEEE float32, whatever precision training uses (`ieee_products`).
+`torch.set_float32_matmul_precision("high")`, which Lightning recommends, lets every float32 product of a GPU run in
+TF32, with 10 bits of mantissa. That is good enough for a network, but it makes scores equal that are not, and changes
+the ranks of a third of the queries of a large set.
 """
 
 from collections.abc import Iterator
@@ -14,11 +20,6 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
-
-# How many scores of a list are at least as high as each of its positives.
-#
-# The counts of parts of a list add up, so a list may be counted in parts of any size and in any order.
-
 
 # If at most this fraction of the scores reaches the worst positive, only these scores are counted, else all are sorted.
 _MAX_COUNTED_FRACTION = 1 / 16
@@ -92,13 +93,6 @@ def _sortable_integers(values: Float[Tensor, "..."]) -> Int[Tensor, "..."]:
     """int64 numbers of 32 bits in the order of the float32 values; -0.0 and 0.0 become the same number."""
     bits = (values + 0.0).view(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
-
-
-# The precision of the products whose order decides: IEEE float32, whatever precision training uses.
-#
-# `torch.set_float32_matmul_precision("high")`, which Lightning recommends, lets every float32 product of a GPU run in
-# TF32, with 10 bits of mantissa. That is good enough for a network, but it makes scores equal that are not, and changes
-# the ranks of a third of the queries of a large set.
 
 
 @contextmanager

@@ -1,7 +1,14 @@
-"""Rows of an evaluation set that are distributed over processes: each process holds about the same number of them.
+"""Rows of embeddings: unit rows, cosine similarity, and rows of an evaluation set that are sharded over processes.
 
-The rows are in one order, that of their labels. Blocks of consecutive rows go to the processes in turn, so that a large
-class is divided evenly. All rows together are needed piece by piece only, and a piece is gathered from all processes.
+Embeddings are normalised only here (`normalize`).
+
+Each process holds about the same number of rows of an evaluation set. The rows are in one order, that of their labels.
+Blocks of consecutive rows are distributed over the processes in turn, so that a large class is divided evenly. The full
+rows are needed block by block only, and such a block is gathered from all processes.
+
+Ranks are counted on the device of the labels, and metrics are computed from them in float64. Apple's GPUs (MPS) have
+no float64: there the ranks, which are few compared with the scores, are copied to the CPU, and so are the metrics'
+values (`float64_device`).
 """
 
 import math
@@ -15,7 +22,7 @@ from torch.linalg import vector_norm
 
 from lightning_retrieval.distributed import UNSHARDED, Shard, fetch_rows, gather_parts
 
-# Cosine similarity: embeddings are normalised only here.
+_GATHERED_ROWS = 1 << 14  # at a time, if all rows are gathered
 
 
 def normalize(embeddings: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch dim"]:
@@ -42,13 +49,6 @@ def normalize(embeddings: Float[Tensor, "batch dim"]) -> Float[Tensor, "batch di
     return unit
 
 
-# Computing in float64: on the device itself, or on the CPU if the device has no float64.
-#
-# Ranks are counted on the device of the labels, and metrics are computed from them in float64. Apple's GPUs (MPS) have
-# no float64: there the ranks, which are few compared with the scores, are copied to the CPU, and so are the metrics'
-# values.
-
-
 def float64_device(device: torch.device) -> torch.device:
     """The device that computes float64 numbers for tensors of this device: the device itself, or the CPU."""
     if device.type == "mps":
@@ -65,9 +65,6 @@ def to_float64(values: Shaped[Tensor, "..."]) -> Float[Tensor, "..."]:
         tensor([1., 2.], dtype=torch.float64)
     """
     return values.to(float64_device(values.device)).double()
-
-
-_CHUNK = 1 << 14  # rows that are gathered at a time if all are
 
 
 @dataclass(frozen=True)
@@ -92,8 +89,8 @@ class Layout:
 
     def rows_before(self, position: int, process: int) -> int:
         """How many of the rows before a position a process holds."""
-        whole, rest = divmod(position, self.unit * self.processes)
-        return whole * self.unit + min(max(rest - process * self.unit, 0), self.unit)
+        turns, rest = divmod(position, self.unit * self.processes)
+        return turns * self.unit + min(max(rest - process * self.unit, 0), self.unit)
 
     def holder(self, positions: Int[Tensor, " row"]) -> tuple[Int[Tensor, " row"], Int[Tensor, " row"]]:
         """The process that holds each of these rows, and the index of the row among those of the process."""
@@ -112,7 +109,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ShardedRows:
-    """Rows of which this process holds a part.
+    """Rows of which this process holds a shard.
 
     Args:
         local: the rows of this process, in their order.
@@ -140,10 +137,10 @@ class ShardedRows:
             begin = (number * self.shard.count + self.shard.index) * unit
             yield rows, slice(begin, begin + len(rows))
 
-    def parts(self, rows: int) -> Iterator[tuple[slice, slice]]:
-        """The blocks of this process, cut into parts of at most so many rows.
+    def split_blocks(self, rows: int) -> Iterator[tuple[slice, slice]]:
+        """The blocks of this process, split into smaller ones of at most so many rows.
 
-        Yields the range of each part among the local rows, and among all rows.
+        Yields the range of each among the local rows, and among all rows.
         """
         local = 0
         for _, positions in self.blocks():
@@ -152,8 +149,8 @@ class ShardedRows:
                 yield slice(local, local + end - begin), slice(begin, end)
                 local += end - begin
 
-    def most_parts(self, rows: int) -> int:
-        """The largest number of `parts` that a process has."""
+    def most_split_blocks(self, rows: int) -> int:
+        """The largest number of `split_blocks` that a process has."""
         numbers = []
         for size in self.layout.sizes():
             blocks, rest = divmod(size, self.layout.unit)
@@ -169,13 +166,13 @@ class ShardedRows:
             return self.local[begin:end]
         first = self.layout.rows_before(begin, self.shard.index)
         last = self.layout.rows_before(end, self.shard.index)
-        own = self.local[first:last].to(self.shard.device)
+        local = self.local[first:last].to(self.shard.device)
         sizes = self.layout.sizes(begin, end)
-        parts = gather_parts(own, sizes, self.shard.group)
-        rows = own.new_empty(end - begin, own.shape[1])
+        rows = local.new_empty(end - begin, local.shape[1])
         positions = self.layout.by_process(begin, end).to(rows.device) - begin
-        for part, positions_of_part in zip(parts, positions.split(sizes)):
-            rows[positions_of_part] = part
+        gathered = gather_parts(local, sizes, self.shard.group)
+        for of_process, chosen in zip(gathered, positions.split(sizes)):
+            rows[chosen] = of_process
         return rows
 
     def select(self, positions: Int[Tensor, " chosen"]) -> Float[Tensor, "chosen dim"]:
@@ -207,8 +204,8 @@ class ShardedRows:
         if not self.is_sharded:
             return self.local
         rows = self.local.new_empty(len(self), self.local.shape[1])
-        for begin in range(0, len(self), _CHUNK):
-            end = min(begin + _CHUNK, len(self))
+        for begin in range(0, len(self), _GATHERED_ROWS):
+            end = min(begin + _GATHERED_ROWS, len(self))
             rows[begin:end] = self.range(begin, end)
         return rows
 

@@ -30,8 +30,7 @@ def batch():
         "embeddings": embeddings,
         "labels": torch.tensor([7, 7, 7, 3, 3, 3]),
         "ids": torch.arange(6),
-        "is_query": torch.ones(6, dtype=torch.bool),
-        "is_gallery": torch.ones(6, dtype=torch.bool),
+        "roles": torch.full((6,), 3),
         "instances": torch.arange(6),
         "cameras": torch.arange(6),
     }
@@ -42,7 +41,7 @@ def revisited_lists():
 
 
 def revisited_batch():
-    return {**batch(), "is_query": torch.arange(6) < 2}
+    return {**batch(), "roles": 2 + (torch.arange(6) < 2)}
 
 
 def value(metric, rows=batch):

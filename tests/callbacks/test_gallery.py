@@ -223,7 +223,7 @@ def test_queries_have_lists_of_gallery_images_only():
     embeddings = torch.randn(14, 3, generator=torch.Generator().manual_seed(3))
     labels, ids = torch.arange(14) % 3, torch.arange(14) + 50
     metrics = RetrievalMetrics()
-    metrics.update(embeddings, labels, ids, is_query=torch.arange(14) < 6, is_gallery=torch.arange(14) >= 6)
+    metrics.update(embeddings, labels, ids, roles=torch.where(torch.arange(14) < 6, 1, 2))
     unit = nn.functional.normalize(embeddings)
     expected = []
     for query in range(6):
@@ -258,7 +258,7 @@ def test_junk_is_not_in_the_lists():
     metrics = RevisitedMetrics(easy={4: [0]}, hard={4: [2]}, junk={4: [1]})
     is_query = torch.arange(5) == 4
     x = torch.tensor([[0.9, 0.1], [0.8, 0.2], [0.6, 0.4], [0.7, 0.3], [1.0, 0.0]])
-    metrics.update(x, torch.zeros(5).long(), torch.arange(5), is_query, ~is_query)
+    metrics.update(x, torch.zeros(5).long(), torch.arange(5), torch.where(is_query, 1, 2))
     assert lists_of(metrics, torch.tensor([4]), k=4) == [(4, [(0, True), (3, False), (2, True)])]
 
 

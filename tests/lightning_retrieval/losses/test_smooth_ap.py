@@ -1,56 +1,22 @@
-"""Smooth-AP against golden numbers, its formula in loops, a case worked by hand, and its limit for small tau."""
+"""Smooth-AP: golden numbers, a case worked by hand, its limit for small tau, and its counts by a step function."""
 
+import functools
 import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from sklearn.metrics import average_precision_score
 from torch.nn.functional import normalize
 
 from lightning_retrieval.losses import SmoothAPLoss
+from lightning_retrieval.losses.roadmap import count_upper
+from lightning_retrieval.losses.smooth_ap import count_above, sigmoid_step
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "golden.json").read_text())["cases"]
 CASES = [case for case in GOLDEN if case["loss"] == "smooth_ap" and case["match"] != "do_not_reproduce"]
 FAULTS = [case for case in GOLDEN if case["loss"] == "smooth_ap" and case["match"] == "do_not_reproduce"]
-LABELS = st.lists(st.integers(0, 4), min_size=2, max_size=14).filter(lambda labels: len(set(labels)) < len(labels))
-
-
-def sigma(x):
-    """Does not overflow."""
-    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
-
-
-def average_precisions(scores, relevant, candidate, tau):
-    """Equations 5-7 as loops over Python floats; None for a query without a positive."""
-    values = []
-    for s, is_relevant, is_candidate in zip(scores, relevant, candidate):
-        listed = [j for j in range(len(s)) if is_candidate[j]]
-        positives = [j for j in listed if is_relevant[j]]
-        precisions = []
-        for i in positives:
-            rank = 1 + sum(sigma((s[j] - s[i]) / tau) for j in listed if j != i)
-            rank_among_positives = 1 + sum(sigma((s[j] - s[i]) / tau) for j in positives if j != i)
-            precisions.append(rank_among_positives / rank)
-        values.append(sum(precisions) / len(precisions) if precisions else None)
-    return values
-
-
-def lists_of(embeddings, labels):
-    """Scores, relevance and candidates of a batch, without the query itself, as Python lists."""
-    rows = [[x / math.hypot(*row) for x in row] for row in embeddings.tolist()]
-    scores = [[sum(a * b for a, b in zip(q, r)) for r in rows] for q in rows]
-    relevant = [[a == b for b in labels] for a in labels]
-    candidate = [[q != r for r in range(len(rows))] for q in range(len(rows))]
-    return scores, relevant, candidate
-
-
-def mean_loss(values):
-    values = [1 - value for value in values if value is not None]
-    return sum(values) / len(values)
 
 
 def batch(sizes, dim=6, dtype=torch.float64, seed=0):
@@ -123,31 +89,6 @@ def test_by_hand():
     assert value.item() == pytest.approx(0.0, abs=1e-7)
 
 
-@settings(deadline=None, max_examples=40)
-@given(labels=LABELS, tau=st.sampled_from([0.001, 0.01, 0.1, 1.0, 30.0]), seed=st.integers(0, 1000))
-def test_against_loops(labels, tau, seed):
-    x = torch.randn(len(labels), 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    expected = average_precisions(*lists_of(x, labels), tau)
-    y = torch.tensor(labels)
-    assert SmoothAPLoss(tau)(x, y).item() == pytest.approx(mean_loss(expected), abs=1e-10)
-    each = SmoothAPLoss(tau, reduction="none")(x, y)
-    expected = torch.tensor([math.nan if ap is None else 1 - ap for ap in expected], dtype=torch.float64)
-    torch.testing.assert_close(each, expected, rtol=0, atol=1e-10, equal_nan=True)
-
-
-def test_scores_and_masks_against_loops():
-    scores = torch.randn(9, 17, dtype=torch.float64)
-    relevant = torch.rand(9, 17) < 0.3
-    candidate = torch.rand(9, 17) < 0.7
-    relevant[4] = False
-    expected = average_precisions(scores.tolist(), relevant.tolist(), candidate.tolist(), tau=0.3)
-    value = SmoothAPLoss(tau=0.3).from_scores(scores, relevant, candidate)
-    assert value.item() == pytest.approx(mean_loss(expected), abs=1e-12)
-    # The scores of non-candidates do not matter.
-    moved = torch.where(candidate, scores, 1e4)
-    assert SmoothAPLoss(tau=0.3).from_scores(moved, relevant, candidate).item() == value.item()
-
-
 def test_ties_count_one_half():
     # All three have the same score, and one is the positive: its rank is 1 + 1/2 + 1/2 = 2.
     value = SmoothAPLoss().from_scores(torch.zeros(1, 3), torch.tensor([[True, False, False]]))
@@ -178,34 +119,12 @@ def gradcheck(function, *inputs):
     return torch.autograd.gradcheck(function, [x.double().requires_grad_() for x in inputs])
 
 
-@pytest.mark.parametrize("class_balanced", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_gradcheck(reduction, class_balanced):
-    x, labels = batch([1, 2, 4])
-    loss = SmoothAPLoss(tau=0.3, reduction=reduction, class_balanced=class_balanced)
-    assert gradcheck(lambda x: loss(x, labels), x)
-
-
-@pytest.mark.parametrize("class_balanced", [False, True])
-def test_gradcheck_of_each_query(class_balanced):
-    x, labels = batch([1, 2, 4])
-    loss = SmoothAPLoss(tau=0.3, reduction="none", class_balanced=class_balanced)
-    has_positive = labels != 0
-    assert gradcheck(lambda x: loss(x, labels)[has_positive], x)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_gradcheck_with_references(reduction):
-    x, labels = batch([2, 3], seed=1)
-    r, ref_labels = batch([3, 4, 1], seed=2)
-    ids, ref_ids = torch.arange(5), torch.tensor([9, 1, 8, 0, 7, 3, 6, 5])
-    loss = SmoothAPLoss(tau=0.3, reduction=reduction)
-    assert gradcheck(lambda x, r: loss(x, labels, r, ref_labels, ids=ids, ref_ids=ref_ids), x, r)
-    # Only the input that requires a gradient gets one.
+def test_only_the_input_that_requires_a_gradient_gets_one():
+    (x, labels), (r, ref_labels) = batch([2, 3], seed=1), batch([3, 4, 1], seed=2)
     for leaf, other in ((x, r), (r, x)):
         other.requires_grad_(False)
         leaf.requires_grad_(True)
-        loss(x, labels, r, ref_labels).sum().backward()
+        SmoothAPLoss(tau=0.3, reduction="none")(x, labels, r, ref_labels).sum().backward()
         assert leaf.grad.abs().sum() > 0
         assert other.grad is None
         leaf.grad = None
@@ -231,21 +150,32 @@ def test_gradient_pulls_the_positive_up():
     assert scores.grad.sum().item() == pytest.approx(0, abs=1e-6)  # the loss depends on differences of scores only
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize("tau", [0.0, -1.0, math.inf, math.nan])
-def test_invalid_tau(tau):
-    with pytest.raises(ValueError, match=rf"SmoothAPLoss: `tau` must be a finite number > 0, got {tau}\."):
-        SmoothAPLoss(tau=tau)
+UPPER = functools.partial(count_upper, tau=0.1, rho=3.0, delta=0.3, offset=1.2, start=0.5)
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize("tau", ["0.1", None, True])
-def test_tau_of_a_wrong_type(tau):
-    with pytest.raises(TypeError, match=rf"SmoothAPLoss: `tau` must be a number > 0, got {tau!r}"):
-        SmoothAPLoss(tau=tau)
+def three_lists():
+    """Scores of three three_lists, of which some items are not counted, and two, none and three positives."""
+    scores = torch.randn(3, 9, dtype=torch.float64)
+    scores[[0, 1, 2], [4, 5, 6]] = -torch.inf
+    return scores, torch.tensor([0, 0, 2, 2, 2]), torch.randn(5, dtype=torch.float64)
 
 
-def test_repr_shows_the_settings():
-    assert repr(SmoothAPLoss(0.05, reduction="sum", class_balanced=True)) == (
-        "SmoothAPLoss(tau=0.05, reduction='sum', class_balanced=True, include_self=False)"
-    )
+@pytest.mark.parametrize("step", [sigmoid_step, UPPER], ids=["sigmoid", "upper"])
+def test_gradient_of_a_count(step):
+    scores, query, s_i = three_lists()
+    counted = scores.isfinite()
+
+    def count(values, s_i):
+        return count_above(torch.where(counted, values, -torch.inf), query, s_i, step)
+
+    values = scores.masked_fill(~counted, 0.0).requires_grad_()
+    assert torch.autograd.gradcheck(count, (values, s_i.requires_grad_()))
+    count(values, s_i).sum().backward()
+    assert not values.grad[1].any()
+    assert not values.grad[~counted].any()
+
+
+def test_a_count_of_sigmoids():
+    scores, query, s_i = three_lists()
+    expected = [torch.sigmoid(scores[q] - s).sum() for q, s in zip(query, s_i)]
+    torch.testing.assert_close(count_above(scores, query, s_i, sigmoid_step), torch.stack(expected))

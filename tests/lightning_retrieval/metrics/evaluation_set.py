@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_retrieval.metrics import RetrievalMetrics
-from lightning_retrieval.ranking.labels import Role, has_role
+from lightning_retrieval.ranking.labels import Role
 
 SIZE = 301  # two blocks of queries, the last one smaller
 IDS = torch.randperm(4 * SIZE, generator=torch.Generator().manual_seed(7))[:SIZE]
@@ -30,8 +30,7 @@ def roles_of(kind: str, size: int = SIZE) -> torch.Tensor:
 def filled(kind: str, part: slice = slice(None), **settings) -> RetrievalMetrics:
     rows, labels = points()
     metrics, roles = RetrievalMetrics((1,), **settings), roles_of(kind)
-    is_query, is_gallery = has_role(roles, Role.QUERY), has_role(roles, Role.GALLERY)
-    metrics.update(rows[part], labels[part], IDS[part], is_query[part], is_gallery[part])
+    metrics.update(rows[part], labels[part], IDS[part], roles[part])
     return metrics
 
 

@@ -31,7 +31,9 @@ def test_mean_precision_of_one_list_by_hand():
     metrics = RetrievalMetrics((1,))
     angle = torch.tensor([0.0, 0.1, 0.2, 0.3])
     is_query = torch.tensor([True, False, False, False])
-    metrics.update(torch.stack([angle.cos(), angle.sin()], 1), torch.tensor([1, 1, 2, 1]), None, is_query, ~is_query)
+    metrics.update(
+        torch.stack([angle.cos(), angle.sin()], 1), torch.tensor([1, 1, 2, 1]), None, torch.where(is_query, 1, 2)
+    )
     assert mean_precision(metrics, steps=4).tolist() == pytest.approx([1, 1, 1, 2 / 3, 2 / 3])
 
 
@@ -39,13 +41,6 @@ def test_mean_precision_is_nan_without_any_positive():
     metrics = RetrievalMetrics((1,))
     metrics.update(torch.eye(3), torch.arange(3))
     assert mean_precision(metrics).isnan().all()
-
-
-def test_mean_precision_looks_at_the_finest_level():
-    rows, labels = points()
-    with_levels = RetrievalMetrics((1,))
-    with_levels.update(rows, torch.stack([labels, labels // 20], 1), IDS)
-    assert torch.equal(mean_precision(with_levels), mean_precision(filled("all")))
 
 
 def test_mean_precision_with_classes_in_another_order_than_their_groups():

@@ -22,7 +22,7 @@ def whole_set():
     labels[7] = 1000  # a query without a positive
     is_query = torch.rand(ROWS, generator=generator) < 0.8
     is_query[7] = True
-    return x, labels, is_query
+    return x, labels, 2 + is_query
 
 
 def shards(world):
@@ -34,63 +34,20 @@ def shards(world):
 
 
 def metrics_of_the_whole_set():
-    x, labels, is_query = whole_set()
+    x, labels, roles = whole_set()
     metrics = RetrievalMetrics(ks=(1, 5), sync_on_compute=False)
-    metrics.update(x, labels, torch.arange(ROWS), is_query)
+    metrics.update(x, labels, torch.arange(ROWS), roles)
     return metrics.compute()
 
 
 def metrics_of_the_shards(this, world):
     """The metrics, and the number of rows that this process has before and after them."""
-    x, labels, is_query = whole_set()
+    x, labels, roles = whole_set()
     own = shards(world)[this]
     metrics = RetrievalMetrics(ks=(1, 5))
     for batch in own.split(50):
-        metrics.update(x[batch], labels[batch], batch, is_query[batch])
+        metrics.update(x[batch], labels[batch], batch, roles[batch])
     return metrics.compute(), len(own), sum(map(len, metrics.embeddings))
-
-
-def levels_and_instances():
-    """Labels of two levels, and instances of two images each, of which one is on another rank."""
-    _, labels, _ = whole_set()
-    instances = torch.arange(ROWS) // 2 * 2
-    return torch.stack([labels, labels // 4], 1)[instances], instances
-
-
-def table_of_the_whole_set():
-    """Levels, instances, the values of each query and embeddings on the CPU, all at once."""
-    labels, instances = levels_and_instances()
-    metrics = RetrievalMetrics((1, 5), (3,), dims=(2, 8), sync_on_compute=False, embeddings_on_cpu=True)
-    metrics.update(whole_set()[0], labels, torch.arange(ROWS), instances=instances)
-    return {**metrics.compute(), **metrics.per_query()}
-
-
-def table_of_the_shards(this, world):
-    x, (labels, instances) = whole_set()[0], levels_and_instances()
-    metrics = RetrievalMetrics((1, 5), (3,), dims=(2, 8))
-    for batch in shards(world)[this].split(50):
-        metrics.update(x[batch], labels[batch], batch, instances=instances[batch])
-    return {**metrics.compute(), **metrics.per_query()}
-
-
-def cameras():
-    """The camera of each instance; images of one instance have one camera."""
-    return torch.arange(ROWS) // 2 % 5 - 2
-
-
-def cameras_of_the_whole_set():
-    labels, instances = levels_and_instances()
-    metrics = RetrievalMetrics((1, 5), (3,), sync_on_compute=False)
-    metrics.update(whole_set()[0], labels, torch.arange(ROWS), instances=instances, cameras=cameras())
-    return {**metrics.compute(), **metrics.per_query()}
-
-
-def cameras_of_the_shards(this, world):
-    x, (labels, instances) = whole_set()[0], levels_and_instances()
-    metrics = RetrievalMetrics((1, 5), (3,), embeddings_on_cpu=True)
-    for batch in shards(world)[this].split(50):
-        metrics.update(x[batch], labels[batch], batch, instances=instances[batch], cameras=cameras()[batch])
-    return {**metrics.compute(), **metrics.per_query()}
 
 
 def message_of(metrics, embeddings, labels, ids=None):
@@ -124,17 +81,15 @@ def in_each_process(this, world):
     messages, afterwards = messages_and_metrics_afterwards(this)
     return {
         "metrics": metrics_of_the_shards(this, world),
-        "table": table_of_the_shards(this, world),
-        "cameras": cameras_of_the_shards(this, world),
         "messages": messages,
         "afterwards": afterwards,
     }
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["two processes", "three processes"])
-def ranks(request, run_processes):
-    """The results of each process, in rank order."""
-    return run_processes(in_each_process, request.param)
+@pytest.fixture(scope="module")
+def ranks(run_processes):
+    """The results of each of three processes, in rank order."""
+    return run_processes(in_each_process, 3)
 
 
 def assert_bit_equal(found, expected):
@@ -149,21 +104,6 @@ def test_metrics_are_bit_equal_to_one_process(ranks):
         assert_bit_equal(result["metrics"][0], expected)
     assert 0 < expected["mAP"] < 1
     assert expected["skipped_queries"] > 0
-
-
-def test_metrics_of_levels_and_instances_are_bit_equal_too(ranks):
-    expected = table_of_the_whole_set()
-    for result in ranks:
-        assert_bit_equal(result["table"], expected)
-    assert len(expected["ids"]) == (ROWS + 1) // 2
-    assert 0 < expected["H-AP"].mean() < 1
-
-
-def test_metrics_with_cameras_are_bit_equal_too(ranks):
-    expected = cameras_of_the_whole_set()
-    for result in ranks:
-        assert_bit_equal(result["cameras"], expected)
-    assert expected["skipped_queries"] > table_of_the_whole_set()["skipped_queries"]
 
 
 def test_metrics_keep_the_rows_of_their_rank_after_compute(ranks):
@@ -202,29 +142,6 @@ def test_metrics_can_be_used_after_an_error(ranks):
         torch.testing.assert_close(result["afterwards"], expected)
 
 
-def table_of_a_padded_set(this, world):
-    """A set that cannot be divided evenly, padded with its first images; the last rank has no row."""
-    x, labels, is_query = whole_set()
-    with_rows = world - 1
-    padded = torch.cat([torch.arange(ROWS - 1), torch.arange((1 - ROWS) % with_rows)])
-    own = padded[:0]
-    if this < with_rows:
-        own = padded[this::with_rows]
-    metrics = RetrievalMetrics(ks=(1, 5))
-    for batch in own.split(50):
-        metrics.update(x[batch], labels[batch], batch, is_query[batch])
-    return {**metrics.compute(), **metrics.per_query()}
-
-
-def test_metrics_of_four_processes_are_bit_equal_to_one(run_processes):
-    x, labels, is_query = (rows[: ROWS - 1] for rows in whole_set())
-    metrics = RetrievalMetrics(ks=(1, 5))
-    metrics.update(x, labels, torch.arange(ROWS - 1), is_query)
-    expected = {**metrics.compute(), **metrics.per_query()}
-    for found in run_processes(table_of_a_padded_set, 4):
-        assert_bit_equal(found, expected)
-
-
 def test_repeated_image_is_counted_once():
     x, labels = torch.randn(20, 4), torch.randint(0, 3, (20,))
     expected = compute(x, labels, ids=torch.arange(20))
@@ -235,10 +152,9 @@ def test_repeated_image_is_counted_once():
 
 def test_roles_of_one_image_in_different_rows_are_merged():
     x, labels, ids = torch.randn(20, 4), torch.randint(0, 3, (20,)), torch.arange(20)
-    both, none = torch.ones(20, dtype=torch.bool), torch.zeros(20, dtype=torch.bool)
     metrics = RetrievalMetrics(ks=KS)
-    metrics.update(x, labels, ids, is_query=both, is_gallery=none)
-    metrics.update(x, labels, ids, is_query=none, is_gallery=both)
+    metrics.update(x, labels, ids, roles=torch.full((20,), 1))
+    metrics.update(x, labels, ids, roles=torch.full((20,), 2))
     merged = {name: value.item() for name, value in metrics.compute().items()}
     assert merged == compute(x, labels, ids=ids)  # no query meets its own copy
 
@@ -260,43 +176,18 @@ def test_images_of_an_instance_are_averaged():
 
 
 @pytest.mark.refusal
-def test_one_instance_with_two_labels():
-    metrics = RetrievalMetrics()
-    metrics.update(X, Y, torch.arange(4), instances=torch.tensor([1, 2, 2, 3]))
-    with pytest.raises(ValueError, match="`instances` must have one label each, got instance 2 with two different"):
-        metrics.compute()
-
-
-@pytest.mark.refusal
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("labels", "given", "sentence"),
     [
-        ({"ids": [5, 6, 7, 5]}, "`ids` must have one camera each, got id 5 with two different cameras"),
-        ({"instances": [1, 1, 2, 2]}, "`instances` must have one camera each, got instance 1 with two different"),
+        (Y, {"ids": [5, 6, 7, 6]}, "`ids` must have one label each, got id 6 with two different labels"),
+        (Y, {"instances": [1, 2, 2, 3]}, "`instances` must have one label each, got instance 2 with two different"),
+        (Y * 0, {"ids": [5, 6, 7, 5], "cameras": [0, 1, 2, 3]}, "`ids` must have one camera each, got id 5 with two"),
+        (Y * 0, {"instances": [1, 1, 2, 2], "cameras": [0, 1, 2, 3]}, "`instances` must have one camera each, got"),
+        (torch.tensor([[0, 0], [0, 1], [1, 1], [1, 1]]), {}, r"label levels must nest, .* label 0 within \[0, 1\]"),
     ],
 )
-def test_one_image_with_two_cameras(given, sentence):
+def test_rows_that_contradict_each_other(labels, given, sentence):
     metrics = RetrievalMetrics()
-    given = {"ids": [0, 1, 2, 3], **given}
-    tensors = {name: torch.tensor(values) for name, values in given.items()}
-    metrics.update(X, torch.zeros(4).long(), **tensors, cameras=torch.tensor([0, 1, 2, 3]))
+    metrics.update(X, labels, **{name: torch.tensor(values) for name, values in given.items()})
     with pytest.raises(ValueError, match=f"^RetrievalMetrics: {sentence}"):
-        metrics.compute()
-
-
-@pytest.mark.refusal
-def test_one_id_with_two_labels():
-    metrics = RetrievalMetrics()
-    metrics.update(X, Y, torch.tensor([5, 6, 7, 6]))
-    with pytest.raises(
-        ValueError, match="RetrievalMetrics: `ids` must have one label each, got id 6 with two different"
-    ):
-        metrics.compute()
-
-
-@pytest.mark.refusal
-def test_levels_that_do_not_nest():
-    metrics = RetrievalMetrics()
-    metrics.update(torch.randn(3, 2), torch.tensor([[0, 0], [0, 1], [1, 1]]))
-    with pytest.raises(ValueError, match=r"label levels must nest, .* got label 0 within \[0, 1\]"):
         metrics.compute()

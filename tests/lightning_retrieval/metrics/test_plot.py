@@ -43,8 +43,7 @@ def test_lines_of_several_results_on_given_axes():
 
 def test_setups_of_revisited_sets():
     metrics = RevisitedMetrics(easy={4: [0]}, hard={4: [2]}, junk={4: [1]}, ks=(1,))
-    is_query = torch.arange(5) == 4
-    metrics.update(torch.randn(5, 2), torch.zeros(5).long(), torch.arange(5), is_query, ~is_query)
+    metrics.update(torch.randn(5, 2), torch.zeros(5).long(), torch.arange(5), torch.tensor([2, 2, 2, 2, 1]))
     _, axes = metrics.plot()
     names = [text.get_text() for text in axes.get_xticklabels()]
     assert names == ["mAP", "mAP/easy", "mP@1/easy", "mAP/medium", "mP@1/medium", "mAP/hard", "mP@1/hard"]

@@ -52,7 +52,7 @@ def test_rows_without_a_role_are_skipped():
     x, labels = torch.randn(30, 5), torch.arange(30) % 5
     kept = torch.arange(30) % 7 != 3
     whole, part = RandomGalleryMetrics(ks=(1,)), RandomGalleryMetrics(ks=(1,))
-    whole.update(x, labels, torch.arange(30), is_query=kept, is_gallery=kept)
+    whole.update(x, labels, torch.arange(30), roles=3 * kept)
     part.update(x[kept], labels[kept], torch.arange(30)[kept])
     assert torch.equal(whole.per_query()["ids"], part.per_query()["ids"])
     assert whole.compute()["mAP"] == part.compute()["mAP"]
@@ -81,11 +81,3 @@ def test_labels_with_a_single_image_only():
     with pytest.warns(UserWarning, match="none of the 0 queries has a relevant candidate"):
         assert math.isnan(metrics.compute()["mAP"].item())
     assert isinstance(metrics, RetrievalMetrics)
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(("settings", "match"), [({"draws": 0}, "`draws` must be an integer >= 1, got 0"),
-                                                 ({"seed": -1}, "`seed` must be an integer >= 0, got -1")])  # fmt: skip
-def test_invalid_settings(settings, match):
-    with pytest.raises(ValueError, match=f"RandomGalleryMetrics: {match}"):
-        RandomGalleryMetrics(**settings)

@@ -13,8 +13,7 @@ PATHS = {"counted": 1.0, "sorted": -1.0, "default": ranks._MAX_COUNTED_FRACTION}
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("width", [1, 3, 40])
-@pytest.mark.parametrize("spread", [2, 1000])
+@pytest.mark.parametrize(("width", "spread"), [(1, 1000), (40, 2)])
 def test_count_at_least(spread, width, path, dtype, monkeypatch):
     monkeypatch.setattr(ranks, "_MAX_COUNTED_FRACTION", PATHS[path])
     scores = torch.randint(-spread, spread + 1, (7, 300)).to(dtype) / spread
@@ -55,12 +54,3 @@ def test_which_road_is_taken(width, worst, dtype, keys, monkeypatch):
     counts = ranks.count_at_least(scores.clone(), positives)
     assert taken == [keys]
     assert torch.equal(counts, (scores[:, None] >= positives[..., None]).sum(2))
-
-
-def test_ordered_integers_keep_the_order():
-    special = [0.0, -0.0, 1e-45, -1e-45, 1.1754944e-38, 3.4e38, -3.4e38, math.inf, -math.inf, 1.0, -1.0]
-    values = torch.cat([torch.tensor(special), torch.randn(100)])
-    integers = ranks._sortable_integers(values)
-    assert torch.equal(integers[:, None] < integers, values[:, None] < values)
-    assert torch.equal(integers[:, None] == integers, values[:, None] == values)
-    assert integers.abs().max() <= 2**31

@@ -45,9 +45,9 @@ def expanded_by_loops(queries, gallery, alpha, k, self_index):
     return tensor(expanded)
 
 
-@pytest.mark.parametrize("alpha", [0, 0.5, 1, 2.0, 3])
-@pytest.mark.parametrize("k", [1, 4, 30])  # 30: more than the gallery has
-@pytest.mark.parametrize("block", [1, 40, 1 << 26])
+@pytest.mark.parametrize(  # 30: more than the gallery has
+    ("alpha", "k", "block"), [(0, 4, 40), (0.5, 30, 1 << 26), (1, 1, 40), (2.0, 4, 1), (3, 30, 1)]
+)
 def test_query_expansion_against_loops(monkeypatch, alpha, k, block):
     monkeypatch.setattr(lightning_retrieval.ranking.expansion, "_BLOCK_NUMBERS", block)
     queries, gallery = 3 * rows(7, 3), 2 * rows(11, 3, seed=1)
@@ -65,14 +65,6 @@ def test_a_similarity_of_zero_has_weight_zero_unless_alpha_is_zero():
     queries, gallery = tensor([[1.0, 0.0]]), tensor([[0.0, 1.0]])
     assert QueryExpansion(alpha=0.5, k=1)(queries, gallery).tolist() == [[1.0, 0.0]]
     torch.testing.assert_close(QueryExpansion(alpha=0, k=1)(queries, gallery), tensor([[0.5**0.5, 0.5**0.5]]))
-
-
-@pytest.mark.parametrize("block", [1, 50])
-def test_database_augmentation_does_not_depend_on_blocks(monkeypatch, block):
-    gallery = rows(23, 5)
-    whole = DatabaseAugmentation()(gallery)
-    monkeypatch.setattr(lightning_retrieval.ranking.expansion, "_BLOCK_NUMBERS", block)
-    torch.testing.assert_close(DatabaseAugmentation()(gallery), whole)
 
 
 def test_a_query_does_not_depend_on_the_queries_beside_it():
@@ -95,8 +87,7 @@ def test_of_rows_with_equal_similarity_the_first_are_the_neighbours():
     assert augmented[0].nonzero()[:, 0].tolist() == [0]
 
 
-@pytest.mark.parametrize("alpha", [0.0, 1.0, 1.5, 2.0])
-@pytest.mark.parametrize("k", [2, 9])  # a few rows, or all of them
+@pytest.mark.parametrize(("alpha", "k"), [(0.0, 2), (1.5, 2), (2.0, 9)])  # a few rows, or all of them
 def test_the_gradient_is_that_of_finite_differences(monkeypatch, alpha, k):
     monkeypatch.setattr(lightning_retrieval.ranking.expansion, "_BLOCK_ROWS", 2)
     queries, gallery = torch.randn(3, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
@@ -146,17 +137,6 @@ def test_invalid_rows_of_query_expansion(changes, error, message):
 def test_invalid_rows_of_database_augmentation():
     with pytest.raises(ValueError, match="DatabaseAugmentation: `gallery` must hold finite numbers only"):
         DatabaseAugmentation()(torch.full((2, 3), torch.nan))
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize("kind", [QueryExpansion, DatabaseAugmentation])
-def test_invalid_settings(kind):
-    with pytest.raises(ValueError, match=f"{kind.__name__}: `alpha` must be a finite number >= 0, got -1.0"):
-        kind(alpha=-1.0)
-    with pytest.raises(ValueError, match=f"{kind.__name__}: `k` must be an integer >= 1, got 0"):
-        kind(k=0)
-    with pytest.raises(TypeError, match=f"{kind.__name__}: `alpha` must be a number, got '2'"):
-        kind(alpha="2")
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ ROWS = torch.arange(46.0).view(23, 2)
 
 
 def holder(position, unit, processes):
-    """The process of a row: blocks are dealt out one by one, like cards."""
+    """The process of a row: blocks are distributed one by one."""
     process = 0
     for row in range(position + 1):
         if row > 0 and row % unit == 0:
@@ -48,9 +48,9 @@ def test_blocks_have_their_positions():
 @pytest.mark.parametrize(("unit", "rows"), [(4, 4), (4, 3), (4, 9), (30, 7), (1, 1)])
 def test_parts_of_the_blocks(processes, unit, rows):
     shards = [shard_of(ROWS, unit, index, processes) for index in range(processes)]
-    found = [list(shard.parts(rows)) for shard in shards]
+    found = [list(shard.split_blocks(rows)) for shard in shards]
     for shard, parts in zip(shards, found):
-        assert shard.most_parts(rows) == max(map(len, found))
+        assert shard.most_split_blocks(rows) == max(map(len, found))
         assert torch.equal(torch.cat([ROWS[:0], *(shard.local[local] for local, _ in parts)]), shard.local)
         for local, positions in parts:
             assert torch.equal(shard.local[local], ROWS[positions])
@@ -93,9 +93,8 @@ def in_each_process(this, world):
     }
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_process_gets_the_rows_of_all(world, run_processes):
-    for this, found in enumerate(run_processes(in_each_process, world)):
+def test_every_process_gets_the_rows_of_all(run_processes):
+    for this, found in enumerate(run_processes(in_each_process, 4)):
         assert found["length"] == 23
         assert torch.equal(found["fetched"], ROWS[[22, 0, 9, 9, 3][this:]].expand(2, -1, -1))
         assert torch.equal(found["nothing fetched"], ROWS[[22, 0], None][: 2 * (this == 0)])
