@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_retrieval import Embedder, RetrievalIndex, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.cli import demo_page
+from lightning_retrieval.cli import demo as demo_page
 from lightning_retrieval.cli.main import main
 from tests.lightning_retrieval.cli.glyph_commands import error_of, save_checkpoint
 

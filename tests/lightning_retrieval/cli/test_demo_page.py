@@ -13,7 +13,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from lightning_retrieval.cli.demo_page import (
+from lightning_retrieval.cli.demo import (
     MEGABYTES,
     NO_IMAGE,
     NOT_UPLOADED,

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from lightning_retrieval.cli import embed_images
+from lightning_retrieval.cli import embed as embed_images
 from tests.lightning_retrieval.cli.glyph_commands import command
 
 

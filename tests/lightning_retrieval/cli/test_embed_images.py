@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_retrieval.cli.embed_images import embed_images
+from lightning_retrieval.cli.embed import embed_images
 from lightning_retrieval.cli.embedding import ImageEmbedder
 from lightning_retrieval.datamodules import shared_arrays
 from lightning_retrieval.search import embedding_folder

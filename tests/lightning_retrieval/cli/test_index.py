@@ -7,7 +7,7 @@ import torch
 
 from lightning_retrieval import Embedder, RetrievalIndex, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli import embedding
-from lightning_retrieval.cli.embed_images import embed_images
+from lightning_retrieval.cli.embed import embed_images
 from lightning_retrieval.cli.index import index
 from lightning_retrieval.models import Preparation
 from tests.lightning_retrieval.cli.glyph_commands import (

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lightning_retrieval import RetrievalIndex
-from lightning_retrieval.cli.embed_images import embed_images
+from lightning_retrieval.cli.embed import embed_images
 from lightning_retrieval.cli.index import index
-from lightning_retrieval.cli.index_embeddings import index_embeddings
+from lightning_retrieval.cli.index import index_embeddings
 from tests.lightning_retrieval.cli.glyph_commands import command
 
 

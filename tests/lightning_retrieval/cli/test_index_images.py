@@ -15,7 +15,7 @@ from torchvision.transforms import v2
 
 from lightning_retrieval import Embedder, PCAWhitening, RetrievalIndex, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli.embedding import ImageEmbedder
-from lightning_retrieval.cli.index_images import index_images
+from lightning_retrieval.cli.index import index_images
 from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.described import describe_transform

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from lightning_retrieval import Embedder, MilvusStore, RetrievalIndex, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.cli import demo_page, embedding
-from lightning_retrieval.cli.embed_images import embed_images
+from lightning_retrieval.cli import demo as demo_page, embedding
+from lightning_retrieval.cli.embed import embed_images
 from lightning_retrieval.cli.index import index
-from lightning_retrieval.cli.index_embeddings import index_embeddings
-from lightning_retrieval.cli.index_images import index_images
+from lightning_retrieval.cli.index import index_embeddings
+from lightning_retrieval.cli.index import index_images
 from lightning_retrieval.cli.main import main
 from tests.lightning_retrieval.cli.glyph_commands import command, error_of, indexing, paths_of, save_checkpoint
 
