@@ -263,7 +263,8 @@ def _accelerator(device: str | None, devices: int) -> tuple[str, int | list[int]
 
 @contextmanager
 def _quiet_lightning() -> Iterator[None]:
-    """Without what Lightning says about Fabric, which is not the user's."""
-    with errors_only(logging.getLogger("lightning_fabric")), warnings.catch_warnings():
+    """Without Lightning's messages about Fabric, which is not the user's; its loggers depend on what is imported."""
+    loggers = errors_only(logging.getLogger("pytorch_lightning")), errors_only(logging.getLogger("lightning_fabric"))
+    with loggers[0], loggers[1], warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning_fabric")
         yield
