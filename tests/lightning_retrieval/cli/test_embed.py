@@ -227,7 +227,12 @@ def test_a_folder_of_something_else_is_not_continued(glyphs, colour, tmp_path, c
 
 def embedding(glyphs, output):
     """Arguments that embed the images with the defaults of the command."""
-    return ["embed", f"--checkpoint={glyphs[0] / 'model.ckpt'}", f"--images={glyphs[0] / 'images'}", f"--output={output}"]
+    return [
+        "embed",
+        f"--checkpoint={glyphs[0] / 'model.ckpt'}",
+        f"--images={glyphs[0] / 'images'}",
+        f"--output={output}",
+    ]
 
 
 def test_ctrl_c_says_how_to_continue(glyphs, tmp_path, capsys, monkeypatch):
