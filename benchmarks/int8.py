@@ -20,7 +20,7 @@ from PIL import Image
 from timing import arguments, environment, interleaved, report
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.cli.export_model import INT8, ONNX, TIMED_IMAGES, Int8Cost, export_model
+from lightning_retrieval.cli.export import INT8, ONNX, TIMED_IMAGES, Int8Cost, export_model
 from lightning_retrieval.datamodules import Glyphs
 from lightning_retrieval.export.onnx_file import OnnxModel
 

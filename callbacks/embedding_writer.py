@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice, tee
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
@@ -35,47 +35,14 @@ from lightning_retrieval.search.shared_folder import ShardCollector, SharedFolde
 DISTRACTOR = -1  # the label of images without a class
 
 
-@runtime_checkable
-class PredictionSet(Protocol):
-    """What `EmbeddingWriter` needs to know of the images that are embedded."""
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """What an index of the embeddings should say, with `checkpoint_sha256` and `preparation`."""
-
-    @property
-    def dim(self) -> int:
-        """The dimension of the embeddings, 0 if it is not known before the first batch."""
-
-    def fields(self, images: int) -> Iterator[Sequence[Any]]:
-        """For each of the first images what identifies it, such as its path, box and label."""
-
-    def image_files(self, positions: range) -> str:
-        """The digest of the files of the images at these positions, see `digest_of_files`; "" if there are none."""
-
-    def begin(self, ranges: Sequence[range]) -> None:
-        """Expect the images at these positions."""
-
-    def dim_of(self, outputs: Any) -> int:
-        """The dimension of the embeddings of a batch."""
-
-    def collect(self, outputs: Any, collector: ShardCollector) -> None:
-        """Pass the rows of a batch on."""
-
-    def finish(self, collector: ShardCollector) -> None:
-        """Pass on what is left after the last batch."""
-
-
 class LoadedSet:
     """A data set whose batches `predict_step` embeds.
 
     Args:
         owner: prefix of error messages.
         dataset: an `ImageSet`, which has paths, and may skip images that it cannot read; or any other data set.
-        about: see `PredictionSet`.
+        about: what an index of the embeddings should say, with `checkpoint_sha256` and `preparation`.
     """
-
-    dim = 0
 
     def __init__(self, owner: str, dataset: Any, about: dict[str, Any]) -> None:
         self.owner = owner
@@ -249,7 +216,7 @@ class RangeBatches(Sampler[list[int]]):
         batch_size: number of images of a batch; the last one of a range may have fewer.
     """
 
-    def __init__(self, ranges: Sequence[range], batch_size: int) -> None:
+    def __init__(self, ranges: Sequence[Sequence[int]], batch_size: int) -> None:
         self.ranges = ranges
         self.batch_size = batch_size
 
@@ -299,6 +266,21 @@ class ShardLoader:
     def __iter__(self) -> Iterator[Any]:
         """A generator, so workers start with the first batch: Lightning also calls `iter` to check the loader."""
         yield from self._loader
+
+
+def wait_for_other_processes(owner: str) -> None:
+    """Wait until all processes have written their files.
+
+    Raises:
+        ConnectionError: if one of them has ended before it has written all of its files.
+    """
+    try:
+        gather_objects(None)
+    except RuntimeError as error:
+        raise ConnectionError(
+            f"{owner}: all files of this process are written, but another process has ended early or is late "
+            f"({first_line(error)}); run the same command again, which continues."
+        ) from None
 
 
 class EmbeddingWriter(pl.Callback):
@@ -408,16 +390,12 @@ class EmbeddingWriter(pl.Callback):
         if self._begun:
             self.written = sum(len(begun.shared.missing) for begun in self._begun)
             self.renewed = sum(len(begun.shared.changed) for begun in self._begun)
-            self._wait()
+            wait_for_other_processes(self.owner)
         self._forget(trainer)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Drop the rows of the file that is not complete."""
         self._forget(trainer)
-
-    def describe_set(self, trainer: pl.Trainer, pl_module: pl.LightningModule, dataset: Any) -> PredictionSet:
-        """What is known of the images of a prediction set."""
-        return LoadedSet(self.owner, dataset, describe_prediction(trainer, pl_module, dataset))
 
     def _distribute(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loaders: Any) -> Any:
         """The loaders of the images that this process embeds, in the place of loaders of all images."""
@@ -435,7 +413,8 @@ class EmbeddingWriter(pl.Callback):
     def _distribute_set(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any, name: str) -> Any:
         """The loader of one set, whose folder is begun or continued."""
         is_distributed = is_in_order(loader) and trainer.limit_predict_batches == 1.0
-        images = self.describe_set(trainer, pl_module, loader.dataset)
+        about = describe_prediction(trainer, pl_module, loader.dataset)
+        images = LoadedSet(self.owner, loader.dataset, about)
         shared = share_folder(
             self.owner, self.output / name, lambda: self._manifest(trainer, loader, images), images.image_files
         )
@@ -447,7 +426,7 @@ class EmbeddingWriter(pl.Callback):
         images.begin(ranges)
         return ShardLoader(loader, ranges, has_length=shared.every_rank_has_images)
 
-    def _manifest(self, trainer: pl.Trainer, loader: Any, images: PredictionSet) -> EmbeddingManifest:
+    def _manifest(self, trainer: pl.Trainer, loader: Any, images: LoadedSet) -> EmbeddingManifest:
         """What is going to be in the folder; raise if the files cannot be written."""
         if self.file_format == "parquet":
             load_pyarrow(self.owner)
@@ -463,27 +442,13 @@ class EmbeddingWriter(pl.Callback):
             images_sha256=digest_of_list(images.fields(count)),
             model_sha256=images.about["checkpoint_sha256"],
             preparation=images.about["preparation"],
-            dim=images.dim,
+            dim=0,  # not known before the first batch
             shard_size=self.shard_size,
             file_format=self.file_format,
             dtype=self.dtype,
             precision=str(trainer.precision),
             about=images.about,
         )
-
-    def _wait(self) -> None:
-        """Wait for the other processes.
-
-        Raises:
-            ConnectionError: if one of them has ended before it has written all of its files.
-        """
-        try:
-            gather_objects(None)
-        except RuntimeError as error:
-            raise ConnectionError(
-                f"{self.owner}: all files of this process are written, but another process has ended early or is late "
-                f"({first_line(error)}); run the same command again, which continues."
-            ) from None
 
     def _finish(self) -> None:
         """Write the last file of the set that was embedded until now."""
@@ -510,7 +475,7 @@ class _BegunSet:
     """
 
     shared: SharedFolder
-    images: PredictionSet
+    images: LoadedSet
     collector: ShardCollector | None = None
 
     def add(self, outputs: Any) -> None:

@@ -53,7 +53,7 @@ MAY_IMPORT_LIGHTNING = {
     "lightning_retrieval/training/full_sharding.py",
     "lightning_retrieval/training/run_report.py",
     "lightning_retrieval/training/trainer_checks.py",
-    "lightning_retrieval/cli/embed_images.py",
+    "lightning_retrieval/cli/embed.py",
     "lightning_retrieval/cli/fit.py",
 }
 MAY_PRINT = {
@@ -61,9 +61,9 @@ MAY_PRINT = {
     "lightning_retrieval/cli/check.py",  # the report on the files of a data set
     "lightning_retrieval/cli/demo.py",  # the address of the page
     "lightning_retrieval/cli/embed.py",
-    "lightning_retrieval/cli/embedding_options.py",  # errors, and images that cannot be read
     "lightning_retrieval/cli/export.py",
     "lightning_retrieval/cli/index.py",
+    "lightning_retrieval/cli/main.py",  # errors, and images that cannot be read
     "lightning_retrieval/cli/search.py",
 }
 MAY_IMPORT_BY_NAME = {

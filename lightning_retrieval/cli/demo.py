@@ -1,44 +1,56 @@
-"""`lightning-retrieval demo`: arguments. The page, which needs torch and Gradio, is imported after parsing."""
+"""`lightning-retrieval demo`: a page, made with Gradio, that searches an index by an upload or by a result."""
 
 import argparse
+import os
+import re
 import signal
+import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from lightning_retrieval.cli.embedding_options import (
-    EXPECTED_ERRORS,
-    add_embedding_options,
-    add_index_options,
-    import_modules,
-    report_error,
-)
+from PIL import Image
 
-HOST_HELP = (
-    "address to serve on, which is also the only name under which the page answers, default 127.0.0.1: this machine "
-    "only; 0.0.0.0 serves the page to the network, under any name"
-)
+from lightning_retrieval.cli.embedding import UnreadableImage
+from lightning_retrieval.cli.options import printable
+from lightning_retrieval.cli.search_images import Hit, ImageSearcher, image_folder
+from lightning_retrieval.cli.stores import opened_index
+from lightning_retrieval.optional_packages import optional_import
+from lightning_retrieval.preparation.decoding import read_image
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+MEGABYTES, MEGAPIXELS = 20, 64  # of an upload, at most
+KEPT, PAUSE = 600.0, 30.0  # seconds that a file of a visitor is kept, and between two looks for older ones
+UPLOADS = "GRADIO_TEMP_DIR"  # environment variable: where Gradio keeps uploads and the images that it shows
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+ALL_ADDRESSES = frozenset({"0.0.0.0", "::"})
+NO_IMAGE = "There is no image to search for; choose an image file."
+NOT_UPLOADED = "The image must be an uploaded file, since the demo fetches nothing from an address; upload it first."
+SIDE = 320  # pixels of the longer side of a shown image, about
+CSS = """
+.gradio-container {width: 100%; max-width: 72rem !important; margin: 0 auto}
+#results .grid-wrap {max-height: none}
+#results .grid-container {grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)) !important;
+    grid-auto-rows: auto}
+#results .thumbnail-item {aspect-ratio: auto; height: auto; overflow: visible; display: flex; flex-direction: column}
+#results .thumbnail-item img {aspect-ratio: 1; width: 100%; height: auto; object-fit: contain}
+#results .caption-label {position: static; max-width: none; width: 100%; white-space: normal; overflow: visible;
+    overflow-wrap: anywhere; text-overflow: clip; background: none; box-shadow: none; border: none; text-align: left}
+"""
 
 
-def demo(args: Sequence[str]) -> int:
-    """Serve a page on which an index is searched by uploading an image, or by clicking a result, until Ctrl-C.
-
-    Files of visitors are deleted after some minutes, and at the end.
-
-    Args:
-        args: `--index INDEX` and further settings of the search and of the server.
-
-    Returns:
-        The exit code: 0 after Ctrl-C, 2 if the page could not be served.
-    """
-    options = _parser().parse_args(args)
+def demo(options: argparse.Namespace) -> Sequence[UnreadableImage]:
+    """The command. It serves the page until Ctrl-C, and deletes the files of visitors after minutes and at the end."""
     try:
         with _ended_by_signals():
             _serve(options)
     except KeyboardInterrupt:
-        return 0
-    except EXPECTED_ERRORS as error:
-        return report_error("demo", error, vars(options))
-    return 0
+        pass
+    return []
 
 
 @contextmanager
@@ -55,11 +67,6 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    from lightning_retrieval.cli.demo_page import delete_files_from_time_to_time, private_uploads, serve_demo
-    from lightning_retrieval.cli.search_images import ImageSearcher, image_folder
-    from lightning_retrieval.cli.stores import opened_index
-
-    import_modules("demo", options.import_module)
     with private_uploads() as uploads, opened_index("demo", options.index, options.store) as index:
         images = image_folder(options.images, index)
         if not images.is_dir():
@@ -82,25 +89,283 @@ def _serve(options: argparse.Namespace) -> None:
             page.close(verbose=False)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lightning-retrieval demo", description="Search an index in the browser, by upload or by clicking a result."
+def serve_demo(searcher: ImageSearcher, images: Path, *, k: int, host: str, port: int) -> Any:
+    """Serve the page by another thread.
+
+    Args:
+        searcher: an index and its model.
+        images: folder of the index's images.
+        k: number of results.
+        host: address to serve on.
+        port: port to serve on.
+
+    Returns:
+        Gradio's `Blocks`; `local_url` is the address, and `block_thread()` waits for Ctrl-C.
+
+    Raises:
+        ModuleNotFoundError: if Gradio is not installed.
+        OSError: if the page cannot be served there, because the port is in use for example.
+    """
+    gradio = _import_gradio()
+    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["monospace"]}  # none that a browser has to download
+    from starlette.middleware import Middleware
+
+    page = make_page(searcher, images, k)
+    try:
+        page.launch(
+            server_name=host,
+            server_port=port,
+            theme=gradio.themes.Default(**fonts),
+            css=CSS,
+            show_error=True,
+            footer_links=[],
+            max_file_size=f"{MEGABYTES}mb",  # of which the page informs before it uploads
+            app_kwargs={"middleware": [Middleware(RequestCheck, host=host)]},
+            ssr_mode=False,  # its server would answer before the check
+            quiet=True,  # Gradio would recommend an argument of its own, which the command does not have
+            prevent_thread_lock=True,
+        )
+    except OSError as error:
+        raise OSError(
+            f"demo: the page cannot be served on port {port} of {host}, which may be in use; give another `--port` or "
+            "`--host`."
+        ) from error
+    return page
+
+
+@contextmanager
+def private_uploads() -> Iterator[Path]:
+    """A folder for the files of visitors that only this user can read, deleted at the end of the `with` block."""
+    before = os.environ.get(UPLOADS)
+    with tempfile.TemporaryDirectory(prefix="demo-", dir=before, ignore_cleanup_errors=True) as folder:
+        os.environ[UPLOADS] = folder
+        try:
+            yield Path(folder)
+        finally:
+            del os.environ[UPLOADS]
+            if before is not None:
+                os.environ[UPLOADS] = before
+
+
+def delete_files_from_time_to_time(folder: Path) -> None:
+    """Delete old files until Ctrl-C."""
+    while True:
+        time.sleep(PAUSE)
+        delete_old_files(folder, time.time() - KEPT)
+
+
+def delete_old_files(folder: Path, before: float) -> None:
+    """Delete what was last changed before this time; Gradio's `delete_cache` leaves uploads that were broken off."""
+    for path in sorted(folder.rglob("*"), reverse=True):  # files before their folders
+        try:
+            if path.lstat().st_ctime >= before:
+                continue
+            if path.is_dir():
+                path.rmdir()
+            else:
+                path.unlink()
+        except OSError:  # a folder with a new file, or a file that Gradio has moved
+            continue
+
+
+class RequestCheck:
+    """Refuses requests under a foreign name, and large ones, before Gradio sees them.
+
+    A page of another site can let its own name point to this machine (DNS rebinding). The browser then takes the demo
+    for a part of that site, but says in the header `Host` which name it has asked for.
+
+    Args:
+        app: what answers other requests.
+        host: address that the page is served on. All names are right if it is that of all interfaces.
+    """
+
+    def __init__(self, app: "ASGIApp", host: str) -> None:
+        self.app = app
+        self.host = host.lower().strip("[]").rstrip(".")
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Answer a request."""
+        from starlette.responses import PlainTextResponse
+
+        if scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        names = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        lengths = [value.decode("latin-1") for name, value in scope["headers"] if name == b"content-length"]
+        if not is_allowed_host(names, self.host):
+            sentence = (
+                f"demo: the page is for {self.host} only, got another name in the address; give that name with "
+                "`--host`, or serve all names with `--host 0.0.0.0`."
+            )
+            await _refuse(PlainTextResponse(sentence, 421), scope, receive, send)
+        elif scope["type"] == "http" and scope["method"] == "POST" and not _is_small(lengths):
+            sentence = f"demo: an upload must have at most {MEGABYTES} MB, and say its size; choose a smaller image."
+            await _refuse(PlainTextResponse(sentence, 413), scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+
+async def _refuse(response: Any, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    """Answer with a sentence; a WebSocket is closed before it is opened."""
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008})
+    else:
+        await response(scope, receive, send)
+
+
+def is_allowed_host(headers: Sequence[str], host: str) -> bool:
+    """Whether a request asks for the page by a name that it is served under.
+
+    Args:
+        headers: the values of all headers `Host` of the request.
+        host: address that the page is served on.
+
+    Example:
+        >>> is_allowed_host(["localhost:7860"], "127.0.0.1"), is_allowed_host(["evil.example:7860"], "127.0.0.1")
+        (True, False)
+    """
+    if host in ALL_ADDRESSES:
+        return True
+    allowed = {host}
+    if host in LOOPBACK:
+        allowed |= LOOPBACK
+    if len(headers) != 1:
+        return False
+    found = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]@/\s]+)(:[0-9]*)?", headers[0])
+    return found is not None and found[1].lower().strip("[]").removesuffix(".") in allowed
+
+
+def _is_small(lengths: Sequence[str]) -> bool:
+    """Whether a request says the size of what it sends, once, and that is allowed."""
+    most = MEGABYTES * 2**20 + 2**16  # of a file, and of its name and the borders of the form
+    return len(lengths) == 1 and lengths[0].isdecimal() and int(lengths[0]) <= most
+
+
+def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
+    """The page as Gradio's `Blocks`; arguments as for `serve_demo`."""
+    gradio = _import_gradio()
+
+    def found(file: str | None, shown: str) -> tuple[Any, ...]:
+        """What the page shows for a query: the picture, a line of text, the results and their files."""
+        if file is None:
+            return gradio.skip(), NO_IMAGE, gradio.skip(), gradio.skip()
+        try:
+            query = uploaded_picture(Path(file))
+        except ValueError as error:
+            return gradio.skip(), f"**{shown}** {error}", gradio.skip(), gradio.skip()
+        results, _ = searcher.search([file], k)
+        hits = results[0].hits
+        text = f"**{shown}**: {len(hits)} nearest of {len(searcher.index):,} images. Click one to search for it."
+        # A new gallery, so that the frame around the image that was clicked before disappears.
+        gallery = gradio.Gallery(value=captioned(hits, images), selected_index=None)
+        return query, text, gallery, [hit.path for hit in hits]
+
+    def search_by_upload(file: str | None) -> tuple[Any, ...]:
+        return found(file, printable(Path(file or "").name))
+
+    # Gradio passes the event to an argument of this type.
+    def search_by_result(
+        paths: list[str],
+        event: gradio.SelectData,  # type: ignore[name-defined]
+    ) -> tuple[Any, ...]:
+        path = paths[event.index]
+        return found(str(images / path), printable(path))
+
+    with gradio.Blocks(title="Image search", analytics_enabled=False) as page:
+        gradio.Markdown("# Image search")
+        upload = gradio.UploadButton("Search for an image", variant="primary", elem_id="upload")
+        query = gradio.Image(
+            show_label=False, interactive=False, height=200, buttons=[], elem_id="query", visible=True, type="pil"
+        )
+        text = gradio.Markdown(
+            f"Choose an image file to see the nearest of {len(searcher.index):,} images.", elem_id="about"
+        )
+        gallery = _empty_gallery(gradio)
+        paths = gradio.State([])
+        shown = [query, text, gallery, paths]
+        # The line of text shows the place in the queue and the time, and no progress covers what is shown.
+        progress = {"show_progress": "minimal", "show_progress_on": text}
+        upload.upload(search_by_upload, upload, shown, api_name="search", **progress)
+        clicked = gallery.select(search_by_result, paths, shown, api_visibility="private", **progress)
+        _check_inputs(gradio, page)
+        clicked.then(None, js="() => window.scrollTo({top: 0})")  # to the new query, which is above the results
+    return page
+
+
+def _check_inputs(gradio: Any, page: Any) -> None:
+    """Let a request of the route `search` without an image, or with one of another server, get a sentence.
+
+    Gradio would fetch an image from any address of the web, of any size.
+    """
+    validate = page.validate_inputs
+
+    def validate_inputs(function: Any, inputs: list[Any]) -> None:
+        if function.inputs and not inputs:
+            raise gradio.Error(NO_IMAGE)
+        files = [value for value in inputs if isinstance(value, dict)]
+        if not all(os.path.isabs(str(file.get("path"))) for file in files):
+            raise gradio.Error(NOT_UPLOADED)
+        validate(function, inputs)
+
+    page.validate_inputs = validate_inputs
+
+
+def _empty_gallery(gradio: Any) -> Any:
+    """The images that are found, five in a row, each of which can be clicked."""
+    return gradio.Gallery(
+        show_label=False,
+        allow_preview=False,
+        columns=5,
+        object_fit="contain",
+        height="auto",
+        buttons=[],
+        interactive=False,
+        elem_id="results",
+        format="jpeg",  # Gradio's WebP takes as long to encode as the search takes
     )
-    add_index_options(parser, images_help="folder of the index's images, if it was moved")
-    parser.add_argument("-k", type=_positive, default=20, help="number of results, default 20")
-    parser.add_argument("--host", default="127.0.0.1", help=HOST_HELP)
-    parser.add_argument("--port", type=_port, default=7860, help="port to serve on, default 7860")
-    add_embedding_options(parser)
-    return parser
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text}")
-    return int(text)
+def uploaded_picture(file: Path) -> Image.Image:
+    """The thumbnail of an image that a visitor has uploaded.
+
+    Raises:
+        ValueError: if it has too many pixels, which its header says, or cannot be read.
+    """
+    try:
+        with Image.open(file) as header:
+            pixels = header.width * header.height
+        if pixels <= MEGAPIXELS * 10**6:
+            return thumbnail(file)
+    except Exception:  # Pillow's readers raise errors of many kinds for damaged files
+        raise ValueError("cannot be read as an image; choose another file.") from None
+    raise ValueError(f"has too many pixels; choose one of at most {MEGAPIXELS} megapixels.")
 
 
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"must be an integer from 1 to 65535, got {text}")
-    return int(text)
+def thumbnail(file: Path) -> Image.Image:
+    """The image at about `SIDE` pixels. Each pixel of a small image becomes a square, which a browser does not blur."""
+    image = read_image(file, least_size=(SIDE, SIDE))
+    factor = SIDE // max(image.size)
+    if factor > 1:
+        return image.resize((factor * image.width, factor * image.height), Image.Resampling.NEAREST)
+    image.thumbnail((SIDE, SIDE))
+    return image
+
+
+def captioned(hits: Sequence[Hit], images: Path) -> list[tuple[Image.Image, str]]:
+    """The results with score and path; a grey square for an image that cannot be read any more."""
+    captioned = []
+    for hit in hits:
+        text = f"{hit.similarity:.3f}  {printable(hit.path)}"
+        try:
+            image = thumbnail(images / hit.path)
+        except Exception:  # Pillow's readers raise errors of many kinds for damaged files
+            image = Image.new("RGB", (SIDE, SIDE), "grey")
+            text += " (cannot be read)"
+        captioned.append((image, text))
+    return captioned
+
+
+def _import_gradio() -> Any:
+    with optional_import("demo: the page needs Gradio; install it with pip install 'lightning-retrieval[demo]'."):
+        import gradio
+    return gradio

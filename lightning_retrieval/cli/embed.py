@@ -1,54 +1,88 @@
-"""`lightning-retrieval embed`: arguments and output. The work, which needs torch, is imported after parsing."""
+"""`lightning-retrieval embed`: embed images into a folder of shards, and continue where a killed run stopped."""
 
 import argparse
+import logging
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Literal
 
-from lightning_retrieval.cli.embedding_options import (
-    EXPECTED_ERRORS,
-    add_embedding_options,
-    add_transform_option,
-    import_modules,
-    report_error,
-    report_unreadable,
+import numpy as np
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import DDPStrategy
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+
+from lightning_retrieval.callbacks.embedding_writer import wait_for_other_processes
+from lightning_retrieval.checks import check_choice, check_integer, first_line
+from lightning_retrieval.cli.embedding import (
+    EmbeddedBatch,
+    ImageEmbedder,
+    ListedImages,
+    UnreadableImage,
+    default_device,
+    list_images,
+    unusable_device,
 )
+from lightning_retrieval.export.onnx_file import errors_only
+from lightning_retrieval.search.embedding_folder import (
+    DTYPES,
+    FILE_FORMATS,
+    SHARD_SIZE,
+    EmbeddingFolder,
+    EmbeddingManifest,
+    ShardRows,
+    check_output,
+    digest_of_files,
+    digest_of_list,
+    load_pyarrow,
+)
+from lightning_retrieval.search.shared_folder import ShardCollector, share_folder
 
-if TYPE_CHECKING:
-    from lightning_retrieval.cli.embed_images import EmbeddedFolder
-
+OWNER = "embed_images"
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
+ACCELERATORS = ("cpu", "cuda", "mps")
+LONGEST_WAIT = timedelta(days=30)  # of the first process that has finished, for the last one
 INTERRUPTED = 130  # exit code of a program that Ctrl-C has ended
 
 
-def embed(args: Sequence[str]) -> int:
-    """Embed images into a folder of Parquet or .npy files.
+def embed(options: argparse.Namespace) -> Sequence[UnreadableImage]:
+    """The command. It prints what was written, and returns the images that could not be read."""
+    try:
+        done = embed_images(**vars(options))
+    except KeyboardInterrupt:
+        print(f"embed: interrupted; the same command continues in {options.output}.", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    if done.rank > 0:
+        return []
+    print(f"{options.output}: {_summary(done)}")
+    return done.unreadable
+
+
+@dataclass(frozen=True)
+class EmbeddedFolder:
+    """What `embed_images` has done.
 
     Args:
-        args: `--checkpoint C --images DIR --output DIR` and further settings.
-
-    Returns:
-        The exit code: 0 if all images could be read, 1 if some could not, 2 if nothing was embedded, 130 after Ctrl-C.
+        folder: the embeddings, all shards of which are complete.
+        written: number of shards that were written; the others were there before.
+        unreadable: the images that could not be read, of all shards.
+        rank: of this process. All processes return the same.
+        renewed: number of the shards that were written although they were there, because images have changed since.
     """
-    settings = vars(_parser().parse_args(args))
 
-    from lightning_retrieval.cli.embed_images import embed_images
-
-    try:
-        import_modules("embed", settings.pop("import_module"))
-        done = embed_images(**settings)
-    except EXPECTED_ERRORS as error:
-        return report_error("embed", error, settings)
-    except KeyboardInterrupt:
-        print(f"embed: interrupted; the same command continues in {settings['output']}.", file=sys.stderr)
-        return INTERRUPTED
-    if done.rank > 0:
-        return 0
-    print(f"{settings['output']}: {_summary(done)}")
-    return report_unreadable("embed", done.unreadable)
+    folder: EmbeddingFolder
+    written: int
+    unreadable: list[UnreadableImage]
+    rank: int = 0
+    renewed: int = 0
 
 
-def _summary(done: "EmbeddedFolder") -> str:
+def _summary(done: EmbeddedFolder) -> str:
     manifest = done.folder.manifest
     rows = manifest.images - len(done.unreadable)
     shards = len(done.folder)
@@ -64,62 +98,173 @@ def _summary(done: "EmbeddedFolder") -> str:
     return f"{rows} embeddings of {manifest.dim} dimensions in {files}{found}{renewed}"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lightning-retrieval embed",
-        description="Embed images into a folder of Parquet files. After a kill, the same command continues.",
+def embed_images(
+    checkpoint: Path,
+    images: Path,
+    output: Path,
+    *,
+    root: Path | None = None,
+    transform: str | None = None,
+    file_format: Literal["parquet", "npy"] = "parquet",
+    shard_size: int = SHARD_SIZE,
+    dtype: Literal["float32", "float16"] = "float32",
+    batch_size: int = 32,
+    num_workers: int = 0,
+    device: str | None = None,
+    devices: int = 1,
+    num_nodes: int = 1,
+    precision: str = PRECISIONS[0],
+) -> EmbeddedFolder:
+    """Embed images into a folder of Parquet or .npy files, of which those that are there are not made again.
+
+    With several devices or nodes, Lightning Fabric starts a process for each, which calls this function again. Each
+    process embeds whole files, so the files are the same for any number of processes, which may differ in the run that
+    continues. A file that is there is made again if the size or the modification time of one of its images has changed.
+
+    Args:
+        checkpoint: of a `RetrievalModule`.
+        images: a folder, or a table as `ImageTable` reads it, of which only the column `image` is required.
+        output: folder of the embeddings: new, or one that the same call began. All nodes must see it.
+        root: folder that the paths of a table are relative to; if None, the one that the table is in.
+        transform: as for `index_images`.
+        file_format: `"parquet"` or `"npy"`.
+        shard_size: number of images of a file, >= 1; as many are embedded again by each process after a kill, at most.
+        dtype: type of the numbers in the files, `"float32"` or `"float16"`.
+        batch_size: number of images embedded at a time.
+        num_workers: number of processes that read images, for each device.
+        device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
+        devices: number of devices of each node, each of which gets a process.
+        num_nodes: number of machines.
+        precision: as Lightning names it: `"32-true"`, `"bf16-mixed"` or `"16-mixed"`.
+
+    Raises:
+        FileNotFoundError: if the checkpoint or the images do not exist.
+        ModuleNotFoundError: if pyarrow is missing.
+        ValueError: if the folder holds embeddings of another model or list, or a damaged file, processes have different
+            images, or an argument is invalid.
+        ConnectionError: if another process has ended early.
+
+    Cost:
+        In each process memory for the embeddings of one shard, and for the list of images.
+    """
+    check_choice(OWNER, "file_format", file_format, FILE_FORMATS)
+    check_choice(OWNER, "dtype", dtype, DTYPES)
+    check_choice(OWNER, "precision", precision, PRECISIONS)
+    for name, number in (("shard_size", shard_size), ("devices", devices), ("num_nodes", num_nodes)):
+        check_integer(OWNER, name, number, least=1)
+    check_output(OWNER, output)
+    if file_format == "parquet":
+        load_pyarrow(OWNER)  # raises before any image is embedded
+    listed = list_images(OWNER, images, root)
+    embedder = ImageEmbedder.load(
+        OWNER, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device="cpu"
     )
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="C", help="checkpoint that `fit` wrote")
-    parser.add_argument(
-        "--images",
-        type=Path,
-        required=True,
-        metavar="DIR|TABLE",
-        help="folder of images, searched at any depth, or a CSV or Parquet table with the column `image` and, "
-        "optionally, `label` and `box`",
+    with _quiet_lightning():
+        fabric = _fabric(device, devices=devices, num_nodes=num_nodes, precision=precision)
+        fabric.launch()
+    embedder = embedder.on(str(fabric.device))
+    manifest = EmbeddingManifest(
+        images=len(listed.index),
+        images_sha256=digest_of_list(listed.fields()),
+        model_sha256=embedder.about["checkpoint_sha256"],
+        preparation=embedder.about["preparation"],
+        dim=embedder.dim(),
+        shard_size=shard_size,
+        file_format=file_format,
+        dtype=dtype,
+        precision=str(fabric.strategy.precision.precision),
+        about={**embedder.about, "images": str(listed.root.absolute())},
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="new folder, or one that this command began; files of it whose images have changed are made again",
-    )
-    parser.add_argument(
-        "--root", type=Path, metavar="DIR", help="folder that the table's paths are relative to, default the table's"
-    )
-    _add_file_options(parser)
-    _add_device_options(parser)
-    add_transform_option(parser)
-    add_embedding_options(parser)
-    return parser
+    missing, changed = _embed_missing(fabric, embedder, listed, output, manifest)
+    folder = EmbeddingFolder.load(OWNER, output)
+    unreadable = [UnreadableImage(path, reason) for path, reason in folder.unreadable()]
+    return EmbeddedFolder(folder, len(missing), unreadable, fabric.global_rank, len(changed))
 
 
-def _add_file_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--format", dest="file_format", choices=("parquet", "npy"), default="parquet", help="default parquet"
-    )
-    parser.add_argument(
-        "--shard_size",
-        type=int,
-        default=10_000,
-        help="images of a file, default 10000; a kill costs at most these in each process",
-    )
-    parser.add_argument(
-        "--dtype", choices=("float32", "float16"), default="float32", help="of the numbers in the files"
-    )
+def _embed_missing(
+    fabric: Fabric, embedder: ImageEmbedder, listed: ListedImages, output: Path, manifest: EmbeddingManifest
+) -> tuple[list[int], list[int]]:
+    """Embed the shards of this process, and wait for the others; the numbers of all shards, and of changed ones."""
+
+    def image_files(positions: range) -> str:
+        return digest_of_files(listed.root / listed.index.paths[position] for position in positions)
+
+    with closing(share_folder(OWNER, output, lambda: manifest, image_files)) as shared:
+        collector = ShardCollector(shared.begin(manifest.dim), shared.missing, shared.image_files)
+        with fabric.autocast():
+            for batch in embedder.embed(listed, list(shared.ranges)):
+                _collect(batch, listed, collector)
+        collector.finish()
+        wait_for_other_processes(OWNER)
+        return shared.missing, shared.changed
 
 
-def _add_device_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--devices", type=int, default=1, help="number of GPUs of each machine, or of processes on CPUs, default 1"
-    )
-    parser.add_argument(
-        "--num_nodes", type=int, default=1, help="number of machines, on each of which the command is started"
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("32-true", "bf16-mixed", "16-mixed"),
-        default="32-true",
-        help="that the network computes in, default 32-true",
-    )
+def _collect(batch: EmbeddedBatch, listed: ListedImages, collector: ShardCollector) -> None:
+    """Pass the rows of a batch on, and the images that could not be read."""
+    for image in batch.unreadable:
+        collector.add_unreadable(image.position, image.path, image.reason)
+    if batch.embeddings is None:
+        return
+    paths = [listed.index.paths[position] for position in batch.positions]
+    labels = [listed.labels[position] for position in batch.positions]
+    ids = np.array(batch.positions, dtype=np.int64)
+    collector.add(batch.positions, ShardRows(ids, batch.embeddings.numpy(), paths, labels))
+
+
+def _fabric(device: str | None, *, devices: int, num_nodes: int, precision: str) -> Fabric:
+    """Fabric with a process for each device.
+
+    The processes exchange nothing but the list of missing files, so they use gloo on GPUs, too: a process notices at
+    once if another one was killed.
+
+    Raises:
+        ValueError: if there are not so many devices, or a device does not support the precision.
+    """
+    accelerator, numbers = _accelerator(device, devices)
+    settings: dict[str, Any] = {}
+    if devices * num_nodes > 1:
+        settings["strategy"] = DDPStrategy(process_group_backend="gloo", timeout=LONGEST_WAIT)
+    try:
+        return Fabric(
+            accelerator=accelerator,
+            devices=numbers,
+            num_nodes=num_nodes,
+            precision=precision,  # type: ignore[arg-type]
+            **settings,
+        )
+    except (MisconfigurationException, RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"{OWNER}: `devices`, `num_nodes` and `precision` must be such as this machine supports, got {devices}, "
+            f"{num_nodes} and {precision!r} ({first_line(error)})."
+        ) from None
+
+
+def _accelerator(device: str | None, devices: int) -> tuple[str, int | list[int]]:
+    """Lightning's names of the devices."""
+    name = device or default_device()
+    try:
+        torch.empty(0, device=name)
+        chosen = torch.device(name)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"{OWNER}: {unusable_device(name, error)}") from None
+    if chosen.type not in ACCELERATORS:
+        raise ValueError(f"{OWNER}: `device` must be of one of the types {', '.join(ACCELERATORS)}, got {name!r}.")
+    if ":" not in name:
+        return chosen.type, devices
+    if devices > 1:
+        raise ValueError(
+            f"{OWNER}: `device` must be without a number for several devices, got {name!r} and devices={devices}; "
+            f"use {chosen.type!r}."
+        )
+    if chosen.type != "cuda":
+        return chosen.type, devices
+    return chosen.type, [chosen.index]
+
+
+@contextmanager
+def _quiet_lightning() -> Iterator[None]:
+    """Without Lightning's messages about Fabric, which is not the user's; its loggers depend on what is imported."""
+    loggers = errors_only(logging.getLogger("pytorch_lightning")), errors_only(logging.getLogger("lightning_fabric"))
+    with loggers[0], loggers[1], warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning_fabric")
+        yield

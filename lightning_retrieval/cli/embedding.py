@@ -1,36 +1,134 @@
-"""Embed image files with the model of a checkpoint; files that cannot be read are reported, not fatal."""
+"""Embed image files with the model of a checkpoint: the one way of all commands.
 
+`list_images` lists the images of a folder or of a table, `ImageEmbedder.load` loads the model with the preparation that
+its evaluation had, and `ImageEmbedder.embed` gives the embeddings batch by batch. Files that cannot be read are
+reported, not fatal.
+"""
+
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from lightning_retrieval.callbacks.embedding_writer import ShardLoader
+from lightning_retrieval.callbacks.embedding_writer import RangeBatches
 from lightning_retrieval.checks import check_integer, first_line
 from lightning_retrieval.cli.options import printable
 from lightning_retrieval.datamodules import ImageIndex, ImageSet
+from lightning_retrieval.datamodules.image_table import parse_boxes, parse_images
+from lightning_retrieval.datamodules.table_file import read_table
+from lightning_retrieval.distributed import rank
 from lightning_retrieval.files import file_digest
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.models.features import image_channels
+from lightning_retrieval.preparation.decoding import image_suffixes
 from lightning_retrieval.preparation.of_checkpoint import PROBED_SIZE, choose_transform
 from lightning_retrieval.preparation.serialised import shown_transform
+from lightning_retrieval.search.rows import Rows
 from lightning_retrieval.training.checkpoint_files import find_damage
 from lightning_retrieval.training.checkpointed_module import restored_module
 from lightning_retrieval.training.chunk_size import is_out_of_memory
 from lightning_retrieval.training.module import RetrievalModule
 
-# Load the module of a checkpoint for embedding, without the pretrained weights that its training began with.
+
+@dataclass(frozen=True)
+class ListedImages:
+    """Images with their labels as text, where these are known.
+
+    Args:
+        root: folder that the paths are relative to.
+        index: paths and boxes of the images; its labels and instances have no meaning.
+        labels: one for each image, None where it is not known.
+        names: how messages refer to the images; if None, by their paths.
+    """
+
+    root: Path
+    index: ImageIndex
+    labels: Sequence[str | None]
+    names: Sequence[str] | None = None
+
+    @classmethod
+    def of_paths(cls, root: Path, paths: Sequence[str], names: Sequence[str] | None = None) -> "ListedImages":
+        """Images of which only the files are known."""
+        return cls(root, ImageIndex(paths, [0] * len(paths)), [None] * len(paths), names)
+
+    def fields(self) -> Iterator[list[Any]]:
+        """Path, label and box of each image: what two lists of the same images have in common."""
+        boxes = self.index.boxes
+        for position, (path, label) in enumerate(zip(self.index.paths, self.labels)):
+            box = None
+            if boxes is not None:
+                box = boxes[position].tolist()
+            yield [path, label, box]
+
+    def name(self, position: int) -> str:
+        """How messages refer to an image."""
+        if self.names is not None:
+            return self.names[position]
+        path: str = self.index.paths[position]
+        return path
+
+
+def list_images(owner: str, images: Path, root: Path | None = None) -> ListedImages:
+    """The images in a folder, or those of a table.
+
+    Args:
+        owner: prefix of error messages.
+        images: a folder, or a table as `ImageTable` reads it, of which only the column `image` is required.
+        root: folder that the paths of a table are relative to; if None, the one that the table is in.
+
+    Raises:
+        FileNotFoundError: if there is nothing at the path.
+        ValueError: if there is no image, the table cannot be read, or `root` is given for a folder.
+    """
+    if not images.is_file():
+        if root is not None:
+            raise ValueError(f"{owner}: `root` must be given for a table only, got {root} for the folder {images}.")
+        return images_in_folder(owner, images)
+    table = read_table(images, required=("image",))
+    paths = parse_images(table)
+    labels = [label or None for label in table.columns.get("label", [""] * len(paths))]
+    index = ImageIndex(paths, [0] * len(paths), boxes=parse_boxes(table))
+    return ListedImages(root or images.parent, index, labels)
+
+
+def images_in_folder(owner: str, folder: Path) -> ListedImages:
+    """The images in a folder at any depth, without labels.
+
+    Raises:
+        FileNotFoundError: if the folder does not exist.
+        ValueError: if there is no image in it.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{owner}: `images` must be a folder of images, got {folder}, which is not a folder.")
+    paths = _image_paths(folder)
+    if not paths:
+        raise ValueError(f"{owner}: `images` must be a folder of images, got {folder}, which holds no image.")
+    return ListedImages.of_paths(folder, paths)
+
+
+def _image_paths(folder: Path) -> list[str]:
+    """Sorted paths, relative to the folder, of the files at any depth with a suffix that Pillow opens, in any case."""
+    suffixes = image_suffixes()
+    found = []
+    for parent, subfolders, files in os.walk(folder):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for name in files:
+            path = Path(parent, name)
+            if not name.startswith(".") and path.suffix.lower() in suffixes:
+                found.append(path.relative_to(folder).as_posix())
+    return sorted(found)
 
 
 def load_checkpoint(owner: str, checkpoint: Path) -> RetrievalModule:
-    """Load a module on the CPU.
+    """Load a module on the CPU, without the pretrained weights that its training began with.
 
     Args:
         owner: prefix of error messages.
@@ -44,24 +142,24 @@ def load_checkpoint(owner: str, checkpoint: Path) -> RetrievalModule:
         ValueError: if the file is damaged, or is not the checkpoint of a `RetrievalModule` that can be rebuilt.
     """
     if not checkpoint.is_file():
-        reason = "is a folder" if checkpoint.is_dir() else "does not exist"
+        reason = "does not exist"
+        if checkpoint.is_dir():
+            reason = "is a folder"
         raise FileNotFoundError(
             f"{owner}: `checkpoint` must be a file that training wrote, got {checkpoint}, which {reason}."
         )
+    rule = (
+        f"{owner}: `checkpoint` must be the checkpoint of a RetrievalModule that can be rebuilt from it, got "
+        f"{checkpoint}"
+    )
     damage = find_damage(checkpoint)
     if damage is not None:
-        raise ValueError(
-            f"{owner}: `checkpoint` must be the checkpoint of a RetrievalModule that can be rebuilt from it, got "
-            f"{checkpoint}, which is damaged: {damage}."
-        )
+        raise ValueError(f"{rule}, which is damaged: {damage}.")
     try:
         saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
         module: RetrievalModule = restored_module(RetrievalModule, saved)
     except Exception as error:  # unpickling, class paths and constructors raise errors of many kinds
-        raise ValueError(
-            f"{owner}: `checkpoint` must be the checkpoint of a RetrievalModule that can be rebuilt from it, got "
-            f"{checkpoint} ({first_line(error)})."
-        ) from None
+        raise ValueError(f"{rule} ({first_line(error)}).") from None
     return module
 
 
@@ -86,34 +184,55 @@ class EmbeddedBatch:
     unreadable: list[UnreadableImage]
 
 
+@dataclass(frozen=True)
 class EmbeddedImages:
-    """The embeddings of several batches, collected in one tensor that is allocated once.
+    """The embeddings of all images that could be read, and the images that could not.
 
     Args:
-        count: number of images, an upper bound of the number of embeddings.
+        positions: of the embedded images in their list.
+        embeddings: one for each position, in memory or in files.
+        unreadable: the other images.
     """
 
-    def __init__(self, count: int) -> None:
-        self.positions: list[int] = []
-        self.unreadable: list[UnreadableImage] = []
-        self._count = count
-        self._embeddings = torch.empty(0, 0)
+    positions: Int[Tensor, " rows"]
+    embeddings: Rows
+    unreadable: list[UnreadableImage]
 
-    def add(self, batch: EmbeddedBatch) -> None:
-        """Append a batch."""
-        self.unreadable += batch.unreadable
-        if batch.embeddings is None:
-            return
-        if not self.positions:
-            self._embeddings = torch.empty(self._count, batch.embeddings.shape[1])
-        first = len(self.positions)
-        self._embeddings[first : first + len(batch.positions)] = batch.embeddings
-        self.positions += batch.positions
 
-    @property
-    def embeddings(self) -> Float[Tensor, "rows dim"]:
-        """The embeddings in the order of `positions`."""
-        return self._embeddings[: len(self.positions)]
+@dataclass(frozen=True)
+class LoadedImage:
+    """An image of a data set, or the reason why it could not be read."""
+
+    position: int
+    image: Tensor | None
+    reason: str = ""
+
+
+class ReadableImages(Dataset[LoadedImage]):
+    """The images of an `ImageSet`; one that cannot be read gives the reason instead of an exception."""
+
+    def __init__(self, images: ImageSet) -> None:
+        self.images = images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, position: int) -> LoadedImage:
+        try:
+            image = self.images.input_of_transform(position)
+        except Exception as error:  # Pillow's readers raise errors of many kinds for damaged files
+            return LoadedImage(position, None, _reason(error))
+        return LoadedImage(position, self.images.transformed(image))
+
+
+def _reason(error: Exception) -> str:
+    """Why an image could not be read, on one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    lines = str(error).splitlines()
+    if lines and lines[0]:
+        return lines[0]
+    return type(error).__name__
 
 
 @dataclass(frozen=True)
@@ -180,51 +299,76 @@ class ImageEmbedder:
             batch_size = 1
         if device is None:
             device = default_device()
-        module = move_to(owner, module, device).eval()
-        return cls(owner, module, prepare, about, batch_size, num_workers, device)
+        return cls(owner, module.eval(), prepare, about, batch_size, num_workers, "cpu").on(device)
 
-    def embed(
-        self,
-        root: Path,
-        index: ImageIndex,
-        *,
-        names: Sequence[str] | None = None,
-        ranges: Sequence[range] | None = None,
-    ) -> Iterator[EmbeddedBatch]:
+    def on(self, device: str) -> "ImageEmbedder":
+        """The same model on another device.
+
+        Raises:
+            ValueError: if torch cannot use the device.
+        """
+        try:
+            module = self.module.to(device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"{self.owner}: {unusable_device(device, error)}") from None
+        return replace(self, module=module, device=device)
+
+    def embed(self, listed: ListedImages, groups: Sequence[Sequence[int]] | None = None) -> Iterator[EmbeddedBatch]:
         """Embed images batch by batch, in their order, with a progress bar if the output is a terminal.
 
         Args:
-            root: folder that the paths are relative to.
-            index: the images.
-            names: how messages refer to the images; if None, by their paths.
-            ranges: positions of the images to embed; no batch reaches from one range into the next. If None, all.
+            listed: the images.
+            groups: positions of the images to embed; no batch has images of two groups. If None, all images.
 
         Raises:
             ValueError: if the model cannot embed images as the transform gives them, or an embedding is not finite.
         """
-        if names is None:
-            names = index.paths
-        if ranges is None:
-            ranges = [range(len(index))]
-        loader = ShardLoader(self.loader(root, index), ranges, has_length=True)
-        count = sum(map(len, ranges))
-        # disable=None: no progress bar if the output goes to a file.
-        with tqdm(total=count, desc="Embedding", unit="image", disable=None, leave=False) as progress:
-            for items in loader:
-                progress.update(len(items))
-                yield self.embed_items(items, names)
-
-    def loader(self, root: Path, index: ImageIndex) -> DataLoader[Any]:
-        """A loader of the images in their order, whose batches `embed_items` embeds."""
-        images = ImageSet(index, root, self.transform)
+        if groups is None:
+            groups = [range(len(listed.index))]
+        images = ImageSet(listed.index, listed.root, self.transform)
         if isinstance(self.transform, Preparation):
             images = images.in_uint8()
-        return DataLoader(
-            ReadableImages(images), batch_size=self.batch_size, num_workers=self.num_workers, collate_fn=list
+        batches = RangeBatches(groups, self.batch_size)
+        loader = DataLoader(
+            ReadableImages(images), batch_sampler=batches, num_workers=self.num_workers, collate_fn=list
         )
+        hidden = None  # shown on a terminal only
+        if rank() > 0:
+            hidden = True
+        count = sum(map(len, groups))
+        with tqdm(total=count, desc="Embedding", unit="image", disable=hidden, leave=False) as progress:
+            for items in loader:
+                progress.update(len(items))
+                yield self._embed_items(items, listed)
+
+    def embed_all(self, listed: ListedImages, positions: Sequence[int] | None = None) -> EmbeddedImages:
+        """Embed images into one tensor, which is allocated once.
+
+        Args:
+            listed: the images.
+            positions: of the images to embed; if None, all.
+
+        Raises:
+            ValueError: as for `embed`.
+        """
+        if positions is None:
+            positions = range(len(listed.index))
+        embedded: list[int] = []
+        unreadable: list[UnreadableImage] = []
+        embeddings = torch.empty(0, 0)
+        for batch in self.embed(listed, [positions]):
+            unreadable += batch.unreadable
+            if batch.embeddings is None:
+                continue
+            if not embedded:
+                embeddings = torch.empty(len(positions), batch.embeddings.shape[1])
+            begin = len(embedded)
+            embedded += batch.positions
+            embeddings[begin : len(embedded)] = batch.embeddings
+        return EmbeddedImages(torch.tensor(embedded, dtype=torch.int64), embeddings[: len(embedded)], unreadable)
 
     def dim(self) -> int:
-        """The length of an embedding: that of a black image."""
+        """The dimension of an embedding: that of a black image."""
         transform = self.transform
         if isinstance(transform, Preparation):
             transform = transform.to_uint8
@@ -247,27 +391,27 @@ class ImageEmbedder:
             )
         return torch.stack(list(images))
 
-    def embed_items(self, items: Sequence["LoadedImage"], names: Sequence[str]) -> EmbeddedBatch:
-        """Embed a batch of the images of `loader`.
-
-        Raises:
-            ValueError: if the model cannot embed images as the transform gives them, or an embedding is not finite.
-        """
+    def _embed_items(self, items: Sequence[LoadedImage], listed: ListedImages) -> EmbeddedBatch:
+        """Embed a batch of loaded images."""
         positions: list[int] = []
         images: list[Tensor] = []
-        readable: list[str] = []
         unreadable: list[UnreadableImage] = []
         for item in items:
             if item.image is None:
-                unreadable.append(UnreadableImage(names[item.position], item.reason, item.position))
+                unreadable.append(UnreadableImage(listed.name(item.position), item.reason, item.position))
             else:
                 positions.append(item.position)
                 images.append(item.image)
-                readable.append(names[item.position])
         embeddings = None
         if images:
             embeddings = self._embed_batch(self._stack(images))
-            self._check_finite(embeddings, readable)
+            is_finite = torch.isfinite(embeddings).all(1)
+            if not is_finite.all():
+                first = positions[int(is_finite.int().argmin())]
+                raise ValueError(
+                    f"{self.owner}: embeddings must be finite, but the model gives NaN or inf for "
+                    f"{printable(listed.name(first))}; look at its training."
+                )
         return EmbeddedBatch(positions, embeddings, unreadable)
 
     @torch.inference_mode()
@@ -290,68 +434,12 @@ class ImageEmbedder:
             ) from None
         return embeddings
 
-    def _check_finite(self, embeddings: Tensor, names: Sequence[str]) -> None:
-        for name, finite in zip(names, torch.isfinite(embeddings).all(1).tolist()):
-            if not finite:
-                raise ValueError(
-                    f"{self.owner}: embeddings must be finite, but the model gives NaN or inf for {printable(name)}; "
-                    "look at its training."
-                )
-
-
-@dataclass(frozen=True)
-class LoadedImage:
-    """An image of a data set, or the reason why it could not be read."""
-
-    position: int
-    image: Tensor | None
-    reason: str = ""
-
-
-class ReadableImages(Dataset[LoadedImage]):
-    """The images of an `ImageSet`; one that cannot be read gives the reason instead of an exception."""
-
-    def __init__(self, images: ImageSet) -> None:
-        self.images = images
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, position: int) -> LoadedImage:
-        try:
-            image = self.images.input_of_transform(position)
-        except Exception as error:  # Pillow's readers raise errors of many kinds for damaged files
-            return LoadedImage(position, None, _reason(error))
-        return LoadedImage(position, self.images.transformed(image))
-
-
-def _reason(error: Exception) -> str:
-    """Why an image could not be read, on one line."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    lines = str(error).splitlines()
-    if lines and lines[0]:
-        return lines[0]
-    return type(error).__name__
-
 
 def default_device() -> str:
     """`"cuda"` if there is a GPU, else `"cpu"`."""
     if torch.cuda.is_available():
         return "cuda"
     return "cpu"
-
-
-def move_to(owner: str, module: RetrievalModule, device: str) -> RetrievalModule:
-    """The module on a device.
-
-    Raises:
-        ValueError: if torch cannot use the device.
-    """
-    try:
-        return module.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"{owner}: {unusable_device(device, error)}") from None
 
 
 def unusable_device(device: str, error: Exception) -> str:

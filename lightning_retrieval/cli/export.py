@@ -1,45 +1,80 @@
-"""`lightning-retrieval export`: arguments and output. The work, which needs torch, is imported after parsing."""
+"""`lightning-retrieval export`: write a model as programs that do not need this library, and compare them with it."""
 
 import argparse
-from collections.abc import Sequence
+import dataclasses
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import median
+from typing import Any
 
-from lightning_retrieval.cli.embedding_options import (
-    EXPECTED_ERRORS,
-    add_import_option,
-    add_transform_option,
-    import_modules,
-    report_error,
-)
+import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from lightning_retrieval.cli.export_model import ExportedModel, Int8Cost
+from lightning_retrieval.cli.embedding import ImageEmbedder, ListedImages, UnreadableImage, list_images
+from lightning_retrieval.export.onnx_file import OnnxModel, load_onnx, write_onnx
+from lightning_retrieval.export.program import EmbeddingProgram, InputType, export_program, largest_difference
+from lightning_retrieval.export.quantization import quantize_onnx
+from lightning_retrieval.files import move_file
+from lightning_retrieval.metrics import RetrievalMetrics
+from lightning_retrieval.preparation.preparation import Preparation
+
+OWNER = "export_model"
+FORMAT = "lightning-retrieval model"
+ONNX, TORCH, INT8, PREPARATION = "model.onnx", "model.pt2", "model.int8.onnx", "preparation.json"
+TOLERANCE = 1e-5  # largest difference to torch in float32
+CHECKED_BATCHES = (1, 3)  # numbers of images with which a program is compared
+CALIBRATION_IMAGES = 256
+TIMED_IMAGES, TIMED_RUNS = 64, 15
 
 
-def export(args: Sequence[str]) -> int:
-    """Export the model of a checkpoint.
+@dataclass(frozen=True)
+class Int8Cost:
+    """What eight bits cost and gain on the images that were given.
 
     Args:
-        args: `--checkpoint C --output DIR` and further settings.
-
-    Returns:
-        The exit code: 0, or 2 if nothing was exported.
+        kind: `"static"` or `"dynamic"`.
+        images: number of images that were embedded.
+        recall: R@1 of the eight-bit model.
+        recall_before: R@1 of the float model.
+        size_ratio: ratio of the file sizes.
+        speed_ratio: ratio of the images in a second, in batches of 64.
     """
-    settings = vars(_parser().parse_args(args))
 
-    from lightning_retrieval.cli.export_model import export_model
-
-    try:
-        import_modules("export", settings.pop("import_module"))
-        made = export_model(**settings)
-    except EXPECTED_ERRORS as error:
-        return report_error("export", error, settings)
-    print("\n".join(_summary(made, settings["output"])))
-    return 0
+    kind: str
+    images: int
+    recall: float
+    recall_before: float
+    size_ratio: float
+    speed_ratio: float
 
 
-def _summary(made: "ExportedModel", output: Path) -> list[str]:
+@dataclass
+class ExportedModel:
+    """The files that were written.
+
+    Args:
+        about: the plain values of `preparation.json`.
+        differences: the largest difference to torch of each program, by its file name.
+        int8: what eight bits cost, None if they were not asked for.
+    """
+
+    about: dict[str, Any]
+    differences: dict[str, float] = field(default_factory=dict)
+    int8: Int8Cost | None = None
+
+
+def export(options: argparse.Namespace) -> Sequence[UnreadableImage]:
+    """The command. It prints what was written."""
+    made = export_model(**vars(options))
+    print("\n".join(_summary(made, options.output)))
+    return []
+
+
+def _summary(made: ExportedModel, output: Path) -> list[str]:
     shape = ", ".join(map(str, made.about["input_shape"]))
     lines = [f"input: {made.about['input']} ({shape}); output: (batch, {made.about['dim']})"]
     for name, difference in made.differences.items():
@@ -51,7 +86,7 @@ def _summary(made: "ExportedModel", output: Path) -> list[str]:
     return lines
 
 
-def _int8_lines(cost: "Int8Cost", file: Path) -> list[str]:
+def _int8_lines(cost: Int8Cost, file: Path) -> list[str]:
     return [
         f"{file}: {_megabytes(file)}, {cost.size_ratio:.2f} times the size, {cost.speed_ratio:.2f} times the speed "
         f"({cost.kind} int8)",
@@ -63,25 +98,192 @@ def _megabytes(file: Path) -> str:
     return f"{file.stat().st_size / 1e6:.2f} MB"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lightning-retrieval export",
-        description="Export a model to ONNX and to a program of torch.export, and compare both with the model.",
+def export_model(
+    checkpoint: Path,
+    output: Path,
+    *,
+    input_type: InputType = "uint8",
+    int8: bool = False,
+    images: Path | None = None,
+    root: Path | None = None,
+    transform: str | None = None,
+) -> ExportedModel:
+    """Export the model of a checkpoint to ONNX and to a program of `torch.export`, and compare both with the model.
+
+    The programs include the whitening and the scales of the model. `preparation.json`, which the ONNX file also holds
+    in its metadata, says what is done to an image before.
+
+    Args:
+        checkpoint: of a `RetrievalModule`. LoRA adapters are merged first.
+        output: folder of the files.
+        input_type: `"uint8"` for pixels after resizing and cropping, or `"float"` for normalised images.
+        int8: also write an eight-bit ONNX file, and measure what it costs.
+        images: for `int8`: images on which it is calibrated and measured, in class folders or a table with labels.
+        root: folder that the paths of a table are relative to.
+        transform: as for `index_images`.
+
+    Raises:
+        FileNotFoundError: if the checkpoint or the images do not exist.
+        ModuleNotFoundError: if onnx, onnxscript or onnxruntime is missing.
+        ValueError: if the model cannot be traced, a program differs from it, or an argument is invalid.
+    """
+    load_onnx(OWNER)  # raises before anything is done
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{OWNER}: `output` must be a folder, got {output}, which is something else.")
+    listed = None
+    if int8:
+        listed = _labelled_images(images, root)
+    elif images is not None or root is not None:
+        raise ValueError(f"{OWNER}: `images` and `root` must not be given without `int8`, which alone uses images.")
+    embedder = ImageEmbedder.load(
+        OWNER, checkpoint, transform=transform, batch_size=TIMED_IMAGES, num_workers=0, device="cpu"
     )
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="C", help="checkpoint that `fit` wrote")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the files")
-    parser.add_argument(
-        "--input",
-        dest="input_type",
-        choices=("uint8", "float"),
-        default="uint8",
-        help="pixels after resizing and cropping (uint8, the default), or normalised images (float)",
+    merge = getattr(getattr(embedder.module, "embedder", None), "merge_lora", None)
+    if merge is not None:
+        merge()
+    preparation = _preparation(embedder)
+    program = EmbeddingProgram(embedder.module, preparation, input_type).eval()
+    about = _about(program, embedder)
+    made = ExportedModel(about)
+    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output, prefix=".") as folder:
+        new = Path(folder)
+        exported = export_program(program)
+        torch.export.save(exported, new / TORCH)
+        write_onnx(OWNER, exported, new / ONNX, about)
+        programs: dict[str, Callable[[Tensor], Tensor]] = {
+            ONNX: OnnxModel(OWNER, new / ONNX).embed,
+            TORCH: torch.export.load(new / TORCH).module(),
+        }
+        for name, embed in programs.items():
+            made.differences[name] = check_program(name, embed, program)
+        if listed is not None:
+            made.int8 = _write_int8(new, embedder, program, listed)
+        (new / PREPARATION).write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        for file in new.iterdir():
+            move_file(file, output / file.name)
+    return made
+
+
+def _preparation(embedder: ImageEmbedder) -> Preparation:
+    """The preparation of a model, which gives images of one size."""
+    preparation = embedder.transform
+    if not isinstance(preparation, Preparation):
+        raise ValueError(
+            f"{OWNER}: the model of `checkpoint` must be one that was evaluated with a Preparation, whose settings a "
+            "program can hold, got a transform of its own; evaluate it with `image_size`, `mean` and `std` instead."
+        )
+    if preparation.image_size is None:
+        raise ValueError(
+            f"{OWNER}: the model of `checkpoint` must be one of images of one size, got one that keeps the size of "
+            "each image; evaluate it with an `image_size`."
+        )
+    return preparation
+
+
+@torch.inference_mode()
+def _about(program: EmbeddingProgram, embedder: ImageEmbedder) -> dict[str, Any]:
+    images = program.random_images(1)
+    return {
+        "format": FORMAT,
+        "preparation": program.preparation.as_dict(),
+        "input": program.input_type,
+        "input_shape": ["batch", *images.shape[1:]],
+        "dim": program(images).shape[1],
+        "checkpoint_sha256": embedder.about["checkpoint_sha256"],
+    }
+
+
+@torch.inference_mode()
+def check_program(name: str, embed: Callable[[Tensor], Tensor], program: EmbeddingProgram) -> float:
+    """The largest difference of an exported program to the model; raise if it is too large or NaN.
+
+    Args:
+        name: of the file, for the error message.
+        embed: runs the exported program.
+        program: the model.
+    """
+    largest = 0.0
+    for count in CHECKED_BATCHES:
+        images = program.random_images(count, seed=count)
+        difference = largest_difference(embed(images), program(images))
+        if not difference <= TOLERANCE:
+            raise ValueError(
+                f"{OWNER}: {name} must differ from the model by at most {TOLERANCE:g}, got {difference:.2g}; please "
+                "report the backbone."
+            )
+        largest = max(largest, difference)
+    return largest
+
+
+def _labelled_images(images: Path | None, root: Path | None) -> ListedImages:
+    """The images of a table with labels, or of class folders, whose names become the labels."""
+    if images is None:
+        raise ValueError(f"{OWNER}: `images` must be given with `int8`, to calibrate it and to measure what it costs.")
+    listed = list_images(OWNER, images, root)
+    labels = listed.labels
+    if set(labels) == {None}:
+        labels = [Path(path).parent.as_posix() for path in listed.index.paths]
+    if None in labels or not 1 < len(set(labels)) < len(labels):
+        raise ValueError(
+            f"{OWNER}: `images` must be of several classes with several images, in class folders or in a table with "
+            f"the column label, got {images}."
+        )
+    return dataclasses.replace(listed, labels=labels)
+
+
+def _write_int8(folder: Path, embedder: ImageEmbedder, program: EmbeddingProgram, listed: ListedImages) -> Int8Cost:
+    """Write the eight-bit file, and measure it against the other one."""
+    embedder = dataclasses.replace(embedder, transform=program.preparation, normalizes=program.input_type == "float")
+    count = len(listed.index)
+    step = max(1, count // CALIBRATION_IMAGES)
+    recorder = _Recorder()
+    groups = [range(position, position + 1) for position in range(0, count, step)]
+    for _ in dataclasses.replace(embedder, module=recorder).embed(listed, groups):  # type: ignore[arg-type]
+        pass
+    kind = quantize_onnx(folder / ONNX, folder / INT8, recorder.batches)
+    before, after = OnnxModel(OWNER, folder / ONNX), OnnxModel(OWNER, folder / INT8)
+    return Int8Cost(
+        kind,
+        count,
+        _recall(embedder, after, listed),
+        _recall(embedder, before, listed),
+        (folder / INT8).stat().st_size / (folder / ONNX).stat().st_size,
+        _speed_ratio(after, before, program),
     )
-    parser.add_argument("--int8", action="store_true", help="also write an ONNX file of 8 bits, and measure its cost")
-    parser.add_argument(
-        "--images", type=Path, metavar="DIR|TABLE", help="for --int8: images in class folders, or a table with labels"
-    )
-    parser.add_argument("--root", type=Path, metavar="DIR", help="folder that the table's paths are relative to")
-    add_transform_option(parser)
-    add_import_option(parser)
-    return parser
+
+
+class _Recorder:
+    """Keeps the images that it is to embed."""
+
+    def __init__(self) -> None:
+        self.batches: list[Tensor] = []
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Keep a batch."""
+        self.batches.append(images.clone())
+        return torch.zeros(len(images), 1)
+
+
+def _recall(embedder: ImageEmbedder, model: OnnxModel, listed: ListedImages) -> float:
+    """R@1 of a model on all images."""
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(listed.labels))}
+    metrics = RetrievalMetrics(ks=(1,))
+    for batch in dataclasses.replace(embedder, module=model).embed(listed):  # type: ignore[arg-type]
+        if batch.embeddings is not None:
+            labels = torch.tensor([numbers[listed.labels[position]] for position in batch.positions])
+            metrics.update(batch.embeddings, labels, torch.tensor(batch.positions))
+    return float(metrics.compute()["R@1"])
+
+
+def _speed_ratio(after: OnnxModel, before: OnnxModel, program: EmbeddingProgram) -> float:
+    """How many times as fast the first model is: by the medians of batches that take turns, after one that warms up."""
+    images = program.random_images(TIMED_IMAGES)
+    seconds: list[list[float]] = [[], []]
+    for run in range(-1, TIMED_RUNS):
+        for number, model in enumerate((after, before)):
+            begin = time.perf_counter()
+            model.embed(images)
+            if run >= 0:
+                seconds[number].append(time.perf_counter() - begin)
+    return median(seconds[1]) / median(seconds[0])

@@ -26,7 +26,6 @@ from lightning_retrieval.callbacks.csv_logger import (
 from lightning_retrieval.callbacks.embedding_writer import EmbeddingWriter
 from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInterrupt
 from lightning_retrieval.checks import check_path, first_line
-from lightning_retrieval.cli.options import invalid_argument_message, missing_package_message
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # --model DetectionModule
 from lightning_retrieval.files import folder_lock, reason
@@ -35,85 +34,16 @@ from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule, module_of_checkpoint
 from lightning_retrieval.training.module import RetrievalModule as RetrievalModule  # --model RetrievalModule
 
-# Compact help for the command line: of each option its name, the first sentence of its description, its default.
-
-
-NAME_WIDTH = 47  # columns before a description on the line of the name
-
-
-INDENT = 4  # columns before a description on lines of its own, besides those of the name
-
-
-FIRST_SENTENCE = re.compile(r"(?<=[a-z0-9`\"')])\. | Default: | \((?:required|type|default)[:,)]")
-
-
-DEFAULT = re.compile(r"default: ([^,]*?)(?:\)$|, known subclasses)")
-
-
-class CompactHelpFormatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """For each option its name, the first sentence of its description, and its default.
-
-    They are on one line if the terminal is wide enough; otherwise, the sentence and the default are on lines of their
-    own. Options `--NAME.help`, which show the settings of a class, are omitted if their names are nested.
-    """
-
-    def _format_usage(self, usage: Any, actions: Iterable[argparse.Action], *args: Any, **kwargs: Any) -> str:
-        actions = list(actions)
-        for action in actions:
-            if action.option_strings and "." in action.dest:
-                return f"usage: {self._prog} [options]\n\n"
-        formatted: str = super()._format_usage(usage, actions, *args, **kwargs)
-        return formatted
-
-    def start_section(self, heading: str | None) -> None:
-        """Start a section; its heading is the first sentence of a docstring."""
-        if heading:
-            heading = textwrap.fill(heading.partition(". ")[0], self._width - 1)  # a colon follows
-        super().start_section(heading)
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """A description, whose lines are kept unless they are too long."""
-        lines = []
-        for line in text.splitlines():
-            lines += textwrap.wrap(line, width, initial_indent=indent, subsequent_indent=indent) or [""]
-        return "\n".join(lines)
-
-    def _format_action(self, action: argparse.Action) -> str:
-        if not action.option_strings or action.help == argparse.SUPPRESS:
-            return super()._format_action(action)
-        name = _names(action)
-        if name.endswith(".help") and name.count(".") > 1:
-            return ""
-        description = " ".join((self._expand_help(action) or "").split())
-        text = FIRST_SENTENCE.split(description)[0].rstrip(".") + _ending(action, description)
-        name = " " * self._current_indent + name
-        line = f"{name}  ".ljust(NAME_WIDTH) + text.strip()
-        if len(line) <= self._width:
-            return line.rstrip() + "\n"
-        indent = " " * (self._current_indent + INDENT)
-        below = textwrap.fill(text, self._width, initial_indent=indent, subsequent_indent=indent)
-        return f"{name}\n{below}\n"
-
-
-def _names(action: argparse.Action) -> str:
-    """The names of an option, without the variant `--NAME+`, which appends to a list."""
-    return ", ".join(name for name in action.option_strings if not name.endswith("+"))
-
-
-def _ending(action: argparse.Action, description: str) -> str:
-    """The end of an option's line: that it is required, or its default if there is one."""
-    if action.required:
-        return " (required)"
-    default = DEFAULT.search(description)
-    if default is None or default[1] == "null":
-        return ""
-    return f" [{default[1]}]"
-
-
 MORE_HELP = """\
 --data.help lightning_retrieval.datamodules.CUB200 shows the settings of a
 class, as do --model.help, --trainer.logger.help, --trainer.callbacks.help and
 others. `lightning-retrieval check --help` lists the data modules."""
+TENSORBOARD = "TensorBoardLogger needs TensorBoard; install it with pip install 'lightning-retrieval[tensorboard]'."
+# Compact help: of each option its name, the first sentence of its description, and its default.
+NAME_WIDTH = 47  # columns before a description on the line of the name
+INDENT = 4  # columns before a description on lines of its own, besides those of the name
+FIRST_SENTENCE = re.compile(r"(?<=[a-z0-9`\"')])\. | Default: | \((?:required|type|default)[:,)]")
+DEFAULT = re.compile(r"default: ([^,]*?)(?:\)$|, known subclasses)")
 
 
 def fit(args: Any = None) -> None:
@@ -122,9 +52,7 @@ def fit(args: Any = None) -> None:
     Args:
         args: the arguments with the subcommand first, or a parsed config; if None, the arguments of the process.
     """
-    parser_settings: dict[str, Any] = {
-        "prog": "lightning-retrieval",
-    }
+    parser_settings: dict[str, Any] = {"prog": "lightning-retrieval"}
     for subcommand in ("fit", "validate", "test", "predict"):
         parser_settings[subcommand] = {"epilog": MORE_HELP}
     RetrievalCLI(
@@ -217,7 +145,7 @@ class RetrievalCLI(LightningCLI):
             else:
                 super().instantiate_classes()
         except (FileNotFoundError, ModuleNotFoundError, TypeError, ValueError) as error:
-            message = missing_package_message(error) or invalid_argument_message(error)
+            message = _missing_package(error) or _invalid_argument(error)
             if message is None:
                 raise
             self.parser.error(message)
@@ -344,6 +272,131 @@ class RetrievalCLI(LightningCLI):
         self.trainer.test(
             self.model, datamodule=self.datamodule, ckpt_path=checkpoint, verbose=False, weights_only=True
         )
+
+
+def _missing_package(error: Exception) -> str | None:
+    """The sentence that names the package which a class of a config needs, or None if no package is missing.
+
+    jsonargparse quotes the error of a class within errors of its own. A module whose import fails without a sentence on
+    what needs it is none of these packages: its traceback says more.
+
+    Args:
+        error: what the parser raised when it created the objects of a config.
+
+    Example:
+        >>> error = ValueError("Problem with given class_path 'a.B'")
+        >>> error.__cause__ = ModuleNotFoundError("B: timm must be installed: pip install timm.")
+        >>> _missing_package(error)
+        'B: timm must be installed: pip install timm.'
+    """
+    for cause in _causes(error):
+        if not isinstance(cause, ModuleNotFoundError) or cause.name is not None:
+            continue
+        if "`tensorboardX`" in str(cause):  # Lightning's message
+            return TENSORBOARD
+        return str(cause)
+    return None
+
+
+def _invalid_argument(error: Exception) -> str | None:
+    """The sentence in which a class of this library says which argument of a config is invalid, or None.
+
+    The traceback of another error, such as one of a class of the user's, says more than its message.
+
+    Args:
+        error: what the parser raised when it created the objects of a config.
+
+    Example:
+        >>> from lightning_retrieval import SmoothAPLoss
+        >>> try:
+        ...     SmoothAPLoss(tau=-1.0)
+        ... except ValueError as error:
+        ...     print(_invalid_argument(error))
+        SmoothAPLoss: `tau` must be a finite number > 0, got -1.0.
+    """
+    for cause in _causes(error):
+        is_sentence = re.match(r"[\w.]+: ", str(cause)) is not None
+        if isinstance(cause, (FileNotFoundError, TypeError, ValueError)) and is_sentence and _is_ours(cause):
+            return str(cause)
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An error, what caused it, and so on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether code of this library raised an error."""
+    traceback = error.__traceback__
+    if traceback is None:
+        return False
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return str(traceback.tb_frame.f_globals.get("__name__")).startswith("lightning_retrieval.")
+
+
+class CompactHelpFormatter(DefaultHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """For each option its name, the first sentence of its description, and its default.
+
+    They are on one line if the terminal is wide enough; otherwise, the sentence and the default are on lines of their
+    own. Options `--NAME.help`, which show the settings of a class, are omitted if their names are nested.
+    """
+
+    def _format_usage(self, usage: Any, actions: Iterable[argparse.Action], *args: Any, **kwargs: Any) -> str:
+        actions = list(actions)
+        for action in actions:
+            if action.option_strings and "." in action.dest:
+                return f"usage: {self._prog} [options]\n\n"
+        formatted: str = super()._format_usage(usage, actions, *args, **kwargs)
+        return formatted
+
+    def start_section(self, heading: str | None) -> None:
+        """Start a section; its heading is the first sentence of a docstring."""
+        if heading:
+            heading = textwrap.fill(heading.partition(". ")[0], self._width - 1)  # a colon follows
+        super().start_section(heading)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        """A description, whose lines are kept unless they are too long."""
+        lines = []
+        for line in text.splitlines():
+            lines += textwrap.wrap(line, width, initial_indent=indent, subsequent_indent=indent) or [""]
+        return "\n".join(lines)
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.help == argparse.SUPPRESS:
+            return super()._format_action(action)
+        name = _names(action)
+        if name.endswith(".help") and name.count(".") > 1:
+            return ""
+        description = " ".join((self._expand_help(action) or "").split())
+        text = FIRST_SENTENCE.split(description)[0].rstrip(".") + _ending(action, description)
+        name = " " * self._current_indent + name
+        line = f"{name}  ".ljust(NAME_WIDTH) + text.strip()
+        if len(line) <= self._width:
+            return line.rstrip() + "\n"
+        indent = " " * (self._current_indent + INDENT)
+        below = textwrap.fill(text, self._width, initial_indent=indent, subsequent_indent=indent)
+        return f"{name}\n{below}\n"
+
+
+def _names(action: argparse.Action) -> str:
+    """The names of an option, without the variant `--NAME+`, which appends to a list."""
+    return ", ".join(name for name in action.option_strings if not name.endswith("+"))
+
+
+def _ending(action: argparse.Action, description: str) -> str:
+    """The end of an option's line: that it is required, or its default if there is one."""
+    if action.required:
+        return " (required)"
+    default = DEFAULT.search(description)
+    if default is None or default[1] == "null":
+        return ""
+    return f" [{default[1]}]"
 
 
 class _Parser(LightningArgumentParser):

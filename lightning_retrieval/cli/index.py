@@ -1,96 +1,41 @@
-"""`lightning-retrieval index`: arguments and output. The work, which needs torch, is imported after parsing."""
+"""`lightning-retrieval index`: an index of the images in a folder, or of embeddings that `embed` wrote.
+
+The index of a folder of images is that of their embeddings, which stay in memory instead of files. It records which
+checkpoint it was made with and how images were prepared, so that queries are embedded in the same way.
+"""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from lightning_retrieval.cli.embedding_options import (
-    EXPECTED_ERRORS,
-    add_embedding_options,
-    add_store_option,
-    add_transform_option,
-    import_modules,
-    report_error,
-    report_unreadable,
-)
+import torch
+from jaxtyping import Int
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from lightning_retrieval.cli.embedding import UnreadableImage
-    from lightning_retrieval.search.rows import EmbeddingStore
-
-EMBEDDINGS_SETTINGS = (
-    "embeddings",
-    "output",
-    "store",
-    "factory",
-    "parameters",
-    "shards",
-    "rows_in_memory",
-    "overwrite",
-    "update",
-)  # those of `index_embeddings`
+from lightning_retrieval.cli.embedding import EmbeddedImages, ImageEmbedder, UnreadableImage, images_in_folder
+from lightning_retrieval.cli.options import EMBEDDINGS_OPTIONS
+from lightning_retrieval.cli.stores import Replacement, close_index, new_index
+from lightning_retrieval.preparation.of_checkpoint import shown_choice
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder
+from lightning_retrieval.search.index import RECALL_AT
+from lightning_retrieval.search.rows import EmbeddingStore, FolderRows
 
 
-def index(args: Sequence[str]) -> int:
-    """Index the images in a folder, or embeddings of them that `embed` wrote.
-
-    Args:
-        args: `--checkpoint C --images DIR --output INDEX` or `--embeddings DIR --output INDEX`, and further settings.
-
-    Returns:
-        The exit code: 0 if all images could be read, 1 if some could not, 2 if no index was made.
-    """
-    settings = _parse(args)
-    try:
-        made, unreadable = _index(settings)
-    except EXPECTED_ERRORS as error:
-        return report_error("index", error, settings)
-    from lightning_retrieval.cli.stores import close_index
-
-    if "images" in settings:
-        from lightning_retrieval.preparation.of_checkpoint import shown_choice
-
+def index(options: argparse.Namespace) -> Sequence[UnreadableImage]:
+    """The command. It prints what was written, and returns the images that could not be read."""
+    settings = vars(options)
+    if options.embeddings is not None:
+        made, unreadable = index_embeddings(**{name: settings[name] for name in EMBEDDINGS_OPTIONS})
+    else:
+        del options.embeddings
+        made, unreadable = index_images(**settings)
         print(f"images prepared with {shown_choice(made.about)}")
-    print(f"{settings['output']}: {_summary(made)}")
+    print(f"{options.output}: {_summary(made)}")
     close_index(made)
-    return report_unreadable("index", unreadable)
+    return unreadable
 
 
-def _parse(args: Sequence[str]) -> dict[str, Any]:
-    """The settings of `index_images`, with the modules to import, or those of `index_embeddings`."""
-    parser = _parser()
-    settings = vars(parser.parse_args(args))
-    if settings["embeddings"] is None:
-        missing = [f"--{name}" for name in ("checkpoint", "images") if settings[name] is None]
-        if missing:
-            parser.error(f"the following arguments are required: {', '.join(missing)}, or --embeddings instead")
-        del settings["embeddings"]
-        return settings
-    for name in list(settings):
-        if name in EMBEDDINGS_SETTINGS:
-            continue
-        if settings[name] != parser.get_default(name):
-            parser.error(f"--{name} must not be given with --embeddings, because no image is embedded")
-        del settings[name]
-    return settings
-
-
-def _index(settings: dict[str, Any]) -> tuple["EmbeddingStore", list["UnreadableImage"]]:
-    if "embeddings" in settings:
-        from lightning_retrieval.cli.index_embeddings import index_embeddings
-
-        return index_embeddings(**settings)
-
-    from lightning_retrieval.cli.index_images import index_images
-
-    import_modules("index", settings.pop("import_module"))
-    return index_images(**settings)
-
-
-def _summary(made: "EmbeddingStore") -> str:
-    from lightning_retrieval.search.index import RECALL_AT
-
+def _summary(made: EmbeddingStore) -> str:
     images = f"{len(made)} images"
     if len(made) == 1:
         images = "1 image"
@@ -100,55 +45,136 @@ def _summary(made: "EmbeddingStore") -> str:
     return f"{images}, {made.dim} dimensions, {made.factory} ({quality})"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lightning-retrieval index",
-        description="Embed the images in a folder and write an index of them, or of embeddings that `embed` wrote.",
+def index_images(
+    checkpoint: Path,
+    images: Path,
+    output: Path,
+    *,
+    transform: str | None = None,
+    store: str | None = None,
+    factory: str = "Flat",
+    parameters: str = "",
+    shards: int = 1,
+    rows_in_memory: int | None = None,
+    overwrite: bool = False,
+    update: bool = False,
+    batch_size: int = 32,
+    num_workers: int = 0,
+    device: str | None = None,
+) -> tuple[EmbeddingStore, list[UnreadableImage]]:
+    """Embed all images below a folder, and save an index of them.
+
+    Args:
+        checkpoint: of a `RetrievalModule`.
+        images: the folder; all files with a suffix that Pillow opens are indexed, at any depth, except hidden ones.
+        output: folder of the index, or its name in the store.
+        transform: one of `Preparation.NAMES`, or the dotted name of a function, which is imported; only needed if the
+            checkpoint does not hold what the evaluation in training did to an image, and otherwise it must be that. If
+            None, what the checkpoint says, else what the model's `Embedder` wants, else `"plain"` for a model of colour
+            images and `"glyphs"` for one of grey images. `about["preparation"]` of the index is what was used, and
+            `about["preparation_from"]` is `"argument"`, `"checkpoint"`, `"model"` or `"default"`.
+        store: `"milvus:URI"`, see `MilvusStore`; if None, a folder of faiss' files.
+        factory: faiss' factory string, or type of Milvus' index.
+        parameters: of the search, as in `RetrievalIndex` or `MilvusStore`.
+        shards: number of shards of the index, for faiss.
+        rows_in_memory: build the index on disk, with the codes of this many rows in memory, see
+            `RetrievalIndex.build_on_disk`; if None, build it in memory.
+        overwrite: replace an earlier index, whatever it holds.
+        update: change an earlier index of the same model and images: embed and add the images that it lacks, remove the
+            rows whose images are gone, and keep the others, with their ids. An image that has changed under its path
+            keeps its embedding. If there is no earlier index, make one.
+        batch_size: number of images embedded at a time; 1 if images keep their sizes.
+        num_workers: number of processes that read images.
+        device: device that the model runs on; if None, `"cuda"` if there is one, else `"cpu"`.
+
+    Returns:
+        The index, and the images that could not be read.
+
+    Raises:
+        FileNotFoundError: if the checkpoint or the folder does not exist.
+        ValueError: if no image can be read, an argument is invalid, or, without `overwrite`, an earlier index holds
+            rows that the new one would not hold: of other images or of another model. With `update`, if it is of
+            another model, or rows cannot be removed from an index of its kind.
+        OSError: if the store cannot be reached, which is tried before any image is embedded.
+
+    Cost:
+        For a `"Flat"` index, 8 bytes for each number of an embedding: 4 for the embeddings and 4 for the index.
+    """
+    owner = "index_images"
+    new = new_index(
+        owner, output, store, factory=factory, parameters=parameters, shards=shards, rows_in_memory=rows_in_memory
     )
-    parser.add_argument("--checkpoint", type=Path, metavar="C", help="checkpoint that `fit` wrote")
-    parser.add_argument("--images", type=Path, metavar="DIR", help="folder of images, searched at any depth")
-    parser.add_argument(
-        "--embeddings", type=Path, metavar="DIR", help="instead of these two: folder that `embed` wrote"
+    listed = images_in_folder(owner, images)
+    embedder = ImageEmbedder.load(
+        owner, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="INDEX",
-        help="new folder for the index, or an index to replace or update",
-    )
-    _add_replacement_options(parser)
-    add_store_option(parser, "--output")
-    add_transform_option(parser)
-    parser.add_argument(
-        "--factory",
-        default="Flat",
-        help="factory string of faiss, or type of index of Milvus; default Flat, which is exact",
-    )
-    parser.add_argument("--parameters", default="", help="search parameters of the index, such as nprobe=16")
-    parser.add_argument("--shards", type=int, default=1, help="number of parts of the index, one file each")
-    parser.add_argument(
-        "--rows_in_memory",
-        type=int,
-        metavar="N",
-        help="build an index that is larger than memory on disk, with the codes of at most N rows in memory, at least "
-        "65,536; for factories IVF with Flat, SQ or PQ",
-    )
-    add_embedding_options(parser)
-    return parser
+    about = {**embedder.about, "images": str(images.absolute())}
+    replaced = Replacement(owner, new, about, overwrite=overwrite, update=update)
+    ids, paths = torch.arange(len(listed.index)), listed.index.paths
+    dim = embedder.dim()
+    new.check_dim(dim)
+    new.check_paths(paths)
+    replaced.check_kept(ids, paths)  # before any image of the folder is embedded
+    return replaced.write(dim, ids, paths, lambda positions: embedder.embed_all(listed, positions.tolist()))
 
 
-def _add_replacement_options(parser: argparse.ArgumentParser) -> None:
-    earlier = parser.add_mutually_exclusive_group()
-    earlier.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace an index that is there; without it, one with rows that the new one would not hold is kept, and "
-        "the command stops",
+def index_embeddings(
+    embeddings: Path,
+    output: Path,
+    *,
+    store: str | None = None,
+    factory: str = "Flat",
+    parameters: str = "",
+    shards: int = 1,
+    rows_in_memory: int | None = None,
+    overwrite: bool = False,
+    update: bool = False,
+) -> tuple[EmbeddingStore, list[UnreadableImage]]:
+    """Index the rows of a folder of embeddings, with their ids and paths, and save the index.
+
+    Args:
+        embeddings: folder that `embed_images` or `EmbeddingWriter` wrote.
+        output: folder of the index, or its name in the store.
+        store: `"milvus:URI"`, see `MilvusStore`; if None, a folder of faiss' files.
+        factory: faiss' factory string, or type of Milvus' index.
+        parameters: of the search, as in `RetrievalIndex` or `MilvusStore`.
+        shards: number of shards of the index, for faiss.
+        rows_in_memory: build the index on disk, with the codes of this many rows in memory, see
+            `RetrievalIndex.build_on_disk`; if None, build it in memory.
+        overwrite: replace an earlier index, whatever it holds.
+        update: change an earlier index of the same model and images: add the rows that it lacks, with ids after its
+            largest, and remove those that are not in the folder. If there is no earlier index, make one.
+
+    Returns:
+        The index, and the images that could not be read when they were embedded.
+
+    Raises:
+        FileNotFoundError: if the folder holds no embeddings.
+        ValueError: if some of its files are missing or damaged, no image could be read, an argument is invalid, or,
+            without `overwrite`, an earlier index holds rows that the new one would not hold. With `update`, as for
+            `index_images`.
+        OSError: if the store cannot be reached, which is tried first.
+
+    Cost:
+        Memory for the index, with `rows_in_memory` for its ids and paths and the codes of these rows; the rows that
+        train it, a block of 65,536 rows and one file of embeddings. Each file is read up to six times, also to check
+        all of them first, and to train the index on rows from all files.
+    """
+    owner = "index_embeddings"
+    new = new_index(
+        owner, output, store, factory=factory, parameters=parameters, shards=shards, rows_in_memory=rows_in_memory
     )
-    earlier.add_argument(
-        "--update",
-        action="store_true",
-        help="change an index that is there: embed and add the images that it lacks, and remove the rows whose images "
-        "are gone; images that have changed under their names keep their embeddings",
-    )
+    folder = EmbeddingFolder.load(owner, embeddings)
+    manifest = folder.manifest
+    new.check_dim(manifest.dim)
+    rows = FolderRows(folder)  # which reads all files
+    new.check_paths(rows.paths)
+    unreadable = [UnreadableImage(path, reason) for path, reason in folder.unreadable()]
+
+    def embedded(positions: Int[Tensor, " wanted"]) -> EmbeddedImages:
+        if len(positions) == len(rows):
+            return EmbeddedImages(positions, rows, unreadable)  # not in memory
+        return EmbeddedImages(positions, rows[positions], unreadable)
+
+    replaced = Replacement(owner, new, manifest.about, overwrite=overwrite, update=update)
+    return replaced.write(manifest.dim, rows.ids, rows.paths, embedded)

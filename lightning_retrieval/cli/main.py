@@ -8,13 +8,20 @@
     lightning-retrieval search --index INDEX IMAGE...
     lightning-retrieval demo --index INDEX
 
-A subcommand's module is imported when the subcommand is called, so that help appears without waiting for torch.
+A subcommand's module is imported when its options are parsed, so that help appears without waiting for torch.
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_retrieval.cli.options import command_line_message, parse
+
+if TYPE_CHECKING:
+    from lightning_retrieval.cli.embedding import UnreadableImage
+
+EXPECTED_ERRORS = (OSError, ValueError, ImportError)  # whose messages say what the user can change
 
 LIGHTNING_COMMANDS = {
     "fit": "Train a model, and evaluate it during training: --config FILE",
@@ -77,27 +84,50 @@ def _parse_command(args: Sequence[str]) -> str:
 
 
 def _run(command: str, args: Sequence[str]) -> int:
+    """Run a command, and return its exit code: 0, 1 if some files could not be used, 2 if nothing was done."""
     if command == "check":
         from lightning_retrieval.cli.check import check
 
         return check(args)
+    options = parse(command, args)
+    work = _work_of(command)
+
+    from lightning_retrieval.plain_data import import_named_module
+
+    try:
+        for name in options.import_module:
+            import_named_module(command, "--import_module", name)
+        del options.import_module
+        unreadable = work(options)
+    except EXPECTED_ERRORS as error:
+        print(command_line_message(command, error, vars(options)), file=sys.stderr)
+        return 2
+    for image in unreadable:
+        print(f"{command}: {image}; skipped.", file=sys.stderr)
+    if unreadable:
+        return 1
+    return 0
+
+
+def _work_of(command: str) -> Callable[[argparse.Namespace], Sequence["UnreadableImage"]]:
+    """The function of a command: it prints the results, and returns the images that could not be read."""
     if command == "embed":
         from lightning_retrieval.cli.embed import embed
 
-        return embed(args)
+        return embed
     if command == "export":
         from lightning_retrieval.cli.export import export
 
-        return export(args)
+        return export
     if command == "index":
         from lightning_retrieval.cli.index import index
 
-        return index(args)
+        return index
     if command == "demo":
         from lightning_retrieval.cli.demo import demo
 
-        return demo(args)
+        return demo
 
     from lightning_retrieval.cli.search import search
 
-    return search(args)
+    return search

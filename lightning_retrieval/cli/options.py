@@ -1,22 +1,33 @@
-"""Text that the commands print: paths with unusual characters, and error messages in terms of the command line."""
+"""Options and messages of the commands that load a model: `embed`, `export`, `index`, `search` and `demo`.
 
+Their parsers stand together in this module, which needs no torch, so that help appears at once. The work of a command
+is in the module of its name, which is imported after parsing.
+"""
+
+import argparse
 import errno
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
-# The names of the preparations that the help of the commands shows, in a module that needs no torch.
-
-
-TRANSFORMS = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")
-
-
-TENSORBOARD = "TensorBoardLogger needs TensorBoard; install it with pip install 'lightning-retrieval[tensorboard]'."
-
-
+TRANSFORMS = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")  # `Preparation.NAMES`
 SHOWN = 100  # characters of a path that is too long
-
-
 FUNCTIONS = ("embed_images", "export_model", "index_embeddings", "index_images", "search_images")  # of the commands
+HOST_HELP = (
+    "address to serve on, which is also the only name under which the page answers, default 127.0.0.1: this machine "
+    "only; 0.0.0.0 serves the page to the network, under any name"
+)
+# Options of `index --embeddings DIR`; the others are about images that are embedded.
+EMBEDDINGS_OPTIONS = (
+    "embeddings",
+    "output",
+    "store",
+    "factory",
+    "parameters",
+    "shards",
+    "rows_in_memory",
+    "overwrite",
+    "update",
+)
 
 
 def printable(text: str) -> str:
@@ -51,76 +62,249 @@ def command_line_message(command: str, error: Exception, arguments: Iterable[str
         message = f"{command}{separator}{sentence}"
     message = message.replace("`index_images`", "`lightning-retrieval index`")
     for name in arguments:
-        message = message.replace(f"`{name}`", f"`{_option(name)}`")
+        option = f"--{name}"
+        if len(name) == 1:
+            option = f"-{name}"
+        message = message.replace(f"`{name}`", f"`{option}`")
     return message
 
 
-def _option(name: str) -> str:
-    if len(name) == 1:
-        return f"-{name}"
-    return f"--{name}"
+def parse(command: str, args: Sequence[str]) -> argparse.Namespace:
+    """The options of a command. The program ends here with help, or with an error."""
+    description, add_options = COMMANDS[command]
+    parser = argparse.ArgumentParser(f"lightning-retrieval {command}", description=description)
+    add_options(parser)
+    parser.add_argument(
+        "--import_module",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="module with classes of the checkpoint that are not of this library, torch, torchvision, timm or "
+        "pytorch_metric_learning; it is imported, which runs its code",
+    )
+    options = parser.parse_args(args)
+    if command == "index":
+        _check_index_options(parser, options)
+    return options
 
 
-def missing_package_message(error: Exception) -> str | None:
-    """The sentence that names the package which a class of a config needs, or None if no package is missing.
-
-    jsonargparse quotes the error of a class within errors of its own. A module whose import fails without a sentence on
-    what needs it is none of these packages: its traceback says more.
-
-    Args:
-        error: what the parser raised when it created the objects of a config.
-
-    Example:
-        >>> error = ValueError("Problem with given class_path 'a.B'")
-        >>> error.__cause__ = ModuleNotFoundError("B: timm must be installed: pip install timm.")
-        >>> missing_package_message(error)
-        'B: timm must be installed: pip install timm.'
-    """
-    for cause in _causes(error):
-        if not isinstance(cause, ModuleNotFoundError) or cause.name is not None:
-            continue
-        if "`tensorboardX`" in str(cause):  # Lightning's message
-            return TENSORBOARD
-        return str(cause)
-    return None
+def _check_index_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """End the program unless the options are for images or for embeddings, and not for both."""
+    if options.embeddings is None:
+        missing = [f"--{name}" for name in ("checkpoint", "images") if getattr(options, name) is None]
+        if missing:
+            parser.error(f"the following arguments are required: {', '.join(missing)}, or --embeddings instead")
+        return
+    for name, value in vars(options).items():
+        if name not in EMBEDDINGS_OPTIONS and value != parser.get_default(name):
+            parser.error(f"--{name} must not be given with --embeddings, because no image is embedded")
 
 
-def invalid_argument_message(error: Exception) -> str | None:
-    """The sentence in which a class of this library says which argument of a config is invalid, or None.
+def _add_embed_options(parser: argparse.ArgumentParser) -> None:
+    _add_checkpoint(parser, required=True)
+    parser.add_argument(
+        "--images",
+        type=Path,
+        required=True,
+        metavar="DIR|TABLE",
+        help="folder of images, searched at any depth, or a CSV or Parquet table with the column `image` and, "
+        "optionally, `label` and `box`",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="new folder, or one that this command began; files of it whose images have changed are made again",
+    )
+    parser.add_argument(
+        "--root", type=Path, metavar="DIR", help="folder that the table's paths are relative to, default the table's"
+    )
+    parser.add_argument(
+        "--format", dest="file_format", choices=("parquet", "npy"), default="parquet", help="default parquet"
+    )
+    parser.add_argument(
+        "--shard_size",
+        type=int,
+        default=10_000,
+        help="images of a file, default 10000; a kill costs at most these in each process",
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16"), default="float32", help="of the numbers in the files"
+    )
+    _add_processes(parser)
+    _add_transform(parser)
+    _add_embedding(parser)
 
-    The traceback of another error, such as one of a class of the user's, says more than its message.
 
-    Args:
-        error: what the parser raised when it created the objects of a config.
-
-    Example:
-        >>> from lightning_retrieval import SmoothAPLoss
-        >>> try:
-        ...     SmoothAPLoss(tau=-1.0)
-        ... except ValueError as error:
-        ...     print(invalid_argument_message(error))
-        SmoothAPLoss: `tau` must be a finite number > 0, got -1.0.
-    """
-    for cause in _causes(error):
-        is_sentence = re.match(r"[\w.]+: ", str(cause)) is not None
-        if isinstance(cause, (FileNotFoundError, TypeError, ValueError)) and is_sentence and _is_ours(cause):
-            return str(cause)
-    return None
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--devices", type=int, default=1, help="number of GPUs of each machine, or of processes on CPUs, default 1"
+    )
+    parser.add_argument(
+        "--num_nodes", type=int, default=1, help="number of machines, on each of which the command is started"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("32-true", "bf16-mixed", "16-mixed"),
+        default="32-true",
+        help="that the network computes in, default 32-true",
+    )
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """An error, what caused it, and so on."""
-    cause: BaseException | None = error
-    while cause is not None:
-        yield cause
-        cause = cause.__cause__
+def _add_export_options(parser: argparse.ArgumentParser) -> None:
+    _add_checkpoint(parser, required=True)
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for the files")
+    parser.add_argument(
+        "--input",
+        dest="input_type",
+        choices=("uint8", "float"),
+        default="uint8",
+        help="pixels after resizing and cropping (uint8, the default), or normalised images (float)",
+    )
+    parser.add_argument("--int8", action="store_true", help="also write an ONNX file of 8 bits, and measure its cost")
+    parser.add_argument(
+        "--images", type=Path, metavar="DIR|TABLE", help="for --int8: images in class folders, or a table with labels"
+    )
+    parser.add_argument("--root", type=Path, metavar="DIR", help="folder that the table's paths are relative to")
+    _add_transform(parser)
 
 
-def _is_ours(error: BaseException) -> bool:
-    """Whether code of this library raised an error."""
-    traceback = error.__traceback__
-    if traceback is None:
-        return False
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    return str(traceback.tb_frame.f_globals.get("__name__")).startswith("lightning_retrieval.")
+def _add_index_options(parser: argparse.ArgumentParser) -> None:
+    _add_checkpoint(parser, required=False)
+    parser.add_argument("--images", type=Path, metavar="DIR", help="folder of images, searched at any depth")
+    parser.add_argument(
+        "--embeddings", type=Path, metavar="DIR", help="instead of these two: folder that `embed` wrote"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="INDEX",
+        help="new folder for the index, or an index to replace or update",
+    )
+    _add_replacement(parser.add_mutually_exclusive_group())
+    _add_store(parser, "--output")
+    _add_transform(parser)
+    parser.add_argument(
+        "--factory",
+        default="Flat",
+        help="factory string of faiss, or type of index of Milvus; default Flat, which is exact",
+    )
+    parser.add_argument("--parameters", default="", help="search parameters of the index, such as nprobe=16")
+    parser.add_argument("--shards", type=int, default=1, help="number of shards of the index, one file each")
+    parser.add_argument(
+        "--rows_in_memory",
+        type=int,
+        metavar="N",
+        help="build an index that is larger than memory on disk, with the codes of at most N rows in memory, at least "
+        "65,536; for factories IVF with Flat, SQ or PQ",
+    )
+    _add_embedding(parser)
+
+
+def _add_replacement(group: argparse._MutuallyExclusiveGroup) -> None:
+    group.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace an index that is there; without it, one with rows that the new one would not hold is kept, and "
+        "the command stops",
+    )
+    group.add_argument(
+        "--update",
+        action="store_true",
+        help="change an index that is there: embed and add the images that it lacks, and remove the rows whose images "
+        "are gone; images that have changed under their names keep their embeddings",
+    )
+
+
+def _add_search_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("queries", nargs="+", metavar="IMAGE", help="image file to search for")
+    _add_searched_index(parser, images_help="folder of the index's images, if it was moved; for --html")
+    parser.add_argument("-k", type=int, help="number of results of each query, default 10, or all if there are fewer")
+    parser.add_argument("--parameters", help="search parameters, such as nprobe=64, instead of the index's")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the results to this file as an HTML page")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _add_embedding(parser)
+
+
+def _add_demo_options(parser: argparse.ArgumentParser) -> None:
+    _add_searched_index(parser, images_help="folder of the index's images, if it was moved")
+    parser.add_argument("-k", type=_positive, default=20, help="number of results, default 20")
+    parser.add_argument("--host", default="127.0.0.1", help=HOST_HELP)
+    parser.add_argument("--port", type=_port, default=7860, help="port to serve on, default 7860")
+    _add_embedding(parser)
+
+
+def _add_checkpoint(parser: argparse.ArgumentParser, *, required: bool) -> None:
+    parser.add_argument("--checkpoint", type=Path, required=required, metavar="C", help="checkpoint that `fit` wrote")
+
+
+def _add_searched_index(parser: argparse.ArgumentParser, *, images_help: str) -> None:
+    """Add the options that name an index, its model and its images."""
+    parser.add_argument("--index", type=Path, required=True, metavar="INDEX", help="folder that `index` wrote")
+    _add_store(parser, "--index")
+    parser.add_argument(
+        "--checkpoint", type=Path, metavar="C", help="checkpoint that the index was made with, if it was moved"
+    )
+    parser.add_argument("--images", type=Path, metavar="DIR", help=images_help)
+    parser.add_argument(
+        "--transform", metavar="NAME", help="function that prepared the images of the index, if one did; it is imported"
+    )
+
+
+def _add_store(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add `--store`, with which the option `name` is the name of an index in Milvus."""
+    parser.add_argument(
+        "--store",
+        metavar="milvus:URI",
+        help=f"the index is in Milvus, under the name {name}: in a file of Milvus Lite, such as milvus:photos.db, or "
+        "on a server or cluster, such as milvus:http://localhost:19530",
+    )
+
+
+def _add_transform(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--transform",
+        metavar="NAME",
+        help=f"how images are prepared, if the checkpoint does not say it: {', '.join(TRANSFORMS)}; or the function "
+        "package.function that the model was evaluated with, which is imported. By default as in the evaluation during "
+        "training, else as the model wants",
+    )
+
+
+def _add_embedding(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch_size", type=int, default=32, help="number of images embedded at a time, default 32")
+    parser.add_argument("--num_workers", type=int, default=0, help="number of processes that read images, default 0")
+    parser.add_argument("--device", help="device that the model runs on, default cuda if there is one, else cpu")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer >= 1, got {text}")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 to 65535, got {text}")
+    return int(text)
+
+
+# The description of each command, and the function that adds its options.
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "embed": (
+        "Embed images into a folder of Parquet files. After a kill, the same command continues.",
+        _add_embed_options,
+    ),
+    "export": (
+        "Export a model to ONNX and to a program of torch.export, and compare both with the model.",
+        _add_export_options,
+    ),
+    "index": (
+        "Embed the images in a folder and write an index of them, or of embeddings that `embed` wrote.",
+        _add_index_options,
+    ),
+    "search": ("Find the images of an index that are nearest to query images.", _add_search_options),
+    "demo": ("Search an index in the browser, by upload or by clicking a result.", _add_demo_options),
+}

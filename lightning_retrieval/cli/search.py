@@ -1,4 +1,4 @@
-"""`lightning-retrieval search`: arguments and output. The work, which needs torch, is imported after parsing."""
+"""`lightning-retrieval search`: print the images of an index that are nearest to query images, or write their page."""
 
 import argparse
 import json
@@ -6,50 +6,19 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning_retrieval.cli.embedding_options import (
-    EXPECTED_ERRORS,
-    add_embedding_options,
-    add_index_options,
-    import_modules,
-    report_error,
-    report_unreadable,
-)
+from lightning_retrieval.cli.embedding import UnreadableImage
 from lightning_retrieval.cli.options import printable
+from lightning_retrieval.cli.page import result_page
+from lightning_retrieval.cli.search_images import QueryResult, image_folder, search_images
+from lightning_retrieval.cli.stores import opened_index
 from lightning_retrieval.files import new_file
-
-if TYPE_CHECKING:
-    from lightning_retrieval.cli.embedding import UnreadableImage
-    from lightning_retrieval.cli.search_images import QueryResult
-    from lightning_retrieval.search.rows import EmbeddingStore
+from lightning_retrieval.search.rows import EmbeddingStore
 
 
-def search(args: Sequence[str]) -> int:
-    """Print the images that are nearest to the queries.
-
-    Args:
-        args: `--index INDEX IMAGE...` and further settings of the search and of its output.
-
-    Returns:
-        The exit code: 0 if all queries could be read, 1 if some could not, 2 if nothing was searched.
-    """
-    options = _parser().parse_args(args)
-    try:
-        results, unreadable = _search(options)
-    except EXPECTED_ERRORS as error:
-        return report_error("search", error, vars(options))
-    if options.json:
-        print(json.dumps(_plain(results, unreadable), indent=1))
-    else:
-        print("\n\n".join(_table(result) for result in results))
-    return report_unreadable("search", unreadable)
-
-
-def _search(options: argparse.Namespace) -> tuple[list["QueryResult"], list["UnreadableImage"]]:
-    """Search, and write the page if one was asked for."""
-    from lightning_retrieval.cli.stores import opened_index
-
+def search(options: argparse.Namespace) -> Sequence[UnreadableImage]:
+    """The command. It prints the results, or writes their page, and returns the queries that could not be read."""
     page, images = options.html, options.images
     if page is not None:
         _page_target(page)  # raises before anything is searched
@@ -57,21 +26,21 @@ def _search(options: argparse.Namespace) -> tuple[list["QueryResult"], list["Unr
         raise ValueError(
             f"search: `--images` must be the folder of the index's images, got {images}, which is not a folder."
         )
-    import_modules("search", options.import_module)
     with opened_index("search", options.index, options.store) as index:
-        return _search_in(index, options)
+        results, unreadable = _search_in(index, options)
+    if options.json:
+        print(json.dumps(_plain(results, unreadable), indent=1))
+    else:
+        print("\n\n".join(_table(result) for result in results))
+    return unreadable
 
 
-def _search_in(
-    index: "EmbeddingStore", options: argparse.Namespace
-) -> tuple[list["QueryResult"], list["UnreadableImage"]]:
-    from lightning_retrieval.cli.search_images import image_folder, search_images
-
+def _search_in(index: EmbeddingStore, options: argparse.Namespace) -> tuple[list[QueryResult], list[UnreadableImage]]:
     page, images = options.html, options.images
     if options.parameters is not None:
         index.set_parameters(options.parameters)
     if page is not None:
-        image_folder(images, index)  # raises before anything is searched
+        images = image_folder(images, index)  # raises before anything is searched
     results, unreadable = search_images(
         index,
         options.queries,
@@ -85,7 +54,7 @@ def _search_in(
     if page is not None:
         most = max(len(result.hits) for result in results)
         about = f"{most} nearest of {len(index)} images in {printable(str(options.index))}"
-        _write_page(page, results, image_folder(images, index), about)
+        _write_page(page, results, images, about)
     return results, unreadable
 
 
@@ -104,10 +73,8 @@ def _page_target(page: Path) -> Path:
     return target
 
 
-def _write_page(page: Path, results: Sequence["QueryResult"], images: Path, about: str) -> None:
+def _write_page(page: Path, results: Sequence[QueryResult], images: Path, about: str) -> None:
     """Write the page, and print a warning if images of the results cannot be read."""
-    from lightning_retrieval.cli.page import result_page
-
     source, missing = result_page(results, images, about)
     try:
         with new_file(_page_target(page)) as file:
@@ -123,14 +90,14 @@ def _write_page(page: Path, results: Sequence["QueryResult"], images: Path, abou
         )
 
 
-def _table(result: "QueryResult") -> str:
+def _table(result: QueryResult) -> str:
     rows = [
         f"{hit.rank:>4}  {hit.similarity:>10.4f}  {hit.distance:>8.4f}  {printable(hit.path)}" for hit in result.hits
     ]
     return "\n".join([printable(result.query), "rank  similarity  distance  path", *rows])
 
 
-def _plain(results: Sequence["QueryResult"], unreadable: Sequence["UnreadableImage"]) -> dict[str, Any]:
+def _plain(results: Sequence[QueryResult], unreadable: Sequence[UnreadableImage]) -> dict[str, Any]:
     """The results as plain values for JSON."""
     queries = []
     for result in results:
@@ -138,17 +105,3 @@ def _plain(results: Sequence["QueryResult"], unreadable: Sequence["UnreadableIma
         queries.append({"query": result.query, "results": hits})
     skipped = [{"path": image.path, "reason": image.reason} for image in unreadable]
     return {"queries": queries, "unreadable": skipped}
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lightning-retrieval search", description="Find the images of an index that are nearest to query images."
-    )
-    parser.add_argument("queries", nargs="+", metavar="IMAGE", help="image file to search for")
-    add_index_options(parser, images_help="folder of the index's images, if it was moved; for --html")
-    parser.add_argument("-k", type=int, help="number of results of each query, default 10, or all if there are fewer")
-    parser.add_argument("--parameters", help="search parameters, such as nprobe=64, instead of the index's")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the results to this file as an HTML page")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    add_embedding_options(parser)
-    return parser

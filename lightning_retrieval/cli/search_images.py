@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.cli.embedding import EmbeddedImages, ImageEmbedder, UnreadableImage
-from lightning_retrieval.datamodules import ImageIndex
+from lightning_retrieval.cli.embedding import ImageEmbedder, ListedImages, UnreadableImage
 from lightning_retrieval.files import file_digest
 from lightning_retrieval.search.rows import EmbeddingStore
 
@@ -73,7 +72,7 @@ def search_images(
     """
     settings: dict[str, Any] = {"checkpoint": checkpoint, "transform": transform, "device": device}
     _check_index(index)
-    k = _check_k(k, len(index))  # before the model is loaded
+    _check_k(k, len(index))  # before the model is loaded
     searcher = ImageSearcher(index, batch_size=batch_size, num_workers=num_workers, **settings)
     return searcher.search(queries, k)
 
@@ -102,19 +101,29 @@ class ImageSearcher:
     ) -> None:
         _check_index(index)
         self.index = index
-        self._embedder = _load_embedder(index, checkpoint, transform, batch_size, num_workers, device)
+        self._embedder = ImageEmbedder.load(
+            OWNER,
+            _checkpoint_of(index, checkpoint),
+            transform=transform,
+            recorded=index.about["preparation"],
+            sha256=index.about["checkpoint_sha256"],
+            batch_size=batch_size,
+            num_workers=num_workers,
+            device=device,
+        )
 
     def search(self, queries: Sequence[str], k: int | None = None) -> tuple[list[QueryResult], list[UnreadableImage]]:
         """The result of each query that could be read, and the queries that could not; see `search_images`."""
         k = _check_k(k, len(self.index))
-        embedded = _embed(self._embedder, queries)
-        if not embedded.positions:
+        embedded = self._embedder.embed_all(_listed(queries))
+        if len(embedded.positions) == 0:
             raise ValueError(
                 f"{OWNER}: none of the {len(queries)} queries can be read, the first: {embedded.unreadable[0]}."
             )
         similarities, ids, paths = self.index.search_with_paths(embedded.embeddings, k)
         results = []
-        for position, row, row_paths, row_similarities in zip(embedded.positions, ids, paths, similarities.tolist()):
+        rows = zip(embedded.positions.tolist(), ids, paths, similarities.tolist())
+        for position, row, row_paths, row_similarities in rows:
             found = row[row >= 0]  # an approximate index may find fewer than k
             hits = []
             columns = zip(found.tolist(), row_paths, row_similarities)
@@ -122,6 +131,14 @@ class ImageSearcher:
                 hits.append(Hit(rank, image_id, path, similarity))
             results.append(QueryResult(queries[position], hits))
         return results, embedded.unreadable
+
+
+def _listed(queries: Sequence[str]) -> ListedImages:
+    """The queries, whose paths are taken relative to the root of the file system."""
+    files = [Path(os.path.abspath(query)) for query in queries]
+    root = Path(files[0].anchor)
+    paths = [file.relative_to(root).as_posix() for file in files]
+    return ListedImages.of_paths(root, paths, names=[str(file) for file in files])
 
 
 def image_folder(given: Path | None, index: EmbeddingStore) -> Path:
@@ -144,33 +161,22 @@ def _check_index(index: EmbeddingStore) -> None:
         raise ValueError(f"{OWNER}: `index` must be an index of images that `index_images` made.")
 
 
-def _load_embedder(
-    index: EmbeddingStore,
-    checkpoint: Path | None,
-    transform: str | None,
-    batch_size: int,
-    num_workers: int,
-    device: str | None,
-) -> ImageEmbedder:
-    """The model that the index was made with; another file is not loaded."""
-    checkpoint = _find_checkpoint(checkpoint, index.about)
-    wanted = index.about["checkpoint_sha256"]
-    if checkpoint.is_file() and file_digest(checkpoint) != wanted:
+def _checkpoint_of(index: EmbeddingStore, checkpoint: Path | None) -> Path:
+    """The file of the model that the index was made with; raise if it is another file."""
+    if checkpoint is None:
+        checkpoint = Path(index.about["checkpoint"])
+        if not checkpoint.is_file():
+            raise FileNotFoundError(
+                f"{OWNER}: `checkpoint` must be given, because the checkpoint that the index was made with is no "
+                f"longer at {checkpoint}."
+            )
+    if checkpoint.is_file() and file_digest(checkpoint) != index.about["checkpoint_sha256"]:
         raise ValueError(
             f"{OWNER}: `checkpoint` must be the one that the index was made with, because embeddings of different "
             f"models cannot be compared, got {checkpoint.absolute()}, which is another; give the right one, or build "
             "the index again."
         )
-    return ImageEmbedder.load(
-        OWNER,
-        checkpoint,
-        transform=transform,
-        recorded=index.about["preparation"],
-        sha256=wanted,
-        batch_size=batch_size,
-        num_workers=num_workers,
-        device=device,
-    )
+    return checkpoint
 
 
 def _check_k(k: int | None, images: int) -> int:
@@ -182,27 +188,3 @@ def _check_k(k: int | None, images: int) -> int:
             f"{OWNER}: `k` must be at most the number of images in the index, {images}, got {k}; ask for fewer."
         )
     return k
-
-
-def _find_checkpoint(checkpoint: Path | None, about: dict[str, Any]) -> Path:
-    if checkpoint is not None:
-        return checkpoint
-    recorded = Path(about["checkpoint"])
-    if not recorded.is_file():
-        raise FileNotFoundError(
-            f"{OWNER}: `checkpoint` must be given, because the checkpoint that the index was made with is no longer at "
-            f"{recorded}."
-        )
-    return recorded
-
-
-def _embed(embedder: ImageEmbedder, queries: Sequence[str]) -> EmbeddedImages:
-    """Embed the queries, whose paths are taken relative to the root of the file system."""
-    files = [Path(os.path.abspath(query)) for query in queries]
-    root = Path(files[0].anchor)
-    paths = [file.relative_to(root).as_posix() for file in files]
-    embedded = EmbeddedImages(len(files))
-    index = ImageIndex(paths, [0] * len(paths))
-    for batch in embedder.embed(root, index, names=[str(file) for file in files]):
-        embedded.add(batch)
-    return embedded

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.checks import check_bool, first_line
+from lightning_retrieval.cli.embedding import EmbeddedImages, UnreadableImage
+from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.search.disk_lists import check_lists, check_rows_in_memory
 from lightning_retrieval.search.index import RetrievalIndex
 from lightning_retrieval.search.milvus_connection import OWNER, check_dim, check_store
@@ -362,6 +364,7 @@ class Replacement:
         overwrite: bool,
         update: bool,
     ) -> None:
+        self._owner = owner
         self._overwrite = check_bool(owner, "overwrite", overwrite)
         if check_bool(owner, "update", update) and overwrite:
             raise ValueError(f"{owner}: `overwrite` must not be given with `update`; give one of them.")
@@ -370,38 +373,71 @@ class Replacement:
         self._earlier: EarlierRows | None = None
         if update:
             self._earlier = new.earlier_rows(about)
-        self.is_update = self._earlier is not None
-        """Whether there is an index to update."""
 
-    def check_kept(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> None:
-        """Raise if an earlier index, as it is now, has rows that are not among those of the new one.
+    def check_kept(self, ids: Int[Tensor, " rows"], paths: PackedStrings) -> None:
+        """Raise if an earlier index, as it is now, is to be replaced and has rows that the new one would not hold.
 
         Raises:
             ValueError: if it has, or cannot be read.
         """
-        if self._overwrite:
+        if self._overwrite or self._earlier is not None:
             return
         earlier = self._new.earlier_rows(self._about)
         if earlier is not None:
             earlier.check_kept(ids, paths)
 
-    @contextmanager
-    def updated(
-        self, ids: Int[Tensor, " rows"], paths: Sequence[str]
-    ) -> Iterator[tuple[EmbeddingStore, NDArray[np.bool_]]]:
-        """The earlier index without the rows that are gone, and of each of these rows whether it is to be added.
+    def write(
+        self,
+        dim: int,
+        ids: Int[Tensor, " rows"],
+        paths: PackedStrings,
+        embed: Callable[[Int[Tensor, " wanted"]], EmbeddedImages],
+    ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
+        """Write the index, or bring the earlier one up to date.
+
+        Args:
+            dim: of an embedding.
+            ids: of all images.
+            paths: of all images.
+            embed: gives the embeddings of the images at some positions.
+
+        Returns:
+            The index, and the images that could not be read.
 
         Raises:
-            ValueError: if it is of something else, or rows cannot be removed from an index of its kind.
+            ValueError: if an earlier index is of something else, no image can be read, or rows cannot be removed from
+                an index of its kind.
         """
-        earlier = self._earlier
-        if earlier is None:
-            raise ValueError("Replacement: there must be an earlier index to update.")
+        if self._earlier is not None:
+            return self._updated(self._earlier, ids, paths, embed)
+        embedded = embed(torch.arange(len(ids)))
+        self._check_some(len(embedded.positions), embedded.unreadable)
+        ids, paths = ids[embedded.positions], paths[embedded.positions.numpy()]
+        self.check_kept(ids, paths)  # without the images that cannot be read
+        return self._new.write(dim, self._about, embedded.embeddings, ids, paths), embedded.unreadable
+
+    def _updated(
+        self,
+        earlier: EarlierRows,
+        ids: Int[Tensor, " rows"],
+        paths: PackedStrings,
+        embed: Callable[[Int[Tensor, " wanted"]], EmbeddedImages],
+    ) -> tuple[EmbeddingStore, list[UnreadableImage]]:
         gone = earlier.gone(ids, paths)
         with self._new.updated(self._about) as index:
             if len(gone) > 0:
                 index.remove(gone)
-            yield index, earlier.is_new(ids, paths)
+            embedded = embed(torch.from_numpy(earlier.is_new(ids, paths)).nonzero()[:, 0])
+            if len(embedded.positions) > 0:
+                index.add(embedded.embeddings, paths=paths[embedded.positions.numpy()])
+            self._check_some(len(index), embedded.unreadable)
+        return index, embedded.unreadable
+
+    def _check_some(self, rows: int, unreadable: Sequence[UnreadableImage]) -> None:
+        if rows == 0:
+            raise ValueError(
+                f"{self._owner}: none of the {len(unreadable)} images can be read, the first: {unreadable[0]}."
+            )
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import torch
 from PIL import Image
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.cli.embed import embed_images
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.datamodules.glyphs.drawing import load_glyph_images
 from tests.lightning_retrieval.cli.glyph_commands import STRANGE_NAME, indexing, save_checkpoint
@@ -44,6 +45,22 @@ def indexed(glyphs):
     with pytest.raises(SystemExit, match=r"^0$"):
         main(indexing(glyphs[0], glyphs[0] / "index"))
     return glyphs[0]
+
+
+@pytest.fixture(scope="session")
+def embeddings(glyphs, tmp_path_factory):
+    """The embeddings of the same images in three files of a folder."""
+    path = tmp_path_factory.mktemp("embeddings") / "e"
+    embed_images(glyphs[0] / "model.ckpt", glyphs[0] / "images", path, file_format="npy", shard_size=15, device="cpu")
+    return path
+
+
+@pytest.fixture(scope="session")
+def other_model(tmp_path_factory):
+    """A checkpoint of another model for glyphs."""
+    torch.manual_seed(1)
+    module = RetrievalModule(Embedder("glyph_net", embedding_dim=24), SmoothAPLoss()).eval()
+    return save_checkpoint(tmp_path_factory.mktemp("other") / "model.ckpt", module)
 
 
 @pytest.fixture(scope="session")

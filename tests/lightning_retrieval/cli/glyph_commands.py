@@ -1,4 +1,4 @@
-"""Checkpoints, folders of images and calls of the commands `index` and `search`, for the tests of both."""
+"""Checkpoints, folders of images and calls of the commands, for the tests of all of them."""
 
 import re
 
@@ -18,11 +18,16 @@ def save_checkpoint(path, module):
     return path
 
 
-def command(capsys, *args):
-    """The exit code of the command, standard output and standard error."""
+def run(capsys, *args):
+    """The exit code of the program, standard output and standard error."""
     with pytest.raises(SystemExit) as end:
-        main([*map(str, args), "--device=cpu"])
+        main([*map(str, args)])
     return end.value.code, *capsys.readouterr()
+
+
+def command(capsys, *args):
+    """The same of a command that loads a model."""
+    return run(capsys, *args, "--device=cpu")
 
 
 def error_of(capsys, *args):

@@ -1,14 +1,45 @@
-"""`demo`: its arguments, and its errors before a page is served."""
+"""`demo`: its arguments, and its page in a real browser, in light and dark, and on a phone's width."""
 
+import io
+import json
+import os
+import signal
+import socket
 import sys
+import time
 from types import SimpleNamespace
 
+import httpx
 import pytest
+from PIL import Image
 
-from lightning_retrieval import Embedder, RetrievalIndex, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.cli import demo_page
-from lightning_retrieval.cli.main import main
-from tests.lightning_retrieval.cli.glyph_commands import error_of, save_checkpoint
+from lightning_retrieval import RetrievalIndex
+from lightning_retrieval.cli import demo
+from lightning_retrieval.cli.demo import (
+    MEGABYTES,
+    NO_IMAGE,
+    NOT_UPLOADED,
+    SIDE,
+    captioned,
+    delete_old_files,
+    is_allowed_host,
+    thumbnail,
+)
+from lightning_retrieval.cli.search_images import Hit
+from tests.browser import Browser
+from tests.lightning_retrieval.cli.glyph_commands import command, error_of, paths_of, run
+from tests.processes import StartedCommand
+
+RESULTS = "document.querySelectorAll('#results .thumbnail-item')"
+ABOUT = "document.querySelector('#about').innerText"
+BACKGROUND = "getComputedStyle(document.body).backgroundColor"
+# Whether all pictures are loaded, and every caption is below its picture and within its frame.
+DRAWN = f"""[...{RESULTS}].every(item => {{
+  const [picture, caption] = [item.querySelector("img"), item.querySelector(".caption-label")];
+  const [above, below, frame] = [picture, caption, item].map(part => part.getBoundingClientRect());
+  return picture.complete && picture.naturalWidth > 0 && above.bottom <= below.top + 1
+    && below.bottom <= frame.bottom + 1 && caption.scrollWidth <= caption.clientWidth;
+}})"""
 
 
 @pytest.fixture
@@ -20,64 +51,43 @@ def served(monkeypatch):
         calls.append((images, settings))
         return SimpleNamespace(local_url="http://127.0.0.1:7861/", close=lambda verbose: None)
 
-    monkeypatch.setattr(demo_page, "serve_demo", serve)
-    monkeypatch.setattr(demo_page, "delete_files_from_time_to_time", lambda folder: None)
+    monkeypatch.setattr(demo, "serve_demo", serve)
+    monkeypatch.setattr(demo, "delete_files_from_time_to_time", lambda folder: None)
     return calls
 
 
-def test_the_folder_of_the_images_is_that_of_the_index(indexed, served, capsys):
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main(["demo", "--index", str(indexed / "index"), "--port", "7861", "-k", "3", "--device", "cpu"])
-    assert served == [(indexed / "images", {"k": 3, "host": "127.0.0.1", "port": 7861})]
-    assert capsys.readouterr().out == "The page is at http://127.0.0.1:7861/; Ctrl-C ends it.\n"
+def test_the_page_of_an_index(indexed, served, capsys):
+    """At most as many results as images, which are in the folder that the index records."""
+    code, out, _ = command(capsys, "demo", "--index", indexed / "index", "--port=7861", "-k1000")
+    assert (code, out) == (0, "The page is at http://127.0.0.1:7861/; Ctrl-C ends it.\n")
+    assert served == [(indexed / "images", {"k": 40, "host": "127.0.0.1", "port": 7861})]
 
 
-def test_there_are_at_most_as_many_results_as_images(indexed, served):
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main(["demo", "--index", str(indexed / "index"), "-k", "1000", "--device", "cpu"])
-    assert served[0][1]["k"] == 40
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_deletes_the_files_of_visitors(how, indexed, served, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
+    folders = []
+
+    def press(folder):
+        folders.append((folder.parent, folder.stat().st_mode & 0o777))
+        (folder / "upload.png").touch()
+        os.kill(os.getpid(), how)
+
+    monkeypatch.setattr(demo, "delete_files_from_time_to_time", press)
+    before = signal.getsignal(how)
+    assert command(capsys, "demo", "--index", indexed / "index")[0] == 0
+    assert folders == [(tmp_path, 0o700)]
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(how) == before
+    assert os.environ["GRADIO_TEMP_DIR"] == str(tmp_path)
 
 
 @pytest.mark.refusal
 def test_the_images_have_moved(indexed, served, capsys, tmp_path):
     error = error_of(capsys, "demo", "--index", indexed / "index", "--images", tmp_path / "moved")
-    assert error == (
-        f"demo: `--images` must be the folder of the index's images, got {tmp_path / 'moved'}, which is no folder.\n"
-    )
-    assert not served
-
-
-@pytest.mark.refusal
-def test_another_checkpoint(indexed, served, capsys, tmp_path):
-    other = RetrievalModule(Embedder("glyph_net", embedding_dim=16), SmoothAPLoss())
-    checkpoint = save_checkpoint(tmp_path / "other.ckpt", other)
-    capsys.readouterr()
-    error = error_of(capsys, "demo", "--index", indexed / "index", "--checkpoint", checkpoint)
-    assert error.startswith("demo: `--checkpoint` must be the one that the index was made with, because embeddings")
-
-
-@pytest.mark.refusal
-def test_no_results(indexed, capsys):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main(["demo", "--index", str(indexed / "index"), "-k", "0"])
-    assert "argument -k: must be an integer >= 1, got 0" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main(["demo", "--index", str(indexed / "index"), "-k", "many"])
-    assert "argument -k: must be an integer >= 1, got many" in capsys.readouterr().err
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize("port", ["0", "65536", "-1", "http"])
-def test_a_port_that_is_none(port, indexed, capsys):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main(["demo", "--index", str(indexed / "index"), f"--port={port}"])
-    assert f"argument --port: must be an integer from 1 to 65535, got {port}\n" in capsys.readouterr().err
-
-
-@pytest.mark.refusal
-def test_the_index_of_a_data_set_without_image_files(indexed, served, capsys, tmp_path):
+    assert error.startswith(f"demo: `--images` must be the folder of the index's images, got {tmp_path / 'moved'}")
     index = RetrievalIndex.load(indexed / "index")
-    del index.about["images"]  # as `predict` describes embeddings of such a data set
+    del index.about["images"]  # as `predict` describes embeddings of a data set without image files
     index.save(tmp_path / "index")
     sentence = "`--images` must be given, because the index does not say where its images are.\n"
     assert error_of(capsys, "demo", "--index", tmp_path / "index") == f"demo: {sentence}"
@@ -87,7 +97,222 @@ def test_the_index_of_a_data_set_without_image_files(indexed, served, capsys, tm
 
 
 @pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("option", "rule"),
+    [
+        ("-k=0", "argument -k: must be an integer >= 1, got 0"),
+        ("-k=many", "argument -k: must be an integer >= 1, got many"),
+        ("--port=0", "argument --port: must be an integer from 1 to 65535, got 0"),
+        ("--port=65536", "argument --port: must be an integer from 1 to 65535, got 65536"),
+        ("--port=http", "argument --port: must be an integer from 1 to 65535, got http"),
+    ],
+)
+def test_invalid_numbers(option, rule, capsys):
+    code, _, err = run(capsys, "demo", "--index=none", option)
+    assert (code, err.splitlines()[-1]) == (2, f"lightning-retrieval demo: error: {rule}")
+
+
+@pytest.mark.refusal
 def test_gradio_is_not_installed(indexed, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     error = error_of(capsys, "demo", "--index", indexed / "index")
     assert error == "demo: the page needs Gradio; install it with pip install 'lightning-retrieval[demo]'.\n"
+
+
+def test_pixels_of_a_small_image_become_squares(tmp_path):
+    image = Image.new("RGB", (10, 6), "white")
+    image.putpixel((3, 2), (255, 0, 0))
+    image.save(tmp_path / "small.png")
+    shown = thumbnail(tmp_path / "small.png")
+    assert shown.size == (320, 192)
+    assert set(shown.getcolors()) == {(32 * 32, (255, 0, 0)), (320 * 192 - 32 * 32, (255, 255, 255))}
+
+
+@pytest.mark.parametrize(("size", "shown"), [((200, 100), (200, 100)), ((1280, 640), (SIDE, SIDE // 2))])
+def test_a_large_image_is_made_smaller(size, shown, tmp_path):
+    Image.new("RGB", size).save(tmp_path / "large.png")
+    assert thumbnail(tmp_path / "large.png").size == shown
+
+
+def test_a_damaged_result_becomes_a_grey_square(tmp_path, monkeypatch):
+    for name, side in (("good.png", 8), ("large.png", 40)):
+        Image.new("RGB", (side, side)).save(tmp_path / name)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # DecompressionBombError, of neither OSError nor ValueError
+    hits = [Hit(1, 0, "good.png", 0.5), Hit(2, 1, "large.png", 0.25), Hit(3, 2, "gone.png", 0.125)]
+    shown = captioned(hits, tmp_path)
+    texts = ["0.500  good.png", "0.250  large.png (cannot be read)", "0.125  gone.png (cannot be read)"]
+    assert [text for _, text in shown] == texts
+    assert [image.getpixel((0, 0)) for image, _ in shown] == [(0, 0, 0), (128, 128, 128), (128, 128, 128)]
+
+
+@pytest.mark.parametrize(
+    ("host", "allowed", "refused"),
+    [
+        ("127.0.0.1", ["localhost", "LocalHost.:80", "127.0.0.1:7860", "[::1]:1"], ["evil.example", "10.0.0.5:7860"]),
+        ("localhost", ["localhost:7860"], ["localhost.evil.example", "localhost@evil.example", "localhost:80:80", ""]),
+        ("10.0.0.5", ["10.0.0.5:7860"], ["localhost", "evil.example", "[10.0.0.5", "10.0.0.5 evil"]),
+        ("photos.lan", ["photos.lan", "PHOTOS.lan:1"], ["lan", "10.0.0.5"]),
+        ("0.0.0.0", ["localhost", "photos.lan:7860", "10.0.0.5"], []),
+        ("::", ["[fd00::1]:7860", "photos.lan"], []),
+    ],
+)
+def test_the_names_that_the_page_answers(host, allowed, refused):
+    assert all(is_allowed_host([name], host) for name in allowed)
+    assert not any(is_allowed_host([name], host) for name in refused)
+    if refused:
+        assert not is_allowed_host([], host)
+        assert not is_allowed_host([allowed[0], "evil.example"], host)
+
+
+def test_old_files_are_deleted_with_their_folders(tmp_path):
+    for name in ("old/a.png", "tmp123", "new/b.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    time.sleep(0.05)
+    begin = time.time()
+    time.sleep(0.05)
+    (tmp_path / "new" / "b.png").write_text("new")
+    delete_old_files(tmp_path, begin)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["b.png"]
+    for _ in range(2):  # a folder is old once it has not changed for that time
+        delete_old_files(tmp_path, time.time() + 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+FIRST_ON_A_USED_PORT = """
+import sys
+from lightning_retrieval.cli import demo
+from lightning_retrieval.cli.main import main
+
+serve, used = demo.serve_demo, int(sys.argv.pop(1))
+
+def serve_twice(searcher, images, *, port, **settings):
+    try:
+        serve(searcher, images, port=used, **settings)
+    except OSError as error:
+        print(error, flush=True)
+    return serve(searcher, images, port=port, **settings)
+
+demo.serve_demo = serve_twice
+main()
+"""
+
+
+class Server:
+    """A page that is being served, after an attempt to serve it on a port that is in use."""
+
+    def __init__(self, indexed, folder):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.address, self.uploads = f"http://127.0.0.1:{port}", folder / "uploads"
+        self.uploads.mkdir()
+        with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as used:
+            self.used = used.getsockname()[1]
+            patch.setenv("GRADIO_TEMP_DIR", str(self.uploads))
+            program = [sys.executable, "-c", FIRST_ON_A_USED_PORT, str(self.used), "demo"]
+            options = [f"--index={indexed / 'index'}", f"--port={port}", "-k12", "--device=cpu"]
+            self.started = StartedCommand([*program, *options], folder)
+            end = time.monotonic() + 120
+            while f"The page is at {self.address}/; Ctrl-C ends it." not in self.started.output():
+                assert self.started.process.poll() is None, self.started.output()
+                assert time.monotonic() < end, self.started.output()
+                time.sleep(0.2)
+
+    def search(self, *data):
+        """What the route `search` answers."""
+        route = f"{self.address}/gradio_api/call/search"
+        event = httpx.post(route, json={"data": data}).json()["event_id"]
+        _, answer = httpx.get(f"{route}/{event}", timeout=60).text.strip().splitlines()
+        return json.loads(answer.removeprefix("data: "))
+
+    def upload(self, name, content):
+        """The answer to an upload."""
+        return httpx.post(f"{self.address}/gradio_api/upload", files={"files": (name, content)}, timeout=60)
+
+    def search_for(self, name, content):
+        """The answer to an upload and a search for it."""
+        (path,) = self.upload(name, content).json()
+        return self.search({"path": path, "meta": {"_type": "gradio.FileData"}})
+
+
+@pytest.fixture(scope="module")
+def server(indexed, tmp_path_factory):
+    """The page that the tests below share; the last of them ends it."""
+    pytest.importorskip("gradio")
+    server = Server(indexed, tmp_path_factory.mktemp("server"))
+    yield server
+    server.started.end()
+
+
+@pytest.mark.slow
+def test_a_port_that_is_in_use(server):
+    message = f"demo: the page cannot be served on port {server.used} of 127.0.0.1, which may be in use; give another"
+    assert message in server.started.output()
+
+
+@pytest.mark.slow
+@pytest.mark.refusal
+def test_invalid_requests_are_answered_with_a_sentence(server):
+    for path in ("", "config", "gradio_api/info", "gradio_api/queue/status"):
+        answer = httpx.get(f"{server.address}/{path}", headers={"Host": "evil.example:7860"})
+        assert (answer.status_code, answer.text[:32]) == (421, "demo: the page is for 127.0.0.1 ")
+    large = server.upload("large.png", b"0" * (MEGABYTES * 2**20 + 2**17))
+    assert large.status_code == 413
+    assert large.text == "demo: an upload must have at most 20 MB, and say its size; choose a smaller image."
+    assert not list(server.uploads.rglob("large.png"))
+    assert server.search(None)[1] == NO_IMAGE
+    assert server.search()["error"] == NO_IMAGE
+    for path in ("http://example.com/a.png", "HTTPS://example.com/a.png", None):
+        assert server.search({"path": path, "meta": {"_type": "gradio.FileData"}})["error"] == NOT_UPLOADED
+    content = io.BytesIO()
+    Image.new("1", (10_000, 10_000)).save(content, "PNG")
+    answer = server.search_for("wide.png", content.getvalue())
+    assert answer[1] == "**wide.png** has too many pixels; choose one of at most 64 megapixels."
+
+
+@pytest.mark.slow
+def test_the_page_in_a_browser(server, indexed, tmp_path):
+    paths = paths_of(indexed / "images")
+    backgrounds = {}
+    browser = Browser(tmp_path / "profile")
+    try:
+        for name, width, dark in (("light", 1100, False), ("dark", 1100, True), ("phone", 390, False)):
+            browser.open(server.address, width, dark=dark)
+            browser.wait_for("document.querySelector('input[type=file]') !== null", 60)
+            assert browser.evaluate(ABOUT) == "Choose an image file to see the nearest of 40 images."
+            browser.choose_file("input[type=file]", indexed / "images" / paths[5])
+            browser.wait_for(f"{RESULTS}.length === 12 && {DRAWN}")
+            about = "12 nearest of 40 images. Click one to search for it."
+            assert browser.evaluate(ABOUT) == f"{paths[5].split('/')[-1]}: {about}"
+            assert browser.evaluate(f"{RESULTS}[0].innerText").split() == ["1.000", paths[5]]
+            clicked = browser.evaluate(f"{RESULTS}[3].innerText").split(maxsplit=1)[1]
+            browser.evaluate(f"{RESULTS}[3].scrollIntoView()")
+            if name == "phone":
+                assert browser.evaluate("window.scrollY") > 0
+            browser.evaluate(f"{RESULTS}[3].click()")
+            browser.wait_for(f"{ABOUT} === {clicked + ': ' + about!r} && {DRAWN}")
+            browser.wait_for("window.scrollY === 0")  # where the new query is
+            assert browser.evaluate(f"{RESULTS}[0].innerText").split(maxsplit=1)[1] == clicked
+            assert browser.evaluate("document.querySelectorAll('.thumbnail-item.selected').length") == 0
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+            backgrounds[name] = browser.evaluate(BACKGROUND)
+            browser.picture(tmp_path / f"{name}.png")
+        (tmp_path / "notes.png").write_text("no image")
+        browser.choose_file("input[type=file]", tmp_path / "notes.png")
+        browser.wait_for(f"{ABOUT} === 'notes.png cannot be read as an image; choose another file.'")
+        assert browser.evaluate(f"{RESULTS}.length") == 12
+    finally:
+        browser.close()
+    assert backgrounds["light"] == backgrounds["phone"] != backgrounds["dark"]
+
+
+@pytest.mark.slow
+def test_files_of_visitors_are_private_and_deleted_at_the_end(server, indexed):
+    image = (indexed / "images" / paths_of(indexed / "images")[5]).read_bytes()
+    assert "12 nearest of 40 images" in server.search_for("5.png", image)[1]
+    (folder,) = server.uploads.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert list(folder.rglob("5.png"))
+    os.kill(server.started.process.pid, signal.SIGTERM)
+    assert server.started.process.wait(30) == 0
+    assert list(server.uploads.iterdir()) == []

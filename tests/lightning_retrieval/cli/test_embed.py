@@ -1,41 +1,301 @@
-"""`lightning-retrieval embed`: what it prints, and its exit code after Ctrl-C."""
+"""`embed` writes the embeddings of the model; after a kill, only the shards that are missing are embedded."""
 
+import csv
+import os
+import shutil
+import signal
 import sys
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
-from lightning_retrieval.cli import embed_images
-from tests.lightning_retrieval.cli.glyph_commands import command
+from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.cli import embed as embed_module
+from lightning_retrieval.cli.embed import embed_images
+from lightning_retrieval.cli.embedding import ImageEmbedder, ListedImages
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder
+from tests.datamodules.trees import write_image
+from tests.lightning_retrieval.cli.glyph_commands import command, error_of, paths_of, save_checkpoint
+from tests.processes import start_processes
+
+FORMATS = pytest.mark.parametrize("file_format", ["parquet", "npy"])
 
 
-def arguments(folder, output):
-    return ["embed", f"--checkpoint={folder / 'model.ckpt'}", f"--images={folder / 'images'}", f"--output={output}"]
+def embedded(glyphs, output, **settings):
+    settings = {"file_format": "npy", "shard_size": 16, "device": "cpu", **settings}
+    return embed_images(glyphs[0] / "model.ckpt", glyphs[0] / "images", output, **settings)
 
 
-def test_the_summary_counts_embeddings_and_files(glyphs, tmp_path, capsys):
-    pytest.importorskip("pyarrow")
-    args = [*arguments(glyphs[0], tmp_path / "e"), "--shard_size=30"]
-    code, out, err = command(capsys, *args)
-    assert (code, out, err) == (0, f"{tmp_path / 'e'}: 40 embeddings of 24 dimensions in 2 parquet files\n", "")
-    (tmp_path / "e" / "part-00001.parquet").unlink()
-    code, out, err = command(capsys, *args)
+def all_rows(path):
+    folder = EmbeddingFolder.load("me", path)
+    return [folder.read(shard) for shard in range(len(folder))]
+
+
+def test_embeddings_are_those_of_the_model(glyphs, tmp_path):
+    done = embedded(glyphs, tmp_path / "e", batch_size=7)
+    assert (done.written, len(done.folder), done.unreadable) == (3, 3, [])
+    shards = all_rows(tmp_path / "e")
+    paths = [path for shard in shards for path in shard.paths]
+    expected = dict(zip(paths_of(glyphs[0] / "images"), glyphs[1]))
+    assert paths == sorted(expected)
+    found = torch.cat([torch.from_numpy(shard.embeddings) for shard in shards])
+    torch.testing.assert_close(found, torch.stack([expected[path] for path in paths]), rtol=0, atol=1e-6)
+    assert [len(shard.ids) for shard in shards] == [16, 16, 8]
+    assert [id_ for shard in shards for id_ in shard.ids.tolist()] == list(range(40))
+    assert {label for shard in shards for label in shard.labels} == {None}
+
+
+def test_a_run_that_was_killed_continues(glyphs, tmp_path, monkeypatch):
+    whole = embedded(glyphs, tmp_path / "whole")
+    real, seen = ImageEmbedder._embed_batch, []
+
+    def counted(self, images):
+        seen.append(len(images))
+        if len(seen) == 7:  # one image for the length of an embedding, four batches of the first shard, two more
+            raise KeyboardInterrupt
+        return real(self, images)
+
+    monkeypatch.setattr(ImageEmbedder, "_embed_batch", counted)
+    with pytest.raises(KeyboardInterrupt):
+        embedded(glyphs, tmp_path / "e", batch_size=4)
+    assert EmbeddingFolder("me", tmp_path / "e", whole.folder.manifest).missing() == [1, 2]
+    del seen[:]
+    seen += [0] * 7
+    done = embedded(glyphs, tmp_path / "e", batch_size=4)
+    assert done.written == 2
+    assert seen[7:] == [1, 4, 4, 4, 4, 4, 4]
+    for found, expected in zip(all_rows(tmp_path / "e"), all_rows(tmp_path / "whole")):
+        assert found.paths == expected.paths
+        assert torch.allclose(torch.from_numpy(found.embeddings), torch.from_numpy(expected.embeddings), atol=1e-6)
+
+
+@FORMATS
+def test_images_that_have_changed_are_embedded_again(glyphs, tmp_path, capsys, file_format):
+    """Under the same names, of a complete shard and of a missing one; shards without such images are kept."""
+    if file_format == "parquet":
+        pytest.importorskip("pyarrow")
+    shutil.copytree(glyphs[0] / "images", tmp_path / "images")
+    args = [f"--checkpoint={glyphs[0] / 'model.ckpt'}", f"--images={tmp_path / 'images'}", "--shard_size=16"]
+    args += [f"--format={file_format}", f"--output={tmp_path / 'e'}"]
+    assert command(capsys, "embed", *args)[0] == 0
+    (tmp_path / "e" / f"part-00002.{file_format}").unlink()
+    paths = sorted(paths_of(tmp_path / "images"))
+    kept = (tmp_path / "e" / f"part-00001.{file_format}").stat().st_mtime_ns
+    for path in (paths[3], paths[35]):
+        image = Image.open(tmp_path / "images" / path).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        image.save(tmp_path / "images" / path)
+    code, out, err = command(capsys, "embed", *args)
     assert (code, err) == (0, "")
-    assert out.endswith(" in 2 parquet files, 1 of which were there\n")
+    printed = f"40 embeddings of 24 dimensions in 3 {file_format} files, 1 of which were there"
+    assert out == f"{tmp_path / 'e'}: {printed}; made again, because images in them have changed: 1\n"
+    assert (tmp_path / "e" / f"part-00001.{file_format}").stat().st_mtime_ns == kept
+    embed_images(glyphs[0] / "model.ckpt", tmp_path / "images", tmp_path / "whole", file_format="npy", device="cpu")
+    (expected,) = all_rows(tmp_path / "whole")
+    found = np.concatenate([rows.embeddings for rows in all_rows(tmp_path / "e")])
+    np.testing.assert_allclose(found, expected.embeddings, atol=1e-6)
+    assert "3 of which were there\n" in command(capsys, "embed", *args)[1]
+
+
+@pytest.mark.refusal
+def test_a_damaged_file_is_named_before_an_image_is_embedded(glyphs, tmp_path, monkeypatch):
+    embedded(glyphs, tmp_path / "e")
+    (tmp_path / "e" / "part-00002.npy").unlink()
+    (tmp_path / "e" / "part-00001.npy").write_bytes(b"")
+    monkeypatch.setattr(EmbeddingFolder, "write", None)  # calling it fails in another way
+    with pytest.raises(
+        ValueError, match=r"^embed_images: .*part-00001\.npy is damaged \(it is empty\); delete it, and"
+    ):
+        embedded(glyphs, tmp_path / "e")
+
+
+def embed_until_killed(rank, world_size, folder, output, dying):
+    """Embed in all processes; the dying one is killed where its second file is to appear under its name."""
+    replace, replaced = os.replace, []
+
+    def replace_until_killed(source, target):
+        replaced.append(target)
+        if rank == dying and sum(str(name).endswith(".npy") for name in replaced) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
+
+    os.replace = replace_until_killed
+    embedded((folder,), output, shard_size=4, devices=world_size)
+
+
+@pytest.mark.slow  # four processes that load a checkpoint
+@pytest.mark.distributed
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_kill_costs_the_shards_in_work(glyphs, tmp_path, world_size):
+    whole = embedded(glyphs, tmp_path / "whole", shard_size=4)
+    (tmp_path / "processes").mkdir()
+    dying = world_size - 1
+    arguments = (glyphs[0], tmp_path / "e", dying)
+    started = start_processes(embed_until_killed, world_size, *arguments, folder=tmp_path / "processes")
+    try:
+        codes = [one.wait(240) for one in started]
+    finally:
+        for one in started:
+            one.end()
+    assert codes[dying] == -signal.SIGKILL, started[dying].output()
+    missing = EmbeddingFolder("me", tmp_path / "e", whole.folder.manifest).missing()
+    if world_size == 1:
+        assert missing == list(range(1, 10))
+    else:  # the other one has written all of its files, and says what has happened
+        assert missing == [3, 5, 7, 9]
+        assert "ConnectionError: embed_images: all files of this process are written, but" in started[0].output()
+    done = embedded(glyphs, tmp_path / "e", shard_size=4)
+    assert done.written == len(missing)
+    for number in range(10):
+        name = f"part-{number:05d}.npy"
+        assert (tmp_path / "e" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not list((tmp_path / "e").glob(".*.tmp"))
+
+
+def test_tables_give_labels_and_boxes(glyphs, tmp_path):
+    paths = paths_of(glyphs[0] / "images")[:3]
+    with (tmp_path / "t.csv").open("w", newline="") as file:
+        rows = [[paths[0], "α", ""], [paths[1], "", "0 0 10 32"], [paths[2], "β", ""]]
+        csv.writer(file).writerows([["image", "label", "box"], *rows])
+    settings = {"root": glyphs[0] / "images", "file_format": "npy"}
+    embed_images(glyphs[0] / "model.ckpt", tmp_path / "t.csv", tmp_path / "e", **settings)
+    (rows,) = all_rows(tmp_path / "e")
+    assert (rows.paths, rows.labels) == (paths, ["α", None, "β"])
+    found = torch.from_numpy(rows.embeddings)
+    assert torch.allclose(found[[0, 2]], glyphs[1][[0, 2]], atol=1e-6)
+    assert not torch.allclose(found[1], glyphs[1][1], atol=1e-3)  # of a part of the image
+
+
+def test_unreadable_images_are_reported_also_by_the_run_that_continues(glyphs, tmp_path, capsys):
+    (tmp_path / "images").mkdir()
+    Image.new("L", (32, 32)).save(tmp_path / "images" / "a.png")
+    (tmp_path / "images" / "b\n.png").write_text("no image")
+    args = [f"--checkpoint={glyphs[0] / 'model.ckpt'}", f"--images={tmp_path / 'images'}", "--format=npy"]
+    for found in ("", ", 1 of which were there"):
+        code, out, err = command(capsys, "embed", *args, f"--output={tmp_path / 'e'}")
+        assert (code, out) == (1, f"{tmp_path / 'e'}: 1 embeddings of 24 dimensions in 1 npy file{found}\n")
+        assert err.startswith(r"embed: cannot read the image b\n.png (cannot identify image file")
+    (rows,) = all_rows(tmp_path / "e")
+    assert (rows.ids.tolist(), rows.paths) == ([0], ["a.png"])
+
+
+def test_mixed_precision_and_half_of_the_space(glyphs, tmp_path):
+    embedded(glyphs, tmp_path / "e", precision="bf16-mixed", dtype="float16")
+    found = np.concatenate([rows.embeddings for rows in all_rows(tmp_path / "e")])
+    exact = dict(zip(paths_of(glyphs[0] / "images"), glyphs[1]))
+    expected = torch.stack([exact[path] for rows in all_rows(tmp_path / "e") for path in rows.paths]).numpy()
+    assert found.dtype == np.float16
+    np.testing.assert_allclose(found, expected, atol=0.02)
+    assert np.abs(found - expected).max() > 1e-3  # the error of bfloat16; that of float16 is 1e-4
+    manifest = EmbeddingFolder.load("me", tmp_path / "e").manifest
+    assert (manifest.precision, manifest.dtype) == ("bf16-mixed", "float16")
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"device": "none"}, "`device` must be a device that torch can use here, got 'none'"),
+        ({"device": "meta"}, "`device` must be of one of the types cpu, cuda, mps, got 'meta'"),
+        ({"device": "cpu:0", "devices": 2}, "`device` must be without a number for several devices, got 'cpu:0'"),
+        ({"precision": "8"}, "`precision` must be one of .* got '8'"),
+        ({"shard_size": 0}, "`shard_size` must be an integer >= 1, got 0"),
+        ({"root": "x"}, "`root` must be given for a table only, got x"),
+    ],
+)
+def test_invalid_arguments(glyphs, tmp_path, settings, message):
+    with pytest.raises(ValueError, match=f"^embed_images: {message}"):
+        embedded(glyphs, tmp_path / "e", **settings)
+    assert not (tmp_path / "e").exists()
+
+
+@pytest.mark.refusal
+def test_a_folder_of_something_else_is_not_continued(glyphs, colour, tmp_path, capsys):
+    embedded(glyphs, tmp_path / "e")
+    model, images = ["--checkpoint", glyphs[0] / "model.ckpt"], ["--images", glyphs[0] / "images"]
+    to = ["--output", tmp_path / "e", "--format=npy", "--shard_size=16"]
+    for args, message in (
+        (["--checkpoint", colour[0], *images, *to], "which holds embeddings of another model"),
+        ([*model, "--images", glyphs[0] / "images" / "1", *to], "of another list of images (40 then, 10 now)"),
+        ([*model, *images, *to, "--shard_size=17"], "with shard_size=16, not 17"),
+        ([*model, *images, "--output", glyphs[0]], "embed: `--output` must be a new folder, or one with embeddings"),
+    ):
+        assert message in error_of(capsys, "embed", *args)
+
+
+def embedding(glyphs, output):
+    """Arguments that embed the images with the defaults of the command."""
+    return [
+        "embed",
+        f"--checkpoint={glyphs[0] / 'model.ckpt'}",
+        f"--images={glyphs[0] / 'images'}",
+        f"--output={output}",
+    ]
 
 
 def test_ctrl_c_says_how_to_continue(glyphs, tmp_path, capsys, monkeypatch):
     def interrupt(*args, **settings):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(embed_images, "embed_images", interrupt)
-    code, out, err = command(capsys, *arguments(glyphs[0], tmp_path / "e"))
+    monkeypatch.setattr(embed_module, "embed_images", interrupt)
+    code, out, err = command(capsys, *embedding(glyphs, tmp_path / "e"))
     assert (code, out, err) == (130, "", f"embed: interrupted; the same command continues in {tmp_path / 'e'}.\n")
 
 
+@pytest.mark.refusal
 def test_a_missing_extra_is_named(glyphs, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    code, out, err = command(capsys, *arguments(glyphs[0], tmp_path / "e"))
-    assert (code, out) == (2, "")
-    assert err.startswith(
-        "embed: pyarrow must be installed for Parquet files: pip install 'lightning-retrieval[parquet]'"
-    )
+    printed = error_of(capsys, *embedding(glyphs, tmp_path / "e"))
+    assert printed.startswith("embed: pyarrow must be installed for Parquet files: pip install 'lightning-retrieval[")
+
+
+USER_CODE = """
+from torchvision.transforms import v2
+from lightning_retrieval.preparation.training_transforms import TrainingTransform
+from lightning_retrieval.models import Preparation
+
+other = Preparation(32, 32, channels=1, mean=(0.3,), std=(0.2,))
+resize = TrainingTransform([v2.Resize((32, 32)), v2.Grayscale()], other, takes_pixels=False)
+"""
+
+
+def test_an_object_of_the_user_that_gives_uint8_is_called_as_a_function(glyphs, tmp_path, monkeypatch):
+    (tmp_path / "user_code_of_embedding.py").write_text(USER_CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    write_image(tmp_path / "a.png", size=(50, 40))
+    name = "user_code_of_embedding.resize"
+    model = glyphs[0] / "model.ckpt"
+    embedder = ImageEmbedder.load("X", model, transform=name, batch_size=1, num_workers=0, device="cpu")
+    (batch,) = embedder.embed(ListedImages.of_paths(tmp_path, ["a.png"]))
+    with torch.no_grad(), Image.open(tmp_path / "a.png") as image:
+        wanted = embedder.module.embed(embedder.transform(image.convert("RGB"))[None])
+    assert torch.equal(batch.embeddings, wanted)
+    assert embedder.dim() == 24
+
+
+@pytest.mark.refusal
+def test_nan_in_an_embedding_is_reported_with_the_image(glyphs, tmp_path, capsys):
+    module = RetrievalModule(Embedder("glyph_net", embedding_dim=24), SmoothAPLoss())
+    torch.nn.init.constant_(module.embedder.head.linear.weight, float("nan"))
+    model = save_checkpoint(tmp_path / "nan.ckpt", module)
+    args = ["--images", glyphs[0] / "images" / "1", "--output", tmp_path / "index", "--checkpoint", model]
+    printed = error_of(capsys, "index", *args)
+    assert printed.startswith("index: embeddings must be finite, but the model gives NaN or inf for deeper/10.bmp;")
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_a_batch_that_does_not_fit_into_memory(glyphs, tmp_path, capsys, monkeypatch, error):
+    def embed(self, images):
+        raise error
+
+    monkeypatch.setattr(RetrievalModule, "embed", embed)
+    printed = error_of(capsys, *embedding(glyphs, tmp_path / "e"), "--format=npy")
+    assert "`--batch_size` must be small enough for the memory of the device, got" in printed

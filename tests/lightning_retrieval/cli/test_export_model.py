@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.cli import export_model as export_module
-from lightning_retrieval.cli.export_model import check_program, export_model
+from lightning_retrieval.cli import export as export_module
+from lightning_retrieval.cli.export import check_program, export_model
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.export.onnx_file import can_write_onnx
 from lightning_retrieval.export.program import EmbeddingProgram

@@ -8,7 +8,7 @@ import yaml
 from PIL import Image
 
 from lightning_retrieval import RetrievalIndex, RetrievalModule
-from lightning_retrieval.cli.export_model import export_model
+from lightning_retrieval.cli.export import export_model
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.models import Preparation
 from tests.datamodules.trees_more import write_folders

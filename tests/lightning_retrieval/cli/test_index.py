@@ -1,22 +1,43 @@
-"""`lightning-retrieval index`: what it prints, its exit codes and its error messages."""
+"""`index` of a folder of images and of embeddings: what is in it, when it is replaced, and what is printed."""
 
+import dataclasses
+import importlib
+import json
+import re
 import shutil
+import sys
 
 import pytest
+import pytorch_lightning as pl
 import torch
+from PIL import Image
+from torchvision.transforms import v2
 
-from lightning_retrieval import Embedder, RetrievalIndex, RetrievalModule, SmoothAPLoss
-from lightning_retrieval.cli import embedding
-from lightning_retrieval.cli.embed_images import embed_images
-from lightning_retrieval.cli.index import index
+from lightning_retrieval import Embedder, PCAWhitening, RetrievalIndex, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.cli.embedding import ImageEmbedder
+from lightning_retrieval.cli.index import index_embeddings, index_images
+from lightning_retrieval.datamodules import ImageFolder
 from lightning_retrieval.models import Preparation
+from lightning_retrieval.preparation.serialised import serialise_transform
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder
+from tests.datamodules.trees import write_image
+from tests.datamodules.trees_more import write_folders
 from tests.lightning_retrieval.cli.glyph_commands import (
     command,
     error_of,
     indexing,
     paths_of,
+    run,
     save_checkpoint,
 )
+
+MEDIUM = v2.Compose([v2.Resize((64, 64)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
+
+
+def similarities(capsys, query, index, k):
+    """{path: similarity} of a search for one image."""
+    _, out, _ = command(capsys, "search", query, "--index", index, f"-k{k}", "--json")
+    return {hit["path"]: hit["similarity"] for hit in json.loads(out)["queries"][0]["results"]}
 
 
 def test_factory_parameters_and_shards_are_those_of_the_index(glyphs, tmp_path, capsys):
@@ -34,11 +55,160 @@ def test_factory_parameters_and_shards_are_those_of_the_index(glyphs, tmp_path, 
     assert made.about["channels"] == 1
 
 
+def test_embeddings_include_whitening_and_scales_of_the_module(glyphs, tmp_path, capsys):
+    whitening = PCAWhitening(dim=6).fit(glyphs[1])
+    settings = {"whitening": whitening, "eval_scales": (1.0, 0.5)}
+    module = RetrievalModule(Embedder("glyph_net", embedding_dim=24), SmoothAPLoss(), **settings).eval()
+    model = save_checkpoint(tmp_path / "model.ckpt", module)
+    folder = glyphs[0] / "images"
+    paths = paths_of(folder)
+    images = [v2.functional.to_image(Image.open(folder / path).convert("L")) for path in paths]
+    with torch.no_grad():
+        expected = module.embed(torch.stack(images).float() / 255).double()
+    args = ["--images", folder, "--output", tmp_path / "index", "--checkpoint", model]
+    code, out, _ = command(capsys, "index", *args)
+    assert code == 0
+    assert "40 images, 6 dimensions" in out
+    unit = expected / expected.norm(dim=1, keepdim=True)
+    scores = dict(zip(paths, (unit @ unit[7]).tolist()))
+    assert similarities(capsys, folder / paths[7], tmp_path / "index", 40) == pytest.approx(scores, abs=1e-5)
+
+
+def test_all_commands_decode_at_the_reduced_scale_of_the_checkpoint(tmp_path, capsys):
+    module = RetrievalModule(Embedder("glyph_net", embedding_dim=24), SmoothAPLoss()).eval()
+    preparation = dataclasses.replace(Preparation.named("glyphs"), reduced_scale=True)
+    module.preparation = serialise_transform(preparation)
+    model = save_checkpoint(tmp_path / "model.ckpt", module)
+    paths = [f"{number}.jpg" for number in range(6)]
+    images = []
+    for number, path in enumerate(paths):
+        write_image(tmp_path / "images" / path, size=(170, 130), seed=number)
+        with Image.open(tmp_path / "images" / path) as image:
+            image.draft("RGB", (42, 32))
+            images.append(Preparation.named("glyphs")(image.convert("RGB")))
+    expected = torch.nn.functional.normalize(module.embed(torch.stack(images)), dim=1).detach()
+    code, out, _ = command(capsys, *indexing(tmp_path, tmp_path / "index"))
+    assert (code, "reduced_scale=True" in out) == (0, True)
+    index = RetrievalIndex.load(tmp_path / "index")
+    assert index.about["preparation"] == {"preparation": preparation.as_dict()}
+    assert torch.allclose(index.embeddings(torch.arange(6)), expected, atol=1e-5)
+    scores = dict(zip(paths, (expected @ expected[3]).tolist()))
+    found = similarities(capsys, tmp_path / "images" / paths[3], tmp_path / "index", 6)
+    assert found == pytest.approx(scores, abs=1e-5)
+    args = ["--images", tmp_path / "images", "--output", tmp_path / "rows", "--checkpoint", model, "--format=npy"]
+    assert command(capsys, "embed", *args)[0] == 0
+    rows = EmbeddingFolder.load("test", tmp_path / "rows").read(0).embeddings
+    assert torch.allclose(torch.nn.functional.normalize(torch.from_numpy(rows), dim=1), expected, atol=1e-5)
+
+
+def trained(folder, **settings):
+    """A checkpoint that a fit on a folder of images wrote, then gone on with for an epoch more."""
+    write_folders(folder / "images", ["a", "b", "c", "d"], images=2)
+    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    sizes = {"classes_per_batch": 2, "samples_per_class": 2, "test_fraction": 0.5, "train_transform": MEDIUM}
+    path = folder / "model.ckpt"
+    for epochs in (1, 2):
+        data = ImageFolder(folder / "images", **sizes, **settings)
+        torch.manual_seed(0)
+        module = RetrievalModule(Embedder("squeezenet1_1", embedding_dim=8), SmoothAPLoss())
+        trainer = pl.Trainer(
+            max_epochs=epochs, limit_val_batches=0, default_root_dir=folder, enable_checkpointing=False, **quiet
+        )
+        trainer.fit(module, data, ckpt_path=path if epochs == 2 else None, weights_only=True)
+        trainer.save_checkpoint(path)
+    assert trainer.current_epoch == 2
+
+
+@pytest.mark.slow
+def test_images_are_prepared_as_the_checkpoint_says(tmp_path, capsys):
+    trained(tmp_path, transform="roadmap", image_size=64, background="black")
+    code, out, err = command(capsys, *indexing(tmp_path, tmp_path / "index"))
+    assert (code, err) == (0, "")
+    shown = "Preparation(image_size=64, resize=[73, 73], background=black)"
+    assert out.startswith(f"images prepared with {shown}, as the checkpoint says\n")
+    about = RetrievalIndex.load(tmp_path / "index").about
+    assert Preparation(**about["preparation"]["preparation"]) == Preparation(64, (73, 73), background="black")
+    printed = error_of(capsys, *indexing(tmp_path, tmp_path / "other", "--transform=plain"))
+    assert printed.startswith("index: `--transform` must be that of the model")
+    assert f"{shown}, got 'plain'" in printed
+
+
+USER_CODE = """
+from torchvision.transforms import v2
+import torch
+
+def evaluate(image):
+    return v2.functional.to_dtype(v2.functional.to_image(image.resize((64, 64))), torch.float32, scale=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.refusal
+def test_a_function_is_imported_only_if_the_user_names_it(tmp_path, capsys, monkeypatch):
+    (tmp_path / "user_code_of_index.py").write_text(USER_CODE)
+    monkeypatch.syspath_prepend(tmp_path)
+    trained(tmp_path, eval_transform=importlib.import_module("user_code_of_index").evaluate)
+    del sys.modules["user_code_of_index"]
+    must_be_given = "`--transform` must be given, because the model was evaluated with user_code_of_index.evaluate"
+    assert must_be_given in error_of(capsys, *indexing(tmp_path, tmp_path / "index"))
+    printed = error_of(capsys, *indexing(tmp_path, tmp_path / "index", "--transform=os.remove"))
+    assert "must be the one that the model was evaluated with, user_code_of_index.evaluate, got 'os.remove'" in printed
+    assert "user_code_of_index" not in sys.modules
+    assert not (tmp_path / "index").exists()
+    option = "--transform=user_code_of_index.evaluate"
+    assert command(capsys, *indexing(tmp_path, tmp_path / "index", option))[0] == 0
+    query = ["search", f"--index={tmp_path / 'index'}", tmp_path / "images" / "a" / "0.jpg"]
+    assert must_be_given in error_of(capsys, *query)
+    assert command(capsys, *query, option)[0] == 0
+
+
+@pytest.mark.parametrize("transform", ["plain", "ap_gem"])
+def test_images_are_upright_and_in_colour_whatever_the_file_format(colour, transform, tmp_path, capsys, monkeypatch):
+    def download(*args, **keywords):
+        raise AssertionError("the weights are in the checkpoint")
+
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", download)
+    path, module = colour
+    write_image(tmp_path / "upright.png", size=(300, 260), seed=3)
+    upright = Image.open(tmp_path / "upright.png").convert("RGB")
+    (tmp_path / "images").mkdir()
+    upright.save(tmp_path / "images" / "a.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    upright.rotate(90, expand=True).save(tmp_path / "images" / "b.PNG", exif=exif)
+    grey = upright.convert("L").crop((0, 0, 280, 250))
+    grey.save(tmp_path / "images" / "c.png")
+    images = ["--images", tmp_path / "images", "--checkpoint", path]
+    code, out, err = command(capsys, "index", *images, "--output", tmp_path / "index", "--transform", transform)
+    assert (code, err) == (0, "")
+    assert "3 images, 16 dimensions, Flat (exact)" in out
+    prepare = Preparation.named(transform)
+    with torch.no_grad():
+        rows = [module(prepare(image)[None])[0] for image in (upright, upright, grey.convert("RGB"))]
+    expected = torch.nn.functional.normalize(torch.stack(rows), dim=1)
+    found = RetrievalIndex.load(tmp_path / "index").embeddings(torch.arange(3))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert expected[2] @ expected[0] < 1 - 1e-4  # or the test would show nothing
+
+
+def test_the_index_records_where_the_preparation_came_from(indexed, tmp_path):
+    sources = []
+    for number, transform in enumerate((None, "glyphs")):
+        index, unreadable = index_images(
+            indexed / "model.ckpt", indexed / "images" / "1", tmp_path / str(number), transform=transform
+        )
+        assert unreadable == []
+        assert index.about["preparation"] == {"preparation": Preparation.named("glyphs").as_dict()}
+        sources.append(index.about["preparation_from"])
+    assert sources[0] in ("default", "model")
+    assert sources[1] == "argument"
+
+
 def test_unreadable_images_are_named_and_the_others_indexed(glyphs, tmp_path, capsys):
     shutil.copytree(glyphs[0], tmp_path, dirs_exist_ok=True)
     (tmp_path / "images" / "a\nb.jpg").write_bytes(b"no image")
-    whole = (tmp_path / "images" / paths_of(tmp_path / "images")[8]).read_bytes()
-    (tmp_path / "images" / "cut.png").write_bytes(whole[: len(whole) // 2])
+    content = (tmp_path / "images" / paths_of(tmp_path / "images")[8]).read_bytes()
+    (tmp_path / "images" / "cut.png").write_bytes(content[: len(content) // 2])
     code, out, err = command(capsys, *indexing(tmp_path, tmp_path / "index2"))
     assert code == 1
     assert "40 images" in out
@@ -46,6 +216,14 @@ def test_unreadable_images_are_named_and_the_others_indexed(glyphs, tmp_path, ca
     assert first.startswith(r"index: cannot read the image a\nb.jpg (cannot identify image file")
     assert second.startswith("index: cannot read the image cut.png (")
     assert first.endswith("; skipped.")
+
+
+@pytest.fixture
+def own_copy(indexed, tmp_path):
+    """A copy of the images and the model, without an index."""
+    shutil.copytree(indexed / "images", tmp_path / "images")
+    shutil.copy(indexed / "model.ckpt", tmp_path)
+    return tmp_path
 
 
 def changed_by_hand(folder):
@@ -62,32 +240,26 @@ def files_of(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def embedding_args(kind, indexed, output):
-    """Arguments of `index` for the images themselves, or for a folder of their embeddings."""
-    if kind == "images":
-        return indexing(indexed, output)
-    embeddings = output.with_name("embeddings")
-    embed_images(indexed / "model.ckpt", indexed / "images", embeddings, file_format="npy", device="cpu")
-    return ["index", f"--embeddings={embeddings}", f"--output={output}"]
-
-
 @pytest.mark.parametrize("kind", ["images", "embeddings"])
-def test_rows_that_were_added_by_hand_are_only_lost_where_that_is_asked_for(kind, indexed, tmp_path, capsys):
-    args = embedding_args(kind, indexed, tmp_path / "index")
-    assert finish(capsys, args) == 0
+def test_rows_that_were_added_by_hand_are_only_lost_where_that_is_asked_for(
+    kind, indexed, embeddings, tmp_path, capsys
+):
+    args = indexing(indexed, tmp_path / "index")
+    if kind == "embeddings":
+        args = ["index", f"--embeddings={embeddings}", f"--output={tmp_path / 'index'}"]
+    assert run(capsys, *args)[0] == 0
     left = changed_by_hand(tmp_path / "index")
     before = files_of(tmp_path / "index")
-    assert index(args[1:]) == 2
-    assert capsys.readouterr().err == (
+    code, _, err = run(capsys, *args)
+    assert code == 2
+    assert err.startswith(
         "index: `--output` must be new, or an index whose rows are all in the new one, but 3 of the 41 rows of "
-        f"{tmp_path / 'index'} are not, because their images are not among the new ones; give "
-        "`--overwrite` to replace it, or `--update` to add the images that are new and remove the rows of those that "
-        "are gone, or give another path.\n"
+        f"{tmp_path / 'index'} are not, because their images are not among the new ones; give `--overwrite`"
     )
     assert files_of(tmp_path / "index") == before
 
     expected = RetrievalIndex.load(indexed / "index")
-    assert finish(capsys, [*args, "--update"]) == 0
+    assert run(capsys, *args, "--update")[0] == 0
     updated = RetrievalIndex.load(tmp_path / "index")
     assert updated.ids.tolist() == [*left.tolist(), 40, 41]  # after the largest id that is left
     paths = dict(zip(updated.paths(updated.ids), updated.embeddings()))
@@ -96,162 +268,208 @@ def test_rows_that_were_added_by_hand_are_only_lost_where_that_is_asked_for(kind
         torch.testing.assert_close(paths[path], row, rtol=0, atol=1e-6)
 
     changed_by_hand(tmp_path / "index")
-    assert finish(capsys, [*args, "--overwrite"]) == 0
-    assert RetrievalIndex.load(tmp_path / "index").ids.tolist() == list(range(40))
-    assert finish(capsys, args) == 0  # nothing of it is lost
-    assert finish(capsys, [*args, "--update"]) == 0
-    assert RetrievalIndex.load(tmp_path / "index").ids.tolist() == list(range(40))
+    for more in (["--overwrite"], [], ["--update"]):  # by the last two, nothing is lost
+        assert run(capsys, *args, *more)[0] == 0
+        assert RetrievalIndex.load(tmp_path / "index").ids.tolist() == list(range(40))
 
 
-def finish(capsys, args):
-    """The exit code of `index`."""
-    code = index([str(arg) for arg in args[1:]])
-    capsys.readouterr()
-    return code
-
-
-def test_an_update_embeds_only_the_images_that_are_new(indexed, tmp_path, capsys, monkeypatch):
-    shutil.copytree(indexed / "images", tmp_path / "images")
-    shutil.copy(indexed / "model.ckpt", tmp_path)
-    args = indexing(tmp_path, tmp_path / "index", "--factory=IVF2,Flat", "--update")
-    assert finish(capsys, args) == 0  # there is none yet
-    paths = paths_of(tmp_path / "images")
-    (tmp_path / "images" / paths[7]).rename(tmp_path / "images" / "new.png")
-    (tmp_path / "images" / "bad.png").write_text("no image")
+def test_an_update_embeds_only_the_images_that_are_new(own_copy, capsys, monkeypatch):
+    args = indexing(own_copy, own_copy / "index", "--factory=IVF2,Flat", "--update")
+    assert command(capsys, *args)[0] == 0  # there is none yet
+    paths = paths_of(own_copy / "images")
+    (own_copy / "images" / paths[7]).rename(own_copy / "images" / "new.png")
+    (own_copy / "images" / "bad.png").write_text("no image")
     printed = error_of(capsys, *args[:-1])
-    assert f"but 1 of the 40 rows of {tmp_path / 'index'} are not, because their images are not" in printed
-    real, seen = embedding.ImageEmbedder.embed_items, []
+    assert f"but 1 of the 40 rows of {own_copy / 'index'} are not, because their images are not" in printed
+    real, seen = ImageEmbedder.embed_all, []
 
-    def counted(self, items, names):
-        seen.extend(names)
-        return real(self, items, names)
+    def counted(self, listed, positions):
+        seen.extend(listed.index.paths[position] for position in positions)
+        return real(self, listed, positions)
 
-    monkeypatch.setattr(embedding.ImageEmbedder, "embed_items", counted)
+    monkeypatch.setattr(ImageEmbedder, "embed_all", counted)
     code, out, err = command(capsys, *args)
-    assert (code, sorted(set(seen))) == (1, ["bad.png", "new.png"])
+    assert (code, sorted(seen)) == (1, ["bad.png", "new.png"])
     assert "40 images, 24 dimensions, IVF2,Flat" in out
     assert err.startswith("index: cannot read the image bad.png")
-    made = RetrievalIndex.load(tmp_path / "index")
+    made = RetrievalIndex.load(own_copy / "index")
     assert set(made.paths(made.ids)) == {*paths, "new.png"} - {paths[7]}
 
 
 @pytest.mark.refusal
-def test_an_index_of_something_else_is_only_replaced_where_that_is_asked_for(indexed, colour, tmp_path, capsys):
-    index_folder = tmp_path / "index"
-    shutil.copytree(indexed / "index", index_folder)
-    before = files_of(index_folder)
-    other = tmp_path / "other"
-    shutil.copytree(indexed / "images", other / "images")
-    shutil.copy(indexed / "model.ckpt", other)
-    torch.manual_seed(1)
-    module = RetrievalModule(Embedder("glyph_net", embedding_dim=24), SmoothAPLoss()).eval()
-    retrained = save_checkpoint(tmp_path / "retrained.ckpt", module)
-    capsys.readouterr()
-    model = ["index", f"--checkpoint={retrained}", f"--images={indexed / 'images'}", f"--output={index_folder}"]
+def test_an_index_of_something_else_is_only_replaced_where_that_is_asked_for(indexed, other_model, own_copy, capsys):
+    index = own_copy / "index"
+    shutil.copytree(indexed / "index", index)
+    before = files_of(index)
+    model = ["index", f"--checkpoint={other_model}", f"--images={indexed / 'images'}", f"--output={index}"]
     for args, why in (
-        (
-            indexing(other, index_folder),
-            f"40 of the 40 rows of {index_folder} are not, because they are of images in {indexed}",
-        ),
-        (model, "are not, because they are of another model; give `--overwrite` to replace it, or give another path."),
+        (indexing(own_copy, index), f"40 of the 40 rows of {index} are not, because they are of images in {indexed}"),
+        (model, "are not, because they are of another model; give `--overwrite`"),
     ):
         assert why in error_of(capsys, *args)
         printed = error_of(capsys, *args, "--update")
         assert printed.startswith("index: `--update` must be given for an index of the same model and images, got ")
     by_hand = RetrievalIndex(24)
     by_hand.add(torch.eye(24))
-    by_hand.save(tmp_path / "by hand")
-    printed = error_of(capsys, *indexing(indexed, tmp_path / "by hand"))
+    by_hand.save(own_copy / "by hand")
+    printed = error_of(capsys, *indexing(indexed, own_copy / "by hand"))
     assert "are not, because something else than this command has made them; give `--overwrite`" in printed
-    with pytest.raises(SystemExit, match=r"^2$"):
-        index(indexing(indexed, index_folder, "--update", "--overwrite")[1:])
-    assert "not allowed with argument --update" in capsys.readouterr().err
-    printed = error_of(capsys, *indexing(indexed, index_folder, "--update", "--shards=2"))
-    assert (
-        "`--shards` must be that of the index with `--update`, 1, or not be given, got 2; give `--overwrite`" in printed
-    )
-    assert files_of(index_folder) == before
+    printed = error_of(capsys, *indexing(indexed, index, "--update", "--shards=2"))
+    assert "`--shards` must be that of the index with `--update`, 1, or not be given, got 2" in printed
+    assert files_of(index) == before
 
-    (index_folder / "manifest.json").write_text("{")
-    printed = error_of(capsys, *indexing(indexed, index_folder))
+    (index / "manifest.json").write_text("{")
+    printed = error_of(capsys, *indexing(indexed, index))
     assert "`--output` must be new, or an index that can be read, got " in printed
-    assert "is damaged, it is not valid JSON; build the index again); give `--overwrite` to replace it" in printed
-    assert finish(capsys, indexing(indexed, index_folder, "--overwrite")) == 0
-    assert len(RetrievalIndex.load(index_folder)) == 40
-    (index_folder / "manifest.json").unlink()  # what a run leaves that was killed before it had written all
-    assert finish(capsys, indexing(indexed, index_folder)) == 0
+    assert command(capsys, *indexing(indexed, index, "--overwrite"))[0] == 0
+    assert len(RetrievalIndex.load(index)) == 40
+    (index / "manifest.json").unlink()  # what a run leaves that was killed before it had written all
+    assert command(capsys, *indexing(indexed, index))[0] == 0
 
 
 @pytest.mark.refusal
-def test_rows_of_images_that_cannot_be_read_any_more_are_not_lost(indexed, tmp_path, capsys):
-    shutil.copytree(indexed / "images", tmp_path / "images")
-    shutil.copy(indexed / "model.ckpt", tmp_path)
-    assert finish(capsys, indexing(tmp_path, tmp_path / "index")) == 0
-    (tmp_path / "images" / paths_of(tmp_path / "images")[9]).write_bytes(b"damaged")
-    printed = error_of(capsys, *indexing(tmp_path, tmp_path / "index"))
-    assert f"but 1 of the 40 rows of {tmp_path / 'index'} are not, because their images are not among" in printed
-    assert len(RetrievalIndex.load(tmp_path / "index")) == 40
+def test_rows_of_images_that_cannot_be_read_any_more_are_not_lost(own_copy, indexed, capsys):
+    images = own_copy / "images"
+    assert command(capsys, *indexing(own_copy, own_copy / "index"))[0] == 0
+    (images / paths_of(images)[9]).write_bytes(b"damaged")
+    printed = error_of(capsys, *indexing(own_copy, own_copy / "index"))
+    assert f"but 1 of the 40 rows of {own_copy / 'index'} are not, because their images are not among" in printed
+    assert len(RetrievalIndex.load(own_copy / "index")) == 40
 
 
 @pytest.mark.refusal
 def test_invalid_arguments_are_reported_in_one_sentence(glyphs, colour, indexed, tmp_path, capsys):
-    to = ["--output", tmp_path / "index"]
-    images = ["--images", indexed / "images"]
-    model = ["--checkpoint", indexed / "model.ckpt"]
-    printed = error_of(capsys, "index", *images, *to, *model, "--transform=plain")
-    assert "`--transform` must give images with the number of channels that the model of " in printed
-    assert "takes, 1, got 'plain', which gives 3; take 'glyphs'." in printed
-    printed = error_of(capsys, "index", *images, *to, "--checkpoint", colour[0], "--transform=glyphs")
-    assert "takes, 3, got 'glyphs', which gives 1; take 'plain'." in printed
-    printed = error_of(capsys, "index", *images, *to, "--checkpoint=gone.ckpt")
-    assert printed.endswith("must be a file that training wrote, got gone.ckpt, which does not exist.\n")
-    printed = error_of(capsys, "index", *images, *to, "--checkpoint", tmp_path)
-    assert printed.endswith(f"must be a file that training wrote, got {tmp_path}, which is a folder.\n")
+    index = indexing(indexed, tmp_path / "index")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (tmp_path / "unreadable").mkdir()
+    (tmp_path / "unreadable" / "a.png").write_text("no image")
     (tmp_path / "no.ckpt").write_text("no checkpoint")
-    printed = error_of(capsys, "index", *images, *to, "--checkpoint", tmp_path / "no.ckpt")
-    assert "must be the checkpoint of a RetrievalModule that can be rebuilt from it" in printed
-    assert "`--images` must be a folder of images, got gone" in error_of(capsys, "index", "--images=gone", *to, *model)
-    (tmp_path / "empty").mkdir()
-    assert "which holds no image" in error_of(capsys, "index", "--images", tmp_path / "empty", *to, *model)
-    (tmp_path / "empty" / "a.png").write_text("no image")
-    printed = error_of(capsys, "index", "--images", tmp_path / "empty", *to, *model)
-    assert printed.startswith("index: none of the 1 images in")
-    printed = error_of(capsys, "index", *images, "--output", tmp_path / "empty", *model)
-    assert "must be written to a new folder or over an index" in printed
-    assert "`--factory` must be one of faiss'" in error_of(capsys, "index", *images, *to, *model, "--factory=Flatt")
-    assert "`--factory` 'IVF64,Flat' must be trained" in error_of(
-        capsys, *indexing(indexed, to[1], "--factory=IVF64,Flat")
-    )
-    assert "`--batch_size` must be an integer >= 1, got 0" in error_of(
-        capsys, *indexing(indexed, to[1], "--batch_size=0")
-    )
-    for command_of in (indexing(indexed, "n" * 500), ["embed", *images, *model, "--output", tmp_path / ("n" * 500)]):
-        printed = error_of(capsys, *command_of)
-        assert ": a path must have names of at most 255 bytes, got " in printed
-        assert printed.endswith("nn..., which is longer; shorten it.\n")
+    for more, message in (
+        ([f"--checkpoint={colour[0]}", "--transform=glyphs"], "takes, 3, got 'glyphs', which gives 1; take 'plain'."),
+        (["--checkpoint=gone.ckpt"], "must be a file that training wrote, got gone.ckpt, which does not exist"),
+        ([f"--checkpoint={tmp_path}"], f"must be a file that training wrote, got {tmp_path}, which is a folder"),
+        ([f"--checkpoint={tmp_path / 'no.ckpt'}"], "must be the checkpoint of a RetrievalModule"),
+        (["--images=gone"], "`--images` must be a folder of images, got gone"),
+        ([f"--images={empty}"], f"`--images` must be a folder of images, got {empty}, which holds no image"),
+        ([f"--images={tmp_path / 'unreadable'}"], "index: none of the 1 images can be read, the first: cannot read"),
+        ([f"--output={indexed}"], "must be written to a new folder or over an index"),
+        (["--batch_size=0"], "`--batch_size` must be an integer >= 1, got 0"),
+        (["--num_workers=-1"], "`--num_workers` must be an integer >= 0, got -1"),
+        (["--factory=IVF64,Flat"], "`--factory` 'IVF64,Flat' must be trained"),
+        ([f"--output={'n' * 500}"], ": a path must have names of at most 255 bytes, got "),
+        (["--transform=none"], "`--transform` must be one of 'plain', "),
+        (["--transform=plain"], "takes, 1, got 'plain', which gives 3; take 'glyphs'."),
+        (["--transform=os.system"], "`--transform` must name a function of yours from a PIL image to a tensor, got"),
+        (["--transform=torch.nn.Linear"], "got 'torch.nn.Linear', which is a class"),
+        (["--transform=torch.linalg.inv"], "got 'torch.linalg.inv', which raises TypeError for a black image"),
+        (["--transform=numpy.shape"], "got 'numpy.shape', which returns tuple"),
+        (["--transform=numpy.nothing"], "must name a function that can be imported, got numpy.nothing ("),
+    ):
+        assert message in error_of(capsys, *index, *more)
+    with pytest.raises(ValueError, match=r"^index_images: `device` must be a device.*, got 'meat'"):
+        index_images(indexed / "model.ckpt", indexed / "images", tmp_path / "index", device="meat")
     assert not (tmp_path / "index").exists()
 
 
 @pytest.mark.refusal
+@pytest.mark.parametrize("bad", ["--factory=Flatt", "--factory=PQ5", "--factory=HNSW8,PQ4", "--parameters=nprobe=3"])
+def test_invalid_index_settings_raise_before_an_image_is_read(bad, indexed, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ImageEmbedder, "embed_all", None)  # calling it fails in another way
+    printed = error_of(capsys, *indexing(indexed, tmp_path / "index", bad))
+    assert printed.startswith("RetrievalIndex: `--")
+
+
+@pytest.mark.refusal
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("args", "message"),
     [
+        (["--images=x"], "the following arguments are required: --checkpoint, or --embeddings instead"),
         (
-            "subprocess.Popen",
-            "must name a function of yours from a PIL image to a tensor, got 'subprocess.Popen', which",
+            ["--embeddings=x", "--images=x"],
+            "--images must not be given with --embeddings, because no image is embedded",
         ),
-        ("os.system", "must name a function of yours from a PIL image to a tensor, got 'os.system', which is part of"),
-        (
-            "torch.nn.Linear",
-            "must name a function from a PIL image to a tensor, got 'torch.nn.Linear', which is a class",
-        ),
-        ("torch.linalg.inv", "got 'torch.linalg.inv', which raises TypeError for a black image of 224 x 224 pixels ("),
-        ("numpy.shape", "got 'numpy.shape', which returns tuple; end it with v2.ToImage() and"),
-        ("numpy.nothing", "must name a function that can be imported, got numpy.nothing ("),
+        (["--embeddings=x", "--update", "--overwrite"], "not allowed with argument --update"),
     ],
 )
-def test_invalid_function_in_place_of_a_transform(indexed, tmp_path, capsys, name, message):
-    printed = error_of(capsys, *indexing(indexed, tmp_path / "index", f"--transform={name}"))
-    assert printed.startswith("index: `--transform` ")
-    assert message in printed
-    assert not (tmp_path / "index").exists()
+def test_arguments_that_do_not_fit_together(args, message, capsys):
+    code, out, err = run(capsys, "index", "--output=x", *args)
+    assert (code, out) == (2, "")
+    assert message in err
+
+
+def test_an_index_of_embeddings_is_that_of_the_images(indexed, embeddings, tmp_path, capsys):
+    code, out, err = run(capsys, "index", "--embeddings", embeddings, "--output", tmp_path / "index")
+    assert (code, out, err) == (0, f"{tmp_path / 'index'}: 40 images, 24 dimensions, Flat (exact)\n", "")
+    made, expected = RetrievalIndex.load(tmp_path / "index"), RetrievalIndex.load(indexed / "index")
+    assert torch.equal(made.ids, expected.ids)
+    assert made.paths(made.ids) == expected.paths(made.ids)
+    torch.testing.assert_close(made.embeddings(), expected.embeddings(), rtol=0, atol=1e-6)
+    assert made.about == expected.about  # so `search` embeds its queries in the same way
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index"]  # no temporary file
+
+
+def test_an_index_is_trained_on_rows_of_all_files(embeddings, tmp_path):
+    settings = {"factory": "IVF20,Flat", "parameters": "nprobe=20", "shards": 2}
+    made, unreadable = index_embeddings(embeddings, tmp_path / "i", **settings)  # the 15 rows of a file do not suffice
+    assert (len(made), made.shards, unreadable) == (40, 2, [])
+    assert made.recall > 0.97  # measured on rows of all files; near ties go either way
+
+
+def test_an_index_that_is_built_on_disk_has_the_same_files(embeddings, tmp_path, capsys):
+    more = ["--factory=IVF2,Flat", "--parameters=nprobe=2", "--shards=2"]
+    printed = {}
+    for name, on_disk in {"memory": [], "disk": ["--rows_in_memory=65536"]}.items():
+        code, out, err = run(capsys, "index", "--embeddings", embeddings, "--output", tmp_path / name, *more, *on_disk)
+        assert (code, err) == (0, "")
+        printed[name] = out.replace(str(tmp_path / name), "")
+    assert printed["disk"] == printed["memory"]
+    files = {path.name: path.read_bytes() for path in (tmp_path / "memory").glob("files-*/*")}
+    assert len(files) == 5
+    assert {path.name: path.read_bytes() for path in (tmp_path / "disk").glob("files-*/*")} == files
+
+
+@pytest.mark.refusal
+def test_settings_are_validated_before_a_file_is_read(embeddings, tmp_path):
+    shutil.copytree(embeddings, tmp_path / "e")
+    (tmp_path / "e" / "part-00000.npy").write_bytes(b"damaged")
+    on_disk = {"factory": "IVF2,Flat", "rows_in_memory": 65_536}
+    for settings, message in (
+        ({**on_disk, "factory": "Flat"}, "`factory` must be IVF with Flat, SQ or PQ, .* got 'Flat'"),
+        ({**on_disk, "rows_in_memory": 65_535}, "`rows_in_memory` must be an integer >= 65536, got 65535"),
+        ({**on_disk, "store": f"milvus:{tmp_path / 'i.db'}"}, "`rows_in_memory` must not be given with a store in"),
+        ({"factory": "IVF2,PQ7x4"}, "that fits inner products of 24 numbers, got 'IVF2,PQ7x4'"),
+        ({}, "part-00000.npy is damaged"),  # only then
+    ):
+        with pytest.raises(ValueError, match=message):
+            index_embeddings(tmp_path / "e", tmp_path / "i", **settings)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["e"]
+
+
+@pytest.mark.refusal
+def test_a_bad_file_is_named_before_an_index_is_made(embeddings, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"^index_embeddings: the embeddings must be a folder with _manifest\."):
+        index_embeddings(tmp_path, tmp_path / "i")
+    folder, bad = tmp_path / "e", tmp_path / "e" / "part-00001.npy"
+    shutil.copytree(embeddings, folder)
+
+    def fails(message):
+        with pytest.raises(ValueError, match=f"^index_embeddings: .*{message}"):
+            index_embeddings(folder, tmp_path / "i")
+
+    content = bytearray(bad.read_bytes())
+    content[-1] ^= 1
+    bad.write_bytes(content)
+    fails(r"part-00001.npy is damaged \(.*, which keeps the others")
+    shutil.copy(embeddings / "part-00000.npy", bad)
+    shutil.copy(embeddings / "part-00000.json", bad.with_suffix(".json"))
+    fails("part-00001.npy must hold shard 1 of the embeddings that")
+    bad.unlink()
+    fails(r" 1 of its 3 shards are missing \(part-00001.npy\)")
+    manifest = folder / "_manifest.json"
+    text = re.sub(r'"sha256": "\w+",', "", manifest.read_text())  # as earlier releases wrote it
+    shutil.copytree(embeddings, folder, dirs_exist_ok=True)
+    for wrong in (text.replace('"model_sha256": "', '"model_sha256": "f'), text.replace('"dim": 24', '"dim": 25')):
+        manifest.write_text(wrong)
+        fails("part-00000.npy must hold shard 0 .*of another model, of other images, or ")
+    assert not (tmp_path / "i").exists()

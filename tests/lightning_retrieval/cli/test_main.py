@@ -1,30 +1,44 @@
-"""The program finds the function of a subcommand, as a module and as a console script."""
+"""The program finds the command, its help shows whole sentences, and its messages are in terms of the command line."""
 
+import importlib
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import pytorch_lightning as pl
 
+from lightning_retrieval import datamodules
 from lightning_retrieval.cli.main import LIGHTNING_COMMANDS, OTHER_COMMANDS, main
+from lightning_retrieval.cli.options import TRANSFORMS, command_line_message, printable
+from lightning_retrieval.datamodules import RetrievalDataModule
+from lightning_retrieval.models import Preparation
+from tests.lightning_retrieval.cli.example_config import IGNORED
+from tests.lightning_retrieval.cli.glyph_commands import run
+
+pytestmark = pytest.mark.filterwarnings(*IGNORED)
+
+LINES = 50  # of a screen
+NARROW, WIDE = 80, 200  # columns
+OPTION = re.compile(r"^  -.*\n(?:      .*\n)*", flags=re.MULTILINE)  # with its sentence, which may be below it
+DEFAULT = re.compile(r" (?:\[[^\]]*\]|\(required\))$")
+CLASSES = [
+    "--model.help=lightning_retrieval.RetrievalModule",
+    "--trainer.callbacks.help=lightning_retrieval.RetrievalEvaluation",
+    *(f"--data.help=lightning_retrieval.datamodules.{name}" for name in datamodules.__all__
+      if isinstance(found := getattr(datamodules, name), type) and issubclass(found, RetrievalDataModule)
+      and not inspect.isabstract(found)),
+]  # fmt: skip
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "program",
-    [[sys.executable, "-m", "lightning_retrieval.cli"], [Path(sys.executable).with_name("lightning-retrieval")]],
-)
-def test_both_ways_to_start_the_program(program):
-    done = subprocess.run([*program, "index", "--help"], capture_output=True, text=True, timeout=120)
+def test_the_console_script():
+    program = Path(sys.executable).with_name("lightning-retrieval")
+    done = subprocess.run([program, "index", "--help"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: lightning-retrieval index ")
-
-
-@pytest.mark.parametrize("command", OTHER_COMMANDS)
-def test_subcommand(command, capsys):
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main([command, "--help"])
-    assert capsys.readouterr().out.startswith(f"usage: lightning-retrieval {command} ")
 
 
 @pytest.mark.refusal
@@ -37,35 +51,161 @@ def test_arguments_that_are_no_list_raise(args):
 WITHOUT_TORCH = """
 import sys
 from lightning_retrieval.cli.main import main
-try:
-    main(sys.argv[1:])
-finally:
-    assert "torch" not in sys.modules and "pytorch_lightning" not in sys.modules
+
+for command in sys.argv[1:]:
+    try:
+        main([*command.split(), "--help"])
+    except SystemExit as end:
+        assert end.code == 0
+assert "torch" not in sys.modules and "pytorch_lightning" not in sys.modules
 """
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        ["--help"],
-        ["embed", "--help"],
-        ["export", "--help"],
-        ["index", "--help"],
-        ["search", "--help"],
-        ["check", "--help"],
-        ["demo", "--help"],
-    ],
-)
-def test_help_appears_without_an_import_of_torch(args):
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *args], capture_output=True, text=True, timeout=120)
+def test_help_appears_without_an_import_of_torch():
+    program = [sys.executable, "-c", WITHOUT_TORCH, "", *OTHER_COMMANDS]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(" ".join(["usage: lightning-retrieval", *args[:-1], ""]))
+    usages = [line.split()[:3] for line in done.stdout.splitlines() if line.startswith("usage: ")]
+    assert usages[1:] == [["usage:", "lightning-retrieval", command] for command in OTHER_COMMANDS]
 
 
 @pytest.mark.parametrize("args", [["fot"], []])
 def test_error_for_an_unknown_or_missing_command_names_every_command(args, capsys):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main(args)
-    printed = capsys.readouterr().err
-    for command in (*LIGHTNING_COMMANDS, *OTHER_COMMANDS):
-        assert command in printed
+    code, _, err = run(capsys, *args)
+    assert code == 2
+    assert all(command in err for command in (*LIGHTNING_COMMANDS, *OTHER_COMMANDS))
+
+
+@pytest.fixture
+def help_of(capsys, monkeypatch):
+    """What a command prints for `--help` on a terminal with this number of columns."""
+
+    def printed(columns, *args):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main(list(args))
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= columns
+        assert " ..." not in text.replace("COMMAND ...", "").replace("IMAGE ...", "")
+        return text
+
+    return printed
+
+
+def arguments_of(*callables):
+    """The arguments that docstrings describe, each description on one line; the last docstring has precedence."""
+    found = {}
+    for described in callables:
+        text = inspect.cleandoc(described.__doc__ or "")
+        section = re.search(r"^Args:\n+((?:    .*\n?|\n)*)", text, flags=re.MULTILINE)
+        if section is None:
+            continue
+        for argument in re.split(r"^    (?=\w)", section[1], flags=re.MULTILINE)[1:]:
+            name, _, description = argument.partition(":")
+            found[name] = " ".join(description.split())
+    return found
+
+
+def sentences(printed, prefix):
+    """The sentence that is shown for each option, without its default, by the name without a prefix."""
+    shown = {}
+    for option in OPTION.findall(printed):
+        name, *words = option.split()
+        assert len(option.splitlines()) <= 6
+        if name.startswith(f"--{prefix}.") and not name.endswith(".help"):
+            shown[name.removeprefix(f"--{prefix}.")] = DEFAULT.sub("", " ".join(words))
+    return shown
+
+
+def is_whole(shown, description):
+    """Whether the first sentence of a description, or all of it, is shown."""
+    rest = description.removeprefix(shown)
+    is_end = rest in ("", ".") or rest.startswith((". ", ".Set ", " Default: "))  # "instantiation.Set to True"
+    return bool(shown) and description.startswith(shown) and is_end
+
+
+@pytest.mark.parametrize("command", ["fit", "predict"])
+def test_help_of_a_command_has_whole_sentences_in_80_columns(command, help_of):
+    printed = help_of(NARROW, command, "--help")
+    named = {line.split()[0].rstrip(",") for line in printed.splitlines() if line.startswith("  -")}
+    assert {
+        "-h",
+        "-c",
+        "--trainer.max_epochs",
+        "--trainer.model_registry",
+        "--model",
+        "--model.help",
+        "--data",
+    } <= named
+    shown = sentences(printed, "trainer")
+    described = arguments_of(pl.Trainer.__init__)
+    assert len(shown) > 40
+    assert [name for name, sentence in shown.items() if not is_whole(sentence, described[name])] == []
+    name = "--trainer.check_val_every_n_epoch"
+    assert f"  {name}\n      Perform a validation loop after every `N` training epochs [1]\n" in printed
+    assert "--data.help lightning_retrieval.datamodules.CUB200" in printed
+
+
+@pytest.mark.parametrize("command", ["fit", "predict"])
+def test_help_of_a_command_fits_on_a_wide_screen_for_each_group(command, help_of):
+    printed = help_of(WIDE, command, "--help")
+    assert max(len(group.splitlines()) for group in printed.split("\n\n")) <= LINES
+    (epochs,) = (line for line in printed.splitlines() if "--trainer.check_val_every_n_epoch" in line)
+    assert re.fullmatch(r"  --trainer.check_val_every_n_epoch +Perform a validation loop after .* \[1\]", epochs)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_help_of_a_class_has_whole_sentences_in_80_columns(kind, help_of):
+    printed = help_of(NARROW, "fit", kind)
+    assert len(printed.splitlines()) <= 2 * LINES
+    option, _, path = kind.removeprefix("--").partition(".help=")
+    package, _, name = path.rpartition(".")
+    cls = getattr(importlib.import_module(package), name)
+    shown = sentences(printed, option)
+    described = arguments_of(*reversed(cls.__mro__))
+    assert len(shown) > 5
+    assert [name for name, sentence in shown.items() if not is_whole(sentence, described[name])] == []
+    if "root" in shown:
+        assert re.search(r"^  --data.root\n(?:      .*\n)*      .*\(required\)$", printed, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("kind", [CLASSES[0], "--data.help=lightning_retrieval.datamodules.ImageTable"])
+def test_help_of_a_class_fits_on_a_wide_screen(kind, help_of):
+    assert len(help_of(WIDE, "fit", kind).splitlines()) <= LINES
+
+
+OTHERS = [[command, "--help"] for command in OTHER_COMMANDS] + [["--help"], ["check", "--data", "CUB200", "--help"]]
+
+
+@pytest.mark.parametrize("args", OTHERS, ids=" ".join)
+def test_help_of_another_command_has_whole_sentences_in_80_columns(args, help_of):
+    """All words are there that a terminal without an end shows."""
+    narrow, endless = (help_of(columns, *args).split() for columns in (NARROW, 10_000))
+    assert narrow == endless
+
+
+def test_arguments_become_options():
+    error = ValueError("search_images: `k` must be at most the `images` of `index_images`, got `other`.")
+    message = "search: `-k` must be at most the `--images` of `lightning-retrieval index`, got `other`."
+    assert command_line_message("search", error, ["k", "images"]) == message
+
+
+def test_a_function_of_another_command_becomes_the_command_that_called_it():
+    error = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+    assert command_line_message("demo", error, []) == str(error)
+    error = ValueError("search_images: `checkpoint` must be given.")
+    assert command_line_message("demo", error, ["checkpoint"]) == "demo: `--checkpoint` must be given."
+
+
+def test_owners_of_other_messages_are_kept():
+    error = ValueError("RetrievalIndex: `factory` must be one of search_images: `factory`.")
+    message = "RetrievalIndex: `--factory` must be one of search_images: `--factory`."
+    assert command_line_message("search", error, ["factory"]) == message
+
+
+def test_characters_that_cannot_be_printed_are_escaped():
+    assert printable("a b/ü\n\x1b\udc80.jpg") == r"a b/ü\n\x1b\udc80.jpg"
+
+
+def test_names_of_transforms_are_those_of_the_preparations_that_exist():
+    assert Preparation.NAMES == TRANSFORMS

@@ -1,25 +1,26 @@
-"""`lightning-retrieval search`: what it prints, its exit codes and its error messages."""
+"""`search`: what it prints, its page, which is self-contained and safe, its exit codes and its error messages."""
 
+import base64
 import errno
+import io
 import json
 import os
+import re
 import shutil
-import socket
 import sys
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from lightning_retrieval import RetrievalIndex
+from lightning_retrieval.cli.page import result_page
+from lightning_retrieval.cli.search_images import Hit, QueryResult, search_images
 from lightning_retrieval.models import Preparation
-from tests.lightning_retrieval.cli.glyph_commands import (
-    STRANGE_NAME,
-    command,
-    error_of,
-    indexing,
-    paths_of,
-)
+from tests.browser import Browser
+from tests.lightning_retrieval.cli.glyph_commands import STRANGE_NAME, command, error_of, indexing, paths_of
 
 
 def test_search_ranks_as_the_model_does(glyphs, indexed, capsys):
@@ -77,39 +78,48 @@ def test_a_missing_package_is_named(indexed, capsys, monkeypatch):
 
 @pytest.mark.refusal
 def test_invalid_arguments_are_reported_in_one_sentence(indexed, tmp_path, capsys):
-    query = indexed / "images" / paths_of(indexed / "images")[3]
-    at = ["--index", indexed / "index"]
-    printed = "search: `-k` must be at most the number of images in the index, 40, got 41; ask for fewer.\n"
-    assert error_of(capsys, "search", query, *at, "-k41") == printed
-    assert "`-k` must be an integer >= 1, got 0" in error_of(capsys, "search", query, *at, "-k0")
-    sentence = f"must be a folder with manifest.json in it, got {tmp_path}; `lightning-retrieval index` writes one.\n"
-    assert error_of(capsys, "search", query, "--index", tmp_path).endswith(sentence)
     RetrievalIndex(4).save(tmp_path / "other")
-    printed = "search: `--index` must be an index of images that `lightning-retrieval index` made.\n"
-    assert error_of(capsys, "search", query, "--index", tmp_path / "other") == printed
+    search = ["search", indexed / "images" / paths_of(indexed / "images")[3], "--index"]
+    for args, message in (
+        ([indexed / "index", "-k41"], "search: `-k` must be at most the number of images in the index, 40, got 41"),
+        ([indexed / "index", "-k0"], "`-k` must be an integer >= 1, got 0"),
+        ([tmp_path], f"must be a folder with manifest.json in it, got {tmp_path}; `lightning-retrieval index` writes"),
+        ([tmp_path / "other"], "search: `--index` must be an index of images that `lightning-retrieval index` made."),
+        (
+            [tmp_path / "none", "--html", tmp_path],
+            f"search: `--html` must be a file in an existing folder, got {tmp_path}",
+        ),
+        ([tmp_path / "none", "--html", tmp_path / "gone" / "a.html"], "`--html` must be a file in an existing folder"),
+        (
+            [tmp_path / "none", "--images", tmp_path / "gone"],
+            "`--images` must be the folder of the index's images, got ",
+        ),
+    ):
+        assert message in error_of(capsys, *search, *args)
+    with pytest.raises(TypeError, match=r"^search_images: `k` must be an integer >= 1, got 2\.5 \(float\)\.$"):
+        search_images(RetrievalIndex.load(indexed / "index"), ["a.png"], k=2.5)
 
 
 @pytest.mark.refusal
-def test_an_index_is_searched_with_its_own_preparation_only(glyphs, indexed, tmp_path, capsys):
+def test_an_index_is_searched_with_its_model_and_its_preparation_only(glyphs, indexed, other_model, tmp_path, capsys):
     """Whatever the command asks for, and whatever the checkpoint says today."""
-    query = indexed / "images" / paths_of(indexed / "images")[3]
-    at = ["--index", indexed / "index"]
-    message = "search: `--transform` must be that of the model, which was evaluated with 'glyphs', got 'plain'; leave "
-    assert error_of(capsys, "search", query, *at, "--transform=plain").startswith(message)
+    recorded = RetrievalIndex.load(indexed / "index")
+    recorded.about["checkpoint"] = str(tmp_path / "model.ckpt")
+    recorded.save(tmp_path / "index")
+    args = ["search", indexed / "images" / paths_of(indexed / "images")[3], "-k1", "--index", tmp_path / "index"]
+    message = (
+        f"`--checkpoint` must be given, because the checkpoint that the index was made with is no longer at {tmp_path}"
+    )
+    assert message in error_of(capsys, *args)
+    assert command(capsys, *args, "--checkpoint", glyphs[0] / "model.ckpt")[0] == 0
     changed = torch.load(glyphs[0] / "model.ckpt", weights_only=True)
     torch.save({**changed, "preparation": {"preparation": Preparation(64).as_dict()}}, tmp_path / "model.ckpt")
-    error = error_of(capsys, "search", query, *at, "--checkpoint", tmp_path / "model.ckpt")
-    assert "`--checkpoint` must be the one that the index was made with" in error
-
-
-@pytest.mark.refusal
-def test_output_and_image_folders_are_validated_first(indexed, tmp_path, capsys):
-    query = indexed / "images" / STRANGE_NAME
-    for page in (tmp_path / "gone" / "page.html", tmp_path):
-        printed = error_of(capsys, "search", query, "--index", tmp_path / "none", "--html", page)
-        assert printed == f"search: `--html` must be a file in an existing folder, got {page}.\n"
-    printed = error_of(capsys, "search", query, "--index", tmp_path / "none", "--images", tmp_path / "gone")
-    assert "`--images` must be the folder of the index's images, got " in printed
+    for more in ([], ["--checkpoint", other_model]):
+        printed = error_of(capsys, *args, *more)
+        assert printed.startswith("search: `--checkpoint` must be the one that the index was made with")
+    message = "search: `--transform` must be that of the model, which was evaluated with 'glyphs', got 'plain'"
+    more = ["--checkpoint", glyphs[0] / "model.ckpt", "--transform=plain"]
+    assert error_of(capsys, *args, *more).startswith(message)
 
 
 @pytest.fixture
@@ -123,40 +133,24 @@ def search_to(indexed, capsys):
     return run
 
 
-@pytest.fixture
-def terminal():
-    """A device of this test alone."""
-    ends = os.openpty()
-    yield ends[1]
-    for end in ends:
-        os.close(end)
-
-
 @pytest.mark.refusal
-@pytest.mark.parametrize("kind", ["fifo", "link to a fifo", "socket", "device", "link to itself"])
-def test_page_must_be_a_regular_file(kind, terminal, search_to, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # the path of a socket is short
-    page = Path("page.html")
+@pytest.mark.parametrize("kind", ["fifo", "link to a fifo", "link to itself", "link into a missing folder"])
+def test_page_must_be_a_regular_file(kind, search_to, tmp_path):
+    page = tmp_path / "page.html"
+    message = "a regular file, got {}, which is a FIFO, a socket, a device or a link to itself."
     if kind == "fifo":
         os.mkfifo(page)
     elif kind == "link to a fifo":
-        os.mkfifo("fifo")
+        os.mkfifo(tmp_path / "fifo")
         page.symlink_to("fifo")
-    elif kind == "socket":
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(str(page))
-    elif kind == "device":
-        page = Path(os.ttyname(terminal))  # a device that even a faulty search by root could not replace
-    else:
+    elif kind == "link to itself":
         page.symlink_to(page.name)
-    before = sorted(os.listdir())
-    code, out, err = search_to(page)
-    assert (code, out) == (2, "")
-    assert err == (
-        f"search: `--html` must be a regular file, got {page}, which is a FIFO, a socket, a device or a link to "
-        "itself.\n"
-    )
-    assert sorted(os.listdir()) == before
+    else:
+        page.symlink_to(Path("gone", "target.html"))
+        message = "a file in an existing folder, got {}."
+    before = sorted(os.listdir(tmp_path))
+    assert search_to(page) == (2, "", f"search: `--html` must be {message.format(page)}\n")
+    assert sorted(os.listdir(tmp_path)) == before
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -173,13 +167,6 @@ def test_page_follows_a_symbolic_link(exists, search_to, tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["elsewhere", "page.html", "target.html"]
 
 
-@pytest.mark.refusal
-def test_link_into_a_missing_folder_is_an_error(search_to, tmp_path):
-    page = tmp_path / "page.html"
-    page.symlink_to(Path("gone", "target.html"))
-    assert search_to(page) == (2, "", f"search: `--html` must be a file in an existing folder, got {page}.\n")
-
-
 @pytest.mark.parametrize("failing", ["write", "replace", "interrupt"])
 def test_page_that_cannot_be_written_leaves_the_old_one_and_nothing_else(failing, search_to, tmp_path, monkeypatch):
     page = tmp_path / "page.html"
@@ -193,7 +180,7 @@ def test_page_that_cannot_be_written_leaves_the_old_one_and_nothing_else(failing
 
     if failing == "write":
         unwritable = ("\ud800" * 100_000, [])
-        monkeypatch.setattr("lightning_retrieval.cli.page.result_page", lambda *args: unwritable)
+        monkeypatch.setattr("lightning_retrieval.cli.search.result_page", lambda *args: unwritable)
         assert search_to(page)[0] == 2
     elif failing == "replace":
         monkeypatch.setattr(os, "replace", full_disk)
@@ -211,11 +198,9 @@ def test_default_is_ten_results_or_all_if_there_are_fewer(indexed, tmp_path, cap
     query = indexed / "images" / STRANGE_NAME
     _, out, _ = command(capsys, "search", query, "--index", indexed / "index", "--json")
     assert len(json.loads(out)["queries"][0]["results"]) == 10
-    (tmp_path / "images").mkdir()
-    for path in paths_of(indexed / "images")[:5]:
-        shutil.copy(indexed / "images" / path, tmp_path / "images")
-    shutil.copy(indexed / "model.ckpt", tmp_path)
-    command(capsys, *indexing(tmp_path, tmp_path / "index"))
+    index = RetrievalIndex.load(indexed / "index")
+    index.remove(index.ids[5:])
+    index.save(tmp_path / "index")
     page = tmp_path / "page.html"
     code, out, err = command(capsys, "search", query, "--index", tmp_path / "index", "--json", "--html", page)
     assert (code, err) == (0, "")
@@ -232,3 +217,136 @@ def test_search_parameters_replace_those_of_the_index(indexed, tmp_path, capsys)
         counts.append(len(json.loads(out)["queries"][0]["results"]))
     assert counts[0] < counts[1] == 40
     assert "got 'nope=1'" in error_of(capsys, *args, "--parameters=nope=1")
+
+
+class Page(HTMLParser):
+    """What a page loads, its pictures' alternative texts, and its text."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.loads, self.alts, self.text, self.tags = [], [], "", []
+        self.feed(source)
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.tags.append(tag)
+        self.loads += [attributes[name] for name in ("src", "href", "srcset", "data") if name in attributes]
+        if tag == "img":
+            self.alts.append(attributes["alt"])
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def page(indexed):
+    """The page of two queries, one of them with the strange name."""
+    paths = paths_of(indexed / "images")
+    queries = [str(indexed / "images" / paths[position]) for position in (0, 12)]
+    results, _ = search_images(RetrievalIndex.load(indexed / "index"), queries, 7, device="cpu")
+    source, missing = result_page(results, indexed / "images", "7 nearest of 40 images")
+    assert missing == []
+    (indexed / "results.html").write_text(source, encoding="utf-8")
+    return indexed / "results.html"
+
+
+def test_page_loads_nothing_and_escapes_file_names(page, indexed):
+    source = page.read_text(encoding="utf-8")
+    found = Page(source)
+    assert found.loads
+    assert all(re.match(r"data:image/(png|jpeg);base64,|#q[12]$", target) for target in found.loads)
+    assert not re.findall(r"url\(|@import|https?:|fetch\(|XMLHttp", source)
+    assert found.tags.count("script") == 1
+    assert found.tags.count("img") == len(found.alts) == 2 * 8
+    strange = str(indexed / "images" / STRANGE_NAME)
+    assert found.alts[0] == f"Query: {strange}"
+    assert found.alts[1] == f"Result 1: {STRANGE_NAME}"
+    assert strange in found.text
+    assert len(re.findall(r"distance[\s\d.]+similarity", found.text)) == 2 * 7
+
+
+def test_page_and_command_report_missing_images(indexed, tmp_path, capsys):
+    shutil.copytree(indexed / "images", tmp_path / "images")
+    shutil.rmtree(tmp_path / "images" / "2")
+    query = tmp_path / "images" / paths_of(tmp_path / "images")[3]
+    args = ["search", query, "--index", indexed / "index", "-k40", "--html", tmp_path / "page.html"]
+    code, _, err = command(capsys, *args, "--images", tmp_path / "images")
+    assert code == 0
+    source = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert source.count("not readable now") == 10
+    assert err.startswith(f"search: 10 of 40 results cannot be read in {tmp_path / 'images'}, the first: 2/deeper/2")
+    assert err.endswith("; give the folder of the images with `--images`.\n")
+    assert err.count("\n") == 1
+    assert command(capsys, *args)[::2] == (0, "")
+    assert "not readable now" not in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+# The dialog tells of its end in an event, after the click.
+KEYS = """new Promise((done) => {
+const trace = [];
+function press(...keys) {
+  for (const key of keys) {
+    document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
+    const at = document.activeElement.closest(".card");
+    trace.push(dialog.open ? document.getElementById("compared").textContent.split(":")[0]
+      : at ? at.dataset.query + "." + at.dataset.rank : "-");
+  }
+}
+press("ArrowDown", "ArrowRight", "ArrowRight", "ArrowLeft", "ArrowDown", "ArrowUp", "End", "ArrowRight", "Home", "a");
+document.activeElement.click();
+press("ArrowRight", "End", "ArrowRight");
+trace.push(document.querySelectorAll("#left img, #right img").length);
+dialog.addEventListener("close", () => {
+  trace.push(document.activeElement.dataset.query + "." + document.activeElement.dataset.rank);
+  done(trace);
+});
+dialog.querySelector("button").click();
+})"""
+
+LONG_AND_TALL = """(async () => {
+    const all = [...document.querySelectorAll("#q1 .card")];
+    all[1].querySelector(".path").textContent = "long/".repeat(80) + "a.png";
+    const own = (card) => { const box = card.getBoundingClientRect(), inner = card.children;
+      return [...inner].slice(0, 4).map((part) => Math.round(part.getBoundingClientRect().top - box.top)).join(","); };
+    const lines = all.map((card) => card.querySelector(".path"))
+      .map((path) => path.getBoundingClientRect().height / parseFloat(getComputedStyle(path).lineHeight));
+    const tops = [...new Set(all.map(own))].length;
+    const tall = all[0].querySelector("img");
+    tall.src = "data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' width='20' height='60'/>";
+    await tall.decode();
+    const over = tall.getBoundingClientRect().height - tall.parentNode.clientHeight;
+    return { tops, lines: lines[1].toFixed(1), over, height: tall.naturalHeight };
+    })()"""
+
+
+def test_the_page_in_a_browser(page, tmp_path):
+    """Its pictures, its keys, and cards with a long path and a tall picture, which stay aligned."""
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser.open(page.as_uri())
+        browser.wait_for("document.readyState === 'complete' && document.documentElement.dataset.ready === '14'")
+        browser.picture(tmp_path / "page.png")
+        shown = "[...document.images].filter((image) => image.complete && image.naturalWidth > 0).length"
+        assert browser.evaluate(shown) == 16
+        # Arrow right enters; a line of the window has three cards; the dialog follows the arrows; closing it returns.
+        on_cards = ["-", "1.1", "1.2", "1.1", "1.4", "1.1", "1.7", "2.1", "2.1", "2.1"]
+        trace = [*on_cards, "Query 2, rank 2", "Query 2, rank 7", "Query 2, rank 7", 2, "2.7"]
+        assert browser.evaluate(KEYS) == trace
+        found = browser.evaluate(LONG_AND_TALL)
+    finally:
+        browser.close()
+    assert (found["tops"], found["lines"], found["height"]) == (1, "4.0", 60)
+    assert found["over"] <= 1  # all of a tall picture is shown
+    with Image.open(tmp_path / "page.png") as picture:
+        assert picture.size == (1000, 900)
+        colours = picture.convert("RGB").getcolors(1 << 24)
+    assert len(colours) > 100  # text and pictures, not one empty sheet
+
+
+def test_transparent_pixels_are_white_on_the_page(tmp_path):
+    Image.new("RGBA", (4, 4), (9, 9, 9, 0)).save(tmp_path / "a.png")
+    source, missing = result_page([QueryResult(str(tmp_path / "a.png"), [Hit(1, 0, "a.png", 1.0)])], tmp_path, "")
+    assert not missing
+    data = re.search(r"data:image/png;base64,([^\"]+)", source)[1]
+    with Image.open(io.BytesIO(base64.b64decode(data))) as picture:
+        assert picture.getpixel((0, 0)) == (255, 255, 255)
