@@ -219,9 +219,9 @@ def test_two_processes(launcher, tmp_path):
     output = run_bash(tmp_path, EXAMPLES / "ddp.sh", 2, *FEW, LAUNCHER=launcher, OMP_NUM_THREADS="1")
     assert "val/mAP" in output
     folder = tmp_path / "logs/glyphs/version_0"
-    facts = yaml.safe_load((folder / "hparams.yaml").read_text())
-    assert facts["batch"]["processes"] == 2
-    assert facts["batch"]["images"] == 384
+    logged_settings = yaml.safe_load((folder / "hparams.yaml").read_text())
+    assert logged_settings["batch"]["processes"] == 2
+    assert logged_settings["batch"]["images"] == 384
     assert len(values(folder, "train/loss")) == 2
 
 
