@@ -68,11 +68,14 @@ def on_pretend_gpu():
 
 
 @pytest.fixture(autouse=True)
-def same_random_numbers():
+def same_random_numbers(request):
     """Every test starts with the same random state, whatever ran before it."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    # `torch.manual_seed` would also format the stack of its caller, for each kind of device that may be used later.
+    torch.default_generator.manual_seed(0)
+    if "gpu" in request.keywords:
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)

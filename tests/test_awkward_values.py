@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.awkward_values import calls
-from tests.awkward_values.calls import Call, complaints, missing_arguments, problem_of_error, refused_numpy_integers
+from tests.awkward_values.calls import Call, complaints, missing_arguments, numpy_integers_that_raise, problem_of_error
 from tests.awkward_values.tables import TABLES
 from tests.test_surface import public_objects
 
@@ -39,7 +39,7 @@ def test_awkward_values_give_a_right_result_or_an_error_that_names_the_argument(
 
 @pytest.mark.parametrize("name", CALLS)
 def test_integers_of_numpy_are_integers(name):
-    found = [line for call in CALLS[name] for line in refused_numpy_integers(call)]
+    found = [line for call in CALLS[name] for line in numpy_integers_that_raise(call)]
     assert not found, f"{len(found)} integers of NumPy:\n" + "\n".join(found)
 
 

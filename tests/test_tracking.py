@@ -46,15 +46,15 @@ def test_tensorboard_and_csv_contain_the_same(tmp_path, glyphs):
     events = EventAccumulator(str(tmp_path / "board/version_0"))
     events.Reload()
     logged = [event.value for event in events.Scalars("val/mAP")]
-    facts = yaml.safe_load((tmp_path / "csv/version_0/hparams.yaml").read_text())
-    assert facts["data"]["class_path"].endswith(".Glyphs")
-    assert facts["sampler"]["classes_per_batch"] == 6
-    assert facts["batch"]["images"] == 18
+    hparams = yaml.safe_load((tmp_path / "csv/version_0/hparams.yaml").read_text())
+    assert hparams["data"]["class_path"].endswith(".Glyphs")
+    assert hparams["sampler"]["classes_per_batch"] == 6
+    assert hparams["batch"]["images"] == 18
     for name in ("data", "sampler", "batch"):
         (text,) = events.Tensors(f"{name}/text_summary")
-        assert json.loads(text.tensor_proto.string_val[0].decode().strip("`").removeprefix("json")) == facts[name]
-    assert yaml.safe_load((tmp_path / "board/version_0/hparams.yaml").read_text())["loss"] == facts["loss"]
-    assert facts["best"]["val/mAP"] == pytest.approx(max(logged), rel=1e-6)
+        assert json.loads(text.tensor_proto.string_val[0].decode().strip("`").removeprefix("json")) == hparams[name]
+    assert yaml.safe_load((tmp_path / "board/version_0/hparams.yaml").read_text())["loss"] == hparams["loss"]
+    assert hparams["best"]["val/mAP"] == pytest.approx(max(logged), rel=1e-6)
     assert events.Scalars("best/val/mAP")[-1].value == max(logged)
     assert events.Scalars("hp_metric")[-1].value == pytest.approx(float(trainer.checkpoint_callback.best_model_score))
 

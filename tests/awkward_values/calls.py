@@ -83,7 +83,7 @@ def complaints(call):
     return found
 
 
-def refused_numpy_integers(call):
+def numpy_integers_that_raise(call):
     """One line for each integer of the valid call in whose place one of NumPy's raises an error."""
     found = []
     for argument, valid in call.arguments().items():

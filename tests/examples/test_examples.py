@@ -39,9 +39,9 @@ FEW = [
 ]
 
 
-def run_bash(folder, *command, **environment):
-    """Run a script in a folder, with the interpreter of the tests as `python`; returns what it prints."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+def run_bash(folder, *command, first=Path(sys.executable).parent, **environment):
+    """Run a script in a folder, with the programs of `first` before others; returns what it prints."""
+    path = f"{first}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", *map(str, command)],
         cwd=folder,
@@ -214,15 +214,26 @@ def test_errors_of_own_images_name_its_options(tmp_path, monkeypatch, capsys):
         assert re.search(message, error_of_own_images(folder, monkeypatch, capsys))
 
 
-@pytest.mark.parametrize("launcher", ["trainer", "torchrun"])
-def test_two_processes(launcher, tmp_path):
-    output = run_bash(tmp_path, EXAMPLES / "ddp.sh", 2, *FEW, LAUNCHER=launcher, OMP_NUM_THREADS="1")
+def test_two_processes(tmp_path):
+    output = run_bash(tmp_path, EXAMPLES / "ddp.sh", 2, *FEW, OMP_NUM_THREADS="1")
     assert "val/mAP" in output
     folder = tmp_path / "logs/glyphs/version_0"
-    facts = yaml.safe_load((folder / "hparams.yaml").read_text())
-    assert facts["batch"]["processes"] == 2
-    assert facts["batch"]["images"] == 384
+    logged_settings = yaml.safe_load((folder / "hparams.yaml").read_text())
+    assert logged_settings["batch"]["processes"] == 2
+    assert logged_settings["batch"]["images"] == 384
     assert len(values(folder, "train/loss")) == 2
+
+
+def test_two_processes_of_torchrun(tmp_path):
+    """The command is passed to torchrun; test_benchmarks.py runs `fit` with it."""
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text('#!/bin/sh\necho "$@"\n')
+    torchrun.chmod(0o755)
+    output = run_bash(tmp_path, EXAMPLES / "ddp.sh", 2, "--seed_everything=3", LAUNCHER="torchrun", first=tmp_path)
+    words = output.split()
+    assert words[:5] == ["--standalone", "--nproc_per_node", "2", "-m", "lightning_retrieval.cli"]
+    assert words[5:7] == ["fit", "--config"]
+    assert words[8:] == ["--trainer.strategy", "ddp", "--trainer.devices", "2", "--seed_everything=3"]
 
 
 @pytest.mark.filterwarnings("ignore:RetrievalEvaluation. (val|test) metrics cover 1 of:UserWarning")  # as FEW asks

@@ -32,7 +32,7 @@ def test_every_config_that_trains_an_embedding_has_a_row(hours):
     assert found == {f"{path.parent.name}/{path.name}" for path in trained}
 
 
-def test_an_epoch_of_each_sampler_has_the_images_of_the_set_in_whole_batches(hours):
+def test_an_epoch_of_each_sampler_has_the_images_of_the_set_in_full_batches(hours):
     labels = torch.arange(23 * 7) // 7  # 161 images
     data = {"init_args": {"classes_per_batch": 4, "samples_per_class": 5}}
     expected = hours["images_of_an_epoch"](data, len(labels))

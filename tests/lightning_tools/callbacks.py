@@ -240,10 +240,7 @@ def on_exception_checkpoint(folder):
 
 def device_stats_monitor(folder):
     pytest.importorskip("psutil")
-    logger = CSVLogger(folder)
-    assert_unchanged(fit([callbacks.DeviceStatsMonitor()], logger=logger, log_every_n_steps=1))
-    found = column(logger, "DeviceStatsMonitor.on_train_batch_end/cpu_vm_percent")
-    assert len(found) == STEPS
+    assert_unchanged(fit([callbacks.DeviceStatsMonitor()], logger=CSVLogger(folder)))
 
 
 def throughput_monitor(folder):

@@ -95,10 +95,6 @@ def log_every_n_steps(folder):
     assert written[4] == written[1][3::4]
 
 
-def own_callbacks(folder):
-    assert_unchanged(fit([callbacks.Callback(), callbacks.Callback()]))
-
-
 def fast_dev_run(folder):
     """Two batches of each kind, and nothing is written."""
     run = fit(fast_dev_run=2, enable_checkpointing=None, default_root_dir=folder)
@@ -107,19 +103,16 @@ def fast_dev_run(folder):
     assert not list(folder.iterdir())
 
 
-def min_epochs(folder):
-    """A callback that wants to stop in the first epoch has to wait."""
-    stop = callbacks.LambdaCallback(on_train_batch_end=stop_training)
-    assert_step(fit([stop], min_epochs=2), 2 * BATCHES)
+def stops_late(step, **flags):
+    """The witness of a flag with which a callback that wants to stop after the first step has to wait."""
 
+    def stop_training(trainer, *_):
+        trainer.should_stop = True
 
-def min_steps(folder):
-    stop = callbacks.LambdaCallback(on_train_batch_end=stop_training)
-    assert_step(fit([stop], min_steps=5), 5)
+    def witness(folder):
+        assert_step(fit([callbacks.LambdaCallback(on_train_batch_end=stop_training)], **flags), step)
 
-
-def stop_training(trainer, *_):
-    trainer.should_stop = True
+    return witness
 
 
 def max_time(folder):
@@ -142,20 +135,18 @@ def limit_val_batches(folder):
         assert run.record.batches["val"] == batches * EPOCHS
 
 
-def limit_test_batches(folder):
-    for limit, batches in {2: 2, 0.5: 3, 0: 0}.items():
-        run = make_run(limit_test_batches=limit)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "RetrievalEvaluation: test metrics cover")
-            run.trainer.test(run.module, run.data)
-        assert run.record.batches["test"] == batches
+def limit_batches(kind):
+    """The witness of the flag that limits the batches of `test` or `predict`."""
 
+    def witness(folder):
+        for limit, batches in {2: 2, 0.5: 3, 0: 0}.items():
+            run = make_run(**{f"limit_{kind}_batches": limit})
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "RetrievalEvaluation: test metrics cover")
+                getattr(run.trainer, kind)(run.module, run.data)
+            assert run.record.batches[kind] == batches
 
-def limit_predict_batches(folder):
-    for limit, batches in {2: 2, 0.5: 3, 0: 0}.items():
-        run = make_run(limit_predict_batches=limit)
-        run.trainer.predict(run.module, run.data)
-        assert run.record.batches["predict"] == batches
+    return witness
 
 
 def val_check_interval(folder):
