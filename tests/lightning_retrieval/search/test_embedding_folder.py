@@ -100,6 +100,16 @@ def test_a_failed_write_leaves_no_shard(tmp_path, file_format, monkeypatch):
         assert not list(folder.path.glob(".*"))
 
 
+@pytest.mark.refusal
+def test_numbers_that_are_too_large_for_the_type_raise(tmp_path):
+    manifest = dataclasses.replace(MANIFEST, file_format="npy", dtype="float16")
+    folder = EmbeddingFolder.create("me", tmp_path, manifest)
+    rows = rows_of(folder, 0)
+    with pytest.raises(ValueError, match=r"^me: `dtype` must be .*, got float16 for numbers up to .*; use float32\.$"):
+        folder.write(0, dataclasses.replace(rows, embeddings=rows.embeddings * 1e6))
+    assert folder.missing() == [0, 1, 2]
+
+
 def test_other_readers_see_one_table(tmp_path):
     parquet = pytest.importorskip("pyarrow.parquet")
     folder, _ = begun(tmp_path, "parquet")
