@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: if the file cannot be written.
     """
-    temporary = path.with_name(f".{secrets.token_hex(8)}{TEMPORARY}")
+    temporary = path.with_name(f".{os.urandom(8).hex()}{TEMPORARY}")
     try:
         with temporary.open("xb") as file:
             yield file

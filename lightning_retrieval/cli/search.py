@@ -17,7 +17,6 @@ from lightning_retrieval.cli.embedding_options import (
     report_unreadable,
 )
 from lightning_retrieval.cli.options import printable
-from lightning_retrieval.files import new_file
 
 if TYPE_CHECKING:
     from lightning_retrieval.cli.embedding import UnreadableImage
@@ -107,6 +106,7 @@ def _page_target(page: Path) -> Path:
 def _write_page(page: Path, results: Sequence["QueryResult"], images: Path, about: str) -> None:
     """Write the page, and print a warning if images of the results cannot be read."""
     from lightning_retrieval.cli.page import result_page
+    from lightning_retrieval.files import new_file
 
     source, missing = result_page(results, images, about)
     try:
