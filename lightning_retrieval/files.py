@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import IO, Any, BinaryIO
 
 LOCK = "lock"
 TEMPORARY = ".tmp"  # suffix of a file that is being written
-CHUNK = 1 << 20  # bytes read at a time
+READ_BYTES = 1 << 20  # bytes read at a time
 UNCHANGED = "what was saved there before is unchanged, so free space on the disk and save again"
 
 _locks: set[IO[str]] = set()  # open files whose locks this process holds
@@ -33,7 +32,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: if the file cannot be written.
     """
-    temporary = path.with_name(f".{secrets.token_hex(8)}{TEMPORARY}")
+    temporary = path.with_name(f".{os.urandom(8).hex()}{TEMPORARY}")
     try:
         with temporary.open("xb") as file:
             yield file
@@ -85,7 +84,7 @@ def file_digest(path: Path) -> str:
     """SHA-256 of a file, which is read in pieces."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while data := stream.read(CHUNK):
+        while data := stream.read(READ_BYTES):
             digest.update(data)
     return digest.hexdigest()
 
@@ -120,7 +119,7 @@ class DigestStream:
         return self._digest.hexdigest()
 
 
-def write_verified(owner: str, path: Path, write: Callable[[DigestStream], None]) -> str:
+def write_verified(owner: str, path: Path, write: Callable[[DigestStream], object]) -> str:
     """Write a file with `new_file`, after its content on the disk was compared with what was to be written.
 
     Args:

@@ -28,7 +28,7 @@ from lightning_retrieval.callbacks.interrupt import EXIT_CODE, CheckpointOnInter
 from lightning_retrieval.checks import check_path, first_line
 from lightning_retrieval.cli.resume import find_checkpoint_of_run, find_last_checkpoint
 from lightning_retrieval.detection.module import DetectionModule as DetectionModule  # --model DetectionModule
-from lightning_retrieval.files import folder_lock, reason
+from lightning_retrieval.files import folder_lock, new_file, reason
 from lightning_retrieval.plain_data import load_function
 from lightning_retrieval.training.checkpoint_files import check_checkpoint
 from lightning_retrieval.training.checkpointed_module import CheckpointedModule, module_of_checkpoint
@@ -444,5 +444,6 @@ class _SaveConfig(SaveConfigCallback):
             else:
                 config = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
                 config["model"] = self.model
-                path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+                with new_file(path) as file:
+                    file.write(yaml.safe_dump(config, sort_keys=False).encode())
         self.already_saved = True

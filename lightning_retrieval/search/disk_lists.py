@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_retrieval.checks import check_integer
-from lightning_retrieval.files import CHUNK, DigestStream, write_verified
+from lightning_retrieval.files import READ_BYTES, DigestStream, write_verified
 from lightning_retrieval.search.faiss_index import add_block, load_faiss, read_shard, shard_name, without_transform
 from lightning_retrieval.search.rows import BLOCK, OWNER, Rows, check_rows, normalized_blocks
 from lightning_retrieval.search.storage import NewVersion
@@ -220,7 +220,7 @@ def _move_to_disk(lists: list[DiskLists]) -> None:
 def _copy(source: IO[bytes], target: DigestStream, length: int) -> None:
     """Copy this number of bytes."""
     while length > 0:
-        data = source.read(min(length, CHUNK))
+        data = source.read(min(length, READ_BYTES))
         if not data:
             raise OSError(f"{source.name} has become shorter")
         target.write(data)

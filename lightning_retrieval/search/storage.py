@@ -133,7 +133,7 @@ def new_version(folder: Path) -> Iterator[NewVersion]:
         ) from None
     with folder_lock(OWNER, folder):
         delete_temporary_files(folder)
-        _delete_inner(folder, _named_inner(folder))
+        _delete_unused(folder)
         version = NewVersion(folder, folder / f"files-{secrets.token_hex(4)}")
         version.inner.mkdir()
         try:
@@ -141,8 +141,7 @@ def new_version(folder: Path) -> Iterator[NewVersion]:
         finally:
             if not version.is_published:
                 shutil.rmtree(version.inner, ignore_errors=True)
-        if version.is_published:
-            _delete_inner(folder, {version.inner.name})
+        _delete_unused(folder)
 
 
 def read_folder(folder: Path, verify: bool, read: Callable[[dict[str, Path], dict[str, Any]], Read]) -> Read:
@@ -239,24 +238,18 @@ def _is_inner(path: Path) -> bool:
     return bool(re.fullmatch("files-[0-9a-f]{8}", path.name)) and path.is_dir()
 
 
-def _named_inner(folder: Path) -> set[str] | None:
-    """The inner folders that the manifest names; None if it cannot be read."""
-    if not (folder / MANIFEST).exists():
-        return set()
-    try:
-        files = _read_manifest(folder)["files"]
-    except (OSError, ValueError):
-        return None
-    return {name.split("/")[0] for name in files}
-
-
-def _delete_inner(folder: Path, kept: set[str] | None) -> None:
-    """Delete the inner folders but those with these names; none of them if it is not known which are in use."""
-    if kept is None:
-        return
-    for other in folder.iterdir():
-        if other.name not in kept and _is_inner(other):
-            shutil.rmtree(other, ignore_errors=True)
+def _delete_unused(folder: Path) -> None:
+    """Delete the inner folders that the manifest does not name; none of them if it cannot be read."""
+    used = set()
+    if (folder / MANIFEST).exists():
+        try:
+            files = _read_manifest(folder)["files"]
+        except (OSError, ValueError):
+            return
+        used = {name.split("/")[0] for name in files}
+    for path in folder.iterdir():
+        if path.name not in used and _is_inner(path):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _fingerprint(path: Path, digest: str) -> dict[str, Any]:

@@ -33,7 +33,7 @@ LOSSES = {
     "ROADMAP": losses.ROADMAPLoss,
     "HAP": losses.HAPLoss,
     "nested": lambda: losses.NestedLoss(losses.SmoothAPLoss(), (2, 4, 8)),
-    "nested ROADMAP": lambda: losses.NestedLoss(losses.ROADMAPLoss(), (1, 2, 3, 4, 5, 6, 7, 8)),
+    "nested ROADMAP": lambda: losses.NestedLoss(losses.ROADMAPLoss(), (4, 8)),
 }
 
 

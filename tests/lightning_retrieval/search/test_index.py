@@ -94,7 +94,7 @@ def test_rows_come_back_after_a_removal_and_from_an_empty_index():
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda index: pickle.loads(pickle.dumps(index))])
 def test_pickle_and_copy(copied):
-    index = built("IVF4,Flat", shards=2)
+    index = newly_built("IVF4,Flat", shards=2)
     other = copied(index)
     assert repr(other) == repr(index)
     assert torch.equal(other.search(vectors(9, seed=1), 7)[1], index.search(vectors(9, seed=1), 7)[1])
