@@ -271,7 +271,9 @@ def test_a_killed_run_ends_as_the_run_that_was_not_killed(seen, folder, run_proc
     finally:
         for started in both:
             started.end()
-    assert [started.exit_code for started in both] == [-signal.SIGKILL] * 2, both[0].output()[-3000:]
+    first, second = (started.exit_code for started in both)
+    assert first == -signal.SIGKILL, both[0].output()[-3000:]
+    assert second in (-signal.SIGKILL, 1)  # 1 if it has noticed the end of the first before it was killed itself
     resumed = run_processes(one_start, 2, tmp_path / "run", backend=None, timeout=300)
     for process in resumed:
         assert process["losses"] == seen[2][0]["ranked"]["losses"][CUT:]

@@ -112,7 +112,7 @@ class RetrievalCLI(LightningCLI):
         """Read the checkpoint that `--ckpt_path` names, if it is a file.
 
         Lightning would add its hyperparameters to the config, and so let a file choose what jsonargparse imports and
-        calls. Here, too, they take the place of the config's model, but only `plain_data.py` reads them.
+        calls. Here, too, they take the place of the config's model, but only `plain_data` reads them.
         """
         self._checkpoint: dict[str, Any] = {}
         subcommand = self.config.subcommand

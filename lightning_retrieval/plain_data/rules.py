@@ -149,8 +149,8 @@ def _checked_parts(owner: str, name: str, value: Any, packages: tuple[str, ...])
     if isinstance(value, Mapping):
         if isinstance(value.get("class_path"), str) and value.get("init_args", {}) is not None:
             _check_path(owner, name, value["class_path"], packages)
-        own = dict.fromkeys(("class_path", "init_args", "dict_kwargs"), name)
-        parts = [(own.get(str(key), str(key)), item) for key, item in value.items()]
+        names = dict.fromkeys(("class_path", "init_args", "dict_kwargs"), name)
+        parts = [(names.get(str(key), str(key)), item) for key, item in value.items()]
         for inner, item in parts:
             _check_setting(owner, inner, item)
         return parts

@@ -177,7 +177,9 @@ def chunked_backward(
     check_inputs(_OWNER, inputs)
     check_integer(_OWNER, "keep_graphs", keep_graphs, least=1)
     check_integer(_OWNER, "least_chunks", least_chunks, least=1)
-    rows = inputs.split(_rows_of_a_chunk(inputs, chunk_size))
+    if chunk_size is None:
+        chunk_size = len(inputs)
+    rows = inputs.split(check_integer(_OWNER, "chunk_size", chunk_size, least=1))
     repeated = least_chunks - len(rows)
     chunks = [_Chunk(rows[0], 0)] * repeated + [_Chunk(part, len(part)) for part in rows]
     statistics = RunningStatistics(embed, len(inputs), watched=len(chunks) > 1)
@@ -226,12 +228,6 @@ def check_inputs(owner: str, inputs: Tensor) -> None:
         )
     if inputs.ndim == 0 or len(inputs) == 0:
         raise ValueError(f"{owner}: `inputs` must hold at least one row, got shape {tuple(inputs.shape)}.")
-
-
-def _rows_of_a_chunk(inputs: Tensor, chunk_size: int | None) -> int:
-    if chunk_size is None:
-        return len(inputs)
-    return check_integer(_OWNER, "chunk_size", chunk_size, least=1)
 
 
 def _embed_without_graph(

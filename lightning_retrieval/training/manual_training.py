@@ -33,10 +33,8 @@ class OptimizedModule(CheckpointedModule):
     callbacks unfreeze layers between epochs. Parameters without a gradient in the first steps of a run are a warning.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._epoch_of_check: int | None = None  # in which the optimizers were last checked
-        self._gradient_watch = GradientWatch()
+    _epoch_of_check: int | None = None  # in which the optimizers were last checked
+    _gradient_watch: GradientWatch  # of this run
 
     def _set_optimizer(
         self,

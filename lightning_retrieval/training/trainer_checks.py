@@ -108,17 +108,14 @@ def check_trainer(owner: str, trainer: Any) -> None:
     Raises:
         ValueError: the message names the flag, and what to use instead.
     """
-    if trainer.gradient_clip_val:
-        raise ValueError(
-            f"{owner}: Trainer(gradient_clip_val={trainer.gradient_clip_val}) does not work with manual optimization; "
-            f"give it to the module: {owner}(..., gradient_clip_val={trainer.gradient_clip_val})."
-        )
-    if trainer.gradient_clip_algorithm is not None:
-        name = trainer.gradient_clip_algorithm.value
-        raise ValueError(
-            f"{owner}: Trainer(gradient_clip_algorithm={name!r}) has no effect with manual optimization; "
-            f"give it to the module: {owner}(..., gradient_clip_algorithm={name!r})."
-        )
+    for name in ("gradient_clip_val", "gradient_clip_algorithm"):
+        value = getattr(trainer, name)
+        value = getattr(value, "value", value)  # the algorithm is a member of an enumeration
+        if value:
+            raise ValueError(
+                f"{owner}: Trainer({name}={value!r}) has no effect with manual optimization; give it to the module: "
+                f"{owner}(..., {name}={value!r})."
+            )
     if trainer.accumulate_grad_batches != 1:
         raise ValueError(
             f"{owner}: Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) would split the ranked "

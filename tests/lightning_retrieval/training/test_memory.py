@@ -468,22 +468,6 @@ def test_losses_of_pytorch_metric_learning(make, mode):
     )
 
 
-@pytest.mark.refusal  # by the type checker: the checkpoint hands the constructor descriptions of objects
-def test_a_checkpoint_rebuilds_the_module_with_its_memory(tmp_path):
-    loss = WeightedSum({"ap": (1.0, SmoothAPLoss(0.1)), "far": (0.5, CalibrationLoss())})
-    module = RetrievalModule(nn.Linear(6, 4).double(), loss, memory=CrossBatchMemory(13, 1), **MODES[3])
-    fit(module, batches()).save_checkpoint(tmp_path / "m.ckpt")
-    again = RetrievalModule.load_from_checkpoint(
-        tmp_path / "m.ckpt", weights_only=True, embedder=nn.Linear(6, 4).double()
-    )
-    assert (again.memory.size, again.memory.start_step) == (13, 1)
-    assert (again.memory_mode, again.memory_weight) == ("two_terms", 0.7)
-    assert (again.memory.steps, len(again.memory)) == (4, 13)
-    own, rows = (m.memory.state_dict()["_extra_state"]["rows"] for m in (module, again))
-    assert all(map(torch.equal, own, rows))
-    assert again.hparams["memory"]["init_args"] == {"size": 13, "start_step": 1}
-
-
 # --- RetrievalModule: errors and the report
 
 

@@ -218,15 +218,6 @@ def validate(world: int, folder: Path) -> dict:
     return found
 
 
-def message_of_a_memory_without_gathering(world: int, folder: Path) -> str | None:
-    """The error of two processes; one process may do so."""
-    if world == 1:
-        return None
-    settings = {"memory": CrossBatchMemory(50), "gather": False}
-    module = RetrievalModule(make_module("smooth-ap").embedder, SmoothAPLoss(), **settings)
-    return message_of(make_trainer(world, folder, max_steps=1).fit, module, datamodule=PointData())
-
-
 def train_with_nan(world: int, folder: Path) -> dict:
     """The error of a run with an image of NaN in the first batch, in the shard of rank 1, and the parameters then."""
     loader = PointData().train_dataloader()
@@ -245,7 +236,6 @@ def in_each_process(rank: int, world: int, folder: Path) -> dict:
         "reports": reports_of_runs(world, folder),
         "evaluated": evaluate(world, folder),
         "validated": validate(world, folder),
-        "memory without gathering": message_of_a_memory_without_gathering(world, folder),
         "nan": train_with_nan(world, folder),  # last, since it changes the images
         "folder": folder,
     }
@@ -321,14 +311,6 @@ def test_a_fit_reports_once_what_its_lists_are_and_what_a_step_sends(one, two):
     sends = f", over 2 processes; each process sends {sum(sent.values()) / 1e6:.3g} MB a step ({parts})."
     for rank in two:
         assert rank["reports"] == [f"{lists} and up to 50 of the memory{sends}", f"{lists}{sends}"]
-
-
-def test_a_memory_without_gathering_raises_on_both_ranks(two):
-    for rank in two:
-        assert rank["memory without gathering"] == (
-            "RetrievalModule: a memory must be the same on all 2 processes, which gather=False does not provide; keep "
-            "gather=True."
-        )
 
 
 def test_nan_on_one_rank_stops_both(one, two):
