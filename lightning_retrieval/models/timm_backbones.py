@@ -193,10 +193,10 @@ def _loaded_model(timm: Any, request: BackboneRequest, path: str, tensors: dict[
     """A model with the tensors of a file.
 
     Raises:
-        ValueError: if one of its own is not among them: timm ignores tensors with other names, and keeps random ones.
+        ValueError: if one of the model is not among them: timm ignores tensors with other names, and keeps random ones.
     """
     network = f"timm/{request.name}"
-    # Where the number of classes differs, timm leaves out the classifier, and loads what it can.
+    # Where the number of classes differs, timm skips the classifier, and loads what it can.
     weights = {"pretrained": True, "pretrained_cfg_overlay": {"state_dict": tensors, "num_classes": -1}}
     try:
         with _noted_loading() as missing:

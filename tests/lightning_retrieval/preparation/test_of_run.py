@@ -59,6 +59,14 @@ def test_what_evaluation_does(settings, module, wanted):
     assert transforms.train.background == transforms.evaluation.background == wanted.background
 
 
+def test_what_a_run_records_does_not_come_back_to_it():
+    transforms = of_settings(image_size=64)
+    transforms.follow(model(GREY))
+    chosen = transforms.evaluation.current
+    transforms.follow(model(None, transforms.serialised()))
+    assert transforms.evaluation.current is chosen
+
+
 def test_transforms_that_were_given_stay():
     transforms = of_settings(train_transform=len, eval_transform=repr)
     transforms.follow(model(GREY, RECORDED))
