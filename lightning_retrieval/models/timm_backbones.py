@@ -122,7 +122,8 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
     size_arguments = None
     if request.image_size is not None:
         size_arguments = {"input_size": (3, *height_and_width(request.image_size))}
-    config = timm.data.resolve_model_data_config(model, args=size_arguments)
+    data: Any = timm.data  # whose functions have no types
+    config = data.resolve_model_data_config(model, args=size_arguments)
     image_size = tuple(config["input_size"][1:])
     default = "gem"
     if returns_tokens(model.forward_features, model, image_size):

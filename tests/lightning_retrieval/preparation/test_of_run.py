@@ -73,6 +73,13 @@ def test_transforms_that_were_given_stay():
     assert (transforms.train.current, transforms.evaluation.current) == (len, repr)
 
 
+def test_transforms_of_albumentations_are_functions_of_pil_images():
+    albumentations = pytest.importorskip("albumentations")
+    transform = albumentations.Compose([albumentations.Resize(12, 10)])
+    assert of_settings(eval_transform=transform).evaluation(Image.new("RGB", (30, 20))).shape == (12, 10, 3)
+    assert "albumentations" in of_settings(eval_transform=transform).serialised()
+
+
 def test_a_transform_that_was_given_keeps_its_background():
     black, blue = Preparation(48, background="black"), training_transform("plain", Preparation(48, background="blue"))
     transforms = of_settings(train_transform=blue, eval_transform=black, background="red")
