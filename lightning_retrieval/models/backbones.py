@@ -113,7 +113,7 @@ def build_backbone(request: BackboneRequest) -> BuiltBackbone:
 
 
 def of_module(request: BackboneRequest, module: nn.Module) -> BuiltBackbone:
-    """A module of the user's as a backbone.
+    """A module that the user has built, as a backbone.
 
     Args:
         request: without weights and further arguments.

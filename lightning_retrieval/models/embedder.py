@@ -54,7 +54,7 @@ class Embedder(PretrainedModule):
             `"vit_b_16"`, ...), `"timm/"` and the name of a timm model (`"timm/vit_small_patch14_dinov2.lvd142m"`),
             `"hf/"` and a Hugging Face hub id or a local folder (`"hf/facebook/dinov2-small"`), or `"glyph_net"`, for
             `GlyphNet()`; or a module from images to feature maps (N, C, H, W) or vectors (N, C).
-        embedding_dim: length of an embedding, from 1 to 2^20.
+        embedding_dim: dimension of the embeddings, from 1 to 2^20.
         pooling: of feature maps, or of the patch tokens of a transformer of timm or Hugging Face: `"gem"` (`GeM`,
             p = 3, learned; negative values count as 0), `"avg"` or `"max"`; `"class_token"`; or `"own"`, what the
             backbone itself pools: its class token, an average or attention pooling. If None, `"own"` for transformers
@@ -68,7 +68,7 @@ class Embedder(PretrainedModule):
         layer_norm: apply a layer norm to the pooled features, before the linear layer.
         freeze_batch_norm: keep every batch norm of the backbone in eval mode, even after `train()`: the running
             statistics are used and never updated. The affine parameters (weight and bias) stay trainable.
-        feature_dim: length C of the backbone's features, >= 1; determined automatically if None. Needed for a module
+        feature_dim: dimension C of the backbone's features, >= 1; determined automatically if None. Needed for a module
             that does not run on meta tensors. If such a module returns vectors, choose the pooling `"avg"` or `"max"`,
             so that the pooling has no unused parameter.
         image_size: height and width of the images, or one number for both; if None, that of the weights. Transformers
@@ -85,7 +85,7 @@ class Embedder(PretrainedModule):
             time.
 
     Raises:
-        ValueError: if the backbone, the weights or the pooling is unknown, a length is below 1, weights are given
+        ValueError: if the backbone, the weights or the pooling is unknown, a dimension is below 1, weights are given
             for a backbone that has none or cannot be loaded, or the features have another shape than (N, C, H, W) or
             (N, C).
         TypeError: if the backbone is neither a name nor a module, or does not return a tensor, or if a flag is not a
@@ -104,7 +104,7 @@ class Embedder(PretrainedModule):
         >>> optimizer = torch.optim.AdamW(groups, lr=1e-4)
 
     Cost:
-        That of the backbone. The length of the features is found with meta tensors, without arithmetic and without
+        That of the backbone. The dimension of the features is found with meta tensors, without arithmetic and without
         copying the weights; neither the random state nor any buffer changes.
 
     Relations:
@@ -150,7 +150,7 @@ class Embedder(PretrainedModule):
         self._set_backbone(backbone, pooling, wanted, backbone_args)
         has_maps = True
         if feature_dim is None:
-            cure = "give `feature_dim`, the length of its features"
+            cure = "give `feature_dim`, the dimension of its features"
             if self.backbone_name is not None:
                 cure = "give another `image_size`"
             shape = feature_shape(self.backbone, cure)

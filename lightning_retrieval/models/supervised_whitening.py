@@ -12,29 +12,21 @@ multiples of the identity until it is not; here that is an error, because the di
 outweigh all others.
 """
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_retrieval.checks import check_embeddings, check_integer, check_labels
-from lightning_retrieval.distributed import gather_rows
 from lightning_retrieval.models.whitening import (
     FitRows,
     PrincipalComponents,
-    Whitening,
-    check_on_all_processes,
+    WhiteningOfSums,
     count_varying,
     covariance_about,
-    rows_of_all_processes,
-    rows_of_one_process,
     top_directions,
     with_positive_largest_entry,
 )
 from lightning_retrieval.ranking.labels import finest
-from lightning_retrieval.ranking.rows import float64_device
 
 _FIT_PAIRS = 8192  # pairs that are converted to float64 at a time
 
@@ -100,7 +92,7 @@ def whitening_of_pairs(
     return PrincipalComponents(m, with_positive_largest_entry(P), variances)
 
 
-class SupervisedWhitening(Whitening):
+class SupervisedWhitening(WhiteningOfSums):
     """Whitens the differences of matching pairs, rotates to the directions of largest variance, and normalises.
 
     It is learned from embeddings and their labels by `fit` and applied to others, as `PCAWhitening` is. The matching
@@ -130,7 +122,8 @@ class SupervisedWhitening(Whitening):
 
     Cost:
         `fit` needs D^2 numbers in float64 and time in proportion to (N + pairs) D^2 + D^3. `fit_over_processes` shares
-        the work of (N + pairs) D^2 between the processes.
+        the work of (N + pairs) D^2 between the processes, which also send the rows that are the second of a pair whose
+        first row is on another process. The order of a class is that of the ranks, and then of the rows.
 
     Relations:
         `RetrievalModule(whitening=...)` applies it in evaluation and prediction, and
@@ -143,62 +136,19 @@ class SupervisedWhitening(Whitening):
         filipradenovic/cnnimageretrieval-pytorch (cirtorch).
     """
 
+    needs_labels = True
+
     def __init__(self, dim: int | None = None, pairs_per_image: int = 5) -> None:
         super().__init__(dim, power=0.0)
         self.pairs_per_image = check_integer("SupervisedWhitening", "pairs_per_image", pairs_per_image, least=1)
 
-    @torch.inference_mode(False)  # what is learned in an evaluation may be used in training too
-    @torch.no_grad()
-    def fit(
-        self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
-    ) -> "SupervisedWhitening":
-        """Learn m and P from these rows and their matching pairs, in float64; returns itself.
-
-        Args:
-            embeddings: one row per image, of the kind that will be whitened.
-            labels: of the images, or of several levels, the finest first. Required.
-        """
-        self._check_given(embeddings, labels)
-        return self._fit(embeddings, _required(labels), rows_of_one_process)
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def fit_over_processes(
-        self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
-    ) -> Whitening:
-        """Learn from the rows of all processes, of which each gives its shard; returns itself.
-
-        This is a collective operation. Each process sends sums, D^2 + D numbers, and the rows that are the second of a
-        pair whose first row is on another process. The order of a class is that of the ranks, and then of the rows.
-
-        Args:
-            embeddings: one row per image of this process, of the kind that will be whitened.
-            labels: of these images. Required.
-        """
-        if type(self).fit is not SupervisedWhitening.fit:  # the `fit` of a subclass, which needs all rows
-            return super().fit_over_processes(embeddings, labels)
-        check_on_all_processes(
-            "SupervisedWhitening", partial(self._check_given, embeddings, labels), embeddings, labels
-        )
-        return self._fit(embeddings, gather_rows(_required(labels)), rows_of_all_processes)
-
-    def _fit(
-        self,
-        embeddings: Float[Tensor, "batch from_dim"],
-        labels: Int[Tensor, "row ..."],
-        of_rows: Callable[[Tensor], FitRows],
-    ) -> "SupervisedWhitening":
-        """Learn from embeddings, and from the labels of the rows of all processes."""
-        rows = of_rows(embeddings.to(float64_device(embeddings.device)))
-        pairs = matching_pairs(finest(labels).to(rows.local.device), self.pairs_per_image)
+    def _learn(self, rows: FitRows, labels: Tensor | None, dtype: torch.dtype) -> PrincipalComponents:
+        pairs = matching_pairs(finest(_required(labels)).to(rows.local.device), self.pairs_per_image)
         if len(pairs) == 0:
             raise ValueError("SupervisedWhitening: `labels` must hold a label with several rows, got no pair.")
         m, S = pair_statistics(rows, pairs)
-        dtype = torch.promote_types(embeddings.dtype, torch.float32)
         _check_differences(S, len(pairs), dtype)
-        found = whitening_of_pairs(rows, m, S, self.dim or embeddings.shape[1])
-        self.learned = PrincipalComponents(*(part.to(dtype).to(embeddings.device) for part in found))
-        return self
+        return whitening_of_pairs(rows, m, S, self.dim or len(m))
 
     def _check_given(self, embeddings: Tensor, labels: Tensor | None) -> None:
         check_embeddings("SupervisedWhitening", "embeddings", embeddings)

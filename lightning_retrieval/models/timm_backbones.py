@@ -122,7 +122,8 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
     size_arguments = None
     if request.image_size is not None:
         size_arguments = {"input_size": (3, *height_and_width(request.image_size))}
-    config = timm.data.resolve_model_data_config(model, args=size_arguments)
+    data: Any = timm.data  # whose functions have no types
+    config = data.resolve_model_data_config(model, args=size_arguments)
     image_size = tuple(config["input_size"][1:])
     default = "gem"
     if returns_tokens(model.forward_features, model, image_size):
@@ -193,10 +194,10 @@ def _loaded_model(timm: Any, request: BackboneRequest, path: str, tensors: dict[
     """A model with the tensors of a file.
 
     Raises:
-        ValueError: if one of its own is not among them: timm ignores tensors with other names, and keeps random ones.
+        ValueError: if one of the model is not among them: timm ignores tensors with other names, and keeps random ones.
     """
     network = f"timm/{request.name}"
-    # Where the number of classes differs, timm leaves out the classifier, and loads what it can.
+    # Where the number of classes differs, timm skips the classifier, and loads what it can.
     weights = {"pretrained": True, "pretrained_cfg_overlay": {"state_dict": tensors, "num_classes": -1}}
     try:
         with _noted_loading() as missing:

@@ -288,7 +288,70 @@ class Whitening(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, False, *lists)
 
 
-class PCAWhitening(Whitening):
+class WhiteningOfSums(Whitening):
+    """Base class of whitenings that are learned from sums over rows, to which each process adds those of its shard."""
+
+    needs_labels = False
+
+    @torch.inference_mode(False)  # what is learned in an evaluation may be used in training too
+    @torch.no_grad()
+    def fit(
+        self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
+    ) -> "Whitening":
+        """Learn from these rows, in float64; returns itself.
+
+        Args:
+            embeddings: one row per image, of the kind that will be whitened.
+            labels: of the images, or of several levels, the finest first. A whitening that needs none only checks them.
+        """
+        self._check_given(embeddings, labels)
+        return self._fit(embeddings, labels, rows_of_one_process)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def fit_over_processes(
+        self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
+    ) -> "Whitening":
+        """Learn from the rows of all processes, of which each gives its shard; returns itself.
+
+        This is a collective operation. Each process sends sums, D^2 + D numbers.
+
+        Args:
+            embeddings: one row per image of this process, of the kind that will be whitened.
+            labels: of these images. A whitening that needs none only checks them.
+        """
+        if type(self).fit is not WhiteningOfSums.fit:  # the `fit` of a subclass, which needs all rows
+            return super().fit_over_processes(embeddings, labels)
+        compared = labels if self.needs_labels else None
+        check = partial(self._check_given, embeddings, labels)
+        check_on_all_processes(type(self).__name__, check, embeddings, compared)
+        if compared is not None:
+            labels = gather_rows(compared)
+        return self._fit(embeddings, labels, rows_of_all_processes)
+
+    def _fit(
+        self,
+        embeddings: Float[Tensor, "batch from_dim"],
+        labels: Int[Tensor, "row ..."] | None,
+        of_rows: Callable[[Tensor], FitRows],
+    ) -> "Whitening":
+        """Learn from embeddings and, if needed, from the labels of the rows of all processes."""
+        rows = of_rows(embeddings.to(float64_device(embeddings.device)))
+        dtype = torch.promote_types(embeddings.dtype, torch.float32)
+        found = self._learn(rows, labels, dtype)
+        self.learned = PrincipalComponents(*(part.to(dtype).to(embeddings.device) for part in found))
+        return self
+
+    def _check_given(self, embeddings: Tensor, labels: Tensor | None) -> None:
+        """Raise unless the rows and labels of this process are valid."""
+        raise NotImplementedError
+
+    def _learn(self, rows: FitRows, labels: Tensor | None, dtype: torch.dtype) -> PrincipalComponents:
+        """What is learned from all rows, in float64; `dtype` is that of the rows that were given."""
+        raise NotImplementedError
+
+
+class PCAWhitening(WhiteningOfSums):
     """Centres, rotates and scales embeddings so that all principal directions have equal variance, and normalises them.
 
     It is learned from one set of embeddings by `fit` and applied to others. The result (`learned`: mean, components and
@@ -331,49 +394,19 @@ class PCAWhitening(Whitening):
     def __init__(self, dim: int | None = None, power: float = 0.5) -> None:
         super().__init__(dim, check_not_negative("PCAWhitening", "power", power, most=1))
 
-    @torch.inference_mode(False)  # what is learned in an evaluation may be used in training too
-    @torch.no_grad()
-    def fit(
-        self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
-    ) -> "PCAWhitening":
-        """Learn the mean, directions and variances of these rows, in float64; returns itself.
+    def _check_given(self, embeddings: Tensor, labels: Tensor | None) -> None:
+        check_embeddings("PCAWhitening", "embeddings", embeddings)
+        if labels is not None:
+            check_labels("PCAWhitening", "labels", labels, len(embeddings), "embeddings", device=embeddings.device)
 
-        Args:
-            embeddings: one row per image, of the kind that will be whitened; more rows than directions that are kept.
-            labels: not needed, so only checked; other whitenings need them.
-        """
-        _check_given(embeddings, labels)
-        return self._fit(embeddings, rows_of_one_process)
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def fit_over_processes(
-        self, embeddings: Float[Tensor, "batch dim"], labels: Int[Tensor, "batch ..."] | None = None
-    ) -> Whitening:
-        """Learn from the rows of all processes, of which each gives its shard; returns itself.
-
-        This is a collective operation. Each process sends sums only, D^2 + D numbers.
-
-        Args:
-            embeddings: one row per image of this process, of the kind that will be whitened.
-            labels: not needed, so only checked.
-        """
-        if type(self).fit is not PCAWhitening.fit:  # the `fit` of a subclass, which needs all rows
-            return super().fit_over_processes(embeddings, labels)
-        check_on_all_processes("PCAWhitening", partial(_check_given, embeddings, labels), embeddings, None)
-        return self._fit(embeddings, rows_of_all_processes)
-
-    def _fit(self, embeddings: Float[Tensor, "batch dim"], of_rows: Callable[[Tensor], FitRows]) -> "PCAWhitening":
-        from_dim = embeddings.shape[1]
+    def _learn(self, rows: FitRows, labels: Tensor | None, dtype: torch.dtype) -> PrincipalComponents:
+        from_dim = rows.local.shape[1]
         dim = self.dim or from_dim
-        rows = of_rows(embeddings.to(float64_device(embeddings.device)))
         self._check_size(len(rows), from_dim, dim)
         found = principal_components(rows, dim)
-        dtype = torch.promote_types(embeddings.dtype, torch.float32)
         if self.power:
             _check_variances(found.variances, from_dim, dtype)
-        self.learned = PrincipalComponents(*(part.to(dtype).to(embeddings.device) for part in found))
-        return self
+        return found
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, power={self.power}"
@@ -390,12 +423,6 @@ class PCAWhitening(Whitening):
                 f"PCAWhitening: `embeddings` must have at least {needed} rows to learn {dim} directions from, got "
                 f"{rows}; give more rows, or a smaller dim."
             )
-
-
-def _check_given(embeddings: Tensor, labels: Tensor | None) -> None:
-    check_embeddings("PCAWhitening", "embeddings", embeddings)
-    if labels is not None:
-        check_labels("PCAWhitening", "labels", labels, len(embeddings), "embeddings", device=embeddings.device)
 
 
 def count_varying(variances: Float[Tensor, " dim"], dtype: torch.dtype, from_dim: int | None = None) -> int:

@@ -160,7 +160,7 @@ def read_pixels(
 
 
 def _decoded_jpeg(path: Path | BinaryIO, reduce: Callable[[Image.Image], int]) -> tuple[Pixels, int, int] | None:
-    """The pixels of a JPEG, its orientation, and what its size was divided by.
+    """The pixels of a JPEG, its orientation, and the divisor of its size.
 
     None if it is no JPEG, or one that `read_image` has to decode or report.
 

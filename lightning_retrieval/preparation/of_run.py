@@ -1,10 +1,10 @@
 """How the images of a run are prepared: decided in one object, which the data module owns.
 
-    arguments of the data module  -+
-    what the model was evaluated with  +->  RunPreparation.follow  ->  transforms of the data sets
-    what the weights of its embedder want  -+                              |
-                                                                           v
-                                                record_preparation  ->  the module, and its checkpoints
+    arguments of the data module          -+
+    what the model was evaluated with     -+->  RunPreparation.follow  ->  transforms of the data sets
+    what the weights of its embedder want -+              |
+                                                          v
+                                                  record_preparation   ->  the module and its checkpoints
 
 What a run records does not come back to its own data module: `follow` decides by what the model was before the run.
 """

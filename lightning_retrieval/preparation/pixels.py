@@ -7,7 +7,7 @@ Colours are converted to RGB with 8 bits, where transparent pixels show a backgr
 quarter or an eighth of their size, which libjpeg does much faster than in full. It takes the mean of each square of
 pixels nearly as a box filter would, so the pixels after resizing are others.
 
-Resizing and cropping are those of torchvision, bit for bit, but without its import, which takes longer than that of all
+Resizing and cropping are those of torchvision, bit for bit, but without its import, which takes as long as that of all
 models. Its oldest releases that we support also resize uint8 in floating point on some processors, with other pixels.
 """
 

@@ -24,6 +24,7 @@ def one_thread():
 def test_forward_applies_backbone_pool_and_head(pooling, cls):
     embedder = Embedder(Backbone(feature_map), 5, pooling=pooling, normalize=False, layer_norm=True)
     assert type(embedder.pool) is cls
+    assert [name for name, _ in embedder.head.named_children()] == ["norm", "linear"]
     images = torch.randn(3, 3, 32, 32)
     features = embedder.backbone(images)
     pooled = cls()(features)
@@ -91,6 +92,13 @@ def test_frozen_batch_norm_stays_frozen_and_its_affine_parameters_train():
     assert all(parameter.grad is not None for parameter in embedder.backbone.parameters())
     parent.eval()
     assert not any(module.training for module in parent.modules())
+
+
+def test_batch_norm_updates_its_statistics_if_not_frozen():
+    embedder = Embedder("glyph_net", 5)
+    before = {name: value.clone() for name, value in embedder.named_buffers()}
+    embedder(torch.rand(4, 1, 32, 32))
+    assert not any(value.equal(before[name]) for name, value in embedder.named_buffers())
 
 
 def test_init_args_describe_the_embedder():

@@ -63,6 +63,8 @@ def small_convnext():
 SMALL = {
     "alexnet": lambda: of_features_only("alexnet"),
     "convnext_tiny": small_convnext,
+    "googlenet": lambda: BUILD("googlenet", aux_logits=False, init_weights=False),
+    "inception_v3": lambda: BUILD("inception_v3", aux_logits=False, init_weights=False),
     "maxvit_t": lambda: models.MaxVit((224, 224), 8, 7, [8, 16], [1, 1], 4, 0.0),
     "swin_t": lambda: models.SwinTransformer([4, 4], 12, [1, 1], [1, 2], [3, 3]),
     "vgg11_bn": lambda: of_features_only("vgg11_bn"),

@@ -59,10 +59,25 @@ def test_what_evaluation_does(settings, module, wanted):
     assert transforms.train.background == transforms.evaluation.background == wanted.background
 
 
+def test_what_a_run_records_does_not_come_back_to_it():
+    transforms = of_settings(image_size=64)
+    transforms.follow(model(GREY))
+    chosen = transforms.evaluation.current
+    transforms.follow(model(None, transforms.serialised()))
+    assert transforms.evaluation.current is chosen
+
+
 def test_transforms_that_were_given_stay():
     transforms = of_settings(train_transform=len, eval_transform=repr)
     transforms.follow(model(GREY, RECORDED))
     assert (transforms.train.current, transforms.evaluation.current) == (len, repr)
+
+
+def test_transforms_of_albumentations_are_functions_of_pil_images():
+    albumentations = pytest.importorskip("albumentations")
+    transform = albumentations.Compose([albumentations.Resize(12, 10)])
+    assert of_settings(eval_transform=transform).evaluation(Image.new("RGB", (30, 20))).shape == (12, 10, 3)
+    assert "albumentations" in of_settings(eval_transform=transform).serialised()
 
 
 def test_a_transform_that_was_given_keeps_its_background():

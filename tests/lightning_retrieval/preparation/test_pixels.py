@@ -4,14 +4,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision.transforms.v2.functional import center_crop
 
 from lightning_retrieval.preparation.pixels import (
-    centre_crop,
     check_colour,
     resize_bilinear,
     resize_image,
-    size_with_short_side,
     to_image,
     to_pixels,
     to_rgb,
@@ -55,19 +52,6 @@ def test_images_of_the_right_size_are_not_resized():
     assert resize_image(image, 6, 8, "lanczos") is image
     pixels = to_pixels(image)
     assert resize_bilinear(pixels, 6, 8) is pixels
-
-
-@pytest.mark.parametrize(
-    ("size", "resized"), [((400, 500), (256, 320)), ((500, 400), (320, 256)), ((3, 100), (256, 8533))]
-)
-def test_the_short_side_gets_the_length(size, resized):
-    assert size_with_short_side(*size, 256) == resized
-
-
-@pytest.mark.parametrize("size", [(4, 4), (5, 8), (9, 9), (3, 2)])
-def test_the_centre_is_that_of_torchvision(size):
-    pixels = to_pixels(noise(9, 9))
-    assert torch.equal(centre_crop(pixels, *size), center_crop(pixels, size))
 
 
 def shown(image):

@@ -249,23 +249,6 @@ def test_a_jpeg_is_decoded_at_the_smallest_scale_that_is_large_enough(size, leas
         assert np.array_equal(image.convert("RGB"), by_hand(stream, divisor))
 
 
-@pytest.mark.parametrize("settings", [{"mode": "L"}, {"mode": "CMYK"}, {"progressive": True}, {"kind": "MPO"}])
-def test_other_jpegs_are_reduced_too(settings):
-    stream = encoded((90, 70), **settings)
-    with Image.open(stream) as image:
-        mode = image.mode
-        assert reduce_scale(image, (16, 16)) == 4
-        assert (image.size, image.mode) == ((23, 18), mode)
-        assert np.array_equal(image.convert("RGB"), by_hand(stream, 4))
-
-
-@pytest.mark.parametrize("kind", ["PNG", "WEBP", "BMP", "TIFF", "GIF"])
-def test_other_formats_are_left_as_they_are(kind):
-    with Image.open(encoded((90, 70), kind)) as image:
-        assert reduce_scale(image, (1, 1)) == 1
-        assert image.size == (90, 70)
-
-
 def test_images_that_are_decoded_already_are_left_as_they_are():
     with Image.open(encoded((90, 70))) as image:
         image.load()
