@@ -268,7 +268,5 @@ def test_evaluation_and_loss_are_required():
     ):
         run.fit(module, DataLoader(data(1)), DataLoader(data(2)))
     run = pl.Trainer(**settings, callbacks=[RetrievalEvaluation(), APMonitor()])
-    with pytest.raises(
-        TypeError, match=r"^APMonitor: the module must have a `loss` of this library, .* got method in"
-    ):
+    with pytest.raises(TypeError, match=r"^APMonitor: the module must have a `loss` of this library, .* got method in"):
         run.fit(BoringModel(), DataLoader(data(1)), DataLoader(data(2)))
