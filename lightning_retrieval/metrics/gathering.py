@@ -380,14 +380,16 @@ def _no_rows(
     """Rows of this format for a process that has none."""
     dtype = getattr(torch, row_format.dtype.removeprefix("torch."))
     integers = torch.empty(0, dtype=torch.int64, device=device)
+    instances = integers if row_format.has_instances else None
+    cameras = integers if row_format.has_cameras else None
     return CollectedRows(
         owner=owner,
         embeddings=[torch.empty(0, row_format.dim, dtype=dtype, device=embeddings_device)],
         labels=integers.new_empty(0, *row_format.label_shape),
         ids=integers,
         roles=integers,
-        instances=integers if row_format.has_instances else None,
-        cameras=integers if row_format.has_cameras else None,
+        instances=instances,
+        cameras=cameras,
     )
 
 

@@ -1,21 +1,16 @@
 """Sums of losses, of one loss for several dimensions, and what raises at construction and at the call."""
 
-import copy
-import inspect
 import math
-import pickle
 
 import pytest
 import torch
 from pytorch_metric_learning import losses as pml
 from pytorch_metric_learning.losses import ContrastiveLoss
-from torch import nn
 from torch.nn.functional import normalize
 
-from lightning_retrieval import CrossBatchMemory, RetrievalModule, losses
+from lightning_retrieval import CrossBatchMemory
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
-    BlackboxMAPLoss,
     BlackboxRecallLoss,
     CalibrationLoss,
     FastAPLoss,
@@ -94,47 +89,6 @@ def test_sum_from_scores():
     expected = 2 * SmoothAPLoss(0.3).from_scores(scores, relevant, candidate)
     expected += ROADMAPLoss(0.3).from_scores(scores, relevant, candidate)
     assert loss.from_scores(scores, relevant, candidate).item() == pytest.approx(expected.item(), abs=1e-6)
-
-
-MADE = [
-    SmoothAPLoss(0.2, reduction="sum"),
-    FastAPLoss(5, class_balanced=True),
-    QuantizedAPLoss(7, low=-0.5, high=0.9, tie_aware="simplified"),
-    BlackboxAPLoss(2.0, 0.1),
-    BlackboxRecallLoss(2.0, 0.1, weighting="loglog", pair_mean="all"),
-    BlackboxMAPLoss(2.0, 0.1, interclass_coef=0.2, batch_memory=3),
-    SupAPLoss(0.1, rho=10.0, delta=0.1, offset=1.2, start=0.4),
-    CalibrationLoss(0.7, 0.3, pair_mean="nonzero"),
-    ROADMAPLoss(0.2, SupAPLoss(0.1)),
-    HAPLoss(2.0, tau=0.1, rho=10.0, delta=0.1, offset=1.2, start=0.4, hrank_slopes=(2.0, 0.5, 1.0)),
-    RecallAtKLoss((1, 3), tau_rank=0.1, tau_k=(0.5, 2.0)),
-    WeightedSum({"a": (1.0, SmoothAPLoss())}),
-    NestedLoss(SmoothAPLoss(), (2, 4), weights=(1.0, 0.5)),
-]
-
-
-@pytest.mark.parametrize("loss", MADE, ids=lambda loss: type(loss).__name__)
-def test_arguments_are_attributes_and_copies_alike(loss):
-    """Checkpoints describe a loss by its class and its arguments, and make it again of them."""
-    arguments = {name: getattr(loss, name) for name in inspect.signature(type(loss)).parameters}
-    again = type(loss)(**arguments)
-    for other in (again, copy.deepcopy(loss), pickle.loads(pickle.dumps(loss))):
-        assert repr(other) == repr(loss)
-    for name in set(arguments) - {
-        "loss",
-        "losses",
-        "sup_ap",
-        "calibration",
-        "reduction",
-        "class_balanced",
-        "include_self",
-    }:
-        assert f"{name}=" in repr(loss) or "weights=" in repr(loss)
-
-
-def test_every_loss_is_made_above():
-    classes = {thing for thing in vars(losses).values() if inspect.isclass(thing) and not inspect.isabstract(thing)}
-    assert {type(loss) for loss in MADE} == {c for c in classes if issubclass(c, torch.nn.Module)}
 
 
 @pytest.mark.refusal
@@ -280,20 +234,6 @@ def test_terms_are_the_unweighted_values():
     assert list(loss.terms) == ["2d", "5d", "8d"]
     for dim in DIMS:
         torch.testing.assert_close(loss.terms[f"{dim}d"], SmoothAPLoss()(x[:, :dim], labels))
-
-
-def test_third_party_properties_are_those_of_the_loss():
-    loss = NestedLoss(pml.LiftedStructureLoss(), (2, 4))
-    assert not loss.splits_by_query
-    assert loss.terms_without_references == ["LiftedStructureLoss"]
-    assert isinstance(loss.loss, pml.LiftedStructureLoss)
-
-
-@pytest.mark.refusal  # by the type checker: the checkpoint hands the constructor descriptions of objects
-def test_it_is_described_and_made_again_for_checkpoints():
-    module = RetrievalModule(nn.Linear(6, 8), NestedLoss(WeightedSum({"ap": (1.0, SmoothAPLoss(0.2))}), (2, 8)))
-    again = RetrievalModule(nn.Linear(6, 8), module.hparams["loss"])
-    assert repr(again.loss) == repr(module.loss)
 
 
 def test_a_memory_is_shortened_too():

@@ -3,7 +3,6 @@ for settings so small or so large that float32 cannot represent the formula."""
 
 import itertools
 import math
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -18,7 +17,6 @@ from lightning_retrieval.losses import (
     CalibrationLoss,
     NestedLoss,
     SmoothAPLoss,
-    SupAPLoss,
     WeightedSum,
     blockwise,
 )
@@ -244,31 +242,6 @@ def test_losses_without_levels_use_the_finest_level(name):
         assert torch.equal(loss(x, levels, r, ref_levels), loss(x, labels, r, ref_labels))
 
 
-class LearnedScale(SupAPLoss):
-    """A subclass with a parameter, by which the scores are multiplied."""
-
-    def __init__(self, **keywords):
-        super().__init__(tau=0.2, **keywords)
-        self.scale = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
-
-    def query_losses(self, lists):
-        return super().query_losses(replace(lists, scores=lists.scores * self.scale))
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_parameter_of_a_subclass_gets_its_gradient(reduction):
-    x, labels = batch([3, 4])
-    weights = torch.arange(1.0, 8.0, dtype=torch.float64) if reduction == "none" else 1.0
-    loss = LearnedScale(reduction=reduction)
-    (loss(x, labels) * weights).sum().backward()
-    step, values = 1e-6, []
-    for sign in (1, -1):
-        moved = LearnedScale(reduction=reduction)
-        moved.scale.data += sign * step
-        values.append((moved(x, labels) * weights).sum().item())
-    assert loss.scale.grad.item() == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-4)
-
-
 SIZES = (1e-300, 1e-45, 1e-38, 1e-30, 1e-12, 1e-6, 1e6, 1e12, 1e30, 1e38, 1e300)
 EXTREMES = sorted({0.0, *SIZES, *(-size for size in SIZES)})
 ACCEPTED_BY_ALL = (1e-12, 1e12)  # where the range of a setting is not narrower
@@ -334,21 +307,6 @@ def problem(name, **changed):
     if math.isfinite(value) and bool(gradient.isfinite().all()):
         return None
     return f"{name}({changed}): value {value}, gradient finite: {bool(gradient.isfinite().all())}"
-
-
-def test_all_losses_with_numbers_are_tried():
-    assert CONSTRUCTORS.keys() == {
-        "BlackboxAPLoss",
-        "BlackboxMAPLoss",
-        "BlackboxRecallLoss",
-        "CalibrationLoss",
-        "HAPLoss",
-        "QuantizedAPLoss",
-        "ROADMAPLoss",
-        "RecallAtKLoss",
-        "SmoothAPLoss",
-        "SupAPLoss",
-    }
 
 
 @pytest.mark.refusal

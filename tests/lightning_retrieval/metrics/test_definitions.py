@@ -208,12 +208,6 @@ def test_loops_by_role(data, rows):
     assert compute(x, labels, roles=roles) == pytest.approx(expected, abs=1e-12)
 
 
-def test_loops_over_several_blocks():
-    x, labels = quarters(330), torch.randint(0, 40, (330,))
-    expected = by_loops((x @ x.T).tolist(), *leave_one_out(labels.tolist()))
-    assert compute(x, labels) == pytest.approx(expected, abs=1e-12)
-
-
 def market_1501(unit, labels, cameras, queries, gallery, k):
     """The protocol of Market-1501 as re-identification code computes it, one sorted list at a time."""
     first, aps, skipped = [], [], 0
@@ -332,16 +326,6 @@ def test_loops_of_extra_metrics_with_ties(labels, divisor):
     assert found["precision@1"] == found["R@1"] == found["MRR@1"]
 
 
-def test_inp_by_hand():
-    """Two positives at ranks 1 and 4: the hardest is found after two wrong images, INP = 2 / 4."""
-    angle = torch.tensor([0.0, 0.1, 0.2, 0.3, 0.4])
-    metrics = RetrievalMetrics(ks=(1,), extra_metrics=("mINP",))
-    is_query = torch.arange(5) == 0
-    points = torch.stack([angle.cos(), angle.sin()], 1)
-    metrics.update(points, torch.tensor([1, 1, 2, 2, 1]), roles=torch.where(is_query, 1, 2))
-    assert (metrics.compute()["mINP"].item(), metrics.per_query()["INP"].tolist()) == (0.5, [0.5])
-
-
 @pytest.mark.parametrize(
     ("rows", "dim", "dtype"),
     [(6, 3, torch.float32), (385, 128, torch.bfloat16), (700, 128, torch.float32), (385, 3, torch.float64)],
@@ -361,21 +345,6 @@ def test_perfect_model():
     labels = torch.arange(40) % 5
     found = compute(torch.eye(5)[labels] + 0.01 * torch.randn(40, 5), labels)
     assert found == {**dict.fromkeys(found, 1.0), "skipped_queries": 0.0}
-
-
-@settings(deadline=None, max_examples=6)
-@given(data=st.data())
-def test_order_batching_and_label_values_do_not_matter(data):
-    x, labels = torch.randn(30, 4), torch.randint(0, 4, (30,))
-    expected = compute(x, labels)
-    order = torch.tensor(data.draw(st.permutations(range(30))))
-    names = torch.tensor(data.draw(st.lists(st.integers(-(2**62), 2**62), min_size=4, max_size=4, unique=True)))
-    scale = 2.0 ** torch.randint(-8, 8, (30, 1))
-    metrics = RetrievalMetrics(ks=KS)
-    for part in order.split(data.draw(st.integers(1, 30))):
-        metrics.update((scale * x)[part], names[labels][part], ids=part)
-    found = {name: value.item() for name, value in metrics.compute().items()}
-    assert found == pytest.approx(expected, abs=1e-12)
 
 
 def test_labels_and_ids_that_float64_could_not_tell_apart():

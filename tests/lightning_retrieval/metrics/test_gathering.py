@@ -1,10 +1,16 @@
-"""Rows of one image are merged; several real processes have bit-equal metrics and the same errors on every rank."""
+"""Rows of one image are merged; several real processes have bit-equal metrics and the same errors on every rank; rows
+stay in their batches, and the memory of an evaluation."""
+
+import ctypes
+from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.functional import normalize
 
-from lightning_retrieval.metrics import RetrievalMetrics
+from lightning_retrieval.distributed import Shard
+from lightning_retrieval.metrics import RetrievalMetrics, gathering
+from lightning_retrieval.metrics.gathering import UnitRows, unit_rows
+from lightning_retrieval.ranking.rows import normalize
 from tests.lightning_retrieval.metrics.helpers import compute
 
 ROWS = 420  # more than one block of queries
@@ -190,4 +196,137 @@ def test_rows_that_contradict_each_other(labels, given, sentence):
     metrics = RetrievalMetrics()
     metrics.update(X, labels, **{name: torch.tensor(values) for name, values in given.items()})
     with pytest.raises(ValueError, match=f"^RetrievalMetrics: {sentence}"):
+        metrics.compute()
+
+
+ROWS_IN_MEMORY, DIM = 12_000, 512
+M_MMAP_THRESHOLD = -3  # of mallopt
+
+
+def status(field):
+    """A size that Linux reports of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def evaluate(rows):
+    metrics = RetrievalMetrics()
+    for begin in range(0, rows, 500):
+        ids = torch.arange(begin, begin + 500)
+        metrics.update(torch.randn(500, DIM), ids % (rows // 5), ids)
+    return metrics.compute()
+
+
+def added_memory(rank, world_size):
+    """Peak of `update` and `compute`, as a multiple of the embeddings' bytes.
+
+    A first evaluation loads what the first use loads; large tensors are returned to the system as soon as they are
+    freed.
+    """
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
+    evaluate(1500)
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: reset the peak to the memory in use
+    before = status("VmRSS")
+    evaluate(ROWS_IN_MEMORY)
+    return (status("VmHWM") - before) / (ROWS_IN_MEMORY * DIM * 4)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak memory from the /proc of Linux")
+def test_an_evaluation_keeps_two_and_a_half_times_the_rows(run_alone):
+    """Once in the batches of `update`, once as they are ranked, and the rest for scores and results."""
+    assert 2 < run_alone(added_memory) < 2.5
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "numbers"),
+    [([50], torch.float16, 16), ([7, 1, 0, 30, 12], torch.float32, 16), ([1] * 50, torch.float64, 1 << 18)],
+)
+def test_chosen_rows_are_those_of_all_batches_together(sizes, dtype, numbers, monkeypatch):
+    monkeypatch.setattr(gathering, "_BLOCK_NUMBERS", numbers)
+    batches = torch.randn(50, 4, dtype=dtype).split(sizes)
+    chosen = torch.randint(0, 50, (40,))  # some of them several times
+    is_kept = torch.arange(40) % 3 > 0
+    rows = unit_rows(batches).select(chosen).select(is_kept)
+    assert torch.equal(rows.tensor(), normalize(torch.cat(batches))[chosen][is_kept])
+
+
+def test_no_rows():
+    rows = unit_rows([torch.zeros(0, 3)])
+    assert rows.tensor().shape == (0, 3)
+    assert unit_rows([torch.randn(4, 3)]).select(torch.zeros(4, dtype=torch.bool)).tensor().shape == (0, 3)
+
+
+def distributed_in_each_process(this, world):
+    """Processes have unequal numbers of rows, the last one none; some rows are chosen twice, some are not."""
+    generator = torch.Generator().manual_seed(5)
+    every = torch.randn(60, 8, generator=generator)
+    chosen = torch.randint(0, 60, (50,), generator=generator)
+    counts = [37, 23] + [0] * (world - 2)
+    own = every[sum(counts[:this]) : sum(counts[: this + 1])]
+    gathering._BLOCK_NUMBERS = 64  # parts of eight rows
+    shard = Shard(this, world, device=torch.device("cpu"))
+    rows = UnitRows(list(own.split(5)) or [own], torch.arange(60), counts, shard).select(chosen)
+    sizes = [0, 45, 5]
+    return {
+        "mine": rows.distribute(sizes),
+        "expected": normalize(every)[chosen].split(sizes)[this],
+        "all": rows.tensor(),
+        "all expected": normalize(every)[chosen],
+        "sharded": rows.sharded(4).all(),
+    }
+
+
+def test_rows_are_sent_to_the_processes_that_need_them(run_processes):
+    for found in run_processes(distributed_in_each_process, 3):
+        assert torch.equal(found["mine"], found["expected"])
+        assert torch.equal(found["all"], found["all expected"])
+        assert torch.equal(found["sharded"], found["all expected"])
+
+
+def test_post_processing_comes_before_ranking():
+    """The gallery is augmented first. The queries are expanded with it, and know their own index in it."""
+    seen = []
+
+    def halve(gallery):
+        seen.append(gallery.clone())
+        return gallery.flip(0)
+
+    def expand(queries, gallery, own):
+        seen.append((queries, gallery, own))
+        return queries.roll(1, 1)
+
+    x, labels = normalize(torch.randn(12, 4)), torch.arange(12) % 3
+    is_query = torch.arange(12) < 9
+    metrics = RetrievalMetrics((1,), query_expansion=expand, database_augmentation=halve)
+    metrics.update(x, labels, roles=is_query + 2 * (torch.arange(12) > 2))
+    found = {name: value.item() for name, value in metrics.compute().items()}
+    gallery, (queries, augmented, own) = seen
+    assert torch.equal(augmented, gallery.flip(0))
+    assert len(gallery) == 9
+    assert len(queries) == 9
+    assert (own >= 0).sum() == 6
+    torch.testing.assert_close(queries[own >= 0], gallery[own[own >= 0]])
+    order = torch.arange(12)[3:][labels[3:].argsort(stable=True)]
+    expected = RetrievalMetrics((1,))
+    expected.update(gallery.flip(0), labels[order], order + 100, roles=torch.full((9,), 2))
+    asked = torch.arange(9)[labels[:9].argsort(stable=True)]
+    expected.update(queries.roll(1, 1), labels[asked], asked, roles=torch.full((9,), 1))
+    if (own < 0).all():  # else a query would find itself
+        assert found == {name: value.item() for name, value in expected.compute().items()}
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", ["query_expansion", "database_augmentation"])
+@pytest.mark.parametrize(
+    ("result", "error", "sentence"),
+    [
+        (None, TypeError, "must be a tensor, got NoneType"),
+        (torch.ones(4, 3), ValueError, r"must have the shape, dtype and device of the rows, \(4, 2\), .* got \(4, 3\)"),
+        (torch.ones(4, 2).double(), ValueError, "must have the shape, dtype and device of the rows, .* torch.float64"),
+    ],
+)
+def test_a_result_of_post_processing_that_does_not_fit_raises(name, result, error, sentence):
+    metrics = RetrievalMetrics((1,), **{name: lambda *rows: result})
+    metrics.update(torch.randn(4, 2), torch.tensor([0, 0, 1, 1]))
+    with pytest.raises(error, match=rf"^RetrievalMetrics: `{name}'s result` {sentence}"):
         metrics.compute()

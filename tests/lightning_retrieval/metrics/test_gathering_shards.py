@@ -210,12 +210,6 @@ def test_a_group_of_the_processes_has_its_own_evaluation(run_processes, alone):
             assert torch.equal(values, alone["plain"][name]), name
 
 
-def test_the_cases_are_no_trivial_ones(alone):
-    maps = {case: float(results["mAP"]) for case, results in alone.items() if case not in ("no positive", "levels")}
-    assert all(0.01 < value < 0.99 for value in maps.values())
-    assert len(set(maps.values())) == len(maps)
-
-
 def largest_tensors(this, world, settings):
     """Elements of the largest tensor in an evaluation, and of the embeddings that this process is given."""
     ids = torch.arange(this, 3000, world)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_retrieval.metrics import RevisitedMetrics, revisited
+from lightning_retrieval.metrics.revisited import Kind, QueryLists
 from tests.lightning_retrieval.metrics.helpers import LargestTensor, quarters
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "revisited.json").read_text())["cases"][0]
@@ -143,28 +144,6 @@ def test_ties_count_against_the_model(monkeypatch, queries):
     assert compute(gallery, of_queries, *lists) == pytest.approx(by_loops(with_ties, scores, *lists), abs=1e-12)
 
 
-def test_one_point_scores_what_chance_would():
-    found = compute(
-        torch.ones(100, 3), torch.ones(1, 3), [list(range(5))], [list(range(5, 15))], [list(range(90, 100))]
-    )
-    assert found["mAP/easy"] == pytest.approx((5 / 80 + 4 / 79) / 2)
-    assert found["mAP/medium"] == pytest.approx((15 / 90 + 14 / 89) / 2)
-    assert found["mP@10/medium"] == 0  # all have the rank 90
-
-
-def test_junk_is_not_in_the_list():
-    scores = torch.tensor([[0.9, 0.8, 0.7, 0.6, 0.5]], dtype=torch.float64)
-    found = compute(*on_sphere(scores), [[1]], [[3]], [[0]])
-    assert (found["mAP/easy"], found["mAP/medium"], found["mAP/hard"]) == (1, (1 + (1 / 2 + 2 / 3) / 2) / 2, 1 / 4)
-
-
-def test_k_is_lowered_to_the_last_positive():
-    scores = torch.tensor([[0.9, 0.8, 0.7, 0.6, 0.5]], dtype=torch.float64)
-    found = compute(*on_sphere(scores), [[0, 2]], [[4]], [[]], ks=(1, 2, 3, 10))
-    assert [found[f"mP@{k}/easy"] for k in (1, 2, 3, 10)] == [1, 1 / 2, 2 / 3, 2 / 3]
-    assert [found[f"mP@{k}/hard"] for k in (1, 2, 3, 10)] == [0, 0, 1 / 3, 1 / 3]
-
-
 def test_positives_that_the_gallery_lacks_are_never_found():
     gallery, queries = quarters(50), quarters(4)
     lists = draw_lists(4, 60)
@@ -175,11 +154,6 @@ def test_positives_that_the_gallery_lacks_are_never_found():
     found.update(queries, torch.zeros(4).long(), torch.arange(100, 104), torch.full((4,), 1))
     values = {name: value.item() for name, value in found.compute().items()}
     assert values == pytest.approx(by_loops(with_ties, scores, *lists), abs=1e-12)
-
-
-def test_none_found_at_all_is_zero():
-    found = compute(torch.randn(5, 3), torch.randn(1, 3), [[70]], [[71]], [[]])
-    assert {found[f"{name}/{setup}"] for name in ("mAP", "mP@1", "mP@10") for setup in SETUPS} == {0}
 
 
 def test_queries_that_are_missing_are_not_evaluated():
@@ -273,3 +247,36 @@ def test_query_without_lists():
     metrics.update(torch.randn(5, 2), torch.zeros(5).long(), torch.arange(5), torch.tensor([2, 2, 2, 1, 1]))
     with pytest.raises(ValueError, match=r"must have lists for all queries, got none for 1 of 2 .*, such as query 4"):
         metrics.compute()
+
+
+LISTS = QueryLists(easy={7: [3, 9]}, hard={7: [5]}, junk={7: [0]})
+
+
+def test_listed_images_are_found_in_the_gallery():
+    """Image 9 is not in the gallery, and the query itself counts as junk."""
+    listed = LISTS.find([7], torch.tensor([0, 7, 5, 3, 2]))
+    assert LISTS.images(7) == [3, 9, 5, 0, 7]
+    assert listed.kind.tolist() == [[Kind.EASY, Kind.NOT_LISTED, Kind.HARD, Kind.JUNK, Kind.JUNK]]
+    assert listed.column[0, [0, 2, 3, 4]].tolist() == [3, 2, 0, 1]
+
+
+INVALID_LISTS = {
+    "no mapping": (([[0]], {5: []}, {5: []}), TypeError, "`easy` must map each query's id to ids of images, got list"),
+    "no list": (({5: None}, {5: []}, {5: []}), TypeError, "`easy` must map integers .*, got None for 5"),
+    "no integers": (({5: [0.5]}, {5: []}, {5: []}), TypeError, r"`easy` must map integers .*, got \[0.5\] for 5"),
+    "other queries": (
+        ({5: [0]}, {6: []}, {5: []}),
+        ValueError,
+        "`hard` must have the same queries as .* query 5",
+    ),
+    "image twice": (({5: [0]}, {5: [1]}, {5: [0]}), ValueError, "once for a query, .* got image 0 twice for query 5"),
+    "query": (({5: [5]}, {5: [1]}, {5: [0]}), ValueError, "and not the query itself, got image 5 twice for query 5"),
+}
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("case", INVALID_LISTS)
+def test_invalid_lists(case):
+    lists, kind, message = INVALID_LISTS[case]
+    with pytest.raises(kind, match=f"RevisitedMetrics: .*{message}"):
+        RevisitedMetrics(*lists)

@@ -1,12 +1,15 @@
-"""Ranks of positives against loops, by both roads on which candidates are counted."""
+"""Ranks of positives against loops: where positives are, and how the candidates that reach them are counted."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 
 from lightning_retrieval.distributed import Shard
 from lightning_retrieval.ranking import labels as labelled_lists
 from lightning_retrieval.ranking import ranks
-from lightning_retrieval.ranking.labels import LabelledLists
+from lightning_retrieval.ranking.labels import LabelledLists, Role, check_nesting, finest, has_role
 from lightning_retrieval.ranking.ranked_lists import positive_ranks
 from lightning_retrieval.ranking.rows import Layout, ShardedRows, unsharded
 
@@ -171,3 +174,92 @@ def test_the_same_label_under_the_same_camera_is_not_in_the_list(path, levels, m
     assert found == ranks_without_same_camera(given, query_cameras, gallery_cameras)
     everything = ranks_without_same_camera(given, query_cameras, torch.full_like(gallery_cameras, 7))
     assert sum(map(len, found.values())) < sum(map(len, everything.values()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(("width", "spread"), [(1, 1000), (40, 2)])
+def test_count_at_least(spread, width, path, dtype, monkeypatch):
+    monkeypatch.setattr(ranks, "_MAX_COUNTED_FRACTION", PATHS[path])
+    scores = torch.randint(-spread, spread + 1, (7, 300)).to(dtype) / spread
+    scores[2] *= 1e-40 if dtype == torch.float32 else 1e-310  # denormal numbers are in order too
+    scores[3][scores[3] == 0] = -0.0
+    scores[:, 250:] = -math.inf  # not in the list
+    positives = scores[:, torch.randperm(250)[:width]].sort(1).values
+    positives[3][positives[3] == 0] = 0.0  # ties with -0.0
+    real = torch.tensor([0, 1, width, width, max(1, width // 2), width, width])
+    positives = positives.masked_fill(torch.arange(width) >= real[:, None], math.inf).sort(1).values
+    counts = ranks.count_at_least(scores.clone(), positives)
+    for row in range(7):
+        expected = [sum(s >= p for s in scores[row].tolist()) for p in positives[row, : real[row]].tolist()]
+        assert counts[row, : real[row]].tolist() == expected
+
+
+LABELS = torch.tensor([1, 1, 1, 4, 6, 6, 9])
+
+
+def lists_of(query_labels, gallery_labels=LABELS, **cameras):
+    nowhere = torch.full((len(query_labels),), -1)
+    return LabelledLists(query_labels[:, None], gallery_labels[:, None], nowhere, **cameras)
+
+
+def test_positives_against_a_loop():
+    gallery = torch.stack([torch.tensor([0, 1, 1, 2, 3, 3, 4]), torch.tensor([0, 0, 0, 0, 1, 1, 2])], 1)
+    queries = gallery[[1, 4, 6]]
+    cameras = torch.tensor([0, 1, 0, 1, 0, 0, 1])
+    own = torch.tensor([1, -1, 6])
+    lists = LabelledLists(queries, gallery, own, query_cameras=torch.tensor([0, 1, 1]), gallery_cameras=cameras)
+    found = lists.positives(torch.arange(3), 4)
+    expected = []
+    for query, (labels, camera, self_index) in enumerate(zip(queries, [0, 1, 1], own)):
+        levels = {}
+        for image in range(len(gallery)):
+            same_camera = bool(gallery[image, 0] == labels[0]) and cameras[image] == camera
+            if gallery[image, 1] == labels[1]:
+                is_excluded = same_camera or image == self_index
+                levels[image] = (0 if is_excluded else int((gallery[image] == labels).sum()), is_excluded)
+        expected.append(levels)
+        real = found.column[query] < min(levels) + len(levels)
+        columns = found.column[query][real].tolist()
+        states = zip(found.level[query][real].tolist(), found.is_excluded[query][real].tolist())
+        assert dict(zip(columns, states)) == levels
+        assert found.level[query][~real].tolist() == [0] * int((~real).sum())
+    assert len(expected[0]) == 4
+
+
+def test_finest_level():
+    labels = torch.tensor([[3, 1], [4, 1]])
+    assert finest(labels).tolist() == [3, 4]
+    assert finest(labels[:, 0]).tolist() == [3, 4]
+
+
+@pytest.mark.parametrize("labels", [[[5], [5]], [[0, 0], [1, 0], [1, 0]], [[0, 7, 1], [0, 7, 1], [1, 8, 1], [2, 9, 3]]])
+def test_nested_labels_are_accepted(labels):
+    check_nesting("I", torch.tensor(labels))
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("labels", "match"),
+    [
+        ([[0, 0], [0, 1], [1, 1]], r"of level 0 within one of level 1, got label 0 within \[0, 1\]"),
+        ([[0, 4, 7], [1, 4, 8]], r"of level 1 within one of level 2, got label 4 within \[7, 8\]"),
+    ],
+)
+def test_labels_that_do_not_nest(labels, match):
+    with pytest.raises(ValueError, match=f"I: label levels must nest, .* {match}"):
+        check_nesting("I", torch.tensor(labels))
+
+
+def test_values_that_data_sets_and_users_store():
+    assert (int(Role.JUNK), int(Role.QUERY), int(Role.GALLERY), int(Role.BOTH)) == (0, 1, 2, 3)
+    assert Role.QUERY | Role.GALLERY == Role.BOTH
+    assert np.array([Role.BOTH, Role.JUNK], dtype=np.uint8).tolist() == [3, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64])
+def test_has_role(dtype):
+    roles = torch.arange(4).to(dtype)
+    assert has_role(roles, Role.QUERY).tolist() == [False, True, False, True]
+    assert has_role(roles, Role.GALLERY).tolist() == [False, False, True, True]
+    assert has_role(roles, Role.BOTH).tolist() == [False, True, True, True]

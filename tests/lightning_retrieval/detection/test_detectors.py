@@ -1,0 +1,313 @@
+"""RankedRoIHeads in torchvision's detectors, the small detector, the one over timm's backbones, and their targets."""
+
+import copy
+import io
+import pickle
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torchvision.models.detection import MaskRCNN
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.retinanet import RetinaNet
+from torchvision.ops import MultiScaleRoIAlign
+
+from lightning_retrieval.detection import DetectionAPLoss, PyramidFasterRCNN, RankedRoIHeads, TinyFasterRCNN
+from lightning_retrieval.detection.targets import check_targets, num_classes
+from lightning_retrieval.detection.tiny import TinyPyramid
+from lightning_retrieval.models.pretrained import without_pretrained_weights
+from tests.lightning_retrieval.detection.scenes import NOTHING, make_batch
+
+TINY_HEADS = {
+    "rpn_anchor_generator": AnchorGenerator(((14, 20), (28, 40)), ((1.0,),) * 2),
+    "box_roi_pool": MultiScaleRoIAlign(["0", "1"], 5, sampling_ratio=1),
+    "mask_roi_pool": MultiScaleRoIAlign(["0", "1"], 5, sampling_ratio=1),
+}
+
+
+class Recorder(nn.Module):
+    """The sum of the foreground logits, and what it was called with."""
+
+    def forward(self, class_logits, labels):
+        self.calls = (class_logits.detach(), labels)
+        return class_logits[:, 1:].sum()
+
+
+def tiny(loss=None):
+    torch.manual_seed(0)
+    detector = TinyFasterRCNN(2, image_size=64)
+    if loss is not None:
+        detector.roi_heads = RankedRoIHeads(detector.roi_heads, loss)
+    return detector
+
+
+def losses_of(detector, batch):
+    torch.manual_seed(1)  # of the choice of regions
+    return detector(*batch)
+
+
+def test_only_the_loss_of_the_classifier_is_replaced():
+    batch, recorder = make_batch(range(4)), Recorder()
+    plain, ranked = losses_of(tiny(), batch), losses_of(tiny(recorder), batch)
+    assert plain.keys() == ranked.keys()
+    for name in plain.keys() - {"loss_classifier"}:
+        assert torch.equal(plain[name], ranked[name]), name
+    logits, labels = recorder.calls
+    assert torch.equal(ranked["loss_classifier"], logits[:, 1:].sum())
+    # The cross entropy of what the loss has received is what torchvision computes.
+    assert torch.equal(nn.functional.cross_entropy(logits, labels), plain["loss_classifier"])
+    assert labels.unique().tolist() == [0, 1, 2]
+
+
+def test_detections_are_those_of_the_plain_detector():
+    images, _ = make_batch(range(3))
+    plain, ranked = tiny().eval()(images), tiny(DetectionAPLoss()).eval()(images)
+    assert sum(len(found["scores"]) for found in plain) > 0
+    for one, other in zip(plain, ranked):
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_the_old_heads_stay_as_they_are():
+    detector = tiny()
+    old = detector.roi_heads
+    detector.roi_heads = RankedRoIHeads(old, Recorder())
+    assert not hasattr(old, "loss")
+    assert detector.roi_heads.box_predictor is old.box_predictor
+    again = RankedRoIHeads(detector.roi_heads, DetectionAPLoss())  # the loss can be exchanged
+    assert isinstance(again.loss, DetectionAPLoss)
+
+
+def test_a_detector_of_torchvision_with_masks():
+    detector = MaskRCNN(TinyPyramid(4), 3, min_size=64, max_size=64, **TINY_HEADS)
+    detector.roi_heads = RankedRoIHeads(detector.roi_heads, DetectionAPLoss())
+    images, targets = make_batch(range(2))
+    for target in targets:
+        target["masks"] = torch.ones(len(target["boxes"]), 64, 64, dtype=torch.uint8)
+    losses = detector(images, targets)
+    assert "loss_mask" in losses
+    sum(losses.values()).backward()
+    assert detector.roi_heads.box_predictor.cls_score.weight.grad.count_nonzero() > 0
+
+
+def test_a_checkpoint_of_the_plain_detector_loads_strictly():
+    plain, ranked = tiny(), tiny(DetectionAPLoss())
+    nn.init.constant_(plain.roi_heads.box_predictor.cls_score.bias, 3.0)
+    ranked.load_state_dict(plain.state_dict(), strict=True)
+    assert ranked.roi_heads.box_predictor.cls_score.bias.tolist() == [3.0] * 3
+    RankedRoIHeads(plain.roi_heads, DetectionAPLoss()).load_state_dict(plain.roi_heads.state_dict(), strict=True)
+    incomplete = plain.state_dict()
+    del incomplete["roi_heads.box_predictor.cls_score.bias"]
+    with pytest.raises(RuntimeError, match=r"cls_score\.bias"):
+        ranked.load_state_dict(incomplete, strict=True)
+
+
+def test_the_memory_is_in_the_state_of_the_detector():
+    detector, other = tiny(DetectionAPLoss()), tiny(DetectionAPLoss())
+    detector(*make_batch(range(3)))
+    file = io.BytesIO()
+    torch.save(detector.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert len(other.roi_heads.loss.map_loss.memory) == 1
+
+
+def test_copies_after_a_training_step():
+    detector = tiny(DetectionAPLoss())
+    batch = make_batch(range(3))
+    sum(detector(*batch).values()).backward()
+    for other in (copy.deepcopy(detector), pickle.loads(pickle.dumps(detector))):
+        assert other.roi_heads.loss is not detector.roi_heads.loss
+        losses = losses_of(other, batch)
+        assert torch.equal(losses["loss_classifier"], losses_of(copy.deepcopy(detector), batch)["loss_classifier"])
+    assert not detector.roi_heads.box_predictor._forward_hooks
+
+
+def test_images_without_objects():
+    detector = tiny(DetectionAPLoss())
+    images, targets = make_batch(range(3))
+    for number_without in (3, 1):  # without objects in the memory, the loss of three such images is 0
+        some = [NOTHING] * number_without + targets[number_without:]
+        losses = detector(images, some)
+        sum(losses.values()).backward()
+        assert (losses["loss_classifier"] == 0) == (number_without == 3)
+    assert all(torch.isfinite(p.grad).all() for p in detector.parameters() if p.grad is not None)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("label", [0, 3])
+def test_labels_that_are_no_classes(label):
+    detector = tiny(DetectionAPLoss())
+    with pytest.raises(ValueError, match=rf"^RankedRoIHeads: `labels` must be from 1 to 2, got {label}; 0 is the back"):
+        detector(*make_batch([0], labels=torch.tensor([label])))
+    detector(*make_batch([0]))  # nothing is left behind
+
+
+@pytest.mark.refusal
+def test_what_are_no_roi_heads():
+    retina = RetinaNet(TinyPyramid(4), 3)
+    with pytest.raises(TypeError, match=r"got RetinaNet, which classifies anchors directly; take a detector of two st"):
+        RankedRoIHeads(retina, DetectionAPLoss())
+    with pytest.raises(TypeError, match=r"got TinyFasterRCNN; give its attribute `roi_heads`\.$"):
+        RankedRoIHeads(tiny(), DetectionAPLoss())
+    with pytest.raises(TypeError, match=r"^RankedRoIHeads: `loss` must be a module such as DetectionAPLoss, got 3"):
+        RankedRoIHeads(tiny().roi_heads, 3)
+
+
+def test_strides_are_4_and_8():
+    maps = TinyPyramid(4)(torch.rand(2, 3, 64, 96))
+    assert {name: tuple(map_.shape) for name, map_ in maps.items()} == {"0": (2, 32, 16, 24), "1": (2, 32, 8, 12)}
+
+
+def test_it_learns():
+    torch.manual_seed(0)
+    detector = TinyFasterRCNN(2, width=4, image_size=64, rois_per_image=8)
+    optimizer = torch.optim.AdamW(detector.parameters(), 3e-3)
+    totals = []
+    for step in range(16):
+        loss = sum(detector(*make_batch(range(4 * (step % 2), 4 * (step % 2) + 4))).values())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        totals.append(loss.item())
+    assert sum(totals[-4:]) < 0.8 * sum(totals[:4])
+
+
+def test_settings_of_the_small_detector():
+    detector = TinyFasterRCNN(7, rois_per_image=9, score_thresh=0.2, detections_per_image=3)
+    assert detector.roi_heads.box_predictor.cls_score.out_features == 8
+    assert detector.roi_heads.fg_bg_sampler.batch_size_per_image == 9
+    assert (detector.roi_heads.score_thresh, detector.roi_heads.detections_per_img) == (0.2, 3)
+
+
+pytest.importorskip("timm")
+
+
+@pytest.fixture(scope="module")
+def pyramid_detector():
+    torch.manual_seed(0)
+    return PyramidFasterRCNN(
+        2,
+        "resnet10t",
+        pretrained=False,
+        min_size=64,
+        max_size=80,
+        pyramid_channels=16,
+        head_features=8,
+        rois_per_image=9,
+    )
+
+
+def test_maps_of_the_pyramid(pyramid_detector):
+    maps = pyramid_detector.backbone(torch.rand(1, 3, 64, 128))
+    sizes = {name: tuple(map_.shape[1:]) for name, map_ in maps.items()}
+    strides = {"0": 4, "1": 8, "2": 16, "3": 32, "pool": 64}
+    assert sizes == {name: (16, 64 // stride, 128 // stride) for name, stride in strides.items()}
+
+
+def test_what_is_frozen(pyramid_detector):
+    body = pyramid_detector.backbone.body
+    pyramid_detector.train()
+    norms = [layer for layer in body.modules() if isinstance(layer, nn.BatchNorm2d)]
+    assert len(norms) > 4
+    before = norms[-1].running_mean.clone()
+    pyramid_detector.roi_heads = RankedRoIHeads(pyramid_detector.roi_heads, DetectionAPLoss())
+    sum(pyramid_detector(*make_batch(range(2))).values()).backward()
+    assert torch.equal(norms[-1].running_mean, before)
+    assert all(parameter.grad is None for norm in norms for parameter in norm.parameters())
+    convolutions = {name: layer for name, layer in body.named_modules() if isinstance(layer, nn.Conv2d)}
+    frozen = {name for name, layer in convolutions.items() if layer.weight.grad is None}
+    assert frozen == {name for name in convolutions if name.startswith(("conv1", "layer1"))}
+
+
+def test_settings_reach_torchvision(pyramid_detector):
+    assert pyramid_detector.roi_heads.box_predictor.cls_score.out_features == 3
+    assert pyramid_detector.roi_heads.fg_bg_sampler.batch_size_per_image == 9
+    assert (pyramid_detector.transform.min_size, pyramid_detector.transform.max_size) == ((64,), 80)
+
+
+def test_a_checkpoint_is_loaded_without_the_weights_of_timm(monkeypatch):
+    import timm
+
+    asked, create_model = [], timm.create_model
+
+    def recorded(name, *, pretrained, **arguments):
+        asked.append(pretrained)
+        return create_model(name, pretrained=False, **arguments)
+
+    monkeypatch.setattr(timm, "create_model", recorded)
+    PyramidFasterRCNN(2, "test_resnet")
+    with without_pretrained_weights():  # as `load_from_checkpoint` does
+        PyramidFasterRCNN(2, "test_resnet")
+    assert asked == [True, False]
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("error", "match", "arguments"),
+    [
+        (
+            ValueError,
+            "`backbone_name` must be a name that timm can build .* got 'resnet9'",
+            {"backbone_name": "resnet9"},
+        ),
+        (
+            ValueError,
+            r"`backbone_name` must be .* got 'hf-hub:a/b' \(no model of timm\)",
+            {"backbone_name": "hf-hub:a/b"},
+        ),
+        (
+            ValueError,
+            "`backbone_name` must have maps of stride 4, 8, 16 and 32, got strides",
+            {"backbone_name": "dla46_c"},
+        ),
+    ],
+)
+def test_invalid_settings(error, match, arguments):
+    with pytest.raises(error, match=f"^PyramidFasterRCNN: {match}"):
+        PyramidFasterRCNN(**{"num_classes": 2, "pretrained": False, **arguments})
+
+
+@pytest.mark.refusal
+def test_without_timm(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ImportError, match=r"^PyramidFasterRCNN: .* pip install \"lightning-retrieval\[timm\]\"\.$"):
+        PyramidFasterRCNN(2)
+
+
+IMAGE = torch.zeros(3, 20, 30)
+
+
+def target(boxes, labels, **more):
+    return {"boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4), "labels": torch.tensor(labels), **more}
+
+
+def test_valid_targets():
+    nothing = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.long)}
+    check_targets("X", [IMAGE, IMAGE], [target([[0, 0, 30, 20]], [2]), nothing], 2)
+
+
+def test_the_number_of_classes():
+    assert num_classes(TinyFasterRCNN(5)) == 5
+    assert num_classes(nn.Linear(2, 3)) is None
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("error", "match", "given"),
+    [
+        (ValueError, r"`targets` must be one for each image, got 2 for 1 images", [target([], []), target([], [])]),
+        (TypeError, r"`targets` must have tensors .* lacks \['labels'\] of image 0", [{"boxes": torch.zeros(0, 4)}]),
+        (ValueError, r"`boxes` of shape \(objects, 4\) .* got \(1, 4\) and \(2,\)", [target([[0, 0, 1, 1]], [1, 1])]),
+        (TypeError, r"`labels` int64, got torch.float32 and torch.float32", [target([[0, 0, 1, 1]], [1.0])]),
+        (ValueError, r"`labels` must be from 1 to 2, got 0", [target([[0, 0, 1, 1]], [0])]),
+        (ValueError, r"got \[5.0, 0.0, 5.0, 9.0\] in image 0 of 30 x 20 pixels", [target([[5, 0, 5, 9]], [1])]),
+        (ValueError, r"got \[0.0, 0.0, 31.0, 9.0\] in image 0", [target([[0, 0, 31, 9]], [1])]),
+        (ValueError, r"got \[-1.0, 0.0, 3.0, 9.0\] in image with image_id 7",
+         [target([[-1, 0, 3, 9]], [1], image_id=7)]),
+        (ValueError, r"got \[nan, 0.0, 3.0, 9.0\] in image 0", [target([[float("nan"), 0, 3, 9]], [1])]),
+    ],
+)  # fmt: skip
+def test_invalid_targets(error, match, given):
+    with pytest.raises(error, match=f"^X: .*{match}"):
+        check_targets("X", [IMAGE], given, 2)

@@ -1,0 +1,463 @@
+"""Metrics of detectors against loops over the definition, pycocotools and the VOC kit, on any number of processes."""
+
+import contextlib
+import io
+import math
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchvision.ops import box_iou
+
+from lightning_retrieval.detection import COCOMetrics, VOCMetrics
+from lightning_retrieval.detection import metric as detection_metric
+from lightning_retrieval.detection.voc import detection_outcomes, voc_average_precision
+
+CLASSES = 4
+
+
+def make_images(count, seed=0):
+    """Detections near the objects and elsewhere; no object is of the last class."""
+    generator = torch.Generator().manual_seed(seed)
+    detections, targets = [], []
+    for image in range(count):
+        objects = int(torch.randint(0, 5, (), generator=generator))
+        corner = 60 * torch.rand(objects, 2, generator=generator)
+        boxes = torch.cat([corner, corner + 10 + 20 * torch.rand(objects, 2, generator=generator)], 1)
+        labels = torch.randint(1, CLASSES, (objects,), generator=generator)
+        found = torch.cat([boxes + torch.randn(objects, 4, generator=generator), boxes + 40])
+        wrong = torch.randint(1, CLASSES + 1, (2 * objects,), generator=generator)
+        is_wrong = torch.rand(2 * objects, generator=generator) < 0.2
+        guesses = torch.where(is_wrong, wrong, labels.repeat(2))
+        scores = torch.rand(2 * objects, generator=generator)
+        detections.append({"boxes": found, "scores": scores, "labels": guesses})
+        targets.append({"boxes": boxes, "labels": labels, "image_id": torch.tensor(10 * image + 3)})
+    return detections, targets
+
+
+def ap_by_loops(detections, targets, label, threshold):
+    """COCO's AP of one class at one threshold: 101 levels of recall, each object found once, by the best detection."""
+    rows, objects = [], 0
+    for image, (found, target) in enumerate(zip(detections, targets)):
+        objects += int((target["labels"] == label).sum())
+        for box, score in zip(found["boxes"][found["labels"] == label], found["scores"][found["labels"] == label]):
+            rows.append((-score.item(), image, box))
+    if objects == 0:
+        return None
+    used, hits = set(), []
+    for _, image, box in sorted(rows, key=lambda row: row[:2]):
+        best, best_iou = None, threshold
+        for number, (other, its_label) in enumerate(zip(targets[image]["boxes"], targets[image]["labels"])):
+            iou = box_iou(box[None], other[None]).item()
+            if its_label == label and (image, number) not in used and iou >= best_iou:
+                best, best_iou = number, iou
+        hits.append(best is not None)
+        used.add((image, best))
+    precisions = [sum(hits[: i + 1]) / (i + 1) for i in range(len(hits))]
+    recalls = [sum(hits[: i + 1]) / objects for i in range(len(hits))]
+    total = 0.0
+    for level in range(101):
+        reached = [p for p, r in zip(precisions, recalls) if r >= level / 100 - 1e-12]
+        total += max(reached, default=0.0)
+    return total / 101
+
+
+def test_values_are_those_of_loops():
+    detections, targets = make_images(30)
+    metrics = COCOMetrics(CLASSES)
+    metrics.update(detections[:11], targets[:11])
+    metrics.update(detections[11:], targets[11:])
+    result = metrics.compute()
+    thresholds = [0.5 + 0.05 * step for step in range(10)]
+    table = [[ap_by_loops(detections, targets, k, t) for k in range(1, CLASSES)] for t in thresholds]
+    assert 0.1 < result["AP"] < result["AP50"] < 0.9
+    assert result["AP50_per_class"][:-1].tolist() == pytest.approx(table[0], abs=1e-6)
+    assert result["AP50_per_class"][-1].isnan()
+    assert result["AP50"].item() == pytest.approx(sum(table[0]) / 3, abs=1e-6)
+    assert result["AP"].item() == pytest.approx(sum(map(sum, table)) / 30, abs=1e-6)
+
+
+def small_set(seed):
+    """Integer boxes and numbers of objects with a factor of 100, so that overlaps and recalls equal thresholds."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator)
+
+    objects, images = (4, 5, 8, 10, 20, 25, 40, 50)[int(integers(0, 8))], int(integers(1, 5))
+    detections, targets = [], []
+    for count in torch.arange(objects).tensor_split(images):
+        corner = integers(0, 60, len(count), 2)
+        boxes = torch.cat([corner, corner + integers(4, 21, len(count), 2)], 1)
+        labels = integers(1, CLASSES, len(count))
+        found = torch.cat([boxes + integers(-1, 2, len(count), 4), boxes.flip(0)])
+        scores = integers(1, 100, len(found)) / 128  # some are equal
+        ignored = integers(0, 8, len(count)) == 0
+        detections.append({"boxes": found.float(), "scores": scores, "labels": torch.cat([labels, labels])})
+        targets.append({"boxes": boxes.float(), "labels": labels, "iscrowd": ignored})
+    return detections, targets
+
+
+def coco_rows(images):
+    """The boxes of all images in COCO's format."""
+    rows = []
+    for number, image in enumerate(images):
+        corners = image["boxes"].double()
+        boxes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1).tolist()
+        columns = [image["labels"].tolist(), boxes]
+        columns += [image[name].tolist() if name in image else [0] * len(boxes) for name in ("scores", "iscrowd")]
+        for label, box, score, ignored in zip(*columns):
+            row = {"id": len(rows) + 1, "image_id": number, "category_id": label, "bbox": box, "score": score}
+            rows.append({**row, "area": box[2] * box[3], "iscrowd": int(ignored)})
+    return rows
+
+
+def ap_by_pycocotools(detections, targets):
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    truth, found = COCO(), COCO()
+    with contextlib.redirect_stdout(io.StringIO()):
+        for coco, rows in ((truth, coco_rows(targets)), (found, coco_rows(detections))):
+            images = [{"id": number} for number in range(len(targets))]
+            categories = [{"id": label} for label in range(1, CLASSES + 1)]
+            coco.dataset = {"info": {}, "images": images, "categories": categories, "annotations": rows}
+            coco.createIndex()
+        evaluation = COCOeval(truth, found, "bbox")
+        evaluation.evaluate()
+        evaluation.accumulate()
+        evaluation.summarize()
+    return evaluation.stats[:2]
+
+
+def test_values_are_those_of_pycocotools():
+    pytest.importorskip("pycocotools")
+    for seed in range(40):
+        detections, targets = small_set(seed)
+        metrics = COCOMetrics(CLASSES)
+        metrics.update(detections, targets)
+        result = metrics.compute()
+        expected = ap_by_pycocotools(detections, targets)
+        assert [result["AP"].item(), result["AP50"].item()] == pytest.approx(expected, abs=1e-6), seed
+
+
+@pytest.mark.parametrize("images", [0, 1, 4])
+def test_ap_without_an_object_that_counts_is_nan(images):
+    detections, targets = make_images(images)
+    for target in targets:
+        target["iscrowd"] = torch.ones_like(target["labels"])
+    metrics = COCOMetrics(CLASSES)
+    metrics.update(detections, targets)
+    result = metrics.compute()
+    assert {name: value.shape for name, value in result.items()} == {"AP": (), "AP50": (), "AP50_per_class": (CLASSES,)}
+    assert all(bool(value.isnan().all()) for value in result.values())
+
+
+def ap_of_shards(rank, world_size):
+    """The AP of seven images of which two processes evaluate eight: the sampler repeats the first one."""
+    detections, targets = make_images(7)
+    order = [0, 1, 2, 3, 4, 5, 6, 0][rank::world_size] if world_size > 1 else range(7)
+    metrics = COCOMetrics(CLASSES)
+    for i in order:
+        metrics.update([detections[i]], [targets[i]])
+    return {name: value.tolist() for name, value in metrics.compute().items()}
+
+
+def ap_of_one_process(rank, world_size):
+    """The other process evaluates no image."""
+    metrics = COCOMetrics(CLASSES)
+    if rank == 0:
+        metrics.update(*make_images(7))
+    return metrics.compute()["AP"].item()
+
+
+def test_processes_give_the_value_of_one(run_processes):
+    alone = ap_of_shards(0, 1)
+    shards = run_processes(ap_of_shards, 2)
+    assert str(shards) == str([alone, alone])  # NaN is not equal to itself
+    assert run_processes(ap_of_one_process, 2) == [alone["AP"]] * 2
+
+
+@pytest.mark.refusal
+def test_what_is_invalid(monkeypatch):
+    detections, targets = make_images(2)
+    with pytest.raises(ValueError, match=r"^COCOMetrics: `detections` must be one for each target, got 1 for 2"):
+        COCOMetrics(CLASSES).update(detections[:1], targets)
+    detections[0]["scores"] = torch.full_like(detections[0]["scores"], torch.nan)
+    with pytest.raises(ValueError, match=r"^COCOMetrics: `scores` must hold finite numbers only"):
+        COCOMetrics(CLASSES).update(detections, targets)
+    with pytest.raises(ValueError, match=r"^COCOMetrics: `classes` must be an integer >= 1"):
+        COCOMetrics(0)
+    monkeypatch.setitem(sys.modules, "faster_coco_eval", None)
+    with pytest.raises(ImportError, match=r"^COCOMetrics: .*pip install \"lightning-retrieval\[detection\]\""):
+        COCOMetrics(2)
+
+
+def overlap_of_pixels(a, b):
+    """Intersection over union of two boxes of inclusive pixels, as the development kit computes it."""
+    left, top, right, bottom = max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])
+    width, height = right - left + 1, bottom - top + 1
+    if width <= 0 or height <= 0:
+        return 0.0
+    areas = [(box[2] - box[0] + 1) * (box[3] - box[1] + 1) for box in (a, b)]
+    return width * height / (sum(areas) - width * height)
+
+
+def development_kit(detections, objects, class_, threshold, eleven_points):
+    """AP of one class: detections (image, score, label, box), objects (image, label, difficult, box)."""
+    mine = [found for found in detections if found[2] == class_]
+    mine.sort(key=lambda found: -found[1])
+    taken = set()
+    true, false = [], []
+    for image, _, _, box in mine:
+        best, best_object = -math.inf, None
+        for position, (other_image, label, _, other) in enumerate(objects):
+            if other_image == image and label == class_ and overlap_of_pixels(box, other) > best:
+                best, best_object = overlap_of_pixels(box, other), position
+        is_true = is_false = 0
+        if best >= threshold:
+            if not objects[best_object][2]:
+                is_true, is_false = int(best_object not in taken), int(best_object in taken)
+                taken.add(best_object)
+        else:
+            is_false = 1
+        true.append(is_true)
+        false.append(is_false)
+    count = sum(label == class_ and not difficult for _, label, difficult, _ in objects)
+    if count == 0:
+        return math.nan
+    recall, precision = [], []
+    for end in range(1, len(mine) + 1):
+        hits = sum(true[:end])
+        recall.append((hits, count))
+        precision.append(hits / max(1, hits + sum(false[:end])))
+    if eleven_points:
+        points = [[p for (hits, n), p in zip(recall, precision) if 10 * hits >= t * n] for t in range(11)]
+        return sum(max(reached, default=0) for reached in points) / 11
+    area, earlier = 0.0, 0.0
+    for position, (hits, n) in enumerate(recall):
+        area += (hits / n - earlier) * max(precision[position:])
+        earlier = hits / n
+    return area
+
+
+def random_case(seed):
+    """Detections and objects of six images with boxes of inclusive pixels, a third of the objects difficult."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integer(low, high):
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    objects, detections = [], []
+    for image in range(6):
+        for _ in range(integer(0, 6)):
+            left, top = integer(1, 60), integer(1, 60)
+            box = (left, top, left + integer(5, 30), top + integer(5, 30))
+            objects.append((image, integer(1, 4), integer(0, 3) == 0, box))
+        for _ in range(integer(0, 30)):
+            left, top = integer(1, 60), integer(1, 60)
+            box = (left, top, left + integer(5, 30), top + integer(5, 30))
+            near = [other for other in objects if other[0] == image]
+            label = integer(1, 4)
+            if near and integer(0, 3):
+                chosen = near[integer(0, len(near))]
+                box = tuple(value + integer(-2, 3) for value in chosen[3])
+                label = chosen[1]
+            detections.append((image, integer(0, 40) / 40, label, box))
+    return detections, objects
+
+
+def continuous(boxes):
+    """Boxes of inclusive pixels, counted from 1, in continuous coordinates."""
+    return torch.tensor(boxes, dtype=torch.float64).reshape(-1, 4) - torch.tensor([1.0, 1.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("threshold", [0.3, 0.5, 0.75])
+@pytest.mark.parametrize("seed", range(5))
+def test_as_the_development_kit(seed, threshold):
+    detections, objects = random_case(seed)
+    outcomes = []
+    for image in range(6):
+        found = [detection for detection in detections if detection[0] == image]
+        present = [thing for thing in objects if thing[0] == image]
+        outcomes += detection_outcomes(
+            continuous([detection[3] for detection in found]),
+            torch.tensor([detection[1] for detection in found]),
+            torch.tensor([detection[2] for detection in found], dtype=torch.int64),
+            continuous([thing[3] for thing in present]),
+            torch.tensor([thing[1] for thing in present], dtype=torch.int64),
+            torch.tensor([thing[2] for thing in present], dtype=torch.bool),
+            iou_threshold=threshold,
+        ).tolist()
+    for class_ in (1, 2, 3):
+        chosen = [position for position, detection in enumerate(detections) if detection[2] == class_]
+        scores = torch.tensor([detections[position][1] for position in chosen])
+        of_class = torch.tensor([outcomes[position] for position in chosen], dtype=torch.int64)
+        count = sum(label == class_ and not difficult for _, label, difficult, _ in objects)
+        for eleven_points in (True, False):
+            expected = development_kit(detections, objects, class_, threshold, eleven_points)
+            value = voc_average_precision(scores, of_class, count, eleven_points=eleven_points)
+            assert value == pytest.approx(expected, abs=1e-12, nan_ok=True)
+
+
+def test_without_detections_and_without_objects():
+    nothing = torch.empty(0)
+    assert voc_average_precision(nothing, nothing.long(), 3, eleven_points=True) == 0
+    assert voc_average_precision(nothing, nothing.long(), 3, eleven_points=False) == 0
+    assert math.isnan(voc_average_precision(nothing, nothing.long(), 0, eleven_points=True))
+
+
+VOC_CLASSES = 3
+
+
+def image(number):
+    """Detections and objects of one image; image 4 has no detection, image 5 no object."""
+    generator = torch.Generator().manual_seed(number)
+    objects = 0 if number == 5 else 3
+    corner = 50 * torch.rand(objects, 2, generator=generator)
+    boxes = torch.cat([corner, corner + 10 + 20 * torch.rand(objects, 2, generator=generator)], 1)
+    labels = torch.randint(1, VOC_CLASSES + 1, (objects,), generator=generator)
+    target = {"boxes": boxes, "labels": labels, "image_id": torch.tensor(number), "difficult": labels == number}
+    found = 0 if number == 4 else 20
+    nearest = torch.randint(0, max(1, objects), (found,), generator=generator)
+    if objects == 0:
+        boxes, labels = torch.tensor([[5.0, 5.0, 20.0, 20.0]]), torch.tensor([2])
+    shifted = boxes[nearest] + 3 * torch.randn(found, 4, generator=generator).clamp(-1, 1)
+    scores = torch.rand(found, generator=generator)
+    return {"boxes": shifted, "scores": scores, "labels": labels[nearest]}, target
+
+
+def evaluated(numbers, eleven_points=True):
+    metrics = VOCMetrics(VOC_CLASSES, eleven_points=eleven_points)
+    metrics.update(*([part] for part in image(9)))
+    metrics.reset()  # what was evaluated before leaves nothing
+    for number in numbers:
+        detected, target = image(number)
+        metrics.update([detected], [target])
+    return metrics.compute()
+
+
+def test_mean_is_over_the_classes_with_objects():
+    result = evaluated([0, 1, 4, 5])
+    per_class = [value for value in result["AP50_per_class"].tolist() if not math.isnan(value)]
+    assert 0 < result["AP50"] < 1
+    assert result["AP50"].item() == pytest.approx(sum(per_class) / len(per_class))
+    assert not torch.equal(result["AP50"], evaluated([0, 1, 4, 5], eleven_points=False)["AP50"])
+
+
+def test_order_and_repetition_of_images_do_not_matter():
+    expected = evaluated(range(7))
+    again = evaluated([6, 3, 0, 1, 5, 2, 4, 3, 0])
+    torch.testing.assert_close(again, expected, rtol=0, atol=0)
+
+
+def test_equal_scores_of_two_images_are_ranked_by_the_ids():
+    box, label = torch.tensor([[0.0, 0.0, 10.0, 10.0]]), torch.tensor([1])
+    items = []
+    for number, found in ((0, box + 50), (1, box)):  # the first detection is false
+        detected = {"boxes": found, "scores": torch.tensor([0.5]), "labels": label}
+        items.append((detected, {"boxes": box, "labels": label, "image_id": number}))
+    for order in (items, items[::-1]):
+        metrics = VOCMetrics(1, eleven_points=False)
+        for detected, target in order:
+            metrics.update([detected], [target])
+        assert metrics.compute()["AP50"] == 0.25  # the true one has rank 2 and finds one of two objects
+
+
+def _evaluated_on(rank, world_size):
+    shards = {0: [0, 2, 4, 6, 0], 1: [1, 3, 5], 2: []}  # a sampler has repeated image 0; the last process has none
+    return evaluated([*shards[rank], *([2] if rank == 1 else [])]), dist.get_world_size()
+
+
+def test_three_processes_have_the_result_of_one(run_processes):
+    expected = evaluated(range(7))
+    results = run_processes(_evaluated_on, 3)
+    for result, world_size in results:
+        assert world_size == 3
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+@pytest.mark.refusal
+def test_invalid_settings_and_lists():
+    with pytest.raises(ValueError, match="VOCMetrics: `iou_threshold` must be at most 1, got 50"):
+        VOCMetrics(3, iou_threshold=50)
+    with pytest.raises(ValueError, match="`detections` must be one for each target, got 0 for 1"):
+        VOCMetrics(3).update([], [image(0)[1]])
+
+
+METRICS = [COCOMetrics, VOCMetrics]
+BOXES = torch.tensor([[0.0, 0.0, 10.0, 10.0], [20.0, 20.0, 40.0, 50.0]])
+
+
+def detected(**changes):
+    return {"boxes": BOXES, "scores": torch.tensor([0.6, 0.9]), "labels": torch.tensor([1, 1]), **changes}
+
+
+def target(**changes):
+    return {"boxes": BOXES[:1], "labels": torch.tensor([1]), "image_id": 3, **changes}
+
+
+@pytest.mark.parametrize("name", ["difficult", "iscrowd"])
+@pytest.mark.parametrize("metric", METRICS)
+def test_an_ignored_object_is_neither_found_nor_missed(metric, name):
+    objects = {"boxes": BOXES, "labels": torch.tensor([1, 1])}
+    for ignored in ([False, True], [True, False], [False, False]):
+        metrics = metric(2)
+        metrics.update([detected()], [target(**objects, **{name: torch.tensor(ignored)})])
+        assert metrics.compute()["AP50"] == pytest.approx(1)
+    one_found = detected(boxes=BOXES[:1], scores=torch.tensor([0.6]), labels=torch.tensor([1]))
+    missed, ignored = metric(2), metric(2)
+    missed.update([one_found], [target(**objects)])
+    ignored.update([one_found], [target(**objects, **{name: torch.tensor([False, True])})])
+    assert missed.compute()["AP50"] < 0.6
+    assert ignored.compute()["AP50"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_an_object_is_ignored_if_one_of_both_flags_is_set(metric):
+    objects = {"boxes": BOXES, "labels": torch.tensor([1, 1])}
+    flags = {"difficult": torch.tensor([0.0, 0.5]), "iscrowd": torch.tensor([0, 0])}
+    metrics = metric(2)
+    metrics.update([detected()], [target(**objects, **flags)])
+    assert metrics.images_once()[1][0]["ignored"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+@pytest.mark.parametrize("metric", METRICS)
+def test_labels_of_few_bits_on_any_rank(metric, dtype, monkeypatch):
+    """The key of an image, which is stored beside its labels, has the rank in its upper bits."""
+    monkeypatch.setattr(detection_metric, "rank", lambda: 3)
+    metrics = metric(2)
+    labels = torch.tensor([1, 1], dtype=dtype)
+    metrics.update([detected(labels=labels)], [target(boxes=BOXES, labels=labels)])
+    assert metrics.compute()["AP50"] == pytest.approx(1)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ((detected(labels=torch.tensor([0, 1])), target()), ValueError, "`labels` of `detections` must be from 1 to 2"),
+        ((detected(scores=torch.tensor([math.inf, 1])), target()), ValueError, "`scores` must hold finite numbers"),
+        ((detected(scores=torch.ones(3)), target()), ValueError, r"`scores` must have shape \(2,\), one for each box"),
+        ((detected(), target(difficult=torch.ones(2))), ValueError, r"`difficult` must have shape \(1,\)"),
+        ((detected(), target(iscrowd=[0])), TypeError, r"`targets\['iscrowd'\]` must be a tensor"),
+        ((detected(), target(image_id="a")), TypeError, "`targets` must have an integer as `image_id`, got 'a'"),
+        (
+            (detected(), target(image_id=1 << 63)),
+            ValueError,
+            "`targets` must have an `image_id` of at most 64 bits, got",
+        ),
+        (
+            (detected(), target(boxes=BOXES[:1] * math.nan)),
+            ValueError,
+            r"`targets\['boxes'\]` must hold finite numbers",
+        ),
+        (({"boxes": BOXES}, target()), ValueError, "`detections` must have the keys boxes, labels, scores"),
+        ((3, target()), TypeError, "`detections` must be a dict, got 3"),
+    ],
+)
+def test_invalid_images(given, error, message):
+    with pytest.raises(error, match=f"^VOCMetrics: {message}"):
+        VOCMetrics(2).update([given[0]], [given[1]])
