@@ -32,7 +32,6 @@ def test_processes_are_started_by_one_launcher():
     assert {path for path, tree in TESTS.items() if lines_that_call(tree, "Popen")} == {
         "tests/processes.py",
         "tests/browser.py",  # keeps a browser open while a test uses its page
-        "tests/datamodules/glyphs/test_cache.py",  # runs Python with warnings as errors
         "tests/test_study.py",  # kills an example
     }
     assert {path for path, tree in TESTS.items() if is_script(tree)} == SCRIPTS
