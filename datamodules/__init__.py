@@ -43,4 +43,5 @@ from lightning_retrieval.datamodules.samplers.pk import PKSampler as PKSampler
 from lightning_retrieval.preparation.training_transforms import training_transform as training_transform
 
 if not TYPE_CHECKING:  # type checkers export what is imported `as` itself; a computed list would hide it from them
-    __all__ = sorted(name for name, value in globals().items() if getattr(value, "__module__", "").startswith(__name__))
+    __all__ = [name for name, value in globals().items() if getattr(value, "__module__", "").startswith(__name__)]
+    __all__ = sorted([*__all__, "training_transform"])
