@@ -124,7 +124,7 @@ class ResumableCSVLogger(CSVLogger):
 
 
 def other_loggers(configured: Any) -> list[Any]:
-    """The configured loggers that log beside that of `--run_folder`, which takes the place of Lightning's CSVLogger."""
+    """The configured loggers except Lightning's CSVLogger, which the logger of `--run_folder` replaces."""
     if not isinstance(configured, (list, tuple)):
         configured = [configured]
     return [logger for logger in configured if isinstance(logger, Logger) and not isinstance(logger, CSVLogger)]

@@ -94,20 +94,16 @@ def log_best(trainer: pl.Trainer, best: Mapping[str, float]) -> None:
     named = {f"best/{name}": value for name, value in best.items()}
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            _log_best_to_tensorboard(trainer, logger, named)
+            score = getattr(trainer.checkpoint_callback, "best_model_score", None)
+            values = dict(named)
+            if score is not None:
+                values["hp_metric"] = float(score)  # TensorBoard's table of hyperparameters has a column for it
+            logger.log_metrics(values, trainer.global_step)
         elif isinstance(logger, CSVLogger):
             logger.log_hyperparams({"best": dict(best)})
             logger.save()
         elif isinstance(logger, WandbLogger) and trainer.is_global_zero:
             logger.experiment.summary.update(named)
-
-
-def _log_best_to_tensorboard(trainer: pl.Trainer, logger: TensorBoardLogger, named: dict[str, float]) -> None:
-    values = dict(named)
-    score = getattr(trainer.checkpoint_callback, "best_model_score", None)
-    if score is not None:
-        values["hp_metric"] = float(score)  # TensorBoard's table of hyperparameters has a column for it
-    logger.log_metrics(values, trainer.global_step)
 
 
 # The table of metrics that is printed at the end of an evaluation.

@@ -81,7 +81,7 @@ def all_arguments(cls: type) -> dict[str, Parameter]:
 
 
 def check_no_unknown_arguments(cls: type, unknown: Mapping[str, Any]) -> None:
-    """Raise if there are arguments that no constructor of the class has, and name the nearest that one has.
+    """Raise if no constructor of a class has an argument; the message suggests the most similar argument.
 
     Args:
         cls: the class that the user calls.

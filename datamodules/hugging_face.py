@@ -70,7 +70,7 @@ def _import_datasets() -> Any:
 
 
 def with_encoded_images(dataset: Any, image_column: str | None) -> tuple[Any, str]:
-    """The data set whose images are given as files instead of pixels, and the name of their column.
+    """The data set with encoded images instead of decoded ones, and the name of their column.
 
     Args:
         dataset: one split.

@@ -386,7 +386,7 @@ class ImageDataModule(RetrievalDataModule):
         return normalized_batch(moved, lambda images: convert(self.preparation.normalize(images)))
 
     def _set_of_loader(self, dataset: Any) -> Any:
-        """In a run the images before they are normalised, if `transfer_batch_to_device` normalises them alike."""
+        """In a run the images in uint8, if `transfer_batch_to_device` can normalise them in the same way."""
         if isinstance(dataset, ImageSet) and self._run_preparation.sends_uint8(self, dataset.transform):
             return dataset.in_uint8()
         return dataset

@@ -69,7 +69,7 @@ def _is_nested_deeply(value: Any) -> bool:
 
 
 class _ForbiddenError(Exception):
-    """The message is what the pickle asked for."""
+    """A pickle names something that could run code; the message is its name."""
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -224,7 +224,7 @@ class RevisitedImages(ImageSet):
 
 
 class _Revisited(ImageDataModule):
-    """What both cities have in common."""
+    """Base class of `RevisitedOxford` and `RevisitedParis`."""
 
     city: ClassVar[str]  # as the official folder and file are named
     original_city: ClassVar[str]  # name of the folder before the revision, in which the new file may be

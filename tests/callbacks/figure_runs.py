@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_retrieval import RetrievalMetrics, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
+from tests.quiet_trainer import quiet_trainer
 
 
 def labelled_points(seed: int, size: int = 24) -> TensorDataset:
@@ -29,15 +30,10 @@ def make_module() -> RetrievalModule:
 
 
 def make_trainer(folder, *callbacks, **kwargs) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=1,
+    return quiet_trainer(
         callbacks=[RetrievalEvaluation((1,)), *callbacks],
         default_root_dir=folder,
         log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **{"logger": False, "max_epochs": 1, **kwargs},
     )
 

@@ -1,12 +1,12 @@
 """Small runs on Glyphs whose logs are read back."""
 
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import APMonitor, RetrievalEvaluation
 from lightning_retrieval.datamodules import Glyphs
+from tests.quiet_trainer import quiet_trainer
 from tests.wandb_files import OfflineRun
 
 BATCHES = 3  # of an epoch
@@ -24,8 +24,8 @@ def small_glyphs() -> Glyphs:
 def fit_glyphs(logger, glyphs, folder, epochs=2, callbacks=(), **settings):
     torch.manual_seed(0)
     network = Embedder("glyph_net", embedding_dim=8)
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
+        enable_checkpointing=True,
         default_root_dir=folder,
         max_epochs=epochs,
         logger=logger,
@@ -33,7 +33,6 @@ def fit_glyphs(logger, glyphs, folder, epochs=2, callbacks=(), **settings):
         limit_train_batches=BATCHES,
         limit_val_batches=1,
         num_sanity_val_steps=0,
-        enable_model_summary=False,
         callbacks=[
             RetrievalEvaluation((1, 5)),
             APMonitor(),

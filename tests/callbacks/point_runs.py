@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_retrieval import RetrievalMetrics, RetrievalModule, SmoothAPLoss
+from tests.quiet_trainer import quiet_trainer
 
 KS = (1, 5)
 
@@ -44,15 +45,7 @@ class PointsModule(RetrievalModule):
 
 
 def make_trainer(*callbacks, **kwargs) -> pl.Trainer:
-    defaults = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, "log_every_n_steps": 1}
-    return pl.Trainer(
-        **{**defaults, **kwargs},
-        accelerator="cpu",
-        devices=1,
-        callbacks=list(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    return quiet_trainer(**{"max_epochs": 1, "log_every_n_steps": 1, **kwargs}, callbacks=list(callbacks))
 
 
 def expected_metrics(module: RetrievalModule, seed: int, prefix: str) -> dict[str, float]:

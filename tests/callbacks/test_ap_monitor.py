@@ -32,6 +32,7 @@ from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExp
 from tests.csv_logs import logged
 from tests.lightning_retrieval.metrics.evaluation_set import IDS, SIZE, filled, points
 from tests.lightning_retrieval.metrics.evaluation_set import lists as lists_of_set
+from tests.quiet_trainer import quiet_trainer
 
 TAU = 0.1
 
@@ -62,16 +63,11 @@ def fit(folder, loss, *callbacks, every=2, epochs=2, **kwargs):
     torch.manual_seed(3)
     optimizer = functools.partial(torch.optim.SGD, lr=0.5)
     module = RetrievalModule(nn.Linear(6, 3), loss, optimizer=optimizer, **kwargs)
-    run = pl.Trainer(
+    run = quiet_trainer(
         max_epochs=epochs,
-        accelerator="cpu",
-        devices=1,
         callbacks=[RetrievalEvaluation((1,)), *callbacks],
         logger=CSVLogger(folder, version=0),
         log_every_n_steps=every,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     run.fit(module, DataLoader(data(1), batch_size=8), DataLoader(data(2), batch_size=8))
     return run

@@ -30,6 +30,7 @@ from tests.callbacks.figure_runs import (
     metrics_of,
     record_figures,
 )
+from tests.quiet_trainer import quiet_trainer
 
 
 def test_figures_are_in_the_log_folder_every_n_epochs(tmp_path):
@@ -151,17 +152,12 @@ def fit_with_curve(folder, curve, epochs=2, ckpt_path=None, logger=True) -> pl.T
     data = TensorDataset(torch.randn(12, 6), torch.arange(12) // 4)
     optimizer = functools.partial(torch.optim.SGD, lr=0.1)
     module = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss(tau=0.1), optimizer=optimizer)
-    run = pl.Trainer(
+    run = quiet_trainer(
         max_epochs=epochs,
-        accelerator="cpu",
-        devices=1,
         callbacks=[RetrievalEvaluation((1,)), curve],
         logger=CSVLogger(folder, version=0) if logger else False,
         default_root_dir=folder,
         log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     run.fit(module, DataLoader(data, batch_size=8), DataLoader(data, batch_size=8), ckpt_path=ckpt_path)
     run.validate(module, DataLoader(data, batch_size=8), verbose=False)  # writes no figure

@@ -20,6 +20,7 @@ from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, 
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 from tests.datamodules.trees_more import write_folders
+from tests.quiet_trainer import quiet_trainer
 
 GREEN, RED, GREY, WHITE = (34, 160, 70), (208, 48, 48), (120, 120, 120), (255, 255, 255)
 LABELS = torch.tensor([0, 1, 2, 3] * 5 + [4, 4])
@@ -47,15 +48,10 @@ def module(channels=1) -> RetrievalModule:
 
 
 def trainer(folder, *callbacks, **kwargs) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        devices=1,
+    return quiet_trainer(
         callbacks=list(callbacks),
         default_root_dir=folder,
         log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **{"logger": False, "max_epochs": 1, **kwargs},
     )
 

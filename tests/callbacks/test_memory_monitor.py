@@ -23,6 +23,7 @@ from lightning_retrieval.distributed import sum_over_ranks
 from lightning_retrieval.training import run_report
 from tests.csv_logs import logged
 from tests.point_set import Points
+from tests.quiet_trainer import quiet_trainer
 
 PROBE = 6
 
@@ -67,16 +68,11 @@ def fit(folder, *callbacks, data=None, **settings):
     module = RetrievalModule(
         Net(), SmoothAPLoss(tau=0.1), optimizer=functools.partial(torch.optim.SGD, lr=0.5), seed=5, **settings
     )
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         max_epochs=1,
-        accelerator="cpu",
-        devices=1,
         callbacks=list(callbacks),
         logger=CSVLogger(folder, version=0),
         log_every_n_steps=1,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(list(data or batches()), batch_size=None))
     return module
@@ -262,10 +258,9 @@ def fit_points(folder, start_drift, checkpoint=None, callbacks=()):
         optimizer=functools.partial(torch.optim.SGD, lr=0.5),
         memory=CrossBatchMemory(15, "auto"),
     )
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
+        enable_checkpointing=True,
         max_epochs=3,
-        accelerator="cpu",
-        devices=1,
         callbacks=[
             MemoryMonitor(PROBE, start_drift),
             ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1),
@@ -274,8 +269,6 @@ def fit_points(folder, start_drift, checkpoint=None, callbacks=()):
         logger=CSVLogger(folder, version=0),
         log_every_n_steps=1,
         limit_val_batches=0,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     data = PointData(classes_per_batch=3, samples_per_class=3, seed=1)
     trainer.fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
@@ -358,18 +351,13 @@ def run_of_rank(rank, world, start_drift):
         optimizer=functools.partial(torch.optim.SGD, lr=0.5),
         memory=CrossBatchMemory(SIZE, "auto"),
     )
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         max_epochs=1,
-        accelerator="cpu",
         devices=world,
         strategy="ddp" if world > 1 else "auto",
         precision="64-true",
         use_distributed_sampler=False,
         callbacks=[MemoryMonitor(PROBE, start_drift)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, DataLoader(data, batch_size=None))
     weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])

@@ -19,6 +19,7 @@ from lightning_retrieval.callbacks import LearnWhitening, RetrievalEvaluation
 from lightning_retrieval.datamodules import Glyphs, ImageFolder
 from lightning_retrieval.distributed import gather_rows
 from lightning_retrieval.models import whitening as whitening_module
+from tests.quiet_trainer import quiet_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:RetrievalEvaluation. val metrics cover 2 of:UserWarning")
 
@@ -47,15 +48,12 @@ def module(**settings) -> RetrievalModule:
 
 
 def trainer(folder, *callbacks, devices=1, **kwargs) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
+    return quiet_trainer(
         devices=devices,
         strategy="auto" if devices == 1 else "ddp",
         callbacks=list(callbacks),
         default_root_dir=folder,
         log_every_n_steps=1,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         **{"logger": False, "max_epochs": 1, "enable_checkpointing": False, **kwargs},
     )
 

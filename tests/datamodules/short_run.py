@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch import nn
 from torchvision.transforms import v2
@@ -15,6 +14,7 @@ from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.datamodules.image_module import ImageDataModule
 from tests.datamodules.trees import truncate
+from tests.quiet_trainer import quiet_trainer
 
 SMALL = v2.Compose([v2.Resize((16, 16)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
 SETTINGS: dict[str, Any] = {
@@ -31,17 +31,11 @@ def fit_and_validate(data: ImageDataModule, steps: int = 2) -> dict[str, float]:
     torch.manual_seed(2)
     embedder = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 8))
     before = embedder[2].weight.detach().clone()
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         limit_train_batches=steps,
         limit_val_batches=0,
         max_epochs=1,
-        accelerator="cpu",
-        devices=1,
         callbacks=[RetrievalEvaluation((1,))],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     module = RetrievalModule(embedder, SmoothAPLoss(tau=0.1))
     trainer.fit(module, datamodule=data)

@@ -18,6 +18,7 @@ from lightning_retrieval.datamodules import (
 )
 from lightning_retrieval.datamodules.image_index import DISTRACTOR, ROLES, class_numbers
 from tests.datamodules.pictures import TINY, picture
+from tests.quiet_trainer import quiet_trainer
 
 
 class Pictures(ImageDataModule):
@@ -56,14 +57,9 @@ def tree(tmp_path_factory):
 def fit(data, steps=2):
     torch.manual_seed(0)
     module = RetrievalModule(nn.Sequential(nn.Flatten(), nn.Linear(192, 8)), SmoothAPLoss())
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    trainer = quiet_trainer(
         max_steps=steps,
         callbacks=[RetrievalEvaluation(ks=(1,))],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
     )
     trainer.fit(module, datamodule=data)

@@ -23,6 +23,7 @@ from lightning_retrieval.datamodules.samplers.all_classes import AllClassesSampl
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler
 from lightning_retrieval.datamodules.samplers.category import CategorySampler
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
+from tests.quiet_trainer import quiet_trainer
 
 LABELS = [image // 4 for image in range(26)]  # seven classes, the last with two images
 BATCHES = 3  # of P = 3, K = 3
@@ -88,13 +89,10 @@ def splitmix(*parts: int) -> int:
 
 
 def fit(model, loader=None, ckpt_path=None, callbacks=(), **kwargs) -> pl.Trainer:
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         **{"max_epochs": 3, "accelerator": "cpu", "devices": 1, **kwargs},
-        logger=False,
         callbacks=list(callbacks),
         enable_checkpointing=bool(callbacks),
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(model, loader, ckpt_path=ckpt_path)
     return trainer

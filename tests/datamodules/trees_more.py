@@ -12,6 +12,7 @@ from torchvision.transforms import v2
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from tests.datamodules.trees import write_image, write_text
+from tests.quiet_trainer import quiet_trainer
 
 SMALL = v2.Compose([v2.Resize((16, 16)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
 # Settings for fast tests on a small tree.
@@ -107,17 +108,11 @@ def fit_and_validate(data: pl.LightningDataModule, validate: bool = True) -> dic
     torch.manual_seed(1)
     network = nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(48, 8))
     module = RetrievalModule(network, SmoothAPLoss(tau=0.1), optimizer=partial(torch.optim.SGD, lr=0.1))
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
         max_steps=2,
         limit_val_batches=1.0,
         num_sanity_val_steps=0,
         callbacks=[RetrievalEvaluation((1,))],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module, datamodule=data)
     if trainer.global_step != 2:

@@ -6,7 +6,6 @@ import warnings
 
 import numpy as np
 import pytest
-import pytorch_lightning as pl
 import torch
 from PIL import Image
 from torch import nn
@@ -17,6 +16,7 @@ from lightning_retrieval.datamodules import IJBC
 from tests.datamodules.short_run import SETTINGS, replace
 from tests.datamodules.small_ijbc import write_ijbc, write_ijbc_repack
 from tests.datamodules.trees import write_image
+from tests.quiet_trainer import quiet_trainer
 
 refusal = pytest.mark.refusal
 G1, G2, MIXED = (f"ijbc_1N_{name}.csv" for name in ("gallery_G1", "gallery_G2", "probe_mixed"))
@@ -108,15 +108,9 @@ def test_crops_without_a_subject_are_counted_in_one_warning(tmp_path):
 def trainer_and_module():
     torch.manual_seed(2)
     module = RetrievalModule(nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 8)), SmoothAPLoss())
-    trainer = pl.Trainer(
+    trainer = quiet_trainer(
         max_epochs=1,
-        accelerator="cpu",
-        devices=1,
         callbacks=[RetrievalEvaluation((1, 3), before_fit=True)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     return trainer, module
 

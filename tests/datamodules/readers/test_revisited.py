@@ -4,7 +4,6 @@ import re
 
 import numpy as np
 import pytest
-import pytorch_lightning as pl
 import torch
 from PIL import Image
 from torch import nn
@@ -24,6 +23,7 @@ from tests.datamodules.small_revisited import (
 )
 from tests.datamodules.trees import truncate, write_text
 from tests.lightning_retrieval.metrics.test_revisited import by_loops, official, with_ties
+from tests.quiet_trainer import quiet_trainer
 
 refusal = pytest.mark.refusal
 CITIES = {"roxford5k": RevisitedOxford, "rparis6k": RevisitedParis}
@@ -33,14 +33,8 @@ def evaluate(data, embedder=None, **settings):
     """What `trainer.test` logs."""
     torch.manual_seed(2)
     embedder = embedder or nn.Sequential(nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.Linear(27, 4))
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
+    trainer = quiet_trainer(
         callbacks=[RetrievalEvaluation((1, 3))],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.test(RetrievalModule(embedder, SmoothAPLoss(tau=0.1)), datamodule=data, verbose=False)
     return embedder, {name: float(value) for name, value in trainer.callback_metrics.items()}

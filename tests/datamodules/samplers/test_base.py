@@ -24,7 +24,11 @@ SAMPLERS = {
     ),
     "AllClassesSampler": lambda labels, **seed: AllClassesSampler(labels, batch_size=4, **seed),
 }
-IGNORED = ["ignore:.* skipped .* classes in training:UserWarning", "ignore:.* have fewer than the:UserWarning"]
+IGNORED = [
+    "ignore:PKSampler. skipped .* classes in training:UserWarning",
+    "ignore:CategorySampler. (skipped .* classes in training|.* have fewer than the):UserWarning",
+    "ignore:AllClassesSampler. skipped .* classes in training:UserWarning",
+]
 pytestmark = pytest.mark.filterwarnings(*IGNORED)
 
 

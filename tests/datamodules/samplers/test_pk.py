@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_retrieval.datamodules.samplers import category
+from lightning_retrieval.datamodules.samplers import pk
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
 
 LABELS = [7, 7, 7, -1, -1, 5, 5, 5, 5, 5, 5, 9, 9, 9]
@@ -93,7 +93,7 @@ def test_batches_of_many_images_equal_those_of_earlier_versions():
 @pytest.mark.parametrize("chunk", [1, 3, 20])
 def test_how_many_are_shuffled_at_a_time_changes_nothing(chunk, monkeypatch):
     whole = list(make(LABELS * 3, 3, 4))
-    monkeypatch.setattr(category, "_BLOCK", chunk)
+    monkeypatch.setattr(pk, "_BLOCK", chunk)
     assert list(make(LABELS * 3, 3, 4)) == whole
 
 
