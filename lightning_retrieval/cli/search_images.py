@@ -120,7 +120,7 @@ class ImageSearcher:
             raise ValueError(
                 f"{OWNER}: none of the {len(queries)} queries can be read, the first: {embedded.unreadable[0]}."
             )
-        similarities, ids, paths = self.index.search_with_paths(embedded.embeddings, k)
+        similarities, ids, paths = self.index.search_with_paths(embedded.embeddings[:], k)
         results = []
         rows = zip(embedded.positions.tolist(), ids, paths, similarities.tolist())
         for position, row, row_paths, row_similarities in rows:

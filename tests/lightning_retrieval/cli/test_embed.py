@@ -15,7 +15,6 @@ from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli import embed as embed_module
 from lightning_retrieval.cli.embed import embed_images
 from lightning_retrieval.cli.embedding import ImageEmbedder, ListedImages
-from lightning_retrieval.search import embedding_folder
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.datamodules.trees import write_image
 from tests.lightning_retrieval.cli.glyph_commands import command, error_of, paths_of, save_checkpoint
@@ -121,7 +120,7 @@ def embed_until_killed(rank, world_size, folder, output, dying):
             os.kill(os.getpid(), signal.SIGKILL)
         replace(source, target)
 
-    embedding_folder.os.replace = replace_until_killed
+    os.replace = replace_until_killed
     embedded((folder,), output, shard_size=4, devices=world_size)
 
 

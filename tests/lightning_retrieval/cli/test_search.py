@@ -194,13 +194,6 @@ def test_page_that_cannot_be_written_leaves_the_old_one_and_nothing_else(failing
     assert os.listdir(tmp_path) == ["page.html"]
 
 
-def test_part_of_a_killed_process_is_replaced(search_to, tmp_path):
-    (tmp_path / "page.html.part").write_text("half")
-    code, _, err = search_to(tmp_path / "page.html")
-    assert (code, err) == (0, "")
-    assert os.listdir(tmp_path) == ["page.html"]
-
-
 def test_default_is_ten_results_or_all_if_there_are_fewer(indexed, tmp_path, capsys):
     query = indexed / "images" / STRANGE_NAME
     _, out, _ = command(capsys, "search", query, "--index", indexed / "index", "--json")
