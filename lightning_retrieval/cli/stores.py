@@ -415,8 +415,9 @@ class IndexWriter:
             return self._updated(self._earlier, ids, paths, embed)
         embedded = embed(torch.arange(len(ids)))
         self._check_some(len(embedded.positions), embedded.unreadable)
-        ids, paths = ids[embedded.positions], paths[embedded.positions.numpy()]
-        self.check_kept(ids, paths)  # without the images that cannot be read
+        if len(embedded.positions) < len(ids):  # some images cannot be read
+            ids, paths = ids[embedded.positions], paths[embedded.positions.numpy()]
+        self.check_kept(ids, paths)
         return self._new.write(dim, self._about, embedded.embeddings, ids, paths), embedded.unreadable
 
     def _updated(
@@ -437,10 +438,13 @@ class IndexWriter:
         return index, embedded.unreadable
 
     def _check_some(self, rows: int, unreadable: Sequence[UnreadableImage]) -> None:
-        if rows == 0:
-            raise ValueError(
-                f"{self._owner}: none of the {len(unreadable)} images can be read, the first: {unreadable[0]}."
-            )
+        """Raise if an index would have no rows."""
+        if rows > 0:
+            return
+        first = ""
+        if unreadable:
+            first = f", the first: {unreadable[0]}"
+        raise ValueError(f"{self._owner}: none of the {len(unreadable)} images can be read{first}.")
 
 
 @contextmanager
