@@ -30,7 +30,7 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 ALL_ADDRESSES = frozenset({"0.0.0.0", "::"})
 NO_IMAGE = "There is no image to search for; choose an image file."
 NOT_UPLOADED = "The image must be an uploaded file, since the demo fetches nothing from an address; upload it first."
-SIDE = 320  # pixels of the longer side of a shown image, about
+SIDE = 320  # approximate number of pixels of the longer side of a shown image
 CSS = """
 .gradio-container {width: 100%; max-width: 72rem !important; margin: 0 auto}
 #results .grid-wrap {max-height: none}
@@ -169,14 +169,14 @@ def delete_old_files(folder: Path, before: float) -> None:
 
 
 class RequestCheck:
-    """Refuses requests under a foreign name, and large ones, before Gradio sees them.
+    """Answers requests under another name, and large ones, with an error before Gradio sees them.
 
-    A page of another site can let its own name point to this machine (DNS rebinding). The browser then takes the demo
-    for a part of that site, but says in the header `Host` which name it has asked for.
+    Another site can let its name resolve to this machine (DNS rebinding). The browser then treats the demo as a part of
+    that site, but the header `Host` still has the name that it has asked for.
 
     Args:
-        app: what answers other requests.
-        host: address that the page is served on. All names are right if it is that of all interfaces.
+        app: answers all other requests.
+        host: address that the page is served on. If it is that of all interfaces, all names are allowed.
     """
 
     def __init__(self, app: "ASGIApp", host: str) -> None:
@@ -197,16 +197,16 @@ class RequestCheck:
                 f"demo: the page is for {self.host} only, got another name in the address; give that name with "
                 "`--host`, or serve all names with `--host 0.0.0.0`."
             )
-            await _refuse(PlainTextResponse(sentence, 421), scope, receive, send)
+            await _answer(PlainTextResponse(sentence, 421), scope, receive, send)
         elif scope["type"] == "http" and scope["method"] == "POST" and not _is_small(lengths):
             sentence = f"demo: an upload must have at most {MEGABYTES} MB, and say its size; choose a smaller image."
-            await _refuse(PlainTextResponse(sentence, 413), scope, receive, send)
+            await _answer(PlainTextResponse(sentence, 413), scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
 
-async def _refuse(response: Any, scope: "Scope", receive: "Receive", send: "Send") -> None:
-    """Answer with a sentence; a WebSocket is closed before it is opened."""
+async def _answer(response: Any, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    """Answer with an error; a WebSocket is closed before it is opened."""
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
     else:
@@ -236,7 +236,7 @@ def is_allowed_host(headers: Sequence[str], host: str) -> bool:
 
 
 def _is_small(lengths: Sequence[str]) -> bool:
-    """Whether a request says the size of what it sends, once, and that is allowed."""
+    """Whether a request has one header with the size of its content, and this size is allowed."""
     most = MEGABYTES * 2**20 + 2**16  # of a file, and of its name and the borders of the form
     return len(lengths) == 1 and lengths[0].isdecimal() and int(lengths[0]) <= most
 
@@ -283,7 +283,7 @@ def make_page(searcher: ImageSearcher, images: Path, k: int) -> Any:
         gallery = _empty_gallery(gradio)
         paths = gradio.State([])
         shown = [query, text, gallery, paths]
-        # The line of text shows the place in the queue and the time, and no progress covers what is shown.
+        # The line of text shows the position in the queue and the time, and no progress covers what is shown.
         progress = {"show_progress": "minimal", "show_progress_on": text}
         upload.upload(search_by_upload, upload, shown, api_name="search", **progress)
         clicked = gallery.select(search_by_result, paths, shown, api_visibility="private", **progress)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from lightning_fabric import Fabric
-from lightning_fabric.strategies import DDPStrategy
+from lightning_fabric.strategies.ddp import DDPStrategy
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_retrieval.callbacks.embedding_writer import wait_for_other_processes
@@ -118,8 +118,9 @@ def embed_images(
     """Embed images into a folder of Parquet or .npy files, of which those that are there are not made again.
 
     With several devices or nodes, Lightning Fabric starts a process for each, which calls this function again. Each
-    process embeds whole files, so the files are the same for any number of processes, which may differ in the run that
-    continues. A file that is there is made again if the size or the modification time of one of its images has changed.
+    process embeds the images of entire files, so the files are the same for any number of processes, which may differ
+    in the run that continues. A file is made again if the size or the modification time of one of its images has
+    changed.
 
     Args:
         checkpoint: of a `RetrievalModule`.

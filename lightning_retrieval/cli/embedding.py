@@ -339,7 +339,7 @@ class ImageEmbedder:
         with tqdm(total=count, desc="Embedding", unit="image", disable=hidden, leave=False) as progress:
             for items in loader:
                 progress.update(len(items))
-                yield self._embed_items(items, listed)
+                yield self.embed_items(items, listed)
 
     def embed_all(self, listed: ListedImages, positions: Sequence[int] | None = None) -> EmbeddedImages:
         """Embed images into one tensor, which is allocated once.
@@ -391,8 +391,12 @@ class ImageEmbedder:
             )
         return torch.stack(list(images))
 
-    def _embed_items(self, items: Sequence[LoadedImage], listed: ListedImages) -> EmbeddedBatch:
-        """Embed a batch of loaded images."""
+    def embed_items(self, items: Sequence[LoadedImage], listed: ListedImages) -> EmbeddedBatch:
+        """Embed a batch of loaded images.
+
+        Raises:
+            ValueError: as for `embed`.
+        """
         positions: list[int] = []
         images: list[Tensor] = []
         unreadable: list[UnreadableImage] = []

@@ -75,6 +75,11 @@ class RetrievalCLI(LightningCLI):
     earlier run of the same model and data. `fit --run_folder FOLDER` continues the run in that folder, if there is one.
     """
 
+    @property
+    def _owner(self) -> str:
+        """Prefix of error messages."""
+        return f"lightning-retrieval {self.config.subcommand}"
+
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument(
             "--test_after_fit",
@@ -103,8 +108,7 @@ class RetrievalCLI(LightningCLI):
             try:
                 logger = ResumableCSVLogger(folder)
             except ValueError as error:
-                owner = f"lightning-retrieval {self.subcommand}"
-                self.parser.error(str(error).replace("ResumableCSVLogger: `folder`", f"{owner}: `--run_folder`"))
+                self.parser.error(str(error).replace("ResumableCSVLogger: `folder`", f"{self._owner}: `--run_folder`"))
             kwargs["logger"] = [logger, *other_loggers(configured)]
         return super().instantiate_trainer(**kwargs)
 
@@ -115,13 +119,11 @@ class RetrievalCLI(LightningCLI):
         calls. Here, too, they take the place of the config's model, but only `plain_data` reads them.
         """
         self._checkpoint: dict[str, Any] = {}
-        subcommand = self.config.subcommand
-        path = self.config[subcommand].get("ckpt_path")
-        owner = f"lightning-retrieval {subcommand}"
+        path = self.config[self.config.subcommand].get("ckpt_path")
         try:
             if path:
-                check_path(owner, "--ckpt_path", path)
-            check_checkpoint(owner, path)
+                check_path(self._owner, "--ckpt_path", path)
+            check_checkpoint(self._owner, path)
         except ValueError as error:
             self.parser.error(str(error))
         if path and Path(path).is_file():
@@ -154,11 +156,11 @@ class RetrievalCLI(LightningCLI):
         """Create the objects of the config, with the model that the checkpoint describes in place of the config's."""
         subcommand = self.config.subcommand
         class_path = self.config[subcommand].model.class_path
-        cls = load_function(f"lightning-retrieval {subcommand}", "--model", class_path)
+        cls = load_function(self._owner, "--model", class_path)
         try:
             self.model = module_of_checkpoint(cls, self._checkpoint)
         except (ValueError, TypeError) as error:
-            self.parser.error(f"lightning-retrieval {subcommand}: `--ckpt_path`: {error}")
+            self.parser.error(f"{self._owner}: `--ckpt_path`: {error}")
         settings = dict(self._checkpoint["hyper_parameters"])
         settings.pop("_instantiator", None)
         described = {"class_path": settings.pop("_class_path", class_path), "init_args": settings}
@@ -182,13 +184,12 @@ class RetrievalCLI(LightningCLI):
         """Continue from the checkpoint that `--run_folder` or `--ckpt_path last` leads to."""
         trainer: Any = self.trainer
         options = self.config_init.fit
-        owner = "lightning-retrieval fit"
         config = self._parser("fit").dump(self.config.fit, skip_none=False)
         try:
             if options.run_folder is None:
-                option, found = "--ckpt_path last", find_last_checkpoint(owner, trainer, config)
+                option, found = "--ckpt_path last", find_last_checkpoint(self._owner, trainer, config)
             else:
-                option, found = "--run_folder", find_checkpoint_of_run(owner, trainer, config)
+                option, found = "--run_folder", find_checkpoint_of_run(self._owner, trainer, config)
         except (FileNotFoundError, ValueError) as error:
             self.parser.error(str(error))
         if found is not None:
@@ -196,7 +197,7 @@ class RetrievalCLI(LightningCLI):
             options.ckpt_path = str(found)
         elif options.run_folder is not None and options.ckpt_path == "last":
             options.ckpt_path = None
-        trainer.callbacks.append(SameCheckpoint(owner, found))
+        trainer.callbacks.append(SameCheckpoint(self._owner, found))
         if options.run_folder is not None:
             first_checkpoint = len(trainer.callbacks)
             if trainer.checkpoint_callback is not None:
@@ -218,11 +219,10 @@ class RetrievalCLI(LightningCLI):
             try:
                 trainer.callbacks.append(EmbeddingWriter(output))
             except ValueError as error:
-                owner = "lightning-retrieval predict"
-                self.parser.error(str(error).replace("EmbeddingWriter: `output`", f"{owner}: `--output`"))
+                self.parser.error(str(error).replace("EmbeddingWriter: `output`", f"{self._owner}: `--output`"))
 
     def after_predict(self) -> None:
-        """Say where the embeddings are."""
+        """Print where the embeddings are."""
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EmbeddingWriter):
                 rank_zero_info(f"The embeddings are in {callback.output}.")
@@ -231,7 +231,7 @@ class RetrievalCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run it; if Ctrl-C has ended it, exit as programs do then, where Lightning exits with 1."""
-        with self._locked_run_folder(subcommand):
+        with self._locked_run_folder():
             try:
                 super()._run_subcommand(subcommand)
             except SystemExit:
@@ -240,7 +240,7 @@ class RetrievalCLI(LightningCLI):
                 raise
 
     @contextmanager
-    def _locked_run_folder(self, subcommand: str) -> Iterator[None]:
+    def _locked_run_folder(self) -> Iterator[None]:
         """Let no other start log, save or continue in the folder that `--run_folder` names.
 
         The first process takes the lock, before a checkpoint is looked for: a run that goes on writes newer ones.
@@ -251,10 +251,10 @@ class RetrievalCLI(LightningCLI):
                 folder = Path(given).expanduser()
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
-                    stack.enter_context(folder_lock(f"lightning-retrieval {subcommand}", folder))
+                    stack.enter_context(folder_lock(self._owner, folder))
                 except OSError as error:
                     self.parser.error(
-                        f"lightning-retrieval {subcommand}: `--run_folder` must be a folder that can be written to, "
+                        f"{self._owner}: `--run_folder` must be a folder that can be written to, "
                         f"got {folder} ({reason(error)}); give another path."
                     )
                 except ValueError as error:
@@ -400,7 +400,7 @@ def _ending(action: argparse.Action, description: str) -> str:
 
 
 class _Parser(LightningArgumentParser):
-    """A parser with compact help, also of subcommands and classes, whose errors say how to give the model and data."""
+    """A parser with compact help, also of subcommands and classes. Its error for a missing model or data has a cure."""
 
     def __init__(
         self, *args: Any, formatter_class: type[CompactHelpFormatter] = CompactHelpFormatter, **kwargs: Any

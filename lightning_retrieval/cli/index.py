@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_retrieval.cli.embedding import EmbeddedImages, ImageEmbedder, UnreadableImage, images_in_folder
 from lightning_retrieval.cli.options import EMBEDDINGS_OPTIONS
-from lightning_retrieval.cli.stores import Replacement, close_index, new_index
+from lightning_retrieval.cli.stores import IndexWriter, close_index, new_index
 from lightning_retrieval.preparation.of_checkpoint import shown_choice
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from lightning_retrieval.search.index import RECALL_AT
@@ -109,13 +109,13 @@ def index_images(
         owner, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
     )
     about = {**embedder.about, "images": str(images.absolute())}
-    replaced = Replacement(owner, new, about, overwrite=overwrite, update=update)
+    writer = IndexWriter(owner, new, about, overwrite=overwrite, update=update)
     ids, paths = torch.arange(len(listed.index)), listed.index.paths
     dim = embedder.dim()
     new.check_dim(dim)
     new.check_paths(paths)
-    replaced.check_kept(ids, paths)  # before any image of the folder is embedded
-    return replaced.write(dim, ids, paths, lambda positions: embedder.embed_all(listed, positions.tolist()))
+    writer.check_kept(ids, paths)  # before any image of the folder is embedded
+    return writer.write(dim, ids, paths, lambda positions: embedder.embed_all(listed, positions.tolist()))
 
 
 def index_embeddings(
@@ -176,5 +176,5 @@ def index_embeddings(
             return EmbeddedImages(positions, rows, unreadable)  # not in memory
         return EmbeddedImages(positions, rows[positions], unreadable)
 
-    replaced = Replacement(owner, new, manifest.about, overwrite=overwrite, update=update)
-    return replaced.write(manifest.dim, rows.ids, rows.paths, embedded)
+    writer = IndexWriter(owner, new, manifest.about, overwrite=overwrite, update=update)
+    return writer.write(manifest.dim, rows.ids, rows.paths, embedded)

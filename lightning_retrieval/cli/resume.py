@@ -23,7 +23,7 @@ def find_last_checkpoint(owner: str, trainer: Any, config: str) -> Path | None:
         config: of the new run, as it is saved in the folder of a run.
 
     Returns:
-        The path; None if a `ModelCheckpoint` has its own `dirpath`, where there is no checkpoint, and no earlier run of
+        The path; None if a `ModelCheckpoint` has a `dirpath`, where there is no checkpoint, and no earlier run of
         this config has left a trace: then the run is the first. Addresses on other machines are left to Lightning.
 
     Raises:
@@ -31,18 +31,20 @@ def find_last_checkpoint(owner: str, trainer: Any, config: str) -> Path | None:
     """
     folder, runs = _runs(trainer)
     same = [run for run in runs if _is_same_config(run / CONFIG, config)]
-    own_folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", None)]
-    if any("://" in str(path) for path in own_folders):
+    folders_of_callbacks = [
+        callback.dirpath for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", None)
+    ]
+    if any("://" in str(path) for path in folders_of_callbacks):
         return None
     checkpoints: list[Path] = []
-    for path in [*map(Path, own_folders), *(run / "checkpoints" for run in same)]:
+    for path in [*map(Path, folders_of_callbacks), *(run / "checkpoints" for run in same)]:
         checkpoints += path.glob("*.ckpt")
     if checkpoints:
         return max(checkpoints, key=_time)
-    is_first_run = bool(own_folders) and not same
+    is_first_run = bool(folders_of_callbacks) and not same
     if is_first_run:
         return None
-    elsewhere = "".join(f", nor has {path}, the `dirpath` of a ModelCheckpoint" for path in own_folders)
+    elsewhere = "".join(f", nor has {path}, the `dirpath` of a ModelCheckpoint" for path in folders_of_callbacks)
     raise FileNotFoundError(
         f"{owner}: `--ckpt_path last` must have a checkpoint of an earlier run of this config, but {folder} has "
         f"{len(runs)} runs, {len(same)} of them with the same model and data, and none of these has a checkpoint"
@@ -70,8 +72,10 @@ def find_checkpoint_of_run(owner: str, trainer: Any, config: str) -> Path | None
             f"{owner}: `--run_folder` must be the folder of a run of this model and data, or a new one, got {folder}, "
             f"whose {CONFIG} has others; choose another folder."
         )
-    own_folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", None)]
-    return newest_checkpoint(owner, [folder / "checkpoints", *own_folders])
+    folders_of_callbacks = [
+        callback.dirpath for callback in trainer.checkpoint_callbacks if getattr(callback, "dirpath", None)
+    ]
+    return newest_checkpoint(owner, [folder / "checkpoints", *folders_of_callbacks])
 
 
 def _runs(trainer: Any) -> tuple[Path, list[Path]]:

@@ -120,10 +120,11 @@ class ImageSearcher:
             raise ValueError(
                 f"{OWNER}: none of the {len(queries)} queries can be read, the first: {embedded.unreadable[0]}."
             )
-        similarities, ids, paths = self.index.search_with_paths(embedded.embeddings, k)
+        rows = embedded.embeddings[:]  # all of them are in memory
+        similarities, ids, paths = self.index.search_with_paths(rows, k)
         results = []
-        rows = zip(embedded.positions.tolist(), ids, paths, similarities.tolist())
-        for position, row, row_paths, row_similarities in rows:
+        found_rows = zip(embedded.positions.tolist(), ids, paths, similarities.tolist())
+        for position, row, row_paths, row_similarities in found_rows:
             found = row[row >= 0]  # an approximate index may find fewer than k
             hits = []
             columns = zip(found.tolist(), row_paths, row_similarities)

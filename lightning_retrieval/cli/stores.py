@@ -1,4 +1,7 @@
-"""Where the commands write and read an index: a folder of faiss' files, or, with `--store`, a collection of Milvus."""
+"""Where the commands write and read an index: a folder of faiss' files, or, with `--store`, a collection of Milvus.
+
+Rows of an earlier index are never lost unasked: `IndexWriter` compares them with the new ones before it replaces them.
+"""
 
 import json
 import os
@@ -67,7 +70,7 @@ class EarlierRows:
         """The ids of rows that are not among these, which are all there is.
 
         Raises:
-            ValueError: if the rows are of something else, or cannot be told apart.
+            ValueError: if the rows are of something else, or two of them have the same path.
         """
         if self.difference is not None and len(self.ids) > 0:
             raise ValueError(
@@ -137,7 +140,7 @@ class FaissFolder:
         folder: of the index.
         factory: faiss' factory string.
         parameters: of the search.
-        shards: number of parts of the index.
+        shards: number of shards of the index.
         rows_in_memory: build the index on disk, with this many rows in memory; if None, build it in memory.
 
     Raises:
@@ -157,7 +160,7 @@ class FaissFolder:
         self._settings: dict[str, Any] = {"factory": factory, "parameters": parameters, "shards": shards}
 
     def check_dim(self, dim: int) -> None:
-        """Raise if the settings do not fit embeddings of this length."""
+        """Raise if the settings do not fit embeddings of this dimension."""
         index = RetrievalIndex(dim, **self._settings)
         if self._rows_in_memory is not None:
             check_lists(index.faiss_indexes[0], index.factory)
@@ -254,11 +257,11 @@ class MilvusCollection:
         with _named_as("output"):
             check_store(uri, name, factory, parameters)
         self._owner = owner
-        self._place = (uri, name)
+        self._address = (uri, name)
         self._settings = {"factory": factory, "parameters": parameters}
 
     def check_dim(self, dim: int) -> None:
-        """Raise if Milvus cannot hold embeddings of this length."""
+        """Raise if Milvus cannot hold embeddings of this dimension."""
         check_dim(dim)
 
     def check_paths(self, paths: Sequence[str]) -> None:
@@ -272,10 +275,10 @@ class MilvusCollection:
             ValueError: if it cannot be read.
             OSError: if Milvus reports an error.
         """
-        name = self._place[1]
+        name = self._address[1]
         with _reported_as_unreadable(self._owner, name):
             try:
-                store = MilvusStore(*self._place)
+                store = MilvusStore(*self._address)
             except FileNotFoundError:
                 return None
             with closing(store):
@@ -284,7 +287,7 @@ class MilvusCollection:
     @contextmanager
     def updated(self, about: Mapping[str, Any]) -> Iterator[EmbeddingStore]:
         """The index of this name, whose rows are changed in the block; it keeps what it says about itself."""
-        store = MilvusStore(*self._place)
+        store = MilvusStore(*self._address)
         try:
             _check_settings(self._owner, store, self._settings)
             yield store
@@ -297,7 +300,7 @@ class MilvusCollection:
     ) -> EmbeddingStore:
         """Make the index, in place of an earlier one, which stays as it is if this fails."""
         with _named_as("output"):
-            store = MilvusStore.create(*self._place, dim, about=about, **self._settings)
+            store = MilvusStore.create(*self._address, dim, about=about, **self._settings)
         try:
             store.add(embeddings, ids, paths)
             store.publish()
@@ -327,7 +330,7 @@ def new_index(
         store: `"milvus:URI"`; if None, faiss' files in a folder.
         factory: factory string of faiss, or type of Milvus' index.
         parameters: of the search.
-        shards: number of parts of the index, for faiss.
+        shards: number of shards of the index, for faiss.
         rows_in_memory: build an index of faiss on disk, with this many rows in memory; if None, build it in memory.
 
     Raises:
@@ -340,12 +343,12 @@ def new_index(
     return MilvusCollection(owner, str(output), _uri(owner, store), **settings, rows_in_memory=rows_in_memory)
 
 
-class Replacement:
-    """What becomes of an earlier index where a command writes a new one.
+class IndexWriter:
+    """Writes an index where there may be an earlier one, which is replaced or brought up to date.
 
     Args:
         owner: prefix of error messages.
-        new: where the new index is written.
+        new: where the index is written.
         about: of the new index.
         overwrite: replace an earlier index, whatever it holds.
         update: change an earlier index, if there is one.
@@ -412,8 +415,9 @@ class Replacement:
             return self._updated(self._earlier, ids, paths, embed)
         embedded = embed(torch.arange(len(ids)))
         self._check_some(len(embedded.positions), embedded.unreadable)
-        ids, paths = ids[embedded.positions], paths[embedded.positions.numpy()]
-        self.check_kept(ids, paths)  # without the images that cannot be read
+        if len(embedded.positions) < len(ids):  # some images cannot be read
+            ids, paths = ids[embedded.positions], paths[embedded.positions.numpy()]
+        self.check_kept(ids, paths)
         return self._new.write(dim, self._about, embedded.embeddings, ids, paths), embedded.unreadable
 
     def _updated(
@@ -434,15 +438,18 @@ class Replacement:
         return index, embedded.unreadable
 
     def _check_some(self, rows: int, unreadable: Sequence[UnreadableImage]) -> None:
-        if rows == 0:
-            raise ValueError(
-                f"{self._owner}: none of the {len(unreadable)} images can be read, the first: {unreadable[0]}."
-            )
+        """Raise if an index would have no rows."""
+        if rows > 0:
+            return
+        first = ""
+        if unreadable:
+            first = f", the first: {unreadable[0]}"
+        raise ValueError(f"{self._owner}: none of the {len(unreadable)} images can be read{first}.")
 
 
 @contextmanager
 def _reported_as_unreadable(owner: str, name: str | Path) -> Iterator[None]:
-    """Say of an index that cannot be read how it is replaced: its rows may be worth more than to be replaced unasked.
+    """Name the cure in the error of an index that cannot be read, which is replaced only if the user asks for it.
 
     Raises:
         ValueError: if it cannot be read.

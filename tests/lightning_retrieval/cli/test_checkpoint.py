@@ -10,7 +10,6 @@ from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli.embedding import load_checkpoint
 from lightning_retrieval.cli.main import main
 from lightning_retrieval.models import Preparation
-from tests.lightning_retrieval.cli.example_config import EXAMPLE, IGNORED
 from tests.lightning_retrieval.cli.glyph_commands import save_checkpoint
 
 NET = {"class_path": "planted_module.Net", "init_args": {"in_features": 4, "out_features": 2}}
@@ -26,9 +25,7 @@ COMMAND_LINE = {
 STRANGE = {
     "described": {"embedder": NET, "loss": LOSS},
     "nested": {"embedder": LINEAR, "loss": WEIGHTED},
-    "module": {**COMMAND_LINE, "_class_path": "planted_module.Net"},
     "command_line": {**COMMAND_LINE, "embedder": NET},
-    "command_line_nested": {**COMMAND_LINE, "loss": WEIGHTED},
     "yaml": {**COMMAND_LINE, "optimizer": "{class_path: planted_module.Net}"},
     "callable": {**COMMAND_LINE, "optimizer": "planted_module.Net"},
     "instantiator": {**COMMAND_LINE, "_instantiator": "planted_module.Net"},
@@ -63,32 +60,15 @@ def test_checkpoint_imports_no_module_of_its_own(planted, tmp_path, name):
     assert not planted[1].exists()
 
 
-@pytest.mark.slow
-@pytest.mark.refusal
-@pytest.mark.filterwarnings(*IGNORED)
-@pytest.mark.parametrize("name", ["command_line", "module"])
-def test_fit_imports_no_module_of_a_checkpoint(planted, tmp_path, capsys, name):
-    path = write_checkpoint(tmp_path / "model.ckpt", STRANGE[name])
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main(["validate", f"--config={EXAMPLE}", f"--ckpt_path={path}"])
-    assert "planted_module.Net, and a file may name classes only of lightning_retrieval" in capsys.readouterr().err
-    assert not planted[1].exists()
-
-
 @pytest.mark.parametrize("name", ["described", "command_line"])
-def test_classes_of_modules_that_the_user_has_imported_are_rebuilt(planted, tmp_path, name):
-    path = write_checkpoint(tmp_path / "model.ckpt", STRANGE[name])
-    net = __import__(planted[0]).Net
-    assert type(RetrievalModule.load_from_checkpoint(path).embedder) is net
-    assert type(load_checkpoint("index", path).embedder) is net
-
-
-@pytest.mark.parametrize("name", ["described", "command_line"])
-def test_an_object_in_place_of_a_strange_class_needs_no_import(planted, tmp_path, name):
+def test_an_object_or_a_module_that_the_user_has_imported_replaces_a_strange_class(planted, tmp_path, name):
     path = write_checkpoint(tmp_path / "model.ckpt", STRANGE[name])
     module = RetrievalModule.load_from_checkpoint(path, embedder=nn.Linear(4, 2), loss=SmoothAPLoss(), strict=True)
     assert type(module.embedder) is nn.Linear
     assert not planted[1].exists()
+    net = __import__(planted[0]).Net
+    assert type(RetrievalModule.load_from_checkpoint(path).embedder) is net
+    assert type(load_checkpoint("index", path).embedder) is net
 
 
 def test_command_imports_the_modules_that_the_user_names(planted, tmp_path, capsys):

@@ -16,7 +16,7 @@ from tests.lightning_retrieval.cli.glyph_commands import command
 from tests.lightning_retrieval.models.hugging_face_folders import write_folder
 
 FAMILIES = {
-    "torchvision": ({"backbone": "squeezenet1_1"}, None),
+    "torchvision": ({"backbone": "squeezenet1_1", "image_size": 64}, None),
     "timm": (
         {"backbone": "timm/vit_tiny_patch16_224", "backbone_args": {"depth": 1, "embed_dim": 24, "num_heads": 2}},
         "timm",
@@ -25,37 +25,19 @@ FAMILIES = {
 }
 
 
-def config(folder, embedder):
-    """A training of one epoch on four classes of two images."""
-    init_args = {"embedding_dim": 8, **embedder}
-    return {
-        "seed_everything": 0,
-        "model": {
-            "class_path": "lightning_retrieval.RetrievalModule",
-            "init_args": {
-                "embedder": {"class_path": "lightning_retrieval.Embedder", "init_args": init_args},
-                "loss": {"class_path": "lightning_retrieval.SmoothAPLoss"},
-            },
-        },
-        "data": {
-            "class_path": "lightning_retrieval.datamodules.ImageFolder",
-            "init_args": {
-                "root": str(folder / "images"),
-                "classes_per_batch": 2,
-                "samples_per_class": 2,
-                "test_fraction": 0.5,
-                "num_workers": 0,
-            },
-        },
-        "trainer": {
-            "max_epochs": 1,
-            "accelerator": "cpu",
-            "logger": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "default_root_dir": str(folder),
-        },
-    }
+# A training of one epoch on four classes of two images.
+CONFIG = """
+seed_everything: 0
+model:
+  class_path: lightning_retrieval.RetrievalModule
+  init_args:
+    embedder: {class_path: lightning_retrieval.Embedder}
+    loss: {class_path: lightning_retrieval.SmoothAPLoss}
+data:
+  class_path: lightning_retrieval.datamodules.ImageFolder
+  init_args: {root: images, classes_per_batch: 2, samples_per_class: 2, test_fraction: 0.5, num_workers: 0}
+trainer: {max_epochs: 1, accelerator: cpu, logger: false, enable_progress_bar: false, enable_model_summary: false}
+"""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -69,7 +51,9 @@ def trained(request, tmp_path_factory):
         write_folder(folder / "model")
         embedder = {"backbone": f"hf/{folder / 'model'}", **embedder}
     write_folders(folder / "images", ["a", "b", "c", "d"], images=2)
-    (folder / "config.yaml").write_text(yaml.safe_dump(config(folder, embedder)))
+    config = yaml.safe_load(CONFIG)
+    config["model"]["init_args"]["embedder"]["init_args"] = {"embedding_dim": 8, **embedder}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         main(["fit", "--config", str(folder / "config.yaml")])

@@ -14,7 +14,7 @@ from lightning_retrieval.cli.embedding import ImageEmbedder
 from lightning_retrieval.cli.index import index_embeddings, index_images
 from tests.lightning_retrieval.cli.glyph_commands import command, error_of, indexing, paths_of, run
 
-pymilvus = pytest.importorskip("pymilvus")
+pytest.importorskip("pymilvus")
 pytest.importorskip("milvus_lite")
 
 
@@ -95,15 +95,9 @@ def test_a_wrong_store_raises_before_any_image_is_embedded(indexed, tmp_path, ca
     wrong = [
         (["--store=photos.db"], "index: `--store` must be milvus: and a file or an address, such as milvus:photos.db"),
         (["--store=milvus:"], "index: `--store` must be milvus: and a file or an address"),
-        (
-            ["--store=milvus:http://127.0.0.1:9"],
-            "`--store` must be the address of Milvus, got http://127.0.0.1:9, where",
-        ),
+        (["--store=milvus:http://127.0.0.1:9"], "`--store` must be the address of Milvus, got http://127.0.0.1:9"),
         ([f"--store=milvus:{tmp_path / 'a.db'}", "--shards=2"], "index: `--shards` must be 1 with a store in Milvus"),
-        (
-            [f"--store=milvus:{tmp_path / 'a.db'}", "--factory=IVF4,Flat"],
-            "`--factory` must be a type of index that Mil",
-        ),
+        ([f"--store=milvus:{tmp_path / 'a.db'}", "--factory=IVF4,Flat"], "`--factory` must be a type of index that"),
         ([f"--store=milvus:{tmp_path / 'a.db'}", "--parameters=ef"], "`--parameters` must be assignments of positive"),
         ([f"--store=milvus:{tmp_path / 'a.db'}", f"--output={tmp_path}"], "`--output` must consist of letters, digits"),
     ]
@@ -138,11 +132,8 @@ def test_a_failure_leaves_the_earlier_index_as_it_is(embeddings, tmp_path, monke
         index_embeddings(embeddings, Path("glyphs"), store=f"milvus:{uri}")
     left = MilvusStore(uri, "glyphs")
     assert len(left) == 40
-    kept = left.collection
+    assert left._connection.call("list_collections") == [left.collection]
     left.close()
-    client = pymilvus.MilvusClient(uri)
-    assert client.list_collections() == [kept]
-    client.close()
 
 
 @pytest.mark.refusal

@@ -11,11 +11,10 @@ from PIL import Image
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli import export as export_module
 from lightning_retrieval.cli.export import check_program, export_model
-from lightning_retrieval.cli.main import main
 from lightning_retrieval.export.onnx_file import can_write_onnx
 from lightning_retrieval.export.program import EmbeddingProgram
 from lightning_retrieval.models import Preparation
-from tests.lightning_retrieval.cli.glyph_commands import paths_of, save_checkpoint
+from tests.lightning_retrieval.cli.glyph_commands import paths_of, run, save_checkpoint
 
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
@@ -30,14 +29,19 @@ def exported(glyphs, tmp_path_factory):
     return folder
 
 
+def pixels_of(glyphs, preparation):
+    """All images as the programs take them."""
+    images = [Image.open(glyphs[0] / "images" / path) for path in paths_of(glyphs[0] / "images")]
+    return torch.stack([preparation.to_uint8(image) for image in images])
+
+
 def test_files_give_the_embeddings_of_the_checkpoint(glyphs, exported):
     session = onnxruntime.InferenceSession(exported / "model.onnx")
     about = json.loads(session.get_modelmeta().custom_metadata_map["lightning_retrieval"])
     assert about == json.loads((exported / "preparation.json").read_text())
     assert (about["input"], about["input_shape"], about["dim"]) == ("uint8", ["batch", 1, 32, 32], 24)
     preparation = Preparation(**about["preparation"])
-    images = [Image.open(glyphs[0] / "images" / path) for path in paths_of(glyphs[0] / "images")]
-    pixels = torch.stack([preparation.to_uint8(image) for image in images])
+    pixels = pixels_of(glyphs, preparation)
     (found,) = session.run(None, {"images": pixels.numpy()})
     np.testing.assert_allclose(found, glyphs[1], atol=1e-5)
     (one,) = session.run(None, {"images": pixels[:1].numpy()})
@@ -70,12 +74,6 @@ def test_nan_is_a_difference():
         check_program("a.onnx", lambda images: program(images) * float("nan"), program)
 
 
-def run(capsys, *args):
-    with pytest.raises(SystemExit) as end:
-        main(["export", *map(str, args)])
-    return end.value.code, *capsys.readouterr()
-
-
 @pytest.mark.slow
 def test_int8_says_what_it_costs(tmp_path, glyphs, capsys):
     classes = tmp_path / "classes"
@@ -83,7 +81,7 @@ def test_int8_says_what_it_costs(tmp_path, glyphs, capsys):
         (classes / str(position // 4)).mkdir(parents=True, exist_ok=True)
         Image.open(glyphs[0] / "images" / path).save(classes / str(position // 4) / f"{position}.png")
     args = ["--checkpoint", glyphs[0] / "model.ckpt", "--output", tmp_path / "e", "--int8", "--images", classes]
-    code, out, err = run(capsys, *args)
+    code, out, err = run(capsys, "export", *args)
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == "input: uint8 (batch, 1, 32, 32); output: (batch, 24)"
@@ -94,8 +92,7 @@ def test_int8_says_what_it_costs(tmp_path, glyphs, capsys):
     assert sizes[0] < 0.3 * sizes[1]
     session = onnxruntime.InferenceSession(tmp_path / "e" / "model.int8.onnx")
     preparation = Preparation(**json.loads((tmp_path / "e" / "preparation.json").read_text())["preparation"])
-    images = [Image.open(glyphs[0] / "images" / path) for path in paths_of(glyphs[0] / "images")]
-    pixels = torch.stack([preparation.to_uint8(image) for image in images])
+    pixels = pixels_of(glyphs, preparation)
     (found,) = session.run(None, {"images": pixels.numpy()})
     cosines = torch.nn.functional.cosine_similarity(torch.from_numpy(found), glyphs[1])
     assert cosines.min() > 0.98
@@ -104,22 +101,22 @@ def test_int8_says_what_it_costs(tmp_path, glyphs, capsys):
 @pytest.mark.refusal
 def test_mistakes_are_reported_in_one_sentence(glyphs, tmp_path, capsys):
     model, to = ["--checkpoint", glyphs[0] / "model.ckpt"], ["--output", tmp_path / "e"]
-    code, out, err = run(capsys, *model, *to, "--int8")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("export: `--images` must be given with `--int8`, to calibrate it and to measure")
-    code, out, err = run(capsys, *model, *to, "--int8", "--images", glyphs[0] / "images" / "1")
-    assert (code, err.count("\n")) == (2, 1)
-    assert "`--images` must be of several classes with several images, in class folders or in a table" in err
-    code, out, err = run(capsys, *model, *to, "--images", glyphs[0] / "images")
-    assert (code, out) == (2, "")
-    assert err == "export: `--images` and `--root` must not be given without `--int8`, which alone uses images.\n"
-    code, out, err = run(capsys, *model, "--output", glyphs[0] / "model.ckpt")
-    assert err == f"export: `--output` must be a folder, got {glyphs[0] / 'model.ckpt'}, which is something else.\n"
     module = RetrievalModule(Embedder("squeezenet1_1", embedding_dim=4, image_size=64), SmoothAPLoss())
     save_checkpoint(tmp_path / "colour.ckpt", module)
-    code, out, err = run(capsys, "--checkpoint", tmp_path / "colour.ckpt", *to, "--transform=ap_gem")
-    assert (code, err.count("\n")) == (2, 1)
-    assert "must be one of images of one size" in err
+    capsys.readouterr()
+    for args, message in (
+        ([*model, *to, "--int8"], "export: `--images` must be given with `--int8`"),
+        ([*model, *to, "--int8", "--images", glyphs[0] / "images" / "1"], "`--images` must be of several classes with"),
+        ([*model, *to, "--images", glyphs[0] / "images"], "export: `--images` and `--root` must not be given without"),
+        (
+            [*model, "--output", glyphs[0] / "model.ckpt"],
+            f"`--output` must be a folder, got {glyphs[0] / 'model.ckpt'}",
+        ),
+        (["--checkpoint", tmp_path / "colour.ckpt", *to, "--transform=ap_gem"], "must be one of images of one size"),
+    ):
+        code, out, err = run(capsys, "export", *args)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert message in err
     assert not (tmp_path / "e").exists()
 
 
