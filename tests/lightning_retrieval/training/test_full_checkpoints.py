@@ -1,4 +1,4 @@
-"""Checkpoints of a sharded network that raise; tests/test_full_sharding.py compares runs that continue from one."""
+"""Checkpoints of a network that two processes share; tests/test_full_sharding.py has those of runs, and a kill."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from torch import nn
 from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.plain_data import describe
 from lightning_retrieval.training.checkpoint_files import FullCheckpoints
-from lightning_retrieval.training.full_sharding import is_sharded, shard_blocks
+from lightning_retrieval.training.full_sharding import is_sharded, local_shard, shard_blocks
 
 fsdp = pytest.importorskip("torch.distributed.fsdp")
 pytestmark = pytest.mark.skipif(
@@ -69,6 +69,15 @@ def message_of(strategy, path):
     return "no error"
 
 
+def slices(module, optimizer):
+    """All that this process keeps."""
+    found = [local_shard(value).clone() for value in module.state_dict().values() if isinstance(value, torch.Tensor)]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found += [local_shard(value).clone() for value in optimizer.state[parameter].values()]
+    return found
+
+
 def in_each_process(this, world, folder):
     mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
     module, optimizer = start(mesh)
@@ -83,11 +92,25 @@ def in_each_process(this, world, folder):
 
     other, other_optimizer = start(mesh, seed=1)
     strategy = strategy_with(other, other_optimizer)
-    strategy.load_checkpoint(folder / "two.ckpt")
-    sharded = [is_sharded(value) for state in other_optimizer.state.values() for value in state.values()]
+    epoch = strategy.load_checkpoint(folder / "two.ckpt")["epoch"]
+    loaded = slices(other, other_optimizer)
+    divided = [is_sharded(value) for state in other_optimizer.state.values() for value in state.values()]
+    train(other, other_optimizer)
+
+    from_one, from_one_optimizer = start(mesh, seed=1)
+    strategy_with(from_one, from_one_optimizer).load_checkpoint(folder / "one.ckpt")
+    saved = slices(module, optimizer)
+    train(module, optimizer)
     factored, factored_optimizer = start(mesh, optimizer=Factored)
     return {
-        "sharded": sharded,
+        "saved": saved,
+        "loaded": loaded,
+        "from one": slices(from_one, from_one_optimizer),
+        "epoch": epoch,
+        "divided": divided,
+        "after": slices(module, optimizer),
+        "loaded after": slices(other, other_optimizer),
+        "memory": len(other.memory),
         "described": describe(module.embedder),
         "folder": message_of(strategy, folder),
         "damaged": message_of(strategy, folder / "damaged.ckpt"),
@@ -96,12 +119,21 @@ def in_each_process(this, world, folder):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("checkpoints")
-    module, optimizer = start(optimizer=Factored)
+def one_process():
+    """The module and the optimizer of one process after the same steps."""
+    module, optimizer = start()
     train(module, optimizer)
-    state = {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()], "epoch": 3}
-    torch.save(state, path / "factored.ckpt")
+    return module, optimizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, one_process):
+    path = tmp_path_factory.mktemp("checkpoints")
+    for name, make in (("one", torch.optim.AdamW), ("factored", Factored)):
+        module, optimizer = start(optimizer=make)
+        train(module, optimizer)
+        states = [optimizer.state_dict()]
+        torch.save({"state_dict": module.state_dict(), "optimizer_states": states, "epoch": 3}, path / f"{name}.ckpt")
     return path
 
 
@@ -111,14 +143,39 @@ def ranks(run_processes, folder):
     return run_processes(in_each_process, 2, folder)
 
 
-def test_the_averages_of_an_optimizer_are_sharded_again(ranks):
+def test_a_checkpoint_is_that_of_one_process(ranks, folder, one_process):
+    module, optimizer = one_process
+    found = torch.load(folder / "two.ckpt", weights_only=True)
+    assert list(found["state_dict"]) == list(module.state_dict())
+    assert found["optimizer_states"][0]["param_groups"] == optimizer.state_dict()["param_groups"]
+    other, other_optimizer = start(seed=1)
+    other.load_state_dict(found["state_dict"])
+    other_optimizer.load_state_dict(found["optimizer_states"][0])
+    assert_equal(slices(other, other_optimizer), slices(module, optimizer))
+    assert len(other.memory) == 4
+
+
+def test_each_process_gets_its_slices_again(ranks):
     for result in ranks:
-        assert sum(result["sharded"]) == 2 * 3  # two averages of each of three parameters; not the number of steps
+        assert result["epoch"] == 3
+        assert result["memory"] == 4
+        assert_equal(result["loaded"], result["saved"])
+        assert_equal(result["from one"], result["saved"])
+        assert_equal(result["loaded after"], result["after"])
+        assert any(value.numel() for value in result["saved"])
+        assert not torch.equal(result["after"][1], result["saved"][1])
+        assert sum(result["divided"]) == 2 * 3  # two averages of each of three parameters; not the number of steps
 
 
-def test_a_sharded_network_is_described_as_it_was(ranks):
+def test_a_divided_network_is_described_as_it_was(ranks, one_process):
     """`fully_shard` has replaced the class by one that a checkpoint cannot rebuild."""
-    assert [result["described"] for result in ranks] == [describe(start()[0].embedder)] * 2
+    assert [result["described"] for result in ranks] == [describe(one_process[0].embedder)] * 2
+
+
+def assert_equal(found, expected):
+    assert len(found) == len(expected) > 0
+    for value, other in zip(found, expected):
+        assert torch.equal(value, other)
 
 
 @pytest.mark.refusal

@@ -8,9 +8,11 @@ import math
 import warnings
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_metric_learning.losses import (
     ContrastiveLoss,
     LiftedStructureLoss,
@@ -26,6 +28,7 @@ from pytorch_metric_learning.losses import (
 from torch import nn
 
 from lightning_retrieval import CrossBatchMemory, Embedder, RetrievalModule
+from lightning_retrieval.datamodules import RetrievalDataModule
 from lightning_retrieval.losses import (
     BlackboxAPLoss,
     BlackboxRecallLoss,
@@ -39,9 +42,11 @@ from lightning_retrieval.losses import (
     SupAPLoss,
     WeightedSum,
 )
+from lightning_retrieval.losses.batch_loss import RankedBatch
 from lightning_retrieval.models import GlyphNet
 from lightning_retrieval.training import run_report
 from tests.lightning_retrieval.training.small_training import ROWS, SGD, assert_same, fit, net
+from tests.point_set import Points
 
 DIM = 3
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -341,6 +346,22 @@ def test_losses_rank_the_whole_list(name, detached):
     assert leaf.grad.any() or "recall all" in name
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_without_a_past_it_is_the_loss_of_the_batch(name):
+    embeddings, labels, ids = drawn(8, 0, name.startswith("hap"), 1)
+    results = []
+    for references in (False, True):
+        leaf = embeddings.clone().requires_grad_()
+        ranked = RankedBatch(leaf, labels, ids=ids)
+        if references:
+            ranked = CrossBatchMemory(8).references(leaf, labels, ids)
+        value = LOSSES[name]()(**ranked.keywords())
+        value.backward()
+        results.append((value.detach(), leaf.grad))
+    for of_batch, with_memory in zip(*results, strict=True):
+        torch.testing.assert_close(with_memory, of_batch, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("make", [SmoothAPLoss, FastAPLoss, RecallAtKLoss])
 def test_a_query_in_its_own_list_counts_alike_among_references(make):
     embeddings, labels, ids = drawn(8, 0, False, 1)
@@ -466,6 +487,66 @@ def test_losses_of_pytorch_metric_learning(make, mode):
     assert [values["train/loss"] for values in module.logged] == pytest.approx(
         [v["train/loss"] for v in logged], abs=1e-12
     )
+
+
+class PointData(RetrievalDataModule):
+    train_set = val_set = test_set = Points(3, 26, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("mode", [MODES[0], MODES[1], MODES[3]])
+def test_a_run_goes_on_from_the_middle(tmp_path, mode):
+    """The weights of a run that never stopped, with its memory; without what it remembered, others."""
+
+    def run(path=None, **kwargs):
+        module = Recording(
+            net(dropout=0.3),
+            SmoothAPLoss(tau=0.1),
+            chunk_size=4,
+            optimizer=functools.partial(torch.optim.AdamW, lr=0.02),
+            seed=2,
+            memory=CrossBatchMemory(15, 1),
+            **mode,
+        )
+        trainer = pl.Trainer(
+            max_epochs=2, accelerator="cpu", devices=1, logger=False, limit_val_batches=0,
+            enable_progress_bar=False, enable_model_summary=False, **kwargs,
+        )  # fmt: skip
+        data = PointData(classes_per_batch=3, samples_per_class=3, seed=1)
+        trainer.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
+        return module
+
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    whole = run(callbacks=[save])
+    assert len(whole.logged) == 6
+    for steps in (1, 2, 4):
+        path = tmp_path / f"step={steps}.ckpt"
+        part = run(path, enable_checkpointing=False)
+        assert part.logged == whole.logged[steps:]
+        assert all(map(torch.equal, part.parameters(), whole.parameters()))
+        for rows, expected in zip(*(m.memory.state_dict()["_extra_state"]["rows"] for m in (part, whole)), strict=True):
+            assert torch.equal(rows, expected)
+    checkpoint = torch.load(path, weights_only=True)
+    assert len(checkpoint["state_dict"]["memory._extra_state"]["rows"][0]) == 15
+    checkpoint["state_dict"]["memory._extra_state"]["rows"] = None
+    torch.save(checkpoint, tmp_path / "forgot.ckpt")
+    forgot = run(tmp_path / "forgot.ckpt", enable_checkpointing=False)
+    assert not torch.equal(forgot.embedder[0].weight, whole.embedder[0].weight)
+
+
+@pytest.mark.refusal  # by the type checker: the checkpoint hands the constructor descriptions of objects
+def test_a_checkpoint_rebuilds_the_module_with_its_memory(tmp_path):
+    loss = WeightedSum({"ap": (1.0, SmoothAPLoss(0.1)), "far": (0.5, CalibrationLoss())})
+    module = RetrievalModule(nn.Linear(6, 4).double(), loss, memory=CrossBatchMemory(13, 1), **MODES[3])
+    fit(module, batches()).save_checkpoint(tmp_path / "m.ckpt")
+    again = RetrievalModule.load_from_checkpoint(
+        tmp_path / "m.ckpt", weights_only=True, embedder=nn.Linear(6, 4).double()
+    )
+    assert (again.memory.size, again.memory.start_step) == (13, 1)
+    assert (again.memory_mode, again.memory_weight) == ("two_terms", 0.7)
+    assert (again.memory.steps, len(again.memory)) == (4, 13)
+    own, rows = (m.memory.state_dict()["_extra_state"]["rows"] for m in (module, again))
+    assert all(map(torch.equal, own, rows))
+    assert again.hparams["memory"]["init_args"] == {"size": 13, "start_step": 1}
 
 
 # --- RetrievalModule: errors and the report

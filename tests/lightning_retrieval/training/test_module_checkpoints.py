@@ -6,15 +6,70 @@ import inspect
 
 import pytest
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR
 
 from lightning_retrieval import (
     Embedder,
+    FastAPLoss,
+    NestedLoss,
     RetrievalModule,
+    ROADMAPLoss,
     SmoothAPLoss,
+    SupAPLoss,
+    WeightedSum,
 )
-from tests.lightning_retrieval.training.small_training import SGD, Gives, assert_same, fit, net, trainer
+from lightning_retrieval.datamodules import RetrievalDataModule
+from tests.lightning_retrieval.training.small_training import SGD, Gives, Log, assert_same, fit, net, trainer
+from tests.point_set import Points
+
+
+class PointData(RetrievalDataModule):
+    train_set = val_set = test_set = Points(3, 26, dtype=torch.float64)
+
+
+def resumable() -> RetrievalModule:
+    """Dropout, Adam's moments and a schedule of each step: everything that a resumed run could lose."""
+    return RetrievalModule(
+        net(dropout=0.3),
+        SmoothAPLoss(tau=0.1),
+        chunk_size=4,
+        optimizer=functools.partial(torch.optim.AdamW, lr=0.02),
+        lr_scheduler=functools.partial(OneCycleLR, max_lr=0.02, total_steps=12),
+        lr_scheduler_interval="step",
+    )
+
+
+def test_a_run_resumed_between_or_in_epochs_continues_as_it_would_have(tmp_path):
+    """Four epochs of three batches; a checkpoint after each step."""
+    save, log = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1), Log()
+    whole, data = resumable(), {"classes_per_batch": 3, "samples_per_class": 3, "seed": 1}
+    kwargs = {"max_epochs": 4, "limit_val_batches": 0}
+    trainer(callbacks=[save, log], enable_checkpointing=True, **kwargs).fit(whole, datamodule=PointData(**data))
+    assert len(log.rates) == len({rate for (rate,) in log.rates}) == 12
+    for step in (6, 4, 11):  # after two epochs, after one batch of the second, before the last batch
+        part, rest = resumable(), Log()
+        path = tmp_path / f"step={step}.ckpt"
+        run = trainer(callbacks=[rest], **kwargs)
+        run.fit(part, datamodule=PointData(**data), ckpt_path=path, weights_only=True)
+        assert (rest.rates, run.global_step) == (log.rates[step:], 12)
+        assert rest.losses == log.losses[step:]
+        assert_same(part, whole)
+
+
+def test_a_run_in_double_precision_is_resumed_bit_by_bit(tmp_path):
+    """Lightning restores the weights before it has made the module double."""
+    whole, second = (RetrievalModule(net(0.2).float(), SmoothAPLoss(tau=0.1), optimizer=SGD) for _ in range(2))
+    settings = {"precision": "64-true", "limit_val_batches": 0}
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2)
+    points = {"classes_per_batch": 3, "samples_per_class": 3, "seed": 1}
+    trainer(**settings, callbacks=[save], enable_checkpointing=True).fit(whole, datamodule=PointData(**points))
+    trainer(**settings).fit(second, datamodule=PointData(**points), ckpt_path=tmp_path / "step=2.ckpt")
+    assert next(second.parameters()).dtype == torch.float64
+    assert_same(second, whole)
+    for found, expected in zip(second.parameters(), whole.parameters()):
+        assert torch.equal(found, expected)
 
 
 def small_module(**kwargs) -> RetrievalModule:
@@ -97,6 +152,21 @@ def test_what_cannot_be_described_has_to_be_passed_again(tmp_path, name, given, 
         RetrievalModule.load_from_checkpoint(tmp_path / "m.ckpt", weights_only=True)
     again = RetrievalModule.load_from_checkpoint(tmp_path / "m.ckpt", weights_only=True, **{name: given})
     assert_same(again, module)
+
+
+def test_a_checkpoint_rebuilds_a_loss_made_of_losses(tmp_path):
+    module = RetrievalModule(Embedder("glyph_net", 8), ROADMAPLoss(0.3, SupAPLoss(tau=0.2)))
+    path = saved(module, tmp_path / "roadmap.ckpt")
+    rebuilt = RetrievalModule.load_from_checkpoint(path, weights_only=True)
+    assert repr(rebuilt.loss) == repr(module.loss)
+    assert rebuilt.loss.sup_ap.tau == 0.2
+    weighted = RetrievalModule(Embedder("glyph_net", 8), WeightedSum({"ap": (0.7, SmoothAPLoss(tau=0.3))}))
+    rebuilt = RetrievalModule.load_from_checkpoint(saved(weighted, tmp_path / "sum.ckpt"), weights_only=True)
+    assert repr(rebuilt.loss) == repr(weighted.loss)
+    for part in (SmoothAPLoss(tau=0.3), WeightedSum({"ap": (0.7, FastAPLoss())})):
+        nested = RetrievalModule(Embedder("glyph_net", 8), NestedLoss(part, (2, 8), weights=(0.5, 2.0)))
+        rebuilt = RetrievalModule.load_from_checkpoint(saved(nested, tmp_path / "nested.ckpt"), weights_only=True)
+        assert repr(rebuilt.loss) == repr(nested.loss)
 
 
 class Saves(RetrievalModule):
