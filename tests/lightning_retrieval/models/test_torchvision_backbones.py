@@ -129,11 +129,11 @@ def test_every_family_of_torchvision_is_tested():
     assert families(models.list_models(module=models)) == families(FAMILIES)
 
 
-@pytest.mark.parametrize("name", ["shufflenet_v2_x0_5", "inception_v3"])
+@pytest.mark.parametrize("name", ["shufflenet_v2_x0_5", "googlenet"])
 def test_pretrained_weights_are_loaded_into_the_backbone(name, monkeypatch):
     """With weights, Inception and GoogLeNet have auxiliary classifiers and transform their input."""
     settings = {}
-    if name == "inception_v3":
+    if name == "googlenet":
         settings = {"aux_logits": True, "init_weights": False, "transform_input": True}
     model = models.get_model(name, **settings)
     requested = []
