@@ -1,5 +1,6 @@
 """The picture of detections: its file, and that nothing stays of a run."""
 
+import pytest
 import pytorch_lightning as pl
 import torch
 from PIL import Image
@@ -38,3 +39,10 @@ def test_the_detections_of_the_highest_scores_are_drawn(monkeypatch):
     picture._shown = [(torch.zeros(3, 8, 8), {"boxes": boxes[:1]}, found)]
     picture._draw(["A", "B"], {"A": 0.5})
     assert texts == ["", "A 0.20", "A 0.10"]  # the object has no text
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", ["images", "detections"])
+def test_numbers_below_1_raise(name):
+    with pytest.raises(ValueError, match=rf"^DetectionPicture: `{name}` must be an integer >= 1, got 0\."):
+        DetectionPicture(**{name: 0})

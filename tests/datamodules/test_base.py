@@ -146,6 +146,16 @@ def test_invalid_loader_settings_raise():
         Loaded(pin_memory=1)
 
 
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("name", "value", "least"),
+    [("classes_per_batch", 0, 1), ("samples_per_class", 1, 2), ("eval_batch_size", 0, 1), ("num_workers", -1, 0)],
+)
+def test_numbers_out_of_their_range_raise(name, value, least):
+    with pytest.raises(ValueError, match=rf"^Glyphs: `{name}` must be an integer >= {least}, got {value}\."):
+        Glyphs(**{name: value})
+
+
 class Loaded(RetrievalDataModule):
     """A data module with eight numbers in two classes."""
 

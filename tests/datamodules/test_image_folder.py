@@ -128,8 +128,9 @@ def test_a_root_without_classes_raises_with_a_suggestion(tmp_path, names, catego
 def test_invalid_arguments_raise(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"`root` must be a folder of .*, got .*nowhere, which does not exist"):
         ImageFolder(tmp_path / "nowhere", cache_dir=tmp_path / "cache").prepare_data()
-    with pytest.raises(ValueError, match=r"ImageFolder: `test_fraction` must be between 0 and 1, got 1"):
-        ImageFolder(tmp_path, test_fraction=1)
+    for fraction in (0, 1):
+        with pytest.raises(ValueError, match=rf"ImageFolder: `test_fraction` must be between 0 and 1, got {fraction}"):
+            ImageFolder(tmp_path, test_fraction=fraction)
     write_folders(tmp_path, ["a", "b", "c"])
     with pytest.raises(
         ValueError,

@@ -93,6 +93,8 @@ def test_instances_with_several_classes_raise():
         ({"labels": [0.5, 1.0]}, TypeError, r"`labels` must be integers of 64 bits, got float64\."),
         ({"labels": [1, 10**30]}, TypeError, "`labels` must be integers of 64 bits, got object"),
         ({"cameras": [1]}, ValueError, "`cameras` must have one entry for each of 2 paths, got 1"),
+        ({"roles": [-1, 1]}, ValueError, "`roles` must be from 0 to 3, got -1"),
+        ({"roles": [257, 1]}, ValueError, "`roles` must be from 0 to 3, got 257"),
         ({"roles": [1, 4]}, ValueError, r"`roles` must be from 0 to 3, got 4; take them from ROLES\."),
         ({"levels": [[5, 1], [5, 2]]}, ValueError, r"`levels` must nest, .* got \[5, 1\] for a and \[5, 2\] for b\."),
         ({"levels": [0, 1]}, ValueError, r"`levels` must be \(images, levels\), got shape \(2,\)\."),

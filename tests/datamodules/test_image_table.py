@@ -211,6 +211,7 @@ PLAIN = ("image", "label", "split")
             [PLAIN, TRAIN, ("b.jpg", "2", "a/b")],
             r"`split` must be train, val, test or another name .*got 'a/b', at line 3",
         ),
+        ([PLAIN, ("a.jpg", "1", "Train"), TEST], r"must have rows of train and of .*got 'Train', 'test' in"),
         ([PLAIN, TRAIN], r"`split` must have rows of train and of val, test or others, got 'train' in"),
         (
             [PLAIN, TRAIN, TEST, TEST, TEST],

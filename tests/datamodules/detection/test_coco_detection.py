@@ -71,6 +71,7 @@ ANNOTATION = CONTENT["annotations"][0]
         (changed(images=[3]), "must have objects in 'images', got 3 in entry 0"),
         (changed(images=[{"id": 7}]), "the key 'file_name' of type str, got None in entry 0"),
         (changed(annotations=[{**ANNOTATION, "bbox": "x"}]), "the key 'bbox' of type list, got 'x' in entry 0"),
+        (changed(annotations=[{**ANNOTATION, "bbox": [1, 2]}]), r"got \[1, 2\] in annotation 1"),
         (changed(annotations=[{**ANNOTATION, "bbox": [1, 2, 0, 3]}]), r"got \[1, 2, 0, 3\] in annotation 1"),
         (changed(annotations=[{**ANNOTATION, "bbox": [1, NAN, 3, 3]}]), r"got \[1, nan, 3, 3\] in annotation 1"),
         (changed(annotations=[{**ANNOTATION, "image_id": 8}]), "got image_id 8 in annotation 1"),

@@ -39,6 +39,9 @@ PATHS, CLASSES, BOXES = "images.txt", "image_class_labels.txt", "bounding_boxes.
 INVALID = {
     "missing height": (BOXES, "2.0 20.25 30.0", "2.0 20.25", r"boxes.txt must have 5 fields, .* \(line 2\)"),
     "id that is not a number": (PATHS, "2 001", "b 001", "`image_id` must be integers in .*images.txt, got 'b'"),
+    "class without image": (CLASSES, "20 200", "99 1\n20 200", "got 1 in .*labels.txt that are not in .*such as 99"),
+    "class zero": (CLASSES, "20 200", "20 0", "from 1 to 200, got '0' for image 20"),
+    "infinite box": (BOXES, "20 4.5 2.0", "20 4.5 inf", "four finite numbers, got '4.5 inf 20.25 30.0' in line 3 of"),
     "image without class": (CLASSES, "20 200\n", "", "got 1 in .*images.txt that are not in .*labels.txt, such as 20"),
     "image without box": (BOXES, "20 4.5 2.0 20.25 30.0\n", "", "got 1 in .*images.txt that are not in .*such as 20"),
     "class beyond": (CLASSES, "20 200", "20 201", "from 1 to 200, got '201' for image 20 in line 3 of .*labels.txt"),

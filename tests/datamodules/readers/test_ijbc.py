@@ -167,6 +167,7 @@ def test_training_raises_before_anything_is_evaluated(tmp_path):
 
 
 INVALID = {
+    "missing fields": ("release", G2, ",20.25", "\n20.25", r"G2.csv must have 8 fields, got 1 with .* \(line 2\)"),
     "another header": (
         "release",
         G1,

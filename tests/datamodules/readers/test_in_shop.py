@@ -87,6 +87,8 @@ INVALID = {
         r"3 fields, got 1 with a different number of fields \(line 3\)",
     ),
     "unknown status": (PARTITION, "query", "probe", "query or gallery, got 'probe' in line 3 of .*partition.txt"),
+    "another folder": (PARTITION, FIRST, FIRST[4:], "img/gender/kind/..., got 'MEN/Denim/.*' in line 3"),
+    "box twice": (BOXES, "01_4_full", "01_2_side", "`image_name` must be different .*list_bbox_inshop.txt"),
     "no folders": (PARTITION, FIRST, "img/id_00000001.jpg", "img/gender/kind/..., got 'img/id_00000001.jpg' in line 3"),
     "corner of many digits": (
         BOXES,

@@ -50,6 +50,7 @@ INVALID = {
     "no dict": ([1], "must be a dict with imlist, qimlist and gnd, got list"),
     "no gnd": ({"imlist": [], "qimlist": []}, r"imlist, qimlist and gnd, got one with \['imlist', 'qimlist'\]"),
     "no names": (ground_truth(imlist=[]), r"`imlist` must be a list of names in .*, got \[\]"),
+    "names that are none": (ground_truth(qimlist=[1, 2, 3]), r"`qimlist` must be a list of names .*, got \[1, 2, 3\]"),
     "one name": (ground_truth(qimlist="abc"), "`qimlist` must be a list of names .*, got abc"),
     "fewer entries": (ground_truth(gnd=GND[:2]), "`gnd` must have one entry for each of 3 queries in .*, got 2"),
     "no entries": (ground_truth(gnd=None), "`gnd` must have one entry for each of 3 queries in .*, got NoneType"),
