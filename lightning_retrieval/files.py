@@ -161,6 +161,7 @@ class Manifest:
         command: of `lightning-retrieval` that writes such a folder.
         cure: what to do if the file is damaged.
         version: of the format.
+        may_lack_checksum: whether a file without a checksum is read.
     """
 
     content: str
@@ -168,6 +169,7 @@ class Manifest:
     command: str
     cure: str
     version: int = 1
+    may_lack_checksum: bool = False
 
     @property
     def format(self) -> str:
@@ -208,7 +210,8 @@ class Manifest:
                 f"{owner}: {folder} has format version {header['version']!r}, but this release reads version "
                 f"{self.version}; write it again, or use the release that wrote it."
             )
-        if header["sha256"] not in (digest, None):  # the first release wrote none for embeddings
+        lacks_checksum = header["sha256"] is None and self.may_lack_checksum
+        if header["sha256"] != digest and not lacks_checksum:
             raise ValueError(f"{owner}: {path} is damaged, its checksum is not the one written in it; {self.cure}.")
         return values
 

@@ -38,7 +38,10 @@ from lightning_retrieval.optional_packages import optional_import
 FILE_FORMATS = ("parquet", "npy")
 DTYPES = ("float32", "float16")
 MANIFEST, LOCK = "_manifest.json", "_lock"
-FORMAT = Manifest("embeddings", MANIFEST, "embed", "restore it from a copy, or give another folder")
+# Earlier versions of the library wrote no checksum.
+FORMAT = Manifest(
+    "embeddings", MANIFEST, "embed", "restore it from a copy, or give another folder", may_lack_checksum=True
+)
 SHARD_SIZE = 10_000  # rows
 SETTINGS = ("dim", "shard_size", "file_format", "dtype", "precision")
 SHOWN = 5  # missing files that an error message names

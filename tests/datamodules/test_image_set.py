@@ -107,7 +107,7 @@ def test_unreadable_images_do_not_count_in_the_evaluation(tmp_path, batch, roles
         roles = part.get("roles", torch.full_like(part["labels"], 3))
         rows = part["images"].flatten(1) + 0.1
         optional = {name: part.get(name) for name in ("instances", "cameras")}
-        metrics.update(rows, part["labels"], part["ids"], roles & 1 > 0, roles & 2 > 0, **optional)
+        metrics.update(rows, part["labels"], part["ids"], roles, **optional)
 
     for part in DataLoader(images, batch, collate_fn=ImageSet.collate):
         add(found, part)

@@ -168,6 +168,7 @@ def test_damaged_manifests_raise(folder):
     for text, message in [
         (complete[:-5], "is damaged, it is not valid JSON"),
         (complete.replace('"dim": 16', '"dim": 17'), "is damaged, its checksum is not the one written in it"),
+        (re.sub('"sha256": "[0-9a-f]+"', '"sha256": null', complete, count=1), "is damaged, its checksum is not"),
         (
             complete.replace("lightning-retrieval index", "another"),
             "must be a manifest of the format '.* index', which",
