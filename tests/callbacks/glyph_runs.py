@@ -26,6 +26,7 @@ def fit_glyphs(logger, glyphs, folder, epochs=2, callbacks=(), **settings):
     network = Embedder("glyph_net", embedding_dim=8)
     trainer = quiet_trainer(
         enable_checkpointing=True,
+        enable_progress_bar=True,
         default_root_dir=folder,
         max_epochs=epochs,
         logger=logger,

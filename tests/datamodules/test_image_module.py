@@ -171,7 +171,7 @@ def test_invalid_settings_raise(tree, settings, sentence):
 
 
 def test_roles_determine_queries_and_gallery(tree):
-    """Compare queries, gallery and distractors in one set with the metrics that are given the same masks."""
+    """Compare queries, gallery and distractors in one set with the metrics that are given the same roles."""
 
     class Roles(Pictures):
         def read(self):
@@ -190,14 +190,7 @@ def test_roles_determine_queries_and_gallery(tree):
     ).fit(module, datamodule=data)  # fmt: skip
     batch = ImageSet.collate([data.test_set[i] for i in range(12)])
     metrics = RetrievalMetrics(ks=(1,))
-    query = torch.tensor([True, False, True, False] * 3)
     module.eval()
     with torch.no_grad():
-        metrics.update(
-            module(batch["images"]),
-            batch["labels"],
-            batch["ids"],
-            query,
-            ~query | torch.tensor([False, False, True, False] * 3),
-        )
+        metrics.update(module(batch["images"]), batch["labels"], batch["ids"], torch.tensor([1, 2, 3, 2] * 3))
     assert found["val/mAP"].item() == pytest.approx(metrics.compute()["mAP"].item(), abs=1e-6)
