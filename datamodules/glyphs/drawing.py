@@ -224,8 +224,8 @@ def _cached_or_drawn(path: Path, classes: list[GlyphClass], fonts: GlyphFonts) -
     np.savez_compressed(file, images=images, labels=labels, fonts=font_of)
     content = file.getvalue()
     for part, data in ((path, content), (_checksum_path(path), _checksum(content))):
-        with _in_folder(path), new_file(part) as file:
-            file.write(data)
+        with _in_folder(path), new_file(part) as part_file:
+            part_file.write(data)
     return images, labels, font_of
 
 
