@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from jaxtyping import Int
 from PIL import EpsImagePlugin, Image, ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
@@ -34,6 +34,7 @@ try:
 except ImportError:  # deprecated in torchvision 0.29
     decode_image = None
 
+Box = Int[np.ndarray, "4"]  # left, top, right and bottom in pixels
 
 IDENTIFIED_ONLY = {"MPEG"}  # formats whose size Pillow reads, but whose pixels it cannot decode
 JPEG_START = b"\xff\xd8\xff"
@@ -72,7 +73,7 @@ def _is_decoded(kind: str) -> bool:
 
 def read_image(
     path: Path | BinaryIO,
-    box: NDArray[np.int32] | None = None,
+    box: Box | None = None,
     *,
     load_truncated: bool = False,
     boxes_before_rotation: bool = False,
@@ -112,7 +113,7 @@ def read_image(
 
 def read_pixels(
     path: Path | BinaryIO,
-    box: NDArray[np.int32] | None = None,
+    box: Box | None = None,
     *,
     load_truncated: bool = False,
     boxes_before_rotation: bool = False,
@@ -212,9 +213,7 @@ def truncated_images(load: bool) -> Iterator[None]:
         ImageFile.LOAD_TRUNCATED_IMAGES = before
 
 
-def _reduce(
-    file: Image.Image, box: NDArray[np.int32] | None, least_size: Size | None, *, boxes_before_rotation: bool
-) -> int:
+def _reduce(file: Image.Image, box: Box | None, least_size: Size | None, *, boxes_before_rotation: bool) -> int:
     """Let Pillow decode a JPEG at a reduced scale if it may be; what its size is divided by."""
     if least_size is None or not isinstance(file, JpegImageFile):
         return 1
@@ -230,7 +229,7 @@ def _reduce(
     return reduce_scale(file, least_size, (bottom - top, right - left))
 
 
-def _divided(box: NDArray[np.int32] | None, divisor: int) -> NDArray[np.int32] | None:
+def _divided(box: Box | None, divisor: int) -> Box | None:
     """The box in pixels of an image whose size was divided, rounded outwards."""
     if box is None or divisor == 1:
         return box
@@ -238,16 +237,16 @@ def _divided(box: NDArray[np.int32] | None, divisor: int) -> NDArray[np.int32] |
     return np.concatenate([begin, end])
 
 
-def _crop(image: Image.Image, box: NDArray[np.int32]) -> Image.Image:
+def _crop(image: Image.Image, box: Box) -> Image.Image:
     return image.crop(_inside(box, image.width, image.height))
 
 
-def _cropped(pixels: Pixels, box: NDArray[np.int32]) -> PixelsOfNewSize:
+def _cropped(pixels: Pixels, box: Box) -> PixelsOfNewSize:
     left, top, right, bottom = _inside(box, pixels.shape[2], pixels.shape[1])
     return pixels[:, top:bottom, left:right]
 
 
-def _inside(box: NDArray[np.int32], width: int, height: int) -> tuple[int, int, int, int]:
+def _inside(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
     """The part of a box that is inside of its image."""
     left, top, right, bottom = box.tolist()
     inside = (max(0, left), max(0, top), min(width, right), min(height, bottom))

@@ -355,7 +355,7 @@ def test_without_a_past_it_is_the_loss_of_the_batch(name):
         ranked = RankedBatch(leaf, labels, ids=ids)
         if references:
             ranked = CrossBatchMemory(8).references(leaf, labels, ids)
-        value = LOSSES[name]()(**ranked.keywords())
+        value = LOSSES[name]().of_batch(ranked)
         value.backward()
         results.append((value.detach(), leaf.grad))
     for of_batch, with_memory in zip(*results, strict=True):
