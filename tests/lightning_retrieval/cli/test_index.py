@@ -56,6 +56,7 @@ def test_factory_parameters_and_shards_are_those_of_the_index(glyphs, tmp_path, 
 
 
 def test_embeddings_include_whitening_and_scales_of_the_module(glyphs, tmp_path, capsys):
+    torch.manual_seed(1)
     whitening = PCAWhitening(dim=6).fit(glyphs[1])
     settings = {"whitening": whitening, "eval_scales": (1.0, 0.5)}
     module = RetrievalModule(Embedder("glyph_net", embedding_dim=24), SmoothAPLoss(), **settings).eval()
