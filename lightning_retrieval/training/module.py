@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_retrieval.checks import (
-    check_bool,
-    check_choice,
-    check_integer,
-    check_positive,
-    check_tensor,
-)
+from lightning_retrieval.checks import check_bool, check_choice, check_integer, check_positive, check_tensor
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.whitening import Whitening
@@ -26,12 +20,7 @@ from lightning_retrieval.plain_data import rebuild, rebuild_optional
 from lightning_retrieval.preparation.of_model import preparation_of
 from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.training.chunked import chunked_backward
-from lightning_retrieval.training.full_sharding import (
-    ShardedParts,
-    broadcast_state,
-    shard_blocks,
-    sharded_modules,
-)
+from lightning_retrieval.training.full_sharding import ShardedParts, broadcast_state, shard_blocks, sharded_modules
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.manual_training import ManualTraining, without_gradient_sync
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
