@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import short_repr
+from lightning_retrieval.models import pretrained
 from lightning_retrieval.models.backbone_request import (
     ALL_POOLINGS,
     CLASS_TOKEN,
@@ -23,15 +24,6 @@ from lightning_retrieval.models.backbone_request import (
     BuiltBackbone,
 )
 from lightning_retrieval.models.features import height_and_width, patch_map, returns_tokens
-from lightning_retrieval.models.pretrained import (
-    DEFAULT_WEIGHTS,
-    are_skipped,
-    check_loaded,
-    hub_error,
-    is_local_file,
-    is_rebuilding,
-    load_local_file,
-)
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import names_kernels
 from lightning_retrieval.preparation.of_model import preparation_of_processor
@@ -137,7 +129,7 @@ def _config(transformers: Any, request: BackboneRequest) -> Any:
                 f"Embedder: `backbone_args` must have a `model_type` of transformers, such as 'dinov2', got "
                 f"{short_repr(kind)}."
             )
-        if is_rebuilding():
+        if pretrained.is_rebuilding():
             _check_no_other_model(request, arguments)
         config = transformers.AutoConfig.for_model(kind, **arguments)
     else:
@@ -147,7 +139,7 @@ def _config(transformers: Any, request: BackboneRequest) -> Any:
         except (OSError, ValueError) as error:
             raise _unknown_model(request, error) from None
         _check_no_kernels(request, in_file)
-    if is_rebuilding():
+    if pretrained.is_rebuilding():
         _without_pretrained_parts(config)
     return getattr(config, "vision_config", config)  # of a model of images and text
 
@@ -163,12 +155,12 @@ def _model(transformers: Any, request: BackboneRequest, config: Any) -> Any:
 
 
 def _load(transformers: Any, request: BackboneRequest, config: Any, settings: dict[str, Any]) -> Any:
-    has_file = is_local_file(request.weights)
-    if request.weights is None or has_file or are_skipped():
+    has_file = pretrained.is_local_file(request.weights)
+    if request.weights is None or has_file or pretrained.are_skipped():
         model: Any = transformers.AutoModel.from_config(config, **NO_CODE, **settings)
-        if has_file and not are_skipped():
+        if has_file and not pretrained.are_skipped():
             prefix = f"{model.base_model_prefix}."
-            load_local_file(str(request.weights), model, optional=CLASSIFIERS, prefix=prefix)
+            pretrained.load_local_file(str(request.weights), model, optional=CLASSIFIERS, prefix=prefix)
         return model
     what = f"{request.weights!r} of hf/{request.name}"
     try:
@@ -176,10 +168,10 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
             request.name, config=config, output_loading_info=True, **_source(request), **NO_CODE, **settings
         )
     except (OSError, ValueError) as error:
-        raise hub_error("weights", what, error) from None
+        raise pretrained.hub_error("weights", what, error) from None
     missing = [name for name in loading["missing_keys"] if not name.startswith(CLASSIFIERS)]
     trained = [name for name in missing if name.rpartition(".")[2] != MASK_TOKEN]
-    check_loaded(what, f"hf/{request.name}", model, trained)
+    pretrained.check_loaded(what, f"hf/{request.name}", model, trained)
     return model
 
 
@@ -197,7 +189,7 @@ def _unknown_model(request: BackboneRequest, error: Exception) -> ValueError:
             f"{request.name} ({type(error).__name__})."
         )
     what = f"the Hugging Face hub id {request.name!r} (which is no local folder)"
-    return hub_error("backbone", what, error)
+    return pretrained.hub_error("backbone", what, error)
 
 
 def _source(request: BackboneRequest) -> dict[str, Any]:
@@ -207,9 +199,9 @@ def _source(request: BackboneRequest) -> dict[str, Any]:
     """
     source: dict[str, Any] = {}
     weights = request.weights
-    if weights is not None and weights != DEFAULT_WEIGHTS and not is_local_file(weights):
+    if weights is not None and weights != pretrained.DEFAULT_WEIGHTS and not pretrained.is_local_file(weights):
         source["revision"] = weights
-    if are_skipped():
+    if pretrained.are_skipped():
         source["local_files_only"] = True
     return source
 
