@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from lightning_retrieval.checks import short_repr
 from lightning_retrieval.models import pretrained
 from lightning_retrieval.models.backbone_request import (
-    ALL_POOLINGS,
     CLASS_TOKEN,
-    MAP_POOLINGS,
     OWN,
     BackboneRequest,
     BuiltBackbone,
+    poolings_of_network,
 )
-from lightning_retrieval.models.features import height_and_width, patch_map, returns_tokens
+from lightning_retrieval.models.features import default_pooling, height_and_width, patch_map
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import names_kernels
 from lightning_retrieval.preparation.of_model import preparation_of_processor
@@ -108,10 +107,9 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
             f"which takes {main_input}."
         )
     size = height_and_width(image_size)
-    default = "gem"
-    if returns_tokens(lambda images: model(images).last_hidden_state, model, size):
-        default = OWN
-    pooling = request.checked_pooling(default, _poolings(model))
+    default = default_pooling(lambda images: model(images).last_hidden_state, model, size)
+    has_class_token = not _prefix_tokens(model).keys().isdisjoint(CLASS_TOKENS)
+    pooling = request.checked_pooling(default, poolings_of_network(has_class_token))
     backbone = HuggingFaceBackbone(model, pooling, size)
     preparation = {"image_size": image_size, **_folder_preparation(transformers, request)}
     # Plain data with the kind of network, from which `AutoConfig.for_model` makes the config again.
@@ -256,12 +254,6 @@ def _prefix_tokens(model: nn.Module) -> dict[str, int]:
         if last in PREFIX_TOKENS and "embeddings" in path:
             found[last] = parameter.shape[:-1].numel()  # (C,), (1, C) or (1, tokens, C)
     return found
-
-
-def _poolings(model: nn.Module) -> tuple[str, ...]:
-    if set(_prefix_tokens(model)) & set(CLASS_TOKENS):
-        return ALL_POOLINGS
-    return (*MAP_POOLINGS, OWN)
 
 
 def _folder_preparation(transformers: Any, request: BackboneRequest) -> dict[str, Any]:

@@ -17,15 +17,14 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from lightning_retrieval.checks import check_choice, short_repr
 from lightning_retrieval.models import pretrained
 from lightning_retrieval.models.backbone_request import (
-    ALL_POOLINGS,
     CLASS_TOKEN,
-    MAP_POOLINGS,
     OWN,
     BackboneRequest,
     BuiltBackbone,
+    poolings_of_network,
     unknown_name,
 )
-from lightning_retrieval.models.features import height_and_width, patch_map, returns_tokens
+from lightning_retrieval.models.features import default_pooling, height_and_width, patch_map
 from lightning_retrieval.optional_packages import optional_import
 
 # Arguments that let a transformer run with other sizes than that for which it was built, most first. A model that does
@@ -115,10 +114,8 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
     data: Any = timm.data  # whose functions have no types
     config = data.resolve_model_data_config(model, args=size_arguments)
     image_size = tuple(config["input_size"][1:])
-    default = "gem"
-    if returns_tokens(model.forward_features, model, image_size):
-        default = OWN
-    pooling = request.checked_pooling(default, _poolings(model))
+    default = default_pooling(model.forward_features, model, image_size)
+    pooling = request.checked_pooling(default, poolings_of_network(_has_class_token(model)))
     backbone = TimmBackbone(model, pooling, image_size)
     arguments = {name: value for name, value in request.arguments.items() if name not in SOURCES}
     return BuiltBackbone(backbone.train(), pooling, _preparation(config), arguments)
@@ -231,13 +228,6 @@ def _prefix_tokens(model: Any) -> int:
 
 def _has_class_token(model: Any) -> bool:
     return isinstance(getattr(model, "cls_token", None), Tensor)
-
-
-def _poolings(model: nn.Module) -> tuple[str, ...]:
-    """The poolings that a model has."""
-    if _has_class_token(model):
-        return ALL_POOLINGS
-    return (*MAP_POOLINGS, OWN)
 
 
 def _preparation(config: dict[str, Any]) -> dict[str, Any]:
