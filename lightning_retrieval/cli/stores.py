@@ -161,7 +161,7 @@ class FaissFolder:
         ValueError: if something else is in the folder, or a number is invalid.
     """
 
-    def __init__(self, owner: str, folder: Path, settings: IndexSettings) -> None:
+    def __init__(self, owner: str, folder: Path, *, settings: IndexSettings) -> None:
         check_folder(owner, folder)
         RetrievalIndex(1, shards=settings.shards)
         if settings.rows_in_memory is not None:
@@ -249,7 +249,7 @@ class MilvusCollection:
         OSError: if the store cannot be reached.
     """
 
-    def __init__(self, owner: str, name: str, uri: str, settings: IndexSettings) -> None:
+    def __init__(self, owner: str, name: str, uri: str, *, settings: IndexSettings) -> None:
         if settings.rows_in_memory is not None:
             raise ValueError(
                 f"{owner}: `rows_in_memory` must not be given with a store in Milvus, which keeps rows by itself, got "
@@ -334,8 +334,8 @@ def new_index(owner: str, output: Path, store: str | None, settings: IndexSettin
         OSError: if the store cannot be reached.
     """
     if store is None:
-        return FaissFolder(owner, output, settings)
-    return MilvusCollection(owner, str(output), _uri(owner, store), settings)
+        return FaissFolder(owner, output, settings=settings)
+    return MilvusCollection(owner, str(output), _uri(owner, store), settings=settings)
 
 
 class IndexWriter:

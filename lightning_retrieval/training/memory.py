@@ -21,6 +21,7 @@ from lightning_retrieval.checks import (
     check_embeddings,
     check_finite,
     check_integer,
+    check_integer_or_auto,
     check_integers,
     check_labels,
     check_matrix,
@@ -88,7 +89,9 @@ class CrossBatchMemory(nn.Module):
     def __init__(self, size: int, start_step: int | Literal["auto"] = 0) -> None:
         super().__init__()
         self.size = check_integer("CrossBatchMemory", "size", size, least=1)
-        self.start_step: int | Literal["auto"] = _check_start_step(start_step)
+        self.start_step: int | Literal["auto"] = check_integer_or_auto(
+            "CrossBatchMemory", "start_step", start_step, least=0
+        )
         self.reset()
 
     def reset(self) -> None:
@@ -233,17 +236,6 @@ class CrossBatchMemory(nn.Module):
             return batch.select(slice(0))._replace(embeddings=batch.embeddings[:0].detach())
         stored = self._rows.like(batch)
         return stored.select(~torch.isin(stored.ids, batch.ids))
-
-
-def _check_start_step(start_step: Any) -> Any:
-    """Return `start_step`; raise unless it is an integer >= 0 or `"auto"`."""
-    if isinstance(start_step, str):
-        if start_step != "auto":
-            raise TypeError(
-                f"CrossBatchMemory: `start_step` must be an integer >= 0 or 'auto', got {short_repr(start_step)}."
-            )
-        return start_step
-    return check_integer("CrossBatchMemory", "start_step", start_step, least=0)
 
 
 def _check_state(state: Any) -> None:

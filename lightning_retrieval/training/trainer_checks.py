@@ -17,7 +17,7 @@ from pytorch_lightning.strategies.single_xla import SingleDeviceXLAStrategy
 from pytorch_lightning.strategies.xla import XLAStrategy
 from torch import nn
 
-from lightning_retrieval.checks import check_choice, check_finite_number, check_integer
+from lightning_retrieval.checks import check_choice, check_finite_number, check_integer_or_auto
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
@@ -43,12 +43,8 @@ def check_chunk_size(owner: str, chunk_size: Any) -> Any:
         chunk_size: the setting.
     """
     if chunk_size is None:
-        return chunk_size
-    if isinstance(chunk_size, str):
-        if chunk_size != "auto":
-            raise TypeError(f"{owner}: `chunk_size` must be an integer >= 1 or 'auto', got {chunk_size!r}.")
-        return chunk_size
-    return check_integer(owner, "chunk_size", chunk_size, least=1)
+        return None
+    return check_integer_or_auto(owner, "chunk_size", chunk_size, least=1)
 
 
 def adapt_loss(owner: str, loss: nn.Module) -> BatchLoss:
