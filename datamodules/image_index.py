@@ -415,9 +415,6 @@ def _check_instances(index: ImageIndex) -> None:
             )
 
 
-# The cache of the indexes of a data set.
-
-
 def record_warnings(read: Callable[[], Result]) -> tuple[Result, list[str]]:
     """Call `read()`; return its result and the messages of its warnings, which are issued as usual."""
     recorded: list[warnings.WarningMessage] = []

@@ -310,8 +310,6 @@ def enclosing_pixels(texts: Sequence[str]) -> tuple[int, int, int, int] | None:
     return box
 
 
-# Files below the root, or a suggestion of the right root if they are elsewhere.
-
 SEARCH_DEPTH = 2  # levels of folders, below the first, that are searched for a suggestion
 MAX_ENTRIES = 1000  # of a folder, beyond which its subfolders are not searched
 
@@ -396,8 +394,6 @@ def _entries_below(folder: Path, depth: int) -> Iterator[Path]:
         if entry.is_dir():
             yield from _entries_below(entry, depth - 1)
 
-
-# Tables of images.
 
 SIDES = ("left", "top", "right", "bottom")
 COLUMNS = ("image", "label", "category", "split", "role", "camera", "box", *SIDES)

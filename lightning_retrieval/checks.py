@@ -116,7 +116,7 @@ def check_integer(owner: str, name: str, value: Any, least: int, most: float = L
     return plain
 
 
-def check_integer_or_auto(owner: str, name: str, value: Any, least: int) -> Any:
+def check_auto(owner: str, name: str, value: Any, least: int) -> Any:
     """Return `value`; raise unless it is an integer >= `least`, or `"auto"`."""
     if not isinstance(value, str):
         return check_integer(owner, name, value, least=least)

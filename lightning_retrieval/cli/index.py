@@ -18,7 +18,8 @@ from lightning_retrieval.cli.stores import IndexSettings, IndexWriter, close_ind
 from lightning_retrieval.preparation.of_checkpoint import shown_choice
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from lightning_retrieval.search.index import RECALL_AT
-from lightning_retrieval.search.rows import EmbeddingStore, FolderRows
+from lightning_retrieval.search.milvus_store import EmbeddingStore
+from lightning_retrieval.search.rows import FolderRows
 
 
 def index(options: argparse.Namespace) -> Sequence[UnreadableImage]:

@@ -23,8 +23,8 @@ from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.search.disk_lists import check_lists, check_rows_in_memory
 from lightning_retrieval.search.index import RetrievalIndex
 from lightning_retrieval.search.milvus_connection import OWNER, check_dim, check_store
-from lightning_retrieval.search.milvus_store import MilvusStore, check_path_bytes
-from lightning_retrieval.search.rows import EmbeddingStore, Rows, plain_values
+from lightning_retrieval.search.milvus_store import EmbeddingStore, MilvusStore, check_path_bytes
+from lightning_retrieval.search.rows import Rows, plain_values
 from lightning_retrieval.search.storage import MANIFEST, check_folder
 
 KIND = "milvus:"

@@ -20,7 +20,7 @@ from lightning_retrieval.search.id_table import (
     ids_after,
     integer_ids,
 )
-from lightning_retrieval.search.index import measure_recall
+from lightning_retrieval.search.index import RetrievalIndex, measure_recall
 from lightning_retrieval.search.milvus_connection import EMBEDDING, ID, OWNER, PATH, REBUILD, Metadata, MilvusConnection
 from lightning_retrieval.search.rows import (
     Rows,
@@ -453,3 +453,6 @@ class MilvusStore:
         self._connection.load(self.collection)
         self.recall = measure_recall(self.search, embeddings, ids)
         self._call("alter_collection_properties", properties={milvus.RECALL: str(self.recall)})
+
+
+EmbeddingStore = RetrievalIndex | MilvusStore  # which have the same methods

@@ -17,11 +17,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import (
+    check_auto,
     check_bool,
     check_embeddings,
     check_finite,
     check_integer,
-    check_integer_or_auto,
     check_integers,
     check_labels,
     check_matrix,
@@ -89,9 +89,7 @@ class CrossBatchMemory(nn.Module):
     def __init__(self, size: int, start_step: int | Literal["auto"] = 0) -> None:
         super().__init__()
         self.size = check_integer("CrossBatchMemory", "size", size, least=1)
-        self.start_step: int | Literal["auto"] = check_integer_or_auto(
-            "CrossBatchMemory", "start_step", start_step, least=0
-        )
+        self.start_step: int | Literal["auto"] = check_auto("CrossBatchMemory", "start_step", start_step, least=0)
         self.reset()
 
     def reset(self) -> None:

@@ -161,11 +161,7 @@ def make_optimizer(
     groups += [(rest, 1.0), (in_head, head_lr_factor)]
     groups = [(parameters, factor) for parameters, factor in groups if parameters]
     if not groups:
-        parts = [f"`{name}`" for name, part in module.named_children() if not isinstance(part, Metric)]
-        raise ValueError(
-            f"{type(module).__name__}: {' and '.join(parts)} must have a parameter to train, got none with "
-            "requires_grad; call requires_grad_(True) on the layers that should learn."
-        )
+        raise _nothing_to_train(module)
     if head_lr_factor != 1 and not in_head:
         raise ValueError(
             f"{type(module).__name__}: `head_lr_factor` is {head_lr_factor}, but the embedder has no `head` with "
@@ -175,6 +171,14 @@ def make_optimizer(
     for group, (_, factor) in zip(optimizer.param_groups, groups):
         group["lr"] *= factor
     return optimizer
+
+
+def _nothing_to_train(module: nn.Module) -> ValueError:
+    parts = [f"`{name}`" for name, part in module.named_children() if not isinstance(part, Metric)]
+    return ValueError(
+        f"{type(module).__name__}: {' and '.join(parts)} must have a parameter to train, got none with requires_grad; "
+        "call requires_grad_(True) on the layers that should learn."
+    )
 
 
 def _layers(module: nn.Module, layer_decay: float) -> list[tuple[list[nn.Parameter], float]]:
