@@ -32,8 +32,6 @@ from lightning_retrieval.models import Embedder
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 from lightning_retrieval.ranking.labels import check_dims
 
-# Evaluation before training, and of training images.
-
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
@@ -69,9 +67,6 @@ def collect_test_set(trainer: pl.Trainer, pl_module: pl.LightningModule, evaluat
         for batch_idx, batch in enumerate(batches_on_device(trainer, batches, "Untrained test")):
             outputs = pl_module.test_step(batch, batch_idx)
             evaluation_set.add(type(pl_module).__name__, outputs)
-
-
-# The best value of each metric of a training run.
 
 
 def is_count(name: str) -> bool:
@@ -420,9 +415,6 @@ def _warn_of_one_label(evaluation_set: EvaluationSet) -> None:
             f"RetrievalEvaluation: all images of the set of {evaluation_set.prefix}mAP have the same label, so each "
             "list holds relevant images only and the metrics are 1 whatever the embeddings are; check the labels."
         )
-
-
-# Access of other callbacks to the evaluation sets.
 
 
 def find_evaluation(owner: str, trainer: pl.Trainer) -> RetrievalEvaluation:

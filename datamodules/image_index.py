@@ -101,13 +101,6 @@ def box_array(boxes: Any) -> NDArray[np.int32] | None:
     return array.astype(np.int32)
 
 
-def check_lines(lines: Any) -> ListLines | None:
-    """Return `lines`; raise unless it is a `ListLines` or None."""
-    if lines is not None and not isinstance(lines, ListLines):
-        raise TypeError(f"ImageIndex: `lines` must be a ListLines or None, got {type(lines).__name__}.")
-    return lines
-
-
 def class_numbers(originals: Sequence[Any] | NDArray[Any]) -> tuple[NDArray[np.int64], list[str]]:
     """Number classes 0, 1, ... in the order of their sorted original ids.
 
@@ -228,7 +221,9 @@ class ImageIndex:
         self.instances = optional_array("instances", instances)
         self.cameras = optional_array("cameras", cameras)
         self.names = None if names is None else packed("names", names)
-        self.lines = check_lines(lines)
+        if lines is not None and not isinstance(lines, ListLines):
+            raise TypeError(f"ImageIndex: `lines` must be a ListLines or None, got {type(lines).__name__}.")
+        self.lines = lines
         _check_lengths(self)
         _check_paths(self)
         _check_boxes(self)
@@ -418,9 +413,6 @@ def _check_instances(index: ImageIndex) -> None:
                 f"instance {index.instances[first]} ({index.paths[first]} and {index.paths[second]})"
                 f"{index.where(first, second)}."
             )
-
-
-# The cache of the indexes of a data set.
 
 
 def record_warnings(read: Callable[[], Result]) -> tuple[Result, list[str]]:

@@ -14,13 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_retrieval.checks import (
-    check_bool,
-    check_choice,
-    check_finite_number,
-    check_flag,
-    check_path,
-)
+from lightning_retrieval.checks import check_bool, check_choice, check_finite_number, check_flag, check_path
 from lightning_retrieval.datamodules.base import LoaderSettings, RetrievalDataModule, RetrievalSettings, Unpack
 from lightning_retrieval.datamodules.image_check import (
     DataReport,

@@ -19,6 +19,7 @@ from lightning_retrieval.checks import (
     check_instance,
     check_path,
     check_tensor,
+    first_of,
 )
 from lightning_retrieval.datamodules.image_index import ImageIndex
 from lightning_retrieval.datamodules.item_seeds import SeededIndex, seeded_item
@@ -279,9 +280,7 @@ def _placeholder_of_batch(items: list[dict[str, Any]]) -> dict[str, Any]:
             placeholder = dict(item)
             del placeholder["skipped"]
             return placeholder
-    paths = ", ".join(item["skipped"] for item in items[:3])
-    if len(items) > 3:
-        paths += ", ..."
+    paths = first_of([item["skipped"] for item in items], 3)
     raise ValueError(
         f"ImageSet: none of the {len(items)} images of a batch could be read ({paths}); repair or remove them first."
     )

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_retrieval.checks import first_of
 from lightning_retrieval.datamodules.item_seeds import all_different
 from lightning_retrieval.optional_packages import optional_import
 
-MAX_SHOWN = 5  # line numbers in a message
 LARGEST_PIXEL = 2**31  # what boxes of 32 bits cannot hold
 
 _OUTSIDE_ROOT = re.compile(r"^[/\\]|^[A-Za-z]:[/\\]|(^|[/\\])\.\.([/\\]|$)")  # an absolute path, or a part `..`
@@ -190,12 +190,9 @@ class ListFile:
     def _check_no_invalid_lines(self, fields: int, invalid_lines: Sequence[int]) -> None:
         if not invalid_lines:
             return
-        numbers = ", ".join(map(str, invalid_lines[:MAX_SHOWN]))
-        if len(invalid_lines) > MAX_SHOWN:
-            numbers += ", ..."
         raise self.error(
             f"each line of {self.path} must have {fields} fields, got {len(invalid_lines)} with a different number of "
-            f"fields (line {numbers})"
+            f"fields (line {first_of(invalid_lines)})"
         )
 
     def integers(self, column: str, values: Sequence[str], bits: int = 64) -> list[int]:
@@ -313,8 +310,6 @@ def enclosing_pixels(texts: Sequence[str]) -> tuple[int, int, int, int] | None:
     return box
 
 
-# Files below the root, or a suggestion of the right root if they are elsewhere.
-
 SEARCH_DEPTH = 2  # levels of folders, below the first, that are searched for a suggestion
 MAX_ENTRIES = 1000  # of a folder, beyond which its subfolders are not searched
 
@@ -399,8 +394,6 @@ def _entries_below(folder: Path, depth: int) -> Iterator[Path]:
         if entry.is_dir():
             yield from _entries_below(entry, depth - 1)
 
-
-# Tables of images.
 
 SIDES = ("left", "top", "right", "bottom")
 COLUMNS = ("image", "label", "category", "split", "role", "camera", "box", *SIDES)

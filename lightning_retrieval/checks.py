@@ -39,6 +39,14 @@ def first_line(error: Exception) -> str:
     return lines[0].rstrip(". ")
 
 
+def first_of(values: Sequence[Any], most: int = 5) -> str:
+    """What an error message shows of many values: the first of them."""
+    shown = ", ".join(map(str, values[:most]))
+    if len(values) > most:
+        shown += ", ..."
+    return shown
+
+
 def _with_type(value: Any) -> str:
     """What an error message shows of a value of a wrong type."""
     return f"{short_repr(value)} ({type(value).__name__})"
@@ -106,6 +114,15 @@ def check_integer(owner: str, name: str, value: Any, least: int, most: float = L
         raise ValueError(f"{owner}: `{name}` must be an integer from {least} to {most}, got {short_repr(value)}.")
     plain: int = _plain(value)
     return plain
+
+
+def check_auto(owner: str, name: str, value: Any, least: int) -> Any:
+    """Return `value`; raise unless it is an integer >= `least`, or `"auto"`."""
+    if not isinstance(value, str):
+        return check_integer(owner, name, value, least=least)
+    if value != "auto":
+        raise TypeError(f"{owner}: `{name}` must be an integer >= {least} or 'auto', got {short_repr(value)}.")
+    return value
 
 
 def check_seed(owner: str, name: str, value: Any) -> int:
@@ -279,15 +296,12 @@ def check_finite(owner: str, name: str, values: Tensor, ids: Tensor | None = Non
     if bool(finite.all()):
         return
     invalid = (~finite).reshape(len(values), -1).any(1).nonzero()[:, 0]
-    what, first = "", invalid[:5]
+    what = ""
     if ids is not None:
-        what, first = "ids ", ids[invalid][:5]
-    shown = ", ".join(map(str, first.tolist()))
-    if len(invalid) > 5:
-        shown += ", ..."
+        what, invalid = "ids ", ids[invalid]
     raise ValueError(
         f"{owner}: `{name}` must hold finite numbers only, got NaN or inf in {len(invalid)} of {len(values)} rows "
-        f"({what}{shown})."
+        f"({what}{first_of(invalid.tolist())})."
     )
 
 

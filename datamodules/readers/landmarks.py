@@ -219,7 +219,7 @@ def _without_ambiguous(rows: Sequence[_Row]) -> list[_Row]:
     for of_path in rows_of_path.values():
         if len(of_path) > 1:
             shared.append(of_path)
-        if _has_several_landmarks(of_path):
+        if len({row.landmark for row in of_path}) > 1:
             ambiguous += 1
             skipped += len(of_path)
         else:
@@ -233,7 +233,3 @@ def _without_ambiguous(rows: Sequence[_Row]) -> list[_Row]:
             stacklevel=3,
         )
     return kept
-
-
-def _has_several_landmarks(rows: Sequence[_Row]) -> bool:
-    return any(row.landmark != rows[0].landmark for row in rows)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from lightning_retrieval.cli.embedding import UnreadableImage
-from lightning_retrieval.cli.options import printable
+from lightning_retrieval.cli.options import model_settings, printable
 from lightning_retrieval.cli.search_images import Hit, ImageSearcher, image_folder
 from lightning_retrieval.cli.stores import opened_index
 from lightning_retrieval.optional_packages import optional_import
@@ -73,14 +73,7 @@ def _serve(options: argparse.Namespace) -> None:
             raise ValueError(
                 f"demo: `--images` must be the folder of the index's images, got {images}, which is no folder."
             )
-        searcher = ImageSearcher(
-            index,
-            checkpoint=options.checkpoint,
-            transform=options.transform,
-            batch_size=options.batch_size,
-            num_workers=options.num_workers,
-            device=options.device,
-        )
+        searcher = ImageSearcher(index, **model_settings(options))
         page = serve_demo(searcher, images, k=min(options.k, len(index)), host=options.host, port=options.port)
         print(f"The page is at {page.local_url}; Ctrl-C ends it.", flush=True)
         try:

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from lightning_retrieval.cli.embedding import EmbeddedImages, ImageEmbedder, UnreadableImage, images_in_folder
 from lightning_retrieval.cli.options import EMBEDDINGS_OPTIONS
-from lightning_retrieval.cli.stores import IndexWriter, close_index, new_index
+from lightning_retrieval.cli.stores import IndexSettings, IndexWriter, close_index, new_index
 from lightning_retrieval.preparation.of_checkpoint import shown_choice
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from lightning_retrieval.search.index import RECALL_AT
-from lightning_retrieval.search.rows import EmbeddingStore, FolderRows
+from lightning_retrieval.search.milvus_store import EmbeddingStore
+from lightning_retrieval.search.rows import FolderRows
 
 
 def index(options: argparse.Namespace) -> Sequence[UnreadableImage]:
@@ -101,9 +102,7 @@ def index_images(
         For a `"Flat"` index, 8 bytes for each number of an embedding: 4 for the embeddings and 4 for the index.
     """
     owner = "index_images"
-    new = new_index(
-        owner, output, store, factory=factory, parameters=parameters, shards=shards, rows_in_memory=rows_in_memory
-    )
+    new = new_index(owner, output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
     listed = images_in_folder(owner, images)
     embedder = ImageEmbedder.load(
         owner, checkpoint, transform=transform, batch_size=batch_size, num_workers=num_workers, device=device
@@ -161,9 +160,7 @@ def index_embeddings(
         all of them first, and to train the index on rows from all files.
     """
     owner = "index_embeddings"
-    new = new_index(
-        owner, output, store, factory=factory, parameters=parameters, shards=shards, rows_in_memory=rows_in_memory
-    )
+    new = new_index(owner, output, store, IndexSettings(factory, parameters, shards, rows_in_memory))
     folder = EmbeddingFolder.load(owner, embeddings)
     manifest = folder.manifest
     new.check_dim(manifest.dim)

@@ -8,6 +8,7 @@ import argparse
 import errno
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 TRANSFORMS = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")  # `Preparation.NAMES`
 SHOWN = 100  # characters of a path that is too long
@@ -16,6 +17,7 @@ HOST_HELP = (
     "address to serve on, which is also the only name under which the page answers, default 127.0.0.1: this machine "
     "only; 0.0.0.0 serves the page to the network, under any name"
 )
+MODEL_OPTIONS = ("checkpoint", "transform", "batch_size", "num_workers", "device")  # of the model of an index
 # Options of `index --embeddings DIR`; the others are about images that are embedded.
 EMBEDDINGS_OPTIONS = (
     "embeddings",
@@ -67,6 +69,11 @@ def command_line_message(command: str, error: Exception, arguments: Iterable[str
             option = f"-{name}"
         message = message.replace(f"`{name}`", f"`{option}`")
     return message
+
+
+def model_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """The options of `search` and `demo` that are arguments of `ImageSearcher`."""
+    return {name: getattr(options, name) for name in MODEL_OPTIONS}
 
 
 def parse(command: str, args: Sequence[str]) -> argparse.Namespace:

@@ -40,7 +40,7 @@ def find_last_checkpoint(owner: str, trainer: Any, config: str) -> Path | None:
     for path in [*map(Path, folders_of_callbacks), *(run / "checkpoints" for run in same)]:
         checkpoints += path.glob("*.ckpt")
     if checkpoints:
-        return max(checkpoints, key=_time)
+        return max(checkpoints, key=lambda path: path.stat().st_mtime_ns)
     is_first_run = bool(folders_of_callbacks) and not same
     if is_first_run:
         return None
@@ -107,7 +107,3 @@ def _section(config: str, name: str) -> list[str]:
         if inside:
             lines.append(line)
     return lines
-
-
-def _time(path: Path) -> int:
-    return path.stat().st_mtime_ns

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_retrieval.cli.embedding import UnreadableImage
-from lightning_retrieval.cli.options import printable
+from lightning_retrieval.cli.options import model_settings, printable
 from lightning_retrieval.cli.page import result_page
 from lightning_retrieval.cli.search_images import QueryResult, image_folder, search_images
 from lightning_retrieval.cli.stores import opened_index
 from lightning_retrieval.files import new_file
-from lightning_retrieval.search.rows import EmbeddingStore
+from lightning_retrieval.search.milvus_store import EmbeddingStore
 
 
 def search(options: argparse.Namespace) -> Sequence[UnreadableImage]:
@@ -41,16 +41,7 @@ def _search_in(index: EmbeddingStore, options: argparse.Namespace) -> tuple[list
         index.set_parameters(options.parameters)
     if page is not None:
         images = image_folder(images, index)  # raises before anything is searched
-    results, unreadable = search_images(
-        index,
-        options.queries,
-        options.k,
-        checkpoint=options.checkpoint,
-        transform=options.transform,
-        batch_size=options.batch_size,
-        num_workers=options.num_workers,
-        device=options.device,
-    )
+    results, unreadable = search_images(index, options.queries, options.k, **model_settings(options))
     if page is not None:
         most = max(len(result.hits) for result in results)
         about = f"{most} nearest of {len(index)} images in {printable(str(options.index))}"

@@ -9,7 +9,7 @@ from typing import Any
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.cli.embedding import ImageEmbedder, ListedImages, UnreadableImage
 from lightning_retrieval.files import file_digest
-from lightning_retrieval.search.rows import EmbeddingStore
+from lightning_retrieval.search.milvus_store import EmbeddingStore
 
 OWNER = "search_images"
 DEFAULT_K = 10

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,30 @@ from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.search.disk_lists import check_lists, check_rows_in_memory
 from lightning_retrieval.search.index import RetrievalIndex
 from lightning_retrieval.search.milvus_connection import OWNER, check_dim, check_store
-from lightning_retrieval.search.milvus_store import MilvusStore, check_path_bytes
-from lightning_retrieval.search.rows import EmbeddingStore, Rows, plain_values
+from lightning_retrieval.search.milvus_store import EmbeddingStore, MilvusStore, check_path_bytes
+from lightning_retrieval.search.rows import Rows, plain_values
 from lightning_retrieval.search.storage import MANIFEST, check_folder
 
 KIND = "milvus:"
 BLOCK = 1 << 16  # rows whose paths are read at a time
-DEFAULTS = {"factory": "Flat", "parameters": "", "shards": 1}
 MODEL = ("checkpoint_sha256", "preparation")  # what an index records of its embeddings, which must be equal
+
+
+@dataclass(frozen=True)
+class IndexSettings:
+    """How a new index is built.
+
+    Args:
+        factory: factory string of faiss, or type of Milvus' index.
+        parameters: of the search.
+        shards: number of shards of the index, for faiss.
+        rows_in_memory: build an index of faiss on disk, with this many rows in memory; if None, build it in memory.
+    """
+
+    factory: str = "Flat"
+    parameters: str = ""
+    shards: int = 1
+    rows_in_memory: int | None = None
 
 
 class EarlierRows:
@@ -138,31 +155,25 @@ class FaissFolder:
     Args:
         owner: prefix of error messages.
         folder: of the index.
-        factory: faiss' factory string.
-        parameters: of the search.
-        shards: number of shards of the index.
-        rows_in_memory: build the index on disk, with this many rows in memory; if None, build it in memory.
+        settings: of the index.
 
     Raises:
         ValueError: if something else is in the folder, or a number is invalid.
     """
 
-    def __init__(
-        self, owner: str, folder: Path, *, factory: str, parameters: str, shards: int, rows_in_memory: int | None
-    ) -> None:
+    def __init__(self, owner: str, folder: Path, *, settings: IndexSettings) -> None:
         check_folder(owner, folder)
+        RetrievalIndex(1, shards=settings.shards)
+        if settings.rows_in_memory is not None:
+            check_rows_in_memory(settings.rows_in_memory)
         self._owner = owner
-        RetrievalIndex(1, shards=shards)
-        if rows_in_memory is not None:
-            check_rows_in_memory(rows_in_memory)
         self._folder = folder
-        self._rows_in_memory = rows_in_memory
-        self._settings: dict[str, Any] = {"factory": factory, "parameters": parameters, "shards": shards}
+        self._settings = settings
 
     def check_dim(self, dim: int) -> None:
         """Raise if the settings do not fit embeddings of this dimension."""
-        index = RetrievalIndex(dim, **self._settings)
-        if self._rows_in_memory is not None:
+        index = self._empty_index(dim, {})
+        if self._settings.rows_in_memory is not None:
             check_lists(index.faiss_indexes[0], index.factory)
 
     def check_paths(self, paths: Sequence[str]) -> None:
@@ -187,10 +198,10 @@ class FaissFolder:
         Raises:
             ValueError: if the settings are not those of the index, or another process has changed it meanwhile.
         """
-        if self._rows_in_memory is not None:
+        if self._settings.rows_in_memory is not None:
             raise ValueError(
                 f"{self._owner}: `rows_in_memory` must not be given with `update`, which reads the index into memory, "
-                f"got {self._rows_in_memory}."
+                f"got {self._settings.rows_in_memory}."
             )
         before = (self._folder / MANIFEST).read_bytes()
         index = RetrievalIndex.load(self._folder)
@@ -208,13 +219,20 @@ class FaissFolder:
         self, dim: int, about: Mapping[str, Any], embeddings: Rows, ids: Int[Tensor, " rows"], paths: Sequence[str]
     ) -> EmbeddingStore:
         """Make the index and save it, in place of an earlier one."""
-        index = RetrievalIndex(dim, about=about, **self._settings)
-        if self._rows_in_memory is not None:
-            index.build_on_disk(self._folder, embeddings, ids, paths, rows_in_memory=self._rows_in_memory)
+        index = self._empty_index(dim, about)
+        rows_in_memory = self._settings.rows_in_memory
+        if rows_in_memory is not None:
+            index.build_on_disk(self._folder, embeddings, ids, paths, rows_in_memory=rows_in_memory)
             return index
         index.add(embeddings, ids, paths)
         index.save(self._folder)
         return index
+
+    def _empty_index(self, dim: int, about: Mapping[str, Any]) -> RetrievalIndex:
+        settings = self._settings
+        return RetrievalIndex(
+            dim, settings.factory, parameters=settings.parameters, shards=settings.shards, about=about
+        )
 
 
 class MilvusCollection:
@@ -224,41 +242,29 @@ class MilvusCollection:
         owner: prefix of error messages.
         name: of the index.
         uri: of the store.
-        factory: type of Milvus' index.
-        parameters: of the search.
-        shards: must be 1, because Milvus distributes rows by itself.
-        rows_in_memory: must be None, because Milvus keeps rows by itself.
+        settings: of the index; Milvus distributes and keeps rows by itself.
 
     Raises:
         ValueError: if an argument is invalid, or the name is that of something else.
         OSError: if the store cannot be reached.
     """
 
-    def __init__(
-        self,
-        owner: str,
-        name: str,
-        uri: str,
-        *,
-        factory: str,
-        parameters: str,
-        shards: int,
-        rows_in_memory: int | None,
-    ) -> None:
-        if rows_in_memory is not None:
+    def __init__(self, owner: str, name: str, uri: str, *, settings: IndexSettings) -> None:
+        if settings.rows_in_memory is not None:
             raise ValueError(
                 f"{owner}: `rows_in_memory` must not be given with a store in Milvus, which keeps rows by itself, got "
-                f"{rows_in_memory}."
+                f"{settings.rows_in_memory}."
             )
-        if shards != 1:
+        if settings.shards != 1:
             raise ValueError(
-                f"{owner}: `shards` must be 1 with a store in Milvus, which distributes rows by itself, got {shards}."
+                f"{owner}: `shards` must be 1 with a store in Milvus, which distributes rows by itself, got "
+                f"{settings.shards}."
             )
         with _named_as("output"):
-            check_store(uri, name, factory, parameters)
+            check_store(uri, name, settings.factory, settings.parameters)
         self._owner = owner
         self._address = (uri, name)
-        self._settings = {"factory": factory, "parameters": parameters}
+        self._settings = settings
 
     def check_dim(self, dim: int) -> None:
         """Raise if Milvus cannot hold embeddings of this dimension."""
@@ -300,7 +306,9 @@ class MilvusCollection:
     ) -> EmbeddingStore:
         """Make the index, in place of an earlier one, which stays as it is if this fails."""
         with _named_as("output"):
-            store = MilvusStore.create(*self._address, dim, about=about, **self._settings)
+            store = MilvusStore.create(
+                *self._address, dim, about=about, factory=self._settings.factory, parameters=self._settings.parameters
+            )
         try:
             store.add(embeddings, ids, paths)
             store.publish()
@@ -312,35 +320,22 @@ class MilvusCollection:
         return store
 
 
-def new_index(
-    owner: str,
-    output: Path,
-    store: str | None,
-    *,
-    factory: str,
-    parameters: str,
-    shards: int,
-    rows_in_memory: int | None,
-) -> FaissFolder | MilvusCollection:
+def new_index(owner: str, output: Path, store: str | None, settings: IndexSettings) -> FaissFolder | MilvusCollection:
     """Where a command writes an index; checked before any image is embedded.
 
     Args:
         owner: prefix of error messages.
         output: folder of the index, or its name in the store.
         store: `"milvus:URI"`; if None, faiss' files in a folder.
-        factory: factory string of faiss, or type of Milvus' index.
-        parameters: of the search.
-        shards: number of shards of the index, for faiss.
-        rows_in_memory: build an index of faiss on disk, with this many rows in memory; if None, build it in memory.
+        settings: of the index.
 
     Raises:
         ValueError: if an argument is invalid, or something else is there.
         OSError: if the store cannot be reached.
     """
-    settings: dict[str, Any] = {"factory": factory, "parameters": parameters, "shards": shards}
     if store is None:
-        return FaissFolder(owner, output, **settings, rows_in_memory=rows_in_memory)
-    return MilvusCollection(owner, str(output), _uri(owner, store), **settings, rows_in_memory=rows_in_memory)
+        return FaissFolder(owner, output, settings=settings)
+    return MilvusCollection(owner, str(output), _uri(owner, store), settings=settings)
 
 
 class IndexWriter:
@@ -463,11 +458,11 @@ def _reported_as_unreadable(owner: str, name: str | Path) -> Iterator[None]:
         ) from None
 
 
-def _check_settings(owner: str, index: Any, settings: Mapping[str, Any]) -> None:
-    """Raise if settings are given that are not those of an index that is updated."""
-    for name, given in settings.items():
-        found = getattr(index, name)
-        if given not in (found, DEFAULTS[name]):
+def _check_settings(owner: str, index: Any, settings: IndexSettings) -> None:
+    """Raise if settings are given that are not those of an index that is updated, as far as it has them."""
+    for name, default in asdict(IndexSettings()).items():
+        given, found = getattr(settings, name), getattr(index, name, default)
+        if given not in (found, default):
             raise ValueError(
                 f"{owner}: `{name}` must be that of the index with `update`, {found!r}, or not be given, got "
                 f"{given!r}; give `overwrite` to build the index anew."

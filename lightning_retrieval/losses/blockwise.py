@@ -121,14 +121,10 @@ def cut_into_blocks(
         elements: how many elements the formula's largest tensor has for each of them, on the CPU.
         counts: number of positives of each of them, on the CPU.
     """
-    block = elements.cumsum(0) // block_elements(rows.device)
+    most = size_for(rows.device, cpu=BLOCK_ELEMENTS, accelerator=ACCELERATOR_BLOCK_ELEMENTS)
+    block = elements.cumsum(0) // most
     sizes = torch.unique_consecutive(block, return_counts=True)[1].tolist()
     return tuple(map(Block, rows.split(sizes), counts.split(sizes)))
-
-
-def block_elements(device: torch.device) -> int:
-    """Number of elements of a block on a device."""
-    return size_for(device, cpu=BLOCK_ELEMENTS, accelerator=ACCELERATOR_BLOCK_ELEMENTS)
 
 
 class _BlockGradients:

@@ -119,7 +119,9 @@ class ScoreLists(RankedLists):
         graded: bool = False,
         mask_name: str = "relevant",
     ) -> None:
-        _check_scores(owner, scores)
+        check_float(owner, "scores", scores)
+        if scores.ndim != 2 or len(scores) == 0:
+            raise ValueError(f"{owner}: `scores` must have shape (Q, R) with Q > 0, got {tuple(scores.shape)}.")
         _check_mask(owner, mask_name, relevant, scores, graded=graded)
         if candidate is not None:
             _check_mask(owner, "candidate", candidate, scores)
@@ -148,12 +150,6 @@ class ScoreLists(RankedLists):
 
     def class_weights(self, valid: Tensor) -> Tensor:
         raise NotImplementedError("a score matrix has no classes")  # from_scores has raised before
-
-
-def _check_scores(owner: str, scores: Tensor) -> None:
-    check_float(owner, "scores", scores)
-    if scores.ndim != 2 or len(scores) == 0:
-        raise ValueError(f"{owner}: `scores` must have shape (Q, R) with Q > 0, got {tuple(scores.shape)}.")
 
 
 def _check_relevance_levels(owner: str, relevant: Tensor) -> None:
@@ -237,7 +233,10 @@ class EmbeddingLists(RankedLists):
         self._queries, self._references = queries.detach(), references.detach()
 
     def scores(self, rows: Tensor) -> Tensor:
-        return self._queries_at(rows) @ self._references.T
+        queries = self._queries
+        if len(rows) != len(queries):  # else they are all, since rows are in ascending order
+            queries = queries[rows]
+        return queries @ self._references.T
 
     def masks(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         relevant = self._relevance(rows)
@@ -271,11 +270,6 @@ class EmbeddingLists(RankedLists):
         else:
             of_embeddings.index_add_(0, rows, gradient @ self._queries)
             of_embeddings.addmm_(gradient.T, self._queries[rows])
-
-    def _queries_at(self, rows: Tensor) -> Tensor:
-        if len(rows) == len(self._queries):  # rows are in ascending order
-            return self._queries
-        return self._queries[rows]
 
     def class_weights(self, valid: Tensor) -> Tensor:
         labels = self.labels.contiguous()

@@ -2,12 +2,7 @@
 
 from lightning_retrieval.models.backbones import GlyphNet
 from lightning_retrieval.models.embedder import Embedder
-from lightning_retrieval.models.features import (
-    GeM,
-    GlobalAvgPool,
-    GlobalMaxPool,
-    gem,
-)
+from lightning_retrieval.models.features import GeM, GlobalAvgPool, GlobalMaxPool, gem
 from lightning_retrieval.models.supervised_whitening import SupervisedWhitening
 from lightning_retrieval.models.whitening import PCAWhitening
 from lightning_retrieval.preparation.preparation import Preparation

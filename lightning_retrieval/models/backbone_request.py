@@ -15,6 +15,13 @@ OWN, CLASS_TOKEN = "own", "class_token"
 ALL_POOLINGS = (*MAP_POOLINGS, CLASS_TOKEN, OWN)
 
 
+def poolings_of_network(has_class_token: bool) -> tuple[str, ...]:
+    """The poolings of a network that can also pool by itself."""
+    if has_class_token:
+        return ALL_POOLINGS
+    return (*MAP_POOLINGS, OWN)
+
+
 def torchvision_names() -> list[str]:
     """The names of torchvision's classification models."""
     from torchvision import models
@@ -74,12 +81,12 @@ class BackboneRequest:
     image_size: int | tuple[int, int] | None
     arguments: Mapping[str, Any]
 
-    def checked_pooling(self, default: str, allowed: tuple[str, ...]) -> str:
+    def checked_pooling(self, default: str = "gem", allowed: tuple[str, ...] = MAP_POOLINGS) -> str:
         """The pooling, `default` if none is asked for; raise unless it is allowed.
 
         Args:
             default: of the backbone.
-            allowed: the poolings that the backbone has.
+            allowed: the poolings that the backbone has; by default those of feature maps.
         """
         if self.pooling is None:
             return default

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import check_device, check_integer, check_maps, short_repr
-from lightning_retrieval.models.backbone_request import GLYPH_NET, MAP_POOLINGS, BackboneRequest, BuiltBackbone
+from lightning_retrieval.models.backbone_request import GLYPH_NET, BackboneRequest, BuiltBackbone
 from lightning_retrieval.models.hugging_face_backbones import build_hugging_face
 from lightning_retrieval.models.pretrained import is_rebuilding
 from lightning_retrieval.models.timm_backbones import build_timm
@@ -129,7 +129,7 @@ def of_module(request: BackboneRequest, module: nn.Module) -> BuiltBackbone:
     size = getattr(module, "image_size", None)
     if isinstance(size, int):
         preparation["image_size"] = size
-    return BuiltBackbone(module, request.checked_pooling("gem", MAP_POOLINGS), preparation, {})
+    return BuiltBackbone(module, request.checked_pooling(), preparation, {})
 
 
 def check_no_weights(weights: str | None, backbone: str) -> None:
@@ -143,7 +143,7 @@ def check_no_weights(weights: str | None, backbone: str) -> None:
 
 def _build_glyph_net(request: BackboneRequest) -> BuiltBackbone:
     check_no_weights(request.weights, repr(request.name))
-    pooling = request.checked_pooling("gem", MAP_POOLINGS)
+    pooling = request.checked_pooling()
     network = GlyphNet(**request.arguments)
     preparation = Preparation.named("glyphs").as_dict()
     if network.in_channels == 3:

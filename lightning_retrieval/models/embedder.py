@@ -12,13 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_retrieval.checks import (
-    check_bool,
-    check_integer,
-    check_mapping,
-    check_tensor,
-    short_repr,
-)
+from lightning_retrieval.checks import check_bool, check_integer, check_mapping, check_tensor, short_repr
 from lightning_retrieval.models.adapters import add_adapters, check_lora, enable_gradient_checkpointing, merge_adapters
 from lightning_retrieval.models.backbone_request import BackboneRequest
 from lightning_retrieval.models.backbones import build_backbone, of_module

@@ -26,6 +26,7 @@ from lightning_retrieval.checks import (
     check_positive,
     first_line,
 )
+from lightning_retrieval.models.backbone_request import OWN
 from lightning_retrieval.preparation.preparation import DEFAULT_IMAGE_SIZE
 
 # For smaller exponents, float32 cannot tell the powers from 1.
@@ -255,8 +256,8 @@ def check_image_shape(name: str, images: Tensor, backbone: nn.Module, built_for:
     ) from None
 
 
-def returns_tokens(features: Callable[[Tensor], Any], model: nn.Module, image_size: tuple[int, int]) -> bool:
-    """Whether the features of a model are tokens (N, T, C), not a feature map.
+def default_pooling(features: Callable[[Tensor], Any], model: nn.Module, image_size: tuple[int, int]) -> str:
+    """GeM for a model whose features are a feature map; its own pooling if they are tokens (N, T, C).
 
     Args:
         features: from images to the features of the model.
@@ -266,8 +267,10 @@ def returns_tokens(features: Callable[[Tensor], Any], model: nn.Module, image_si
     try:
         shape = feature_shape(_WithoutChannels(features, model, image_size), "")
     except (TypeError, ValueError):  # several feature maps or lists of tokens, which only the model itself can pool
-        return True
-    return len(shape) == 2
+        return OWN
+    if len(shape) == 2:
+        return OWN
+    return "gem"
 
 
 class _WithoutChannels(nn.Module):

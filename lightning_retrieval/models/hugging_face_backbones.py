@@ -14,24 +14,15 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import short_repr
+from lightning_retrieval.models import pretrained
 from lightning_retrieval.models.backbone_request import (
-    ALL_POOLINGS,
     CLASS_TOKEN,
-    MAP_POOLINGS,
     OWN,
     BackboneRequest,
     BuiltBackbone,
+    poolings_of_network,
 )
-from lightning_retrieval.models.features import height_and_width, patch_map, returns_tokens
-from lightning_retrieval.models.pretrained import (
-    DEFAULT_WEIGHTS,
-    are_skipped,
-    check_loaded,
-    hub_error,
-    is_local_file,
-    is_rebuilding,
-    load_local_file,
-)
+from lightning_retrieval.models.features import default_pooling, height_and_width, patch_map
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import names_kernels
 from lightning_retrieval.preparation.of_model import preparation_of_processor
@@ -116,10 +107,9 @@ def build_hugging_face(request: BackboneRequest) -> BuiltBackbone:
             f"which takes {main_input}."
         )
     size = height_and_width(image_size)
-    default = "gem"
-    if returns_tokens(lambda images: model(images).last_hidden_state, model, size):
-        default = OWN
-    pooling = request.checked_pooling(default, _poolings(model))
+    default = default_pooling(lambda images: model(images).last_hidden_state, model, size)
+    has_class_token = not _prefix_tokens(model).keys().isdisjoint(CLASS_TOKENS)
+    pooling = request.checked_pooling(default, poolings_of_network(has_class_token))
     backbone = HuggingFaceBackbone(model, pooling, size)
     preparation = {"image_size": image_size, **_folder_preparation(transformers, request)}
     # Plain data with the kind of network, from which `AutoConfig.for_model` makes the config again.
@@ -137,7 +127,7 @@ def _config(transformers: Any, request: BackboneRequest) -> Any:
                 f"Embedder: `backbone_args` must have a `model_type` of transformers, such as 'dinov2', got "
                 f"{short_repr(kind)}."
             )
-        if is_rebuilding():
+        if pretrained.is_rebuilding():
             _check_no_other_model(request, arguments)
         config = transformers.AutoConfig.for_model(kind, **arguments)
     else:
@@ -147,7 +137,7 @@ def _config(transformers: Any, request: BackboneRequest) -> Any:
         except (OSError, ValueError) as error:
             raise _unknown_model(request, error) from None
         _check_no_kernels(request, in_file)
-    if is_rebuilding():
+    if pretrained.is_rebuilding():
         _without_pretrained_parts(config)
     return getattr(config, "vision_config", config)  # of a model of images and text
 
@@ -163,12 +153,12 @@ def _model(transformers: Any, request: BackboneRequest, config: Any) -> Any:
 
 
 def _load(transformers: Any, request: BackboneRequest, config: Any, settings: dict[str, Any]) -> Any:
-    has_file = is_local_file(request.weights)
-    if request.weights is None or has_file or are_skipped():
+    has_file = pretrained.is_local_file(request.weights)
+    if request.weights is None or has_file or pretrained.are_skipped():
         model: Any = transformers.AutoModel.from_config(config, **NO_CODE, **settings)
-        if has_file and not are_skipped():
+        if has_file and not pretrained.are_skipped():
             prefix = f"{model.base_model_prefix}."
-            load_local_file(str(request.weights), model, optional=CLASSIFIERS, prefix=prefix)
+            pretrained.load_local_file(str(request.weights), model, optional=CLASSIFIERS, prefix=prefix)
         return model
     what = f"{request.weights!r} of hf/{request.name}"
     try:
@@ -176,10 +166,10 @@ def _load(transformers: Any, request: BackboneRequest, config: Any, settings: di
             request.name, config=config, output_loading_info=True, **_source(request), **NO_CODE, **settings
         )
     except (OSError, ValueError) as error:
-        raise hub_error("weights", what, error) from None
+        raise pretrained.hub_error("weights", what, error) from None
     missing = [name for name in loading["missing_keys"] if not name.startswith(CLASSIFIERS)]
     trained = [name for name in missing if name.rpartition(".")[2] != MASK_TOKEN]
-    check_loaded(what, f"hf/{request.name}", model, trained)
+    pretrained.check_loaded(what, f"hf/{request.name}", model, trained)
     return model
 
 
@@ -197,7 +187,7 @@ def _unknown_model(request: BackboneRequest, error: Exception) -> ValueError:
             f"{request.name} ({type(error).__name__})."
         )
     what = f"the Hugging Face hub id {request.name!r} (which is no local folder)"
-    return hub_error("backbone", what, error)
+    return pretrained.hub_error("backbone", what, error)
 
 
 def _source(request: BackboneRequest) -> dict[str, Any]:
@@ -207,9 +197,9 @@ def _source(request: BackboneRequest) -> dict[str, Any]:
     """
     source: dict[str, Any] = {}
     weights = request.weights
-    if weights is not None and weights != DEFAULT_WEIGHTS and not is_local_file(weights):
+    if weights is not None and weights != pretrained.DEFAULT_WEIGHTS and not pretrained.is_local_file(weights):
         source["revision"] = weights
-    if are_skipped():
+    if pretrained.are_skipped():
         source["local_files_only"] = True
     return source
 
@@ -264,12 +254,6 @@ def _prefix_tokens(model: nn.Module) -> dict[str, int]:
         if last in PREFIX_TOKENS and "embeddings" in path:
             found[last] = parameter.shape[:-1].numel()  # (C,), (1, C) or (1, tokens, C)
     return found
-
-
-def _poolings(model: nn.Module) -> tuple[str, ...]:
-    if set(_prefix_tokens(model)) & set(CLASS_TOKENS):
-        return ALL_POOLINGS
-    return (*MAP_POOLINGS, OWN)
 
 
 def _folder_preparation(transformers: Any, request: BackboneRequest) -> dict[str, Any]:

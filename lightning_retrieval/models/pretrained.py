@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_retrieval.checks import check_bool, check_path, check_string, first_line, short_repr
+from lightning_retrieval.checks import check_bool, check_path, check_string, first_line, first_of, short_repr
 from lightning_retrieval.files import new_file
 from lightning_retrieval.optional_packages import optional_import
 from lightning_retrieval.plain_data import check_plain_data
@@ -106,7 +106,7 @@ def load_local_file(path: str, backbone: nn.Module, *, optional: tuple[str, ...]
     if unknown:
         raise ValueError(
             f"Embedder: `weights` must be a file with the weights of this backbone, got {path}, which has "
-            f"{len(unknown)} tensors more ({_shown(unknown)})."
+            f"{len(unknown)} tensors more ({first_of(unknown, SHOWN_NAMES)})."
         )
     try:
         backbone.load_state_dict(kept, strict=False)
@@ -153,7 +153,7 @@ def check_loaded(path: str, network: str, backbone: nn.Module, missing: Collecti
     if absent:
         raise ValueError(
             f"Embedder: `weights` must be a file with the weights of {network}, got {path}, loaded "
-            f"{len(needed) - len(absent)} of {len(needed)} tensors; it has no {_shown(absent)}."
+            f"{len(needed) - len(absent)} of {len(needed)} tensors; it has no {first_of(absent, SHOWN_NAMES)}."
         )
 
 
@@ -167,14 +167,6 @@ def other_weights(path: str, network: str, error: Exception) -> ValueError:
     """
     reason = " ".join(str(error).split())
     return ValueError(f"Embedder: `weights` must be a file with the weights of {network}, got {path} ({reason[:300]}).")
-
-
-def _shown(names: list[str]) -> str:
-    """The first of some names."""
-    shown = ", ".join(names[:SHOWN_NAMES])
-    if len(names) > SHOWN_NAMES:
-        shown += ", ..."
-    return shown
 
 
 def read_weights(path: str, keys: tuple[str, ...] = ("state_dict", "model")) -> dict[str, Tensor]:

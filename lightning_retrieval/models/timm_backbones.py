@@ -15,27 +15,16 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from lightning_retrieval.checks import check_choice, short_repr
+from lightning_retrieval.models import pretrained
 from lightning_retrieval.models.backbone_request import (
-    ALL_POOLINGS,
     CLASS_TOKEN,
-    MAP_POOLINGS,
     OWN,
     BackboneRequest,
     BuiltBackbone,
+    poolings_of_network,
     unknown_name,
 )
-from lightning_retrieval.models.features import height_and_width, patch_map, returns_tokens
-from lightning_retrieval.models.pretrained import (
-    DEFAULT_WEIGHTS,
-    are_skipped,
-    check_loaded,
-    hub_error,
-    is_local_file,
-    is_rebuilding,
-    other_weights,
-    read_weights,
-    without_prefixes,
-)
+from lightning_retrieval.models.features import default_pooling, height_and_width, patch_map
 from lightning_retrieval.optional_packages import optional_import
 
 # Arguments that let a transformer run with other sizes than that for which it was built, most first. A model that does
@@ -125,10 +114,8 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
     data: Any = timm.data  # whose functions have no types
     config = data.resolve_model_data_config(model, args=size_arguments)
     image_size = tuple(config["input_size"][1:])
-    default = "gem"
-    if returns_tokens(model.forward_features, model, image_size):
-        default = OWN
-    pooling = request.checked_pooling(default, _poolings(model))
+    default = default_pooling(model.forward_features, model, image_size)
+    pooling = request.checked_pooling(default, poolings_of_network(_has_class_token(model)))
     backbone = TimmBackbone(model, pooling, image_size)
     arguments = {name: value for name, value in request.arguments.items() if name not in SOURCES}
     return BuiltBackbone(backbone.train(), pooling, _preparation(config), arguments)
@@ -137,20 +124,20 @@ def build_timm(request: BackboneRequest) -> BuiltBackbone:
 def _create_model(timm: Any, request: BackboneRequest) -> Any:
     """The model with its weights."""
     weights = request.weights
-    if weights is None or (is_local_file(weights) and are_skipped()):
+    if weights is None or (pretrained.is_local_file(weights) and pretrained.are_skipped()):
         return _flexible_model(timm, request, request.name, {})
-    if is_local_file(weights):
+    if pretrained.is_local_file(weights):
         return _with_local_file(timm, request, weights)
     name = request.name
-    if weights != DEFAULT_WEIGHTS:
+    if weights != pretrained.DEFAULT_WEIGHTS:
         plain_name = name.split(".")[0]
         tags = [other.split(".")[1] for other in timm.list_pretrained(f"{plain_name}.*")]
-        check_choice("Embedder", "weights", weights, (DEFAULT_WEIGHTS, *tags))
+        check_choice("Embedder", "weights", weights, (pretrained.DEFAULT_WEIGHTS, *tags))
         name = f"{plain_name}.{weights}"
     try:
-        return _flexible_model(timm, request, name, {"pretrained": not are_skipped()})
+        return _flexible_model(timm, request, name, {"pretrained": not pretrained.are_skipped()})
     except (OSError, RuntimeError, ValueError) as error:
-        raise hub_error("weights", f"{weights!r} of timm/{name}", error) from None
+        raise pretrained.hub_error("weights", f"{weights!r} of timm/{name}", error) from None
 
 
 def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dict[str, Any]) -> Any:
@@ -167,7 +154,7 @@ def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dic
         size = height_and_width(request.image_size)
     values = {"img_size": size, "dynamic_img_size": True, "strict_img_size": False}
     arguments = {"num_classes": 0, **weights, **request.arguments}
-    if is_rebuilding():
+    if pretrained.is_rebuilding():
         arguments["pretrained"] = weights.get("pretrained", False)  # whatever the file says
     for flexible in FLEXIBLE_SIZES:
         chosen = {argument: values[argument] for argument in flexible}
@@ -181,8 +168,8 @@ def _flexible_model(timm: Any, request: BackboneRequest, name: str, weights: dic
 
 def _with_local_file(timm: Any, request: BackboneRequest, path: str) -> Any:
     """A model with all of its weights from a local file, which timm renames and resamples to the image size."""
-    tensors = read_weights(path, ENTRIES)
-    plain = without_prefixes(tensors, ())
+    tensors = pretrained.read_weights(path, ENTRIES)
+    plain = pretrained.without_prefixes(tensors, ())
     if plain.keys() != tensors.keys():
         # timm also knows the names of the authors of a model, some of which begin with such a prefix.
         with suppress(ValueError):
@@ -203,9 +190,9 @@ def _loaded_model(timm: Any, request: BackboneRequest, path: str, tensors: dict[
         with _noted_loading() as missing:
             model = _flexible_model(timm, request, request.name, weights)
     except (AttributeError, LookupError, RuntimeError, ValueError) as error:  # of what timm does with strange names
-        raise other_weights(path, network, error) from None
+        raise pretrained.other_weights(path, network, error) from None
     model.pretrained_cfg.pop("state_dict", None)  # else the model keeps and copies them
-    check_loaded(path, network, model, missing.get(model, model.state_dict().keys()))
+    pretrained.check_loaded(path, network, model, missing.get(model, model.state_dict().keys()))
     return model
 
 
@@ -241,13 +228,6 @@ def _prefix_tokens(model: Any) -> int:
 
 def _has_class_token(model: Any) -> bool:
     return isinstance(getattr(model, "cls_token", None), Tensor)
-
-
-def _poolings(model: nn.Module) -> tuple[str, ...]:
-    """The poolings that a model has."""
-    if _has_class_token(model):
-        return ALL_POOLINGS
-    return (*MAP_POOLINGS, OWN)
 
 
 def _preparation(config: dict[str, Any]) -> dict[str, Any]:

@@ -22,18 +22,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lightning_retrieval import plain_data
 from lightning_retrieval.checks import first_line, short_repr
 from lightning_retrieval.optional_packages import optional_import
-from lightning_retrieval.plain_data import (
-    TRANSFORM_PACKAGES,
-    check_plain_data,
-    class_path,
-    constructor_parameters,
-    find_class,
-    is_below,
-    is_variadic,
-    load_function,
-)
 from lightning_retrieval.preparation.preparation import Preparation
 
 Transform = Callable[[Any], Any]
@@ -144,15 +135,15 @@ def _serialise_step(step: Any) -> dict[str, Any] | None:
 
 
 def _is_known(cls: type) -> bool:
-    return is_below(cls.__module__, TRANSFORM_PACKAGES)
+    return plain_data.is_below(cls.__module__, plain_data.TRANSFORM_PACKAGES)
 
 
 def _class_and_arguments(step: Any) -> dict[str, Any]:
     arguments = {}
-    for parameter in constructor_parameters(type(step)):
-        if not is_variadic(parameter):
+    for parameter in plain_data.constructor_parameters(type(step)):
+        if not plain_data.is_variadic(parameter):
             arguments[parameter.name] = _plain(getattr(step, parameter.name))
-    return {"class_path": class_path(type(step)), "init_args": arguments}
+    return {"class_path": plain_data.class_path(type(step)), "init_args": arguments}
 
 
 def _plain(value: Any) -> Any:
@@ -224,7 +215,7 @@ def check_serialised_transform(owner: str, serialised: Any) -> None:
         ValueError: if they are not.
         TypeError: if they are not plain data.
     """
-    check_plain_data(owner, "transform", serialised, TRANSFORM_PACKAGES)
+    plain_data.check_plain_data(owner, "transform", serialised, plain_data.TRANSFORM_PACKAGES)
     found = [name for name in FORMS if isinstance(serialised, dict) and name in serialised]
     if len(found) != 1 or not isinstance(serialised[found[0]], FORMS[found[0]]):  # type: ignore[arg-type]
         raise _no_transform(owner, serialised)
@@ -260,7 +251,7 @@ def _rebuild(owner: str, value: Any, name: str = "transform") -> Any:
     path, arguments = value.get("class_path"), value.get("init_args", {})
     if not isinstance(arguments, dict):
         raise ValueError(f"{owner}: `transform` must have a dict of arguments, got {short_repr(arguments)}.")
-    cls = find_class(owner, "transform", path, packages=TRANSFORM_PACKAGES)
+    cls = plain_data.find_class(owner, "transform", path, packages=plain_data.TRANSFORM_PACKAGES)
     is_callable = any("__call__" in vars(base) for base in cls.__mro__)
     if cls.__name__ == "Lambda" or not _is_known(cls) or not is_callable:
         raise ValueError(
@@ -285,7 +276,7 @@ def _requested_function(owner: str, recorded: str | None, requested: str | None)
         raise ValueError(
             f"{owner}: `transform` must be the one that the model was evaluated with, {shown}, got {requested!r}."
         )
-    function: Transform = load_function(owner, "transform", requested)
+    function: Transform = plain_data.load_function(owner, "transform", requested)
     return function
 
 
@@ -307,7 +298,7 @@ def named_transform(owner: str, name: str) -> Transform:
             f"{owner}: `transform` must be one of {names}, or the name of a function such as 'package.function', got "
             f"{short_repr(name)}."
         )
-    function: Transform = load_function(owner, "transform", name)
+    function: Transform = plain_data.load_function(owner, "transform", name)
     return function
 
 

@@ -24,7 +24,7 @@ from typing import IO, Any
 import numpy as np
 from jaxtyping import Float, Int64
 
-from lightning_retrieval.checks import first_line
+from lightning_retrieval.checks import first_line, first_of
 from lightning_retrieval.files import (
     DigestStream,
     Manifest,
@@ -44,7 +44,6 @@ FORMAT = Manifest(
 )
 SHARD_SIZE = 10_000  # rows
 SETTINGS = ("dim", "shard_size", "file_format", "dtype", "precision")
-SHOWN = 5  # missing files that an error message names
 UNREADABLE, ORIGIN, IMAGE_FILES = b"unreadable", b"origin", b"image_files"  # in the metadata of a Parquet file
 
 
@@ -250,12 +249,10 @@ class EmbeddingFolder:
         folder = cls(owner, path, _read_manifest(owner, path))
         missing = folder.missing()
         if missing:
-            names = [folder._file(shard).name for shard in missing[:SHOWN]]
-            if len(missing) > SHOWN:
-                names.append("...")
+            names = [folder._file(shard).name for shard in missing]
             raise ValueError(
                 f"{owner}: {path} must hold all embeddings, but {len(missing)} of its {len(folder)} shards are "
-                f"missing ({', '.join(names)}); run the command that writes it again, which continues."
+                f"missing ({first_of(names)}); run the command that writes it again, which continues."
             )
         return folder
 

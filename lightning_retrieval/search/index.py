@@ -19,20 +19,8 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_bool, check_integer, check_not_negative, check_path, first_line, short_repr
 from lightning_retrieval.ranking.ranks import ieee_products
+from lightning_retrieval.search import faiss_index
 from lightning_retrieval.search.disk_lists import ROWS_IN_MEMORY, add_on_disk, check_disk_build
-from lightning_retrieval.search.faiss_index import (
-    add_to_shards,
-    load_faiss,
-    new_faiss_index,
-    read_shard,
-    rebuild_rows,
-    remove_from_shards,
-    search_shards,
-    set_search_parameters,
-    shard_name,
-    shard_writers,
-    train_shards,
-)
 from lightning_retrieval.search.id_table import IdTable, check_new_rows, integer_ids
 from lightning_retrieval.search.rows import (
     OWNER,
@@ -245,9 +233,9 @@ class RetrievalIndex:
             check_not_mapped(self.mapped, "add to")
             new_ids = check_new_rows(self._table, self.dim, embeddings, ids, paths)
             is_first = len(self) == 0 and len(new_ids) > 0
-            train_shards(self.faiss_indexes, self.factory, embeddings)
+            faiss_index.train_shards(self.faiss_indexes, self.factory, embeddings)
             try:
-                add_to_shards(self.faiss_indexes, self.factory, embeddings, new_ids)
+                faiss_index.add_to_shards(self.faiss_indexes, self.factory, embeddings, new_ids)
             except ValueError:
                 if is_first:
                     self.faiss_indexes = self._empty_shards()
@@ -300,7 +288,7 @@ class RetrievalIndex:
     def _search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
         check_queries(OWNER, queries, self.dim)
         k = check_results(OWNER, k, len(self))
-        return search_shards(self.faiss_indexes, self.dim, queries, k)
+        return faiss_index.search_shards(self.faiss_indexes, self.dim, queries, k)
 
     def build_on_disk(
         self,
@@ -335,7 +323,7 @@ class RetrievalIndex:
             new_ids = check_new_rows(self._table, self.dim, embeddings, ids, paths)
             try:
                 with new_version(path) as version:
-                    train_shards(self.faiss_indexes, self.factory, embeddings)
+                    faiss_index.train_shards(self.faiss_indexes, self.factory, embeddings)
                     self.faiss_indexes = add_on_disk(self.faiss_indexes, embeddings, new_ids, rows_in_memory, version)
                     self._table.add(new_ids, paths)
                     self.recall = measure_recall(self._search, embeddings, new_ids)
@@ -358,10 +346,10 @@ class RetrievalIndex:
             ValueError: if faiss does not know a parameter, or `nprobe` or `efSearch` is not an integer >= 1.
         """
         # A new index raises before any shard is changed.
-        new = new_faiss_index(self.dim, self.factory, self.parameters)
+        new = faiss_index.new_faiss_index(self.dim, self.factory, self.parameters)
         with self._lock.editing():
             for index in [new, *self.faiss_indexes]:
-                set_search_parameters(index, self.factory, parameters)
+                faiss_index.set_search_parameters(index, self.factory, parameters)
             self.parameters = join_parameters(self.parameters, parameters)
 
     def remove(self, ids: Int[Tensor, " rows"]) -> None:
@@ -379,7 +367,7 @@ class RetrievalIndex:
         removed = np.unique(integer_ids(OWNER, ids))
         with self._lock.editing():
             positions = self._table.positions(removed)
-            remove_from_shards(self.faiss_indexes, self.factory, removed)
+            faiss_index.remove_from_shards(self.faiss_indexes, self.factory, removed)
             self._table.remove(positions)
 
     def paths(self, ids: Int[Tensor, " rows"]) -> list[str]:
@@ -414,7 +402,7 @@ class RetrievalIndex:
         with self._lock.editing():  # an IVF index gets a table of all ids for the duration of the call
             wanted = integer_ids(OWNER, self.ids if ids is None else ids)
             self._table.positions(wanted)  # raises for an unknown id
-            return rebuild_rows(self.faiss_indexes, self.dim, wanted)
+            return faiss_index.rebuild_rows(self.faiss_indexes, self.dim, wanted)
 
     def save(self, folder: str | Path) -> None:
         """Write the index into a folder. An existing index in it stays complete until the new one is complete.
@@ -430,7 +418,7 @@ class RetrievalIndex:
         check_not_mapped(self.mapped, "save")
         path = check_path(OWNER, "folder", folder)
         with self._lock.reading(), new_version(path) as version:
-            version.write_all({**self._table.writers(), **shard_writers(self.faiss_indexes)})
+            version.write_all({**self._table.writers(), **faiss_index.shard_writers(self.faiss_indexes)})
             version.publish({name: getattr(self, name) for name in SETTINGS})
 
     @classmethod
@@ -468,7 +456,7 @@ class RetrievalIndex:
             if recall is not None:
                 recall = check_not_negative(OWNER, "recall", recall, most=1)
             count = check_integer(OWNER, "shards", settings["shards"], least=1, most=MOST_SHARDS)
-            shards = [read_shard(files[shard_name(number)], mapped) for number in range(count)]
+            shards = [faiss_index.read_shard(files[faiss_index.shard_name(number)], mapped) for number in range(count)]
             table = IdTable.read(files, mapped)
             _check_rows(shards, table, settings["dim"])  # before anything of this dimension is made
             index = cls(**settings)
@@ -494,18 +482,18 @@ class RetrievalIndex:
         )
 
     def _empty_shards(self) -> list[Any]:
-        return [new_faiss_index(self.dim, self.factory, self.parameters) for _ in range(self.shards)]
+        return [faiss_index.new_faiss_index(self.dim, self.factory, self.parameters) for _ in range(self.shards)]
 
     def __getstate__(self) -> dict[str, Any]:
         """The state for pickle and copy, with each faiss index as bytes."""
         with self._lock.reading():
-            serialized = [load_faiss().serialize_index(shard) for shard in self.faiss_indexes]
+            serialized = [faiss_index.load_faiss().serialize_index(shard) for shard in self.faiss_indexes]
             state = {**vars(self), "faiss_indexes": serialized}
         del state["_lock"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        shards = [load_faiss().deserialize_index(shard) for shard in state["faiss_indexes"]]
+        shards = [faiss_index.load_faiss().deserialize_index(shard) for shard in state["faiss_indexes"]]
         vars(self).update(state, faiss_indexes=shards, _lock=EditLock())
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_retrieval.checks import check_integer
+from lightning_retrieval.search import milvus_connection as milvus
 from lightning_retrieval.search.id_table import (
     LARGEST_ID,
     check_all_known,
@@ -19,31 +20,8 @@ from lightning_retrieval.search.id_table import (
     ids_after,
     integer_ids,
 )
-from lightning_retrieval.search.index import measure_recall
-from lightning_retrieval.search.milvus_connection import (
-    EMBEDDING,
-    EXACT,
-    ID,
-    LONGEST_PATH,
-    METRIC,
-    OWNER,
-    PATH,
-    REBUILD,
-    RECALL,
-    ROWS,
-    Metadata,
-    MilvusConnection,
-    check_dim,
-    check_replaceable,
-    create_collection,
-    drop_collection,
-    index_kind,
-    is_file,
-    publish_collection,
-    read_collection,
-    search_parameters,
-    shown_uri,
-)
+from lightning_retrieval.search.index import RetrievalIndex, measure_recall
+from lightning_retrieval.search.milvus_connection import EMBEDDING, ID, OWNER, PATH, REBUILD, Metadata, MilvusConnection
 from lightning_retrieval.search.rows import (
     Rows,
     check_finite_rows,
@@ -103,8 +81,8 @@ def check_path_bytes(paths: Sequence[str]) -> None:
             raise ValueError(
                 f"{OWNER}: `paths` must be valid Unicode, got {path!r}; rename the file, or keep the index in a folder."
             ) from None
-        if size > LONGEST_PATH:
-            raise ValueError(f"{OWNER}: `paths` must have at most {LONGEST_PATH} bytes each, got one of {size}.")
+        if size > milvus.LONGEST_PATH:
+            raise ValueError(f"{OWNER}: `paths` must have at most {milvus.LONGEST_PATH} bytes each, got one of {size}.")
 
 
 def check_directions(name: str, embeddings: Rows) -> None:
@@ -158,7 +136,7 @@ class MilvusStore:
         self.uri = uri
         self._connection = MilvusConnection(uri, may_create=False)
         try:
-            self.collection, metadata, self.recall, rows = read_collection(self._connection, name)
+            self.collection, metadata, self.recall, rows = milvus.read_collection(self._connection, name)
             self._connection.load(self.collection)
             self._counts_rows = rows is not None  # whether the number of rows is recorded
             self._check_count(name, rows)
@@ -198,13 +176,13 @@ class MilvusStore:
             ValueError: if an argument is out of its range, or `name` is that of something else.
             TypeError: if an argument has the wrong type.
         """
-        dim = check_dim(dim)
-        kind, build_parameters = index_kind(factory, of_lite=is_file(uri))
-        search_parameters(parameters)
+        dim = milvus.check_dim(dim)
+        kind, build_parameters = milvus.index_kind(factory, of_lite=milvus.is_file(uri))
+        milvus.search_parameters(parameters)
         metadata = Metadata(name, dim, factory, parameters, plain_values(OWNER, about))
         with closing(MilvusConnection(uri, may_create=True)) as connection:
-            check_replaceable(connection, name)
-            collection = create_collection(connection, metadata, kind, build_parameters)
+            milvus.check_replaceable(connection, name)
+            collection = milvus.create_collection(connection, metadata, kind, build_parameters)
             return cls(uri, collection)
 
     def __len__(self) -> int:
@@ -261,7 +239,7 @@ class MilvusStore:
                     added += len(rows_of_a_request)
         except OSError as error:
             raise OSError(f"{error} {added} of {rows} rows were added before.") from None
-        is_exact = index_kind(self.factory)[0] == EXACT
+        is_exact = milvus.index_kind(self.factory)[0] == milvus.EXACT
         if stored == 0 and rows > 0 and not is_exact:
             self._measure_recall(embeddings, new_ids)
 
@@ -334,7 +312,7 @@ class MilvusStore:
             ValueError: if they are no assignments of positive numbers.
             TypeError: if they are not a string.
         """
-        search_parameters(parameters)
+        milvus.search_parameters(parameters)
         self.parameters = join_parameters(self.parameters, parameters)
 
     def remove(self, ids: Int[Tensor, " rows"]) -> None:
@@ -382,11 +360,11 @@ class MilvusStore:
         if self._connection.file is not None:
             self._record_rows(str(len(self)))
             self._counts_rows = True
-        publish_collection(self._connection, self.collection, self.name)
+        milvus.publish_collection(self._connection, self.collection, self.name)
 
     def drop(self) -> None:
         """Delete the index with all its rows, published or not, and close the connection."""
-        drop_collection(self._connection, self.collection)
+        milvus.drop_collection(self._connection, self.collection)
         self.close()
 
     def close(self) -> None:
@@ -395,8 +373,8 @@ class MilvusStore:
 
     def __repr__(self) -> str:
         return (
-            f"MilvusStore(uri={shown_uri(self.uri)!r}, name={self.name!r}, dim={self.dim}, factory={self.factory!r}, "
-            f"parameters={self.parameters!r})"
+            f"MilvusStore(uri={milvus.shown_uri(self.uri)!r}, name={self.name!r}, dim={self.dim}, "
+            f"factory={self.factory!r}, parameters={self.parameters!r})"
         )
 
     def _call(self, method: str, **settings: Any) -> Any:
@@ -425,14 +403,14 @@ class MilvusStore:
         self._record_rows(str(len(self)))
 
     def _record_rows(self, rows: str) -> None:
-        self._call("alter_collection_properties", properties={ROWS: rows})
+        self._call("alter_collection_properties", properties={milvus.ROWS: rows})
 
     def _nearest(self, queries: NDArray[np.float32], k: int, fields: list[str]) -> Any:
         """The hits of each query, with these fields.
 
         The metric is named, because Milvus Lite would take any that a client asks for.
         """
-        parameters = {"metric_type": METRIC, "params": search_parameters(self.parameters)}
+        parameters = {"metric_type": milvus.METRIC, "params": milvus.search_parameters(self.parameters)}
         return self._call(
             "search", data=list(queries), limit=k, anns_field=EMBEDDING, search_params=parameters, output_fields=fields
         )
@@ -474,4 +452,7 @@ class MilvusStore:
         self._call("release_collection")
         self._connection.load(self.collection)
         self.recall = measure_recall(self.search, embeddings, ids)
-        self._call("alter_collection_properties", properties={RECALL: str(self.recall)})
+        self._call("alter_collection_properties", properties={milvus.RECALL: str(self.recall)})
+
+
+EmbeddingStore = RetrievalIndex | MilvusStore  # which have the same methods

@@ -1,12 +1,12 @@
 """Rows of embeddings on their way into an index: checked, normalised and sampled, block by block.
 
 Embeddings may be a tensor over a file, or the rows of a folder, that are larger than memory, so no function here copies
-more than a block of rows. What holds them in the end is an `EmbeddingStore`.
+more than a block of rows.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -201,51 +201,3 @@ def check_results(owner: str, k: Any, rows: int) -> int:
 def join_parameters(first: str, second: str) -> str:
     """Search parameters followed by others, either of which may be empty."""
     return ",".join(filter(None, (first, second)))
-
-
-@runtime_checkable
-class EmbeddingStore(Protocol):
-    """Embeddings with ids and paths: add, search, remove, count.
-
-    `RetrievalIndex` keeps them in memory and in a folder, with faiss; `MilvusStore` in a collection of Milvus. Both
-    L2-normalise the embeddings and rank by the cosine similarity.
-    """
-
-    dim: int
-    factory: str
-    about: dict[str, Any]
-    recall: float | None
-
-    def __len__(self) -> int:
-        """Number of rows."""
-
-    @property
-    def ids(self) -> Int[Tensor, " rows"]:
-        """The ids of all rows, sorted."""
-
-    def add(
-        self,
-        embeddings: Rows,
-        ids: Int[Tensor, " rows"] | None = None,
-        paths: Sequence[str] | None = None,
-    ) -> None:
-        """Add rows; an approximate index measures its `recall` in the first call."""
-
-    def search(
-        self, queries: Float[Tensor, "query dim"], k: int
-    ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"]]:
-        """The cosine similarities and the ids of the k nearest rows of each query, nearest first."""
-
-    def search_with_paths(
-        self, queries: Float[Tensor, "query dim"], k: int
-    ) -> tuple[Float[Tensor, "query k"], Int[Tensor, "query k"], list[list[str]]]:
-        """The same with the paths of the rows that each query has found, of one state of the index."""
-
-    def remove(self, ids: Int[Tensor, " rows"]) -> None:
-        """Remove rows."""
-
-    def paths(self, ids: Int[Tensor, " rows"]) -> list[str]:
-        """The paths of rows, "" for rows without one."""
-
-    def set_parameters(self, parameters: str) -> None:
-        """Change the parameters of the search."""

@@ -15,18 +15,7 @@ from lightning_retrieval.checks import check_choice, check_flag, short_repr
 from lightning_retrieval.models.pretrained import without_pretrained_weights
 from lightning_retrieval.plain_data import check_settings, describe, unsharded_class, without_sources
 from lightning_retrieval.preparation.serialised import check_serialised_transform
-from lightning_retrieval.training.checkpoint_files import (
-    TRAINABLE,
-    VerifiedCheckpoints,
-    add_base_weights,
-    check_checkpoint,
-    check_checkpoint_exists,
-    check_map_location,
-    has_finetuning,
-    read_hparams_file,
-    remove_base_weights,
-    unfreeze,
-)
+from lightning_retrieval.training import checkpoint_files
 
 # LightningCLI marks its hyperparameters by one of these.
 INSTANTIATORS = ("pytorch_lightning.cli.instantiate_module", "lightning.pytorch.cli.instantiate_module")
@@ -59,8 +48,8 @@ class CheckpointedModule(pl.LightningModule):
     def configure_callbacks(self) -> Any:
         """Let the Trainer verify the checkpoints that it loads."""
         strategy = self.trainer.strategy
-        if not isinstance(strategy.checkpoint_io, VerifiedCheckpoints):
-            strategy.checkpoint_io = VerifiedCheckpoints(type(self).__name__, strategy.checkpoint_io)
+        if not isinstance(strategy.checkpoint_io, checkpoint_files.VerifiedCheckpoints):
+            strategy.checkpoint_io = checkpoint_files.VerifiedCheckpoints(type(self).__name__, strategy.checkpoint_io)
         return super().configure_callbacks()
 
     @_restricted_classmethod
@@ -100,8 +89,8 @@ class CheckpointedModule(pl.LightningModule):
         """Convert to the run's precision before the weights are loaded; Lightning does so afterwards."""
         if self._trainer is not None:
             self.trainer.precision_plugin.convert_module(self)
-        unfreeze(self, checkpoint.get(TRAINABLE, ()))
-        add_base_weights(type(self).__name__, self, checkpoint)
+        checkpoint_files.unfreeze(self, checkpoint.get(checkpoint_files.TRAINABLE, ()))
+        checkpoint_files.add_base_weights(type(self).__name__, self, checkpoint)
         preparation = checkpoint.get(PREPARATION)
         if preparation is not None:
             check_serialised_transform(type(self).__name__, preparation)
@@ -109,9 +98,11 @@ class CheckpointedModule(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Keep hyperparameters plain, even if a subclass has called `save_hyperparameters` itself."""
-        remove_base_weights(self, checkpoint)
-        if has_finetuning(self):
-            checkpoint[TRAINABLE] = [name for name, value in self.named_parameters() if value.requires_grad]
+        checkpoint_files.remove_base_weights(self, checkpoint)
+        if checkpoint_files.has_finetuning(self):
+            checkpoint[checkpoint_files.TRAINABLE] = [
+                name for name, value in self.named_parameters() if value.requires_grad
+            ]
         if self.preparation is not None:
             checkpoint[PREPARATION] = self.preparation
         if self.CHECKPOINT_HYPER_PARAMS_KEY in checkpoint:
@@ -178,12 +169,12 @@ def _read_checkpoint(cls: Any, path: Any, map_location: Any, hparams_file: Any, 
     """
     owner = cls.__name__
     check_flag(owner, "weights_only", weights_only)
-    check_checkpoint_exists(owner, "checkpoint_path", path)
-    check_map_location(owner, map_location)
+    checkpoint_files.check_checkpoint_exists(owner, "checkpoint_path", path)
+    checkpoint_files.check_map_location(owner, map_location)
     replacing = None
     if hparams_file is not None:
-        replacing = read_hparams_file(owner, hparams_file)
-    check_checkpoint(owner, path)
+        replacing = checkpoint_files.read_hparams_file(owner, hparams_file)
+    checkpoint_files.check_checkpoint(owner, path)
     checkpoint = _load(path, map_location or _default_map_location, weights_only is not False)
     if not isinstance(checkpoint, dict):
         raise ValueError(f"{owner}: `checkpoint_path` must be a checkpoint of Lightning, got {short_repr(checkpoint)}.")

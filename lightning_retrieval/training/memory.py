@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import (
+    check_auto,
     check_bool,
     check_embeddings,
     check_finite,
@@ -88,7 +89,7 @@ class CrossBatchMemory(nn.Module):
     def __init__(self, size: int, start_step: int | Literal["auto"] = 0) -> None:
         super().__init__()
         self.size = check_integer("CrossBatchMemory", "size", size, least=1)
-        self.start_step: int | Literal["auto"] = _check_start_step(start_step)
+        self.start_step: int | Literal["auto"] = check_auto("CrossBatchMemory", "start_step", start_step, least=0)
         self.reset()
 
     def reset(self) -> None:
@@ -233,17 +234,6 @@ class CrossBatchMemory(nn.Module):
             return batch.select(slice(0))._replace(embeddings=batch.embeddings[:0].detach())
         stored = self._rows.like(batch)
         return stored.select(~torch.isin(stored.ids, batch.ids))
-
-
-def _check_start_step(start_step: Any) -> Any:
-    """Return `start_step`; raise unless it is an integer >= 0 or `"auto"`."""
-    if isinstance(start_step, str):
-        if start_step != "auto":
-            raise TypeError(
-                f"CrossBatchMemory: `start_step` must be an integer >= 0 or 'auto', got {short_repr(start_step)}."
-            )
-        return start_step
-    return check_integer("CrossBatchMemory", "start_step", start_step, least=0)
 
 
 def _check_state(state: Any) -> None:

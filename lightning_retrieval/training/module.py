@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_retrieval.checks import (
-    check_bool,
-    check_choice,
-    check_integer,
-    check_positive,
-    check_tensor,
-)
+from lightning_retrieval.checks import check_auto, check_bool, check_choice, check_integer, check_positive, check_tensor
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.whitening import Whitening
@@ -26,12 +20,7 @@ from lightning_retrieval.plain_data import rebuild, rebuild_optional
 from lightning_retrieval.preparation.of_model import preparation_of
 from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.training.chunked import chunked_backward
-from lightning_retrieval.training.full_sharding import (
-    ShardedParts,
-    broadcast_state,
-    shard_blocks,
-    sharded_modules,
-)
+from lightning_retrieval.training.full_sharding import ShardedParts, broadcast_state, shard_blocks, sharded_modules
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.manual_training import ManualTraining, without_gradient_sync
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
@@ -39,13 +28,7 @@ from lightning_retrieval.training.optimizers import FrozenBackbone, check_backbo
 from lightning_retrieval.training.random_state import seed_of_run, step_random_state
 from lightning_retrieval.training.run_report import report_first_step
 from lightning_retrieval.training.step import ChunkSizeSearch, TrainingStep, Unpacked, check_first_batch, unpack
-from lightning_retrieval.training.trainer_checks import (
-    adapt_loss,
-    check_chunk_size,
-    check_memory,
-    check_memory_start,
-    check_processes,
-)
+from lightning_retrieval.training.trainer_checks import adapt_loss, check_memory, check_memory_start, check_processes
 
 
 class RetrievalModule(ManualTraining):
@@ -152,7 +135,9 @@ class RetrievalModule(ManualTraining):
         self.whitening = rebuild_optional(owner, "whitening", whitening, Whitening)
         self.eval_scales = check_scales(owner, "eval_scales", eval_scales)
         self.eval_scales_pooling = check_choice(owner, "eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING))
-        self.chunk_size: int | Literal["auto"] | None = check_chunk_size(owner, chunk_size)
+        self.chunk_size = chunk_size
+        if chunk_size is not None:
+            self.chunk_size = check_auto(owner, "chunk_size", chunk_size, least=1)
         self.keep_graphs = check_integer(owner, "keep_graphs", keep_graphs, least=1)
         self.gather = check_bool(owner, "gather", gather)
         self.gradient_clip_val = gradient_clip_val

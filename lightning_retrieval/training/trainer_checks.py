@@ -17,7 +17,7 @@ from pytorch_lightning.strategies.single_xla import SingleDeviceXLAStrategy
 from pytorch_lightning.strategies.xla import XLAStrategy
 from torch import nn
 
-from lightning_retrieval.checks import check_choice, check_finite_number, check_integer
+from lightning_retrieval.checks import check_choice, check_finite_number
 from lightning_retrieval.distributed import world_size
 from lightning_retrieval.losses.batch_loss import BatchLoss
 from lightning_retrieval.losses.blackbox_map import BlackboxMAPLoss
@@ -33,22 +33,6 @@ WRONG_CALLBACKS = {
     GradientAccumulationScheduler: "would cut the ranked lists apart; use larger batches and set chunk_size",
     SpikeDetection: "does not see the loss of manual optimization; leave it out",
 }
-
-
-def check_chunk_size(owner: str, chunk_size: Any) -> Any:
-    """Return `chunk_size`; raise unless it is an integer >= 1, `"auto"` or None.
-
-    Args:
-        owner: prefix of error messages.
-        chunk_size: the setting.
-    """
-    if chunk_size is None:
-        return chunk_size
-    if isinstance(chunk_size, str):
-        if chunk_size != "auto":
-            raise TypeError(f"{owner}: `chunk_size` must be an integer >= 1 or 'auto', got {chunk_size!r}.")
-        return chunk_size
-    return check_integer(owner, "chunk_size", chunk_size, least=1)
 
 
 def adapt_loss(owner: str, loss: nn.Module) -> BatchLoss:

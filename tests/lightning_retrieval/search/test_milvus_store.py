@@ -1,5 +1,6 @@
 """An index in Milvus gives the results of exact search, and does not accept what Milvus accepts in silence."""
 
+import inspect
 import json
 import os
 import shutil
@@ -17,7 +18,6 @@ from lightning_retrieval import MilvusStore, RetrievalIndex
 from lightning_retrieval.search import milvus_connection, milvus_store
 from lightning_retrieval.search.milvus_connection import PROPERTY
 from lightning_retrieval.search.milvus_store import insertions
-from lightning_retrieval.search.rows import EmbeddingStore
 from tests.lightning_retrieval.search.vectors import DIM, ROWS, built, exact, search_while_edited, vectors
 from tests.processes import StartedCommand, start_processes
 
@@ -61,12 +61,16 @@ def test_the_results_are_those_of_faiss_and_of_numpy(filled, monkeypatch):
     assert filled.paths(ids[3]) == index.paths(ids[3])
     assert len(filled) == ROWS
     assert filled.recall is None  # exact
-    for kind in (filled, index):
-        assert isinstance(kind, EmbeddingStore)
     similarities, ids = filled.search(vectors(0), 2)
     assert similarities.shape == ids.shape == (0, 2)
     filled.add(vectors(0))
     assert len(filled) == ROWS
+
+
+@pytest.mark.parametrize("name", ["add", "search", "search_with_paths", "remove", "paths", "set_parameters"])
+def test_its_methods_take_what_those_of_retrieval_index_take(name):
+    of_store = inspect.signature(getattr(MilvusStore, name))
+    assert of_store == inspect.signature(getattr(RetrievalIndex, name))
 
 
 def test_a_search_sees_one_state_while_another_thread_edits(tmp_path, opened):

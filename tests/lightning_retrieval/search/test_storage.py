@@ -12,8 +12,7 @@ import pytest
 
 from lightning_retrieval import RetrievalIndex
 from lightning_retrieval import files as files_module
-from lightning_retrieval.search import index as index_module
-from lightning_retrieval.search import storage
+from lightning_retrieval.search import faiss_index, storage
 from tests.lightning_retrieval.search.vectors import built, vectors
 
 
@@ -101,7 +100,7 @@ def test_a_file_that_differs_from_what_was_written_is_not_sealed(name, folder, m
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "mapped"), [(storage, "_check_files", False), (index_module, "read_shard", True)]
+    ("module", "name", "mapped"), [(storage, "_check_files", False), (faiss_index, "read_shard", True)]
 )
 def test_a_reader_takes_the_index_that_replaces_the_one_it_opens(module, name, mapped, folder, monkeypatch):
     real, saved = getattr(module, name), []
