@@ -93,7 +93,7 @@ def find_test_loaders(trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any
 
 
 def check_step_outputs(module_name: str, outputs: Any) -> None:
-    """Raise unless an evaluation step has returned embeddings and labels, and integers as roles."""
+    """Raise unless an evaluation step has returned embeddings and labels, and roles, if any, that are integers."""
     if not isinstance(outputs, Mapping) or not outputs.keys() >= {"embeddings", "labels"}:
         received = type(outputs).__name__
         if isinstance(outputs, Mapping):

@@ -229,7 +229,7 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         self.pin_memory = check_flag(owner, "pin_memory", pin_memory)
         self.persistent_workers = check_flag(owner, "persistent_workers", persistent_workers)
         if self.persistent_workers and not self.num_workers:
-            raise ValueError(f"{owner}: `persistent_workers` need workers, got num_workers=0; set it to 1 or more.")
+            raise ValueError(f"{owner}: `persistent_workers` needs workers, got num_workers=0; set it to 1 or more.")
         self._images_of_run: dict[str, Any] | None = None
 
     @property

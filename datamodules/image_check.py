@@ -23,10 +23,9 @@ from lightning_retrieval.preparation.decoding import truncated_images
 
 Count = tuple[int, int]  # images and classes
 
-
 MAX_SHOWN = 10  # missing or unreadable files in the printed report
-
-
+MAX_PAIRS = 5  # in the report
+IMAGES_PER_TASK = 16  # that a thread reads before it takes the next ones
 HEADER = ("split", "images", "classes", "published: images", "classes")
 
 
@@ -118,12 +117,6 @@ def _alternatives(published: Sequence[Count], position: int) -> str:
         if number not in shown:
             shown.append(number)
     return " or ".join(shown)
-
-
-IMAGES_PER_TASK = 16  # that a thread reads before it takes the next ones
-
-
-MAX_PAIRS = 5  # in the report
 
 
 def count_images_and_classes(index: ImageIndex) -> tuple[int, int]:

@@ -114,7 +114,7 @@ class VehicleID(ImageDataModule):
         self.select_by_vid = check_bool(owner, "select_by_vid", select_by_vid)
 
     def sources(self) -> list[Path]:
-        """The lists, for `select_by_vid` that of all images, and that of the models if it exists."""
+        """The files of the lists, with `select_by_vid` also that of all images, and that of the models if any."""
         names = list(self._lists().values())
         if self.select_by_vid:
             names.append(ALL_IMAGES)
@@ -173,7 +173,7 @@ class VehicleID(ImageDataModule):
         return images, file.integers("vehicle id", vehicles)
 
     def _images_of(self, wanted: set[int], all_images: _Images) -> tuple[list[str], list[int], list[int]]:
-        """All images of some vehicles, each of which must have one, with their vehicles and their rows."""
+        """All images of the wanted vehicles, and the vehicle and the row of each; raise if a vehicle has no image."""
         without = sorted(wanted.difference(all_images[1]))
         if without:
             raise ValueError(

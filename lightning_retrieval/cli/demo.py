@@ -55,7 +55,7 @@ def demo(options: argparse.Namespace) -> Sequence[UnreadableImage]:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM do what Ctrl-C does, so that the files of visitors are deleted, and both also in the background."""
+    """Let SIGTERM and SIGINT end the demo like Ctrl-C, also in the background, so that uploaded files are deleted."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in before:
         signal.signal(number, signal.default_int_handler)

@@ -40,8 +40,8 @@ class, as do --model.help, --trainer.logger.help, --trainer.callbacks.help and
 others. `lightning-retrieval check --help` lists the data modules."""
 TENSORBOARD = "TensorBoardLogger needs TensorBoard; install it with pip install 'lightning-retrieval[tensorboard]'."
 # Compact help: of each option its name, the first sentence of its description, and its default.
-NAME_WIDTH = 47  # columns before a description on the line of the name
-INDENT = 4  # columns before a description on lines of its own, besides those of the name
+NAME_WIDTH = 47  # columns of a name with a description on the same line
+INDENT = 4  # columns by which a description on lines of its own is indented more than its name
 FIRST_SENTENCE = re.compile(r"(?<=[a-z0-9`\"')])\. | Default: | \((?:required|type|default)[:,)]")
 DEFAULT = re.compile(r"default: ([^,]*?)(?:\)$|, known subclasses)")
 

@@ -106,7 +106,7 @@ def load_local_file(path: str, backbone: nn.Module, *, optional: tuple[str, ...]
     if unknown:
         raise ValueError(
             f"Embedder: `weights` must be a file with the weights of this backbone, got {path}, which has "
-            f"{len(unknown)} tensors more ({first_of(unknown, SHOWN_NAMES)})."
+            f"{len(unknown)} more tensors ({first_of(unknown, SHOWN_NAMES)})."
         )
     try:
         backbone.load_state_dict(kept, strict=False)
@@ -238,7 +238,7 @@ class PretrainedModule(nn.Module):
     backbone: nn.Module
 
     def init_args(self) -> dict[str, Any] | None:
-        """The constructor's arguments as plain values, or None if there are others."""
+        """The constructor's arguments as plain values, or None if one of them is not plain."""
         raise NotImplementedError
 
     def merge_lora(self: Self) -> Self:

@@ -66,7 +66,7 @@ class CurrentTransform:
 
     @property
     def to_uint8(self) -> Transform | None:
-        """The current transform before it normalises, None if it does not separate the two."""
+        """The current transform without its normalisation; None if the two cannot be separated."""
         return getattr(self.current, "to_uint8", None)
 
     def __call__(self, image: Any) -> Any:

@@ -357,10 +357,10 @@ def check_name(name: str) -> None:
 
 
 def check_replaceable(connection: MilvusConnection, name: str) -> None:
-    """Raise unless an index of this name may be written: there is none, or there is an index.
+    """Raise unless an index may be written under this name: the name is new, or already that of an index.
 
     Raises:
-        ValueError: if the name is invalid, or that of anything else.
+        ValueError: if the name is invalid, or belongs to something else.
     """
     check_name(name)
     if not connection.call("has_collection", name):

@@ -178,7 +178,7 @@ class VerifiedCheckpoints(CheckpointIO):
         self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Verify a checkpoint and load it; without code to run, unless the caller asks for it.
+        """Verify a checkpoint and load it; unless the caller allows it, nothing in it can run code.
 
         Raises:
             ValueError: if the file is damaged.

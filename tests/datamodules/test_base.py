@@ -140,7 +140,7 @@ def test_pin_memory_and_persistent_workers_can_be_set(monkeypatch):
 
 @pytest.mark.refusal
 def test_invalid_loader_settings_raise():
-    with pytest.raises(ValueError, match=r"^Loaded: `persistent_workers` need workers, got num_workers=0; set it"):
+    with pytest.raises(ValueError, match=r"^Loaded: `persistent_workers` needs workers, got num_workers=0; set it"):
         Loaded(persistent_workers=True)
     with pytest.raises(TypeError, match=r"^Loaded: `pin_memory` must be True, False or None, got 1\."):
         Loaded(pin_memory=1)

@@ -111,7 +111,7 @@ def test_invalid_file_without_one_tensor(tmp_path, missing):
 def test_invalid_file_of_a_deeper_network(tmp_path):
     state = get_model("squeezenet1_1").state_dict()
     torch.save({**state, "features.13.weight": torch.ones(2)}, tmp_path / "deep.pth")
-    with pytest.raises(ValueError, match=r"^Embedder: `weights` must be .*deep.pth, which has 1 tensors more"):
+    with pytest.raises(ValueError, match=r"^Embedder: `weights` must be .*deep.pth, which has 1 more tensors"):
         Embedder("squeezenet1_1", weights=str(tmp_path / "deep.pth"))
 
 

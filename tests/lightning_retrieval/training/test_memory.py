@@ -172,6 +172,17 @@ def test_a_memory_that_is_told_to_begin_is_that_with_this_start_step(run, after)
     assert not memory.started
 
 
+def test_a_smaller_memory_takes_the_newest_rows():
+    memory, smaller = CrossBatchMemory(9), CrossBatchMemory(4)
+    for number in range(3):
+        memory.update(torch.randn(3, 2), torch.arange(3), torch.arange(3) + 3 * number)
+    smaller.load_state_dict(memory.state_dict())
+    nothing = torch.zeros(0, 2), *[torch.zeros(0, dtype=torch.int64)] * 2
+    ranked = smaller.references(*nothing)
+    assert ranked.ref_ids.tolist() == [6, 7, 8, 3]
+    assert torch.equal(ranked.ref_emb, memory.references(*nothing).ref_emb[:4])
+
+
 def test_a_state_is_no_larger_than_its_rows_and_does_not_change_afterwards():
     memory = CrossBatchMemory(100)
     for number in range(3):
