@@ -97,16 +97,17 @@ def test_a_state_dict_with_rows_that_are_not_finite_raises():
 
 @pytest.mark.refusal
 @pytest.mark.parametrize("first", [None, torch.arange(4)])
-def test_ids_with_some_updates_only(first):
-    match = "RetrievalMetrics: `ids` must be given with every update or with none, got both"
+@pytest.mark.parametrize("name", ["ids", "instances", "cameras"])
+def test_a_column_with_some_updates_only(name, first):
+    match = f"RetrievalMetrics: `{name}` must be given with every update or with none, got both"
     second = torch.arange(4, 8) if first is None else None
     metrics = RetrievalMetrics()
-    metrics.update(X, Y, first)
+    metrics.update(X, Y, **{name: first})
     with pytest.raises(ValueError, match=match):
-        metrics.update(X, Y, second)
+        metrics.update(X, Y, **{name: second})
     metrics.reset()
-    metrics(X, Y, first)
-    metrics(X, Y, second)  # which forgets the first while it computes the second
+    metrics(X, Y, **{name: first})
+    metrics(X, Y, **{name: second})  # which forgets the first while it computes the second
     with pytest.raises(ValueError, match=match):
         metrics.compute()
 

@@ -152,6 +152,13 @@ def test_folders_that_hold_no_embeddings_are_refused(tmp_path):
             EmbeddingFolder.load("me", tmp_path)
 
 
+def test_a_run_that_was_killed_before_the_first_file_is_continued(tmp_path):
+    (tmp_path / ".0123456789abcdef.tmp").write_bytes(b"{")
+    folder = EmbeddingFolder.create("me", tmp_path, MANIFEST)
+    with folder.lock():
+        assert sorted(os.listdir(tmp_path)) == ["_lock", "_manifest.json"]
+
+
 @pytest.mark.refusal
 def test_two_processes_cannot_write_at_once(tmp_path):
     folder = EmbeddingFolder.create("me", tmp_path, MANIFEST)
