@@ -171,7 +171,7 @@ def _with_local_file(timm: Any, request: BackboneRequest, path: str) -> Any:
     tensors = pretrained.read_weights(path, ENTRIES)
     plain = pretrained.without_prefixes(tensors, ())
     if plain.keys() != tensors.keys():
-        # timm also knows the names of the authors of a model, some of which begin with such a prefix.
+        # timm also maps the parameter names of a model's original code, some of which begin with such a prefix.
         with suppress(ValueError):
             return _loaded_model(timm, request, path, tensors)
     return _loaded_model(timm, request, path, plain)
