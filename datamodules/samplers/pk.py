@@ -1,6 +1,15 @@
 """Batches of P classes with K images each, from shuffled queues of classes and images that are drawn at once.
 
-A queue is an endless sequence of rounds, and a round holds every item of a set once, in random order.
+A queue is an endless sequence of rounds, and a round holds every item of a set once, in random order. Writing a round
+into a queue is called a refill.
+
+The caller cuts each queue into groups of `group_size` consecutive positions. Refills and group boundaries need not
+coincide, so a refill may fall inside a group. Such a group must not repeat an item, unless its set has fewer items than
+the group has positions; then the numbers of times that the items occur in the group may differ by at most one.
+
+Invariant: after each refill, an item is marked as *ahead* if it occurs once more than the unmarked items in the group
+into which the next refill falls. (If all items occur equally often there, they have the same mark.) So the next refill
+only has to fill the rest of that group with items that are not ahead, as long as there are any.
 """
 
 import itertools
@@ -12,16 +21,6 @@ from numpy.typing import NDArray
 
 from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.samplers.base import GlobalBatchSampler, Integers, Labels
-
-# How the table of shuffled queues is drawn. Writing a round into a queue is called a refill.
-#
-# The caller cuts each queue into groups of `group_size` consecutive positions. Refills and group boundaries need not
-# coincide, so a refill may fall inside a group. Such a group must not repeat an item, unless its set has fewer items
-# than the group has positions; then the numbers of times that the items occur in the group may differ by at most one.
-#
-# Invariant: after each refill, an item is marked as *ahead* if it occurs once more than the unmarked items in the group
-# into which the next refill falls. (If all items occur equally often there, they have the same mark.) So the next
-# refill only has to fill the rest of that group with items that are not ahead, as long as there are any.
 
 # Number of items that are shuffled at a time, so that the arrays being sorted fit into the processor's cache.
 _BLOCK = 1 << 16

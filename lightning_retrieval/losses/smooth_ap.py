@@ -24,10 +24,6 @@ from lightning_retrieval.checks import check_positive
 from lightning_retrieval.losses.base import Reduction, RetrievalLoss
 from lightning_retrieval.losses.positives import ScoreBlock, at
 
-# The losses of soft ranks spend most of their time counting the items that score above each positive, on tensors of
-# shape (positives, gallery). So the slope of the step function is computed beside its value, from which it often
-# follows, and the backward pass only multiplies.
-
 # Of t = s_j - s_i, which may be overwritten: the step function summed over j, and its slope at each t.
 Step = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -36,6 +32,9 @@ def count_above(
     scores: Float[Tensor, "query gallery"], query: Int[Tensor, " pos"], s_i: Float[Tensor, " pos"], step: Step
 ) -> Float[Tensor, " pos"]:
     """For each positive i, the sum over all items j of its query of step(s_j - s_i).
+
+    The losses of soft ranks spend most of their time here, on tensors of shape (positives, gallery). So the slope of
+    the step function is computed beside its value, from which it often follows, and the backward pass only multiplies.
 
     Args:
         scores: -inf for items that are not counted.
