@@ -197,7 +197,7 @@ def memory_rows(device: str, quick: bool) -> list[dict[str, Any]]:
 
 
 def batches_of(case: ProcessCase, rank: int, world: int) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """The batches of a process: embeddings, labels, ids and which are queries; those of all processes are the set."""
+    """The batches of a process: embeddings, labels, ids and roles; those of all processes are the set."""
     centres = torch.randn(case.images // OF_CLASS + 1, case.dim, generator=torch.Generator().manual_seed(0))
     for number, ids in enumerate(torch.arange(case.images).split(BATCH)):
         if number % world != rank:
@@ -206,7 +206,8 @@ def batches_of(case: ProcessCase, rank: int, world: int) -> Iterator[tuple[Tenso
         if case.half_in_one_class:
             labels = torch.where(ids < case.images // 2, 0, labels)
         noise = torch.randn(len(ids), case.dim, generator=torch.Generator().manual_seed(number + 1))
-        yield centres[labels] + 1.6 * noise, labels, ids, ids * case.queries % case.images < case.queries
+        is_query = ids * case.queries % case.images < case.queries
+        yield centres[labels] + 1.6 * noise, labels, ids, 2 + is_query
 
 
 def evaluate(case: ProcessCase, rank: int, world: int) -> tuple[dict[str, float], dict[str, Tensor]]:
