@@ -11,14 +11,13 @@ A class is a character, or several that look alike; an image is a character in o
 The images are drawn once on the user's machine and kept in a cache.
 """
 
+import contextlib
 import hashlib
-import io
 import os
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,17 +55,6 @@ def cache_folder(cache_dir: str | Path | None) -> Path:
     return _expand_user(Path(cache_dir))
 
 
-def read_cache(path: Path) -> bytes | None:
-    """The content of a file in the cache; None if it is missing, incomplete or damaged."""
-    try:
-        content, checksum = path.read_bytes(), _checksum_path(path).read_bytes()
-    except OSError:
-        return None
-    if checksum != _checksum(content):
-        return None
-    return content
-
-
 def _user_cache_folder() -> Path:
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA", "~/AppData/Local"))
@@ -88,15 +76,7 @@ def _expand_user(folder: Path) -> Path:
         ) from None
 
 
-def _checksum_path(path: Path) -> Path:
-    return path.with_name(path.name + ".sha256")
-
-
-def _checksum(content: bytes) -> bytes:
-    return hashlib.sha256(content).hexdigest().encode("ascii") + b"\n"
-
-
-@contextmanager
+@contextlib.contextmanager
 def _in_folder(path: Path) -> Iterator[None]:
     """Create the folder of a file that is written in the `with` block; name it in the error if that fails."""
     try:
@@ -213,19 +193,15 @@ def _fingerprint(fonts: GlyphFonts) -> str:
 
 
 def _cached_or_drawn(path: Path, classes: list[GlyphClass], fonts: GlyphFonts) -> _Arrays:
-    content = read_cache(path)
-    if content is not None:
-        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            return arrays["images"], arrays["labels"], arrays["fonts"]
+    # If the file is damaged, the images are drawn again. NumPy compares the checksum of each array. The types
+    # of its errors are not documented.
+    with contextlib.suppress(Exception), path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+        return arrays["images"], arrays["labels"], arrays["fonts"]
     with _in_folder(path), tempfile.TemporaryFile(dir=path.parent):
         pass  # raises before the images are drawn, which takes time
     images, labels, font_of = _draw_classes(classes, fonts)
-    file = io.BytesIO()
-    np.savez_compressed(file, images=images, labels=labels, fonts=font_of)
-    content = file.getvalue()
-    for part, data in ((path, content), (_checksum_path(path), _checksum(content))):
-        with _in_folder(path), new_file(part) as part_file:
-            part_file.write(data)
+    with _in_folder(path), new_file(path) as file:
+        np.savez_compressed(file, images=images, labels=labels, fonts=font_of)
     return images, labels, font_of
 
 

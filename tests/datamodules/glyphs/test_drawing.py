@@ -1,6 +1,5 @@
 """The glyph images are as the description says, and their cache is complete or not used."""
 
-import hashlib
 import os
 import re
 import signal
@@ -140,10 +139,7 @@ def test_the_cache_returns_what_was_drawn_without_drawing(
     monkeypatch.setattr(GlyphFonts, "draw", fail)
     assert equal(load_glyph_images(str(tmp_path / "created" / "by it")), drawn)
     (path,) = tmp_path.rglob("*.npz")
-    names = {file.name for file in path.parent.iterdir()}
-    assert names == {path.name, path.name + ".sha256"}
-    checksum = path.with_name(path.name + ".sha256").read_text()
-    assert checksum == hashlib.sha256(path.read_bytes()).hexdigest() + "\n"
+    assert list(path.parent.iterdir()) == [path]
 
 
 def change_the_middle(path: Path) -> None:
@@ -156,15 +152,11 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
-def remove_the_checksum(path: Path) -> None:
-    path.with_name(path.name + ".sha256").unlink()
+def replace_by_text(path: Path) -> None:
+    path.write_text("not arrays")
 
 
-def change_the_checksum(path: Path) -> None:
-    path.with_name(path.name + ".sha256").write_bytes(b"\xff\x00")
-
-
-@pytest.mark.parametrize("damage", [change_the_middle, truncate, remove_the_checksum, change_the_checksum, Path.unlink])
+@pytest.mark.parametrize("damage", [change_the_middle, truncate, replace_by_text, Path.unlink])
 def test_a_damaged_cache_is_drawn_again(
     damage: Callable[[Path], None], small_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,7 +181,7 @@ def draw(rank: int, world_size: int, table: Path, folder: Path, killed: bool) ->
 
 def test_two_processes_can_draw_at_the_same_time(few_classes: Path, tmp_path: Path, run_processes: Callable) -> None:
     sums = run_processes(draw, 2, few_classes, tmp_path, False, backend=None)
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 1
     assert sums == [load_glyph_images(tmp_path).images.sum()] * 2
 
 
