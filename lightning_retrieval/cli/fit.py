@@ -437,13 +437,10 @@ class _SaveConfig(SaveConfigCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         folder = run_folder(trainer)
         if trainer.is_global_zero and not self.already_saved:
+            config = self.parser.dump(self.config, skip_none=False)
+            if self.model is not None:
+                config = yaml.safe_dump({**yaml.safe_load(config), "model": self.model}, sort_keys=False)
             folder.mkdir(parents=True, exist_ok=True)
-            path = folder / self.config_filename
-            if self.model is None:
-                self.parser.save(self.config, str(path), skip_none=False, overwrite=True)
-            else:
-                config = yaml.safe_load(self.parser.dump(self.config, skip_none=False))
-                config["model"] = self.model
-                with new_file(path) as file:
-                    file.write(yaml.safe_dump(config, sort_keys=False).encode())
+            with new_file(folder / self.config_filename) as file:
+                file.write(config.encode())
         self.already_saved = True
