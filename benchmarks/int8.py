@@ -76,7 +76,7 @@ def write_images(data: Glyphs, folder: Path, count: int | None) -> None:
 def rows_of(name: str, cost: Int8Cost, folder: Path, channels: int, runs: int) -> list[dict[str, Any]]:
     """A row of the table for each of the two files."""
     images = torch.randint(0, 256, (TIMED_IMAGES, channels, 32, 32), dtype=torch.uint8)
-    models = {file: OnnxModel("int8", folder / file) for file in (ONNX, INT8)}
+    models = {file: OnnxModel(folder / file) for file in (ONNX, INT8)}
     times = interleaved({file: partial(model.embed, images) for file, model in models.items()}, runs, "cpu")
     rows = []
     for file, bits, recall in ((ONNX, "32", cost.recall_before), (INT8, f"8, {cost.kind}", cost.recall)):

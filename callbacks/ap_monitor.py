@@ -60,9 +60,7 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
         if len(batch.ids) == 0:  # the last batches are of other processes
             continue
         index = first + shard.index
-        lists = query_gallery(
-            batch, metrics.query_expansion, metrics.database_augmentation, owner=type(metrics).__name__
-        )
+        lists = query_gallery(batch, metrics.query_expansion, metrics.database_augmentation)
         ap = query_values(lists, [_AP])["AP"]
         sums[index] = torch.stack([ap.nansum(), (~ap.isnan()).sum()])
     shard.add_up(sums)  # other processes have zeros for each batch: the sum is exact

@@ -32,7 +32,7 @@ from lightning_retrieval.datamodules.samplers.category import CategorySampler
 from lightning_retrieval.datamodules.samplers.pk import PKSampler
 from lightning_retrieval.distributed import together
 from lightning_retrieval.training.checkpointed_module import CheckpointedDataModule
-from lightning_retrieval.training.random_state import seed_of_run
+from lightning_retrieval.training.random_state import seed_or_default
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack as Unpack
@@ -224,7 +224,7 @@ class RetrievalDataModule(ShownArguments, CheckpointedDataModule, ABC):
         self.samples_per_class = check_integer(owner, "samples_per_class", samples_per_class, least=2)
         self.eval_batch_size = check_integer(owner, "eval_batch_size", eval_batch_size, least=1)
         self.num_workers = check_integer(owner, "num_workers", num_workers, least=0)
-        self.seed = seed_of_run(owner, seed)
+        self.seed = check_integer(owner, "seed", seed_or_default(seed), least=0, most=None)
         self.sampler = check_sampler(owner, sampler)
         self.pin_memory = check_flag(owner, "pin_memory", pin_memory)
         self.persistent_workers = check_flag(owner, "persistent_workers", persistent_workers)

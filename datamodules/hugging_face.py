@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from lightning_retrieval.checks import check_mapping, check_path, check_seed, check_string, first_line, short_repr
+from lightning_retrieval.checks import check_integer, check_mapping, check_path, check_string, first_line, short_repr
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, class_numbers, split_by_class
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
@@ -263,7 +263,7 @@ class HuggingFaceImages(ImageDataModule):
         self.test_fraction = test_fraction
         if test_fraction is not None:
             self.test_fraction = check_test_fraction(OWNER, test_fraction)
-        self.split_seed = check_seed(OWNER, "split_seed", split_seed)
+        self.split_seed = check_integer(OWNER, "split_seed", split_seed, least=0, most=None)
 
     @cached_property
     def tables(self) -> dict[str, Any]:

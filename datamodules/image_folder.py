@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_retrieval.checks import check_bool, check_seed
+from lightning_retrieval.checks import check_bool, check_integer
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import ImageIndex, check_test_fraction, split_by_class
 from lightning_retrieval.datamodules.image_module import ImageDataModule, ImageSettings
@@ -246,7 +246,7 @@ class ImageFolder(ImageDataModule):
         super().__init__(root, **settings)
         self.test_fraction = check_test_fraction("ImageFolder", test_fraction)
         self.categories = check_bool("ImageFolder", "categories", categories)
-        self.split_seed = check_seed("ImageFolder", "split_seed", split_seed)
+        self.split_seed = check_integer("ImageFolder", "split_seed", split_seed, least=0, most=None)
 
     def sources(self) -> list[Path]:
         """The folders, whose modification times change if a file is added or removed."""

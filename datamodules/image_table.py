@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_retrieval.checks import check_path, check_seed
+from lightning_retrieval.checks import check_integer, check_path
 from lightning_retrieval.datamodules.base import Unpack
 from lightning_retrieval.datamodules.image_index import (
     DISTRACTOR,
@@ -281,7 +281,7 @@ class ImageTable(ImageDataModule):
         super().__init__(root, **settings)
         self.table = check_path("ImageTable", "table", table)
         self.test_fraction = check_test_fraction("ImageTable", test_fraction)
-        self.split_seed = check_seed("ImageTable", "split_seed", split_seed)
+        self.split_seed = check_integer("ImageTable", "split_seed", split_seed, least=0, most=None)
 
     def sources(self) -> list[Path]:
         """The table."""

@@ -104,13 +104,13 @@ def _plain(value: Any) -> Any:
     return float(value)
 
 
-def check_integer(owner: str, name: str, value: Any, least: int, most: float = LARGEST_INTEGER) -> int:
-    """Return `value`; raise unless it is an integer from `least` to `most`."""
+def check_integer(owner: str, name: str, value: Any, least: int, most: int | None = LARGEST_INTEGER) -> int:
+    """Return `value`; raise unless it is an integer from `least` to `most`, or >= `least` if `most` is None."""
     if not _is_integer(value):
         raise TypeError(f"{owner}: `{name}` must be an integer >= {least}, got {_with_type(value)}.")
     if value < least:
         raise ValueError(f"{owner}: `{name}` must be an integer >= {least}, got {short_repr(value)}.")
-    if value > most:
+    if most is not None and value > most:
         raise ValueError(f"{owner}: `{name}` must be an integer from {least} to {most}, got {short_repr(value)}.")
     plain: int = _plain(value)
     return plain
@@ -123,11 +123,6 @@ def check_auto(owner: str, name: str, value: Any, least: int) -> Any:
     if value != "auto":
         raise TypeError(f"{owner}: `{name}` must be an integer >= {least} or 'auto', got {short_repr(value)}.")
     return value
-
-
-def check_seed(owner: str, name: str, value: Any) -> int:
-    """Return `value`; raise unless it is an integer >= 0, of any size."""
-    return check_integer(owner, name, value, least=0, most=math.inf)
 
 
 def check_counts(owner: str, name: str, values: Sequence[Any], *, may_be_empty: bool = False) -> tuple[int, ...]:
@@ -244,14 +239,14 @@ def check_tensor(owner: str, name: str, value: Any) -> None:
         raise ValueError(f"{owner}: `{name}` must hold numbers, got a tensor on the device meta, which has none.")
 
 
-def check_float(owner: str, name: str, value: Any) -> None:
-    """Raise unless `value` is a dense tensor of float16, bfloat16, float32 or float64."""
-    check_tensor(owner, name, value)
-    check_float_type(owner, name, value)
+def check_float(owner: str, name: str, value: Any, *, may_be_meta: bool = False) -> None:
+    """Raise unless `value` is a dense tensor of float16, bfloat16, float32 or float64.
 
-
-def check_float_type(owner: str, name: str, value: Tensor) -> None:
-    """Raise unless a tensor has the dtype float16, bfloat16, float32 or float64."""
+    With `may_be_meta`, it may be on the device meta, on which shapes are found without numbers.
+    """
+    is_meta = isinstance(value, Tensor) and value.device.type == "meta"
+    if not (is_meta and may_be_meta):
+        check_tensor(owner, name, value)
     if not value.is_floating_point():
         raise TypeError(f"{owner}: `{name}` must be floating point, got {value.dtype}.")
     if value.dtype not in FLOAT_TYPES:
@@ -261,9 +256,7 @@ def check_float_type(owner: str, name: str, value: Tensor) -> None:
 
 def check_maps(owner: str, name: str, value: Any) -> None:
     """Raise unless `value` is a floating-point tensor (N, C, H, W). It may be on the device meta, to find shapes."""
-    if not isinstance(value, Tensor) or value.device.type != "meta":
-        check_tensor(owner, name, value)
-    check_float_type(owner, name, value)
+    check_float(owner, name, value, may_be_meta=True)
     if value.ndim != 4:
         raise ValueError(f"{owner}: `{name}` must have shape (N, C, H, W), got {tuple(value.shape)}.")
 
@@ -276,18 +269,16 @@ def check_device(owner: str, name: str, value: Any, device: torch.device | None,
         )
 
 
-def check_embeddings(owner: str, name: str, embeddings: Tensor, ids: Tensor | None = None) -> None:
-    """Raise unless `embeddings` is a floating-point matrix (rows, D) with D > 0 and holds finite numbers only."""
-    check_matrix(owner, name, embeddings)
-    check_finite(owner, name, embeddings, ids)
+def check_matrix(owner: str, name: str, embeddings: Tensor, *, finite: bool = False) -> None:
+    """Raise unless `embeddings` is a floating-point matrix (rows, D) with D > 0.
 
-
-def check_matrix(owner: str, name: str, embeddings: Tensor) -> None:
-    """Raise unless `embeddings` is a floating-point matrix (rows, D) with D > 0."""
-    check_tensor(owner, name, embeddings)
+    With `finite`, its numbers are read, and NaN and infinities are invalid.
+    """
+    check_float(owner, name, embeddings)
     if embeddings.ndim != 2 or embeddings.shape[1] == 0:
         raise ValueError(f"{owner}: `{name}` must have shape (rows, D) with D > 0, got {tuple(embeddings.shape)}.")
-    check_float_type(owner, name, embeddings)
+    if finite:
+        check_finite(owner, name, embeddings)
 
 
 def check_finite(owner: str, name: str, values: Tensor, ids: Tensor | None = None) -> None:
@@ -311,31 +302,27 @@ def is_integer(values: Tensor) -> bool:
 
 
 def check_integers(
-    owner: str, name: str, values: Tensor, rows: int, of: str, *, device: torch.device | None = None
+    owner: str,
+    name: str,
+    values: Tensor,
+    rows: int,
+    of: str,
+    *,
+    device: torch.device | None = None,
+    levels: bool = False,
 ) -> None:
     """Raise unless `values` holds one integer for each of the `rows` rows of the argument `of`.
 
-    With `device`, the device of that argument, it must be on the same one.
+    With `device`, the device of that argument, it must be on the same one. With `levels`, each row may have
+    several integers: labels, finest level first.
     """
     check_device(owner, name, values, device, of)
     check_tensor(owner, name, values)
+    if levels and values.ndim == 2 and values.shape[1] > 0:
+        values = values[:, 0]
     if not is_integer(values):
         raise TypeError(f"{owner}: `{name}` must be integers, got {values.dtype}.")
     if values.shape != (rows,):
         raise ValueError(
             f"{owner}: `{name}` must have shape ({rows},), one for each row of `{of}`, got {tuple(values.shape)}."
         )
-
-
-def check_labels(
-    owner: str, name: str, labels: Tensor, rows: int, of: str, *, device: torch.device | None = None
-) -> None:
-    """Raise unless each of the `rows` rows of the argument `of` has one integer, or several, finest level first.
-
-    With `device`, the device of that argument, they must be on the same one.
-    """
-    check_device(owner, name, labels, device, of)
-    check_tensor(owner, name, labels)
-    if labels.ndim == 2 and labels.shape[1] > 0:
-        labels = labels[:, 0]
-    check_integers(owner, name, labels, rows, of)

@@ -32,7 +32,7 @@ from lightning_retrieval.datamodules.loader import loader_settings, training_loa
 from lightning_retrieval.datamodules.samplers.base import RandomBatchSampler
 from lightning_retrieval.preparation.pixels import to_rgb
 from lightning_retrieval.training.checkpointed_module import CheckpointedDataModule
-from lightning_retrieval.training.random_state import seed_of_run
+from lightning_retrieval.training.random_state import seed_or_default
 
 
 class ImageObjects(NamedTuple):
@@ -295,7 +295,7 @@ class DetectionDataModule(ShownArguments, CheckpointedDataModule, ABC):
         self.batch_size = check_integer(owner, "batch_size", batch_size, least=1)
         self.eval_batch_size = check_integer(owner, "eval_batch_size", eval_batch_size, least=1)
         self.num_workers = check_integer(owner, "num_workers", num_workers, least=0)
-        self.seed = seed_of_run(owner, seed)
+        self.seed = check_integer(owner, "seed", seed_or_default(seed), least=0, most=None)
         self.pin_memory = check_flag(owner, "pin_memory", pin_memory)
 
     @property

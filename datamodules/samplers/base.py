@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from lightning_retrieval.checks import check_integer, check_seed
+from lightning_retrieval.checks import check_integer
 from lightning_retrieval.datamodules.item_seeds import as_array
 
 Integers = NDArray[np.signedinteger[Any]]
@@ -110,7 +110,7 @@ class GlobalBatchSampler(Sampler[list[int]], ABC):
     draws_classes: ClassVar[bool] = False
 
     def __init__(self, labels: Labels, *, seed: int = 0) -> None:
-        self.seed = check_seed(self.name, "seed", seed)
+        self.seed = check_integer(self.name, "seed", seed, least=0, most=None)
         self.epoch = 0
         array = integer_array(self.name, "labels", labels)
         self.dataset_size = len(array)

@@ -67,7 +67,7 @@ def _ended_by_signals() -> Iterator[None]:
 
 
 def _serve(options: argparse.Namespace) -> None:
-    with private_uploads() as uploads, opened_index("demo", options.index, options.store) as index:
+    with private_uploads() as uploads, opened_index(options.index, options.store) as index:
         images = image_folder(options.images, index)
         if not images.is_dir():
             raise ValueError(

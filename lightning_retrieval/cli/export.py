@@ -127,7 +127,7 @@ def export_model(
         ModuleNotFoundError: if onnx, onnxscript or onnxruntime is missing.
         ValueError: if the model cannot be traced, a program differs from it, or an argument is invalid.
     """
-    load_onnx(OWNER)  # raises before anything is done
+    load_onnx()  # raises before anything is done
     if output.exists() and not output.is_dir():
         raise ValueError(f"{OWNER}: `output` must be a folder, got {output}, which is something else.")
     listed = None
@@ -150,9 +150,9 @@ def export_model(
         new = Path(folder)
         exported = export_program(program)
         torch.export.save(exported, new / TORCH)
-        write_onnx(OWNER, exported, new / ONNX, about)
+        write_onnx(exported, new / ONNX, about)
         programs: dict[str, Callable[[Tensor], Tensor]] = {
-            ONNX: OnnxModel(OWNER, new / ONNX).embed,
+            ONNX: OnnxModel(new / ONNX).embed,
             TORCH: torch.export.load(new / TORCH).module(),
         }
         for name, embed in programs.items():
@@ -242,7 +242,7 @@ def _write_int8(folder: Path, embedder: ImageEmbedder, program: EmbeddingProgram
     for _ in dataclasses.replace(embedder, module=recorder).embed(listed, groups):  # type: ignore[arg-type]
         pass
     kind = quantize_onnx(folder / ONNX, folder / INT8, recorder.batches)
-    before, after = OnnxModel(OWNER, folder / ONNX), OnnxModel(OWNER, folder / INT8)
+    before, after = OnnxModel(folder / ONNX), OnnxModel(folder / INT8)
     return Int8Cost(
         kind,
         count,

@@ -12,7 +12,8 @@ from typing import Any
 
 TRANSFORMS = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")  # `Preparation.NAMES`
 SHOWN = 100  # characters of a path that is too long
-FUNCTIONS = ("embed_images", "export_model", "index_embeddings", "index_images", "search_images")  # of the commands
+# Prefixes of messages that are replaced by the name of the command.
+OWNERS = ("embed_images", "export_model", "index_embeddings", "index_images", "search_images", "MilvusStore")
 HOST_HELP = (
     "address to serve on, which is also the only name under which the page answers, default 127.0.0.1: this machine "
     "only; 0.0.0.0 serves the page to the network, under any name"
@@ -60,7 +61,7 @@ def command_line_message(command: str, error: Exception, arguments: Iterable[str
         return f"{command}: a path must have names of at most 255 bytes, got {shown}..., which is longer; shorten it."
     message = str(error)
     owner, separator, sentence = message.partition(": ")
-    if owner in FUNCTIONS:
+    if owner in OWNERS:
         message = f"{command}{separator}{sentence}"
     message = message.replace("`index_images`", "`lightning-retrieval index`")
     for name in arguments:
@@ -293,7 +294,7 @@ def _positive(text: str) -> int:
 
 
 def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+    if _positive(text) > 65535:
         raise argparse.ArgumentTypeError(f"must be an integer from 1 to 65535, got {text}")
     return int(text)
 

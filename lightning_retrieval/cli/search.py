@@ -26,7 +26,7 @@ def search(options: argparse.Namespace) -> Sequence[UnreadableImage]:
         raise ValueError(
             f"search: `--images` must be the folder of the index's images, got {images}, which is not a folder."
         )
-    with opened_index("search", options.index, options.store) as index:
+    with opened_index(options.index, options.store) as index:
         results, unreadable = _search_in(index, options)
     if options.json:
         print(json.dumps(_plain(results, unreadable), indent=1))

@@ -335,7 +335,7 @@ def new_index(owner: str, output: Path, store: str | None, settings: IndexSettin
     """
     if store is None:
         return FaissFolder(owner, output, settings=settings)
-    return MilvusCollection(owner, str(output), _uri(owner, store), settings=settings)
+    return MilvusCollection(owner, str(output), _uri(store), settings=settings)
 
 
 class IndexWriter:
@@ -470,11 +470,10 @@ def _check_settings(owner: str, index: Any, settings: IndexSettings) -> None:
 
 
 @contextmanager
-def opened_index(owner: str, index: Path, store: str | None) -> Iterator[EmbeddingStore]:
+def opened_index(index: Path, store: str | None) -> Iterator[EmbeddingStore]:
     """An index that a command wrote, closed at the end of the block; one in a folder is mapped into memory.
 
     Args:
-        owner: prefix of error messages.
         index: folder of the index, or its name in the store.
         store: as for `new_index`.
 
@@ -486,7 +485,7 @@ def opened_index(owner: str, index: Path, store: str | None) -> Iterator[Embeddi
     if store is None:
         yield RetrievalIndex.load(index, mapped=True)
         return
-    uri = _uri(owner, store)
+    uri = _uri(store)
     with _named_as("index"):
         opened = MilvusStore(uri, str(index))
     try:
@@ -513,10 +512,10 @@ def _named_as(index: str) -> Iterator[None]:
         raise type(error)(message) from None
 
 
-def _uri(owner: str, store: str) -> str:
+def _uri(store: str) -> str:
     if not store.startswith(KIND) or store == KIND:
         raise ValueError(
-            f"{owner}: `store` must be milvus: and a file or an address, such as milvus:photos.db or "
+            "MilvusStore: `store` must be milvus: and a file or an address, such as milvus:photos.db or "
             f"milvus:http://localhost:19530, got {store!r}."
         )
     return store.removeprefix(KIND)

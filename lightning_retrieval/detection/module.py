@@ -10,13 +10,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torchmetrics import Metric
 
+from lightning_retrieval.checks import check_integer
 from lightning_retrieval.detection.metric import COCOMetrics
 from lightning_retrieval.detection.roi_heads import RankedRoIHeads, check_roi_heads
 from lightning_retrieval.detection.targets import check_targets, num_classes
 from lightning_retrieval.distributed import rank
-from lightning_retrieval.plain_data import rebuild, rebuild_optional
+from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.training.manual_training import OptimizedModule
-from lightning_retrieval.training.random_state import seed_of_run, step_random_state
+from lightning_retrieval.training.random_state import seed_or_default, step_random_state
 
 MAX_BATCHES = 1 << 24  # of an epoch
 
@@ -77,9 +78,8 @@ class DetectionModule(OptimizedModule):
         self.detector = rebuild(owner, "detector", detector, nn.Module)
         check_roi_heads(owner, "detector", getattr(self.detector, "roi_heads", self.detector))
         heads: Any = self.detector.roi_heads
-        loss = rebuild_optional(owner, "loss", loss, nn.Module)
         if loss is not None:
-            self.detector.roi_heads = RankedRoIHeads(heads, loss)
+            self.detector.roi_heads = RankedRoIHeads(heads, rebuild(owner, "loss", loss, nn.Module))
         self._set_optimizer(
             optimizer,
             lr_scheduler,
@@ -88,8 +88,10 @@ class DetectionModule(OptimizedModule):
             monitor=lr_scheduler_monitor,
         )
         self.num_classes = num_classes(self.detector)
-        self.metrics = rebuild_optional(owner, "metrics", metrics, Metric)  # type: ignore[type-abstract]
-        self.seed = seed_of_run(owner, seed)
+        self.metrics = None
+        if metrics is not None:
+            self.metrics = rebuild(owner, "metrics", metrics, Metric)  # type: ignore[type-abstract]
+        self.seed = check_integer(owner, "seed", seed_or_default(seed), least=0, most=None)
 
     @property
     def loss(self) -> nn.Module | None:

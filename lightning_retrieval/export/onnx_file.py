@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from lightning_retrieval.checks import first_line
 from lightning_retrieval.optional_packages import optional_import
 
+OWNER = "export_model"
 METADATA = "lightning_retrieval"  # key of the JSON in the file's metadata
 INPUT, OUTPUT = "images", "embeddings"
 
@@ -27,7 +28,7 @@ def can_write_onnx(torch_version: str) -> bool:
     return (int(major), int(minor)) >= (2, 8)
 
 
-def load_onnx(owner: str) -> tuple[Any, Any]:
+def load_onnx() -> tuple[Any, Any]:
     """The modules `onnx` and `onnxruntime`.
 
     Raises:
@@ -35,9 +36,9 @@ def load_onnx(owner: str) -> tuple[Any, Any]:
         ValueError: if torch is too old.
     """
     if not can_write_onnx(torch.__version__):
-        raise ValueError(f"{owner}: ONNX files need torch >= 2.8, got {torch.__version__}; install a newer torch.")
+        raise ValueError(f"{OWNER}: ONNX files need torch >= 2.8, got {torch.__version__}; install a newer torch.")
     with optional_import(
-        f"{owner}: onnx, onnxscript and onnxruntime must be installed: pip install 'lightning-retrieval[onnx]'."
+        f"{OWNER}: onnx, onnxscript and onnxruntime must be installed: pip install 'lightning-retrieval[onnx]'."
     ):
         import onnx
         import onnxruntime
@@ -45,11 +46,10 @@ def load_onnx(owner: str) -> tuple[Any, Any]:
     return onnx, onnxruntime
 
 
-def write_onnx(owner: str, exported: ExportedProgram, path: Path, about: Mapping[str, Any]) -> None:
+def write_onnx(exported: ExportedProgram, path: Path, about: Mapping[str, Any]) -> None:
     """Write a program as an ONNX file.
 
     Args:
-        owner: prefix of error messages.
         exported: the program.
         path: of the file.
         about: plain values, such as the preparation, that the file keeps as JSON.
@@ -57,7 +57,7 @@ def write_onnx(owner: str, exported: ExportedProgram, path: Path, about: Mapping
     Raises:
         ValueError: if an operation of the program has no counterpart in ONNX.
     """
-    onnx, _ = load_onnx(owner)
+    onnx, _ = load_onnx()
     try:
         with _quiet():
             torch.onnx.export(
@@ -65,7 +65,7 @@ def write_onnx(owner: str, exported: ExportedProgram, path: Path, about: Mapping
             )
     except Exception as error:  # of many kinds
         raise ValueError(
-            f"{owner}: the model must consist of operations that ONNX has, got an error ({first_line(error)}); use "
+            f"{OWNER}: the model must consist of operations that ONNX has, got an error ({first_line(error)}); use "
             "the program of torch.export."
         ) from None
     model = onnx.load(path)
@@ -77,13 +77,12 @@ class OnnxModel:
     """An ONNX file that embeds images, with the method `embed` of a `RetrievalModule`.
 
     Args:
-        owner: prefix of error messages.
         path: of the file.
         threads: of onnxruntime; if None, as many as torch uses.
     """
 
-    def __init__(self, owner: str, path: Path, threads: int | None = None) -> None:
-        _, onnxruntime = load_onnx(owner)
+    def __init__(self, path: Path, threads: int | None = None) -> None:
+        _, onnxruntime = load_onnx()
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads or torch.get_num_threads()
         options.log_severity_level = 3

@@ -34,7 +34,7 @@ def quantize_onnx(source: Path, target: Path, calibration: Sequence[Tensor]) -> 
     Raises:
         ModuleNotFoundError: if onnx or onnxruntime is not installed.
     """
-    onnx, _ = load_onnx(OWNER)
+    onnx, _ = load_onnx()
     # onnxruntime writes advice to the root logger.
     with errors_only(logging.getLogger()), tempfile.TemporaryDirectory() as folder:
         prepared = Path(folder, "prepared.onnx")

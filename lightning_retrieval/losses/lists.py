@@ -17,7 +17,6 @@ from lightning_retrieval.checks import (
     check_finite,
     check_float,
     check_integers,
-    check_labels,
     check_matrix,
     check_tensor,
     short_repr,
@@ -338,18 +337,14 @@ def check_batch(owner: str, batch: RankedBatch) -> None:
             f"{owner}: `embeddings` must hold at least one row, got shape {tuple(batch.embeddings.shape)}."
         )
     device = batch.embeddings.device
-    check_labels(owner, "labels", batch.labels, rows, "embeddings", device=device)
+    check_integers(owner, "labels", batch.labels, rows, "embeddings", device=device, levels=True)
     if batch.ids is not None:
         check_integers(owner, "ids", batch.ids, rows, "embeddings", device=device)
     if batch.queries is not None and not isinstance(batch.queries, QueryRange):
         raise TypeError(f"{owner}: `queries` must be a QueryRange or None, got {short_repr(batch.queries)}.")
-    if batch.ref_emb is None:
-        _check_no_references(owner, batch)
-    else:
+    if batch.ref_emb is not None:
         _check_references(owner, batch, batch.ref_emb)
-
-
-def _check_no_references(owner: str, batch: RankedBatch) -> None:
+        return
     for name, value in (("ref_labels", batch.ref_labels), ("ref_ids", batch.ref_ids)):
         if value is not None:
             raise ValueError(f"{owner}: `{name}` was given without `ref_emb`; give both or neither.")
@@ -372,7 +367,7 @@ def _check_references(owner: str, batch: RankedBatch, ref_emb: Any) -> None:
             f"{owner}: `ref_emb` must have the dimension of `embeddings`, got {tuple(ref_emb.shape)} "
             f"against {tuple(batch.embeddings.shape)}."
         )
-    check_labels(owner, "ref_labels", batch.ref_labels, len(ref_emb), "ref_emb", device=device)
+    check_integers(owner, "ref_labels", batch.ref_labels, len(ref_emb), "ref_emb", device=device, levels=True)
     if batch.ref_ids is not None:
         check_integers(owner, "ref_ids", batch.ref_ids, len(ref_emb), "ref_emb", device=device)
 

@@ -15,7 +15,6 @@ from lightning_retrieval.checks import (
     check_callable,
     check_finite,
     check_integers,
-    check_labels,
     check_matrix,
 )
 from lightning_retrieval.distributed import UNSHARDED, Shard, world_size
@@ -198,7 +197,7 @@ class EmbeddingMetric(Metric):
 
     def query_gallery(self, rows: Rows) -> QueryGallery:
         """Queries and gallery of these rows as they are ranked: sorted by label and post-processed."""
-        return query_gallery(rows, self.query_expansion, self.database_augmentation, owner=type(self).__name__)
+        return query_gallery(rows, self.query_expansion, self.database_augmentation)
 
     def is_relevant(
         self,
@@ -246,7 +245,7 @@ class EmbeddingMetric(Metric):
         check_matrix(owner, "embeddings", embeddings)
         rows = len(embeddings)
         device = embeddings.device
-        check_labels(owner, "labels", labels, rows, "embeddings", device=device)
+        check_integers(owner, "labels", labels, rows, "embeddings", device=device, levels=True)
         for name, values in {**optional, "roles": roles}.items():
             if values is not None:
                 check_integers(owner, name, values, rows, "embeddings", device=device)

@@ -84,7 +84,6 @@ def query_gallery(
     database_augmentation: Callable[[Tensor], Tensor] | None = None,
     *,
     unit: int | None = None,
-    owner: str = "query_gallery",
 ) -> QueryGallery:
     """Split rows by their roles, sort both parts by label, and post-process the gallery and then the queries.
 
@@ -93,7 +92,6 @@ def query_gallery(
         query_expansion: from (queries, gallery, self_index) to new queries; none if None.
         database_augmentation: from a gallery to a new one, applied first; none if None.
         unit: rows of the blocks that are distributed over the processes; those of `positive_ranks` if None.
-        owner: prefix of error messages.
     """
     order = _order_by_label(rows.labels)
     query_rows = order[has_role(rows.roles[order], Role.QUERY)]
@@ -125,7 +123,7 @@ def query_gallery(
     )
     if lists.is_empty or (query_expansion is None and database_augmentation is None):
         return lists
-    return _post_processed(owner, lists, query_expansion, database_augmentation)
+    return _post_processed(lists, query_expansion, database_augmentation)
 
 
 def post_processing(query_expansion: Any, database_augmentation: Any) -> str:
@@ -140,7 +138,6 @@ def post_processing(query_expansion: Any, database_augmentation: Any) -> str:
 
 
 def _post_processed(
-    owner: str,
     lists: QueryGallery,
     query_expansion: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
     database_augmentation: Callable[[Tensor], Tensor] | None,
@@ -153,10 +150,10 @@ def _post_processed(
     queries, gallery = lists.queries, lists.gallery
     if database_augmentation is not None:
         augmented = database_augmentation(gallery)
-        gallery = _checked(owner, "database_augmentation's result", augmented, gallery)
+        gallery = _checked("database_augmentation", augmented, gallery)
     if query_expansion is not None:
         expanded = query_expansion(queries, gallery, lists.self_index.to(gallery.device))
-        queries = _checked(owner, "query_expansion's result", expanded, queries)
+        queries = _checked("query_expansion", expanded, queries)
     return replace(
         lists, query_rows=lists.query_rows.with_rows(queries), gallery_rows=lists.gallery_rows.with_rows(gallery)
     )
@@ -173,12 +170,12 @@ def _expanded_in_shards(lists: QueryGallery, expansion: Any, augmentation: Any) 
     return replace(lists, query_rows=queries, gallery_rows=gallery)
 
 
-def _checked(owner: str, name: str, result: Any, rows: Float[Tensor, "row dim"]) -> Float[Tensor, "row dim"]:
+def _checked(owner: str, result: Any, rows: Float[Tensor, "row dim"]) -> Float[Tensor, "row dim"]:
     """Return what post-processing made of rows; raise unless it has their shape, dtype and device."""
-    check_matrix(owner, name, result)
+    check_matrix(owner, "result", result)
     if result.shape != rows.shape or result.dtype != rows.dtype or result.device != rows.device:
         raise ValueError(
-            f"{owner}: `{name}` must have the shape, dtype and device of the rows, {tuple(rows.shape)}, {rows.dtype} "
+            f"{owner}: `result` must have the shape, dtype and device of the rows, {tuple(rows.shape)}, {rows.dtype} "
             f"and {rows.device}, got {tuple(result.shape)}, {result.dtype} and {result.device}."
         )
     checked: Tensor = result

@@ -296,9 +296,7 @@ class RevisitedMetrics(EmbeddingMetric):
     def _query_values(self) -> dict[str, dict[str, Float[Tensor, " query"]]]:
         """For each setup the values of each query."""
         rows, _ = self.gather()
-        ranked = query_gallery(
-            rows, self.query_expansion, self.database_augmentation, unit=_BLOCK_COLUMNS, owner=type(self).__name__
-        )
+        ranked = query_gallery(rows, self.query_expansion, self.database_augmentation, unit=_BLOCK_COLUMNS)
         query_ids = ranked.query_ids.tolist()
         self._lists.check_queries(type(self).__name__, query_ids)
         device = float64_device(rows.ids.device)

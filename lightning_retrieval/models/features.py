@@ -21,7 +21,7 @@ from torch.func import functional_call
 from lightning_retrieval.checks import (
     check_bool,
     check_device,
-    check_float_type,
+    check_float,
     check_maps,
     check_positive,
     first_line,
@@ -62,7 +62,7 @@ def gem(
 def _check_exponent(p: Tensor, features: Tensor) -> None:
     """Raise unless a tensor can be the exponent; its value is not read, since that would wait for a GPU."""
     check_device("gem", "p", p, features.device, "features")
-    check_float_type("gem", "p", p)
+    check_float("gem", "p", p, may_be_meta=True)
     if p.layout is not torch.strided or p.numel() != 1:
         raise ValueError(f"gem: `p` must be a number or a dense tensor with one element, got shape {tuple(p.shape)}.")
 

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.checks import check_embeddings, check_integer, check_labels
+from lightning_retrieval.checks import check_integer, check_integers, check_matrix
 from lightning_retrieval.models.whitening import (
     FitRows,
     PrincipalComponents,
@@ -151,9 +151,10 @@ class SupervisedWhitening(WhiteningOfSums):
         return whitening_of_pairs(rows, m, S, self.dim or len(m))
 
     def _check_given(self, embeddings: Tensor, labels: Tensor | None) -> None:
-        check_embeddings("SupervisedWhitening", "embeddings", embeddings)
+        check_matrix("SupervisedWhitening", "embeddings", embeddings, finite=True)
         rows, device = len(embeddings), embeddings.device
-        check_labels("SupervisedWhitening", "labels", _required(labels), rows, "embeddings", device=device)
+        labels = _required(labels)
+        check_integers("SupervisedWhitening", "labels", labels, rows, "embeddings", device=device, levels=True)
         from_dim = embeddings.shape[1]
         if self.dim is not None and self.dim > from_dim:
             raise ValueError(

@@ -17,10 +17,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from lightning_retrieval.checks import (
-    check_embeddings,
     check_finite,
     check_integer,
-    check_labels,
+    check_integers,
     check_matrix,
     check_not_negative,
 )
@@ -395,9 +394,17 @@ class PCAWhitening(WhiteningOfSums):
         super().__init__(dim, check_not_negative("PCAWhitening", "power", power, most=1))
 
     def _check_given(self, embeddings: Tensor, labels: Tensor | None) -> None:
-        check_embeddings("PCAWhitening", "embeddings", embeddings)
+        check_matrix("PCAWhitening", "embeddings", embeddings, finite=True)
         if labels is not None:
-            check_labels("PCAWhitening", "labels", labels, len(embeddings), "embeddings", device=embeddings.device)
+            check_integers(
+                "PCAWhitening",
+                "labels",
+                labels,
+                len(embeddings),
+                "embeddings",
+                device=embeddings.device,
+                levels=True,
+            )
 
     def _learn(self, rows: FitRows, labels: Tensor | None, dtype: torch.dtype) -> PrincipalComponents:
         from_dim = rows.local.shape[1]

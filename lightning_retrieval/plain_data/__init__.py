@@ -13,10 +13,9 @@ from lightning_retrieval.plain_data.describe import is_variadic as is_variadic
 from lightning_retrieval.plain_data.describe import logged_settings as logged_settings
 from lightning_retrieval.plain_data.describe import unsharded_class as unsharded_class
 from lightning_retrieval.plain_data.describe import without_sources as without_sources
-from lightning_retrieval.plain_data.rebuild import check_settings as check_settings
+from lightning_retrieval.plain_data.rebuild import DescriptionReader as DescriptionReader
 from lightning_retrieval.plain_data.rebuild import rebuild as rebuild
 from lightning_retrieval.plain_data.rebuild import rebuild_factory as rebuild_factory
-from lightning_retrieval.plain_data.rebuild import rebuild_optional as rebuild_optional
 from lightning_retrieval.plain_data.rules import TRANSFORM_PACKAGES as TRANSFORM_PACKAGES
 from lightning_retrieval.plain_data.rules import check_plain_data as check_plain_data
 from lightning_retrieval.plain_data.rules import find_class as find_class

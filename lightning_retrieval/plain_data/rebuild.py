@@ -44,17 +44,10 @@ def rebuild(owner: str, name: str, value: Any, kind: type[T]) -> T:
     """
     if _is_description(value):
         check_plain_data(owner, name, value)
-        value = _Reader(owner).description(name, value, _Place((kind,))).build()
+        value = DescriptionReader(owner).description(name, value, _Place((kind,))).build()
     if not isinstance(value, kind):
         raise TypeError(f"{owner}: `{name}` must be a {kind.__module__}.{kind.__name__}, got {type(value).__name__}.")
     return value
-
-
-def rebuild_optional(owner: str, name: str, value: Any, kind: type[T]) -> T | None:
-    """As `rebuild`, and None for None."""
-    if value is None:
-        return None
-    return rebuild(owner, name, value, kind)
 
 
 def rebuild_factory(owner: str, name: str, value: Any, kinds: Kinds) -> Any:
@@ -68,7 +61,7 @@ def rebuild_factory(owner: str, name: str, value: Any, kinds: Kinds) -> Any:
     """
     if _is_description(value):
         check_plain_data(owner, name, value)
-        return _Reader(owner).description(name, value, _Place(products=kinds)).build()
+        return DescriptionReader(owner).description(name, value, _Place(products=kinds)).build()
     if not callable(value):
         raise TypeError(
             f"{owner}: `{name}` must be callable, such as functools.partial(torch.optim.SGD, lr=0.1), got "
@@ -88,29 +81,6 @@ class CheckedSettings:
     def arguments(self) -> dict[str, Any]:
         """The arguments with the objects in them, newly built."""
         return {name: _built(value) for name, value in self.checked.items()}
-
-
-def check_settings(owner: str, cls: type[Any], settings: Mapping[str, Any]) -> CheckedSettings:
-    """Check the settings of a module in a file as a whole, before anything is built.
-
-    Args:
-        owner: prefix of error messages.
-        cls: the module must be of this class; the entry `_class_path`, which LightningCLI writes, names a subclass.
-        settings: plain data; what the constructor does not accept is skipped.
-
-    Raises:
-        ValueError: if the file names what it may not name, or an object that has to be passed again.
-        TypeError: if it names a class of another kind than the argument has.
-    """
-    check_plain_data(owner, "hyperparameters", settings)
-    given = dict(settings)
-    path = given.pop("_class_path", None)
-    if path is not None:
-        cls = find_class(owner, "_class_path", path, (cls,))
-    places = _places(cls)
-    if not _accepts_any(cls):
-        given = {name: value for name, value in given.items() if name in places}
-    return CheckedSettings(cls, given, _Reader(owner).arguments(given, places))
 
 
 @dataclass(frozen=True)
@@ -156,10 +126,35 @@ def _is_description(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _Reader:
-    """Looks up the classes of plain data, and raises if an argument does not accept one of them."""
+class DescriptionReader:
+    """Looks up the classes of plain data, and raises if an argument does not accept one of them.
+
+    Args:
+        owner: prefix of error messages.
+    """
 
     owner: str
+
+    def settings(self, cls: type[Any], settings: Mapping[str, Any]) -> CheckedSettings:
+        """Check the settings of a module in a file as a whole, before anything is built.
+
+        Args:
+            cls: the module must be of this class; the entry `_class_path`, which LightningCLI writes, names a subclass.
+            settings: plain data; what the constructor does not accept is skipped.
+
+        Raises:
+            ValueError: if the file names what it may not name, or an object that has to be passed again.
+            TypeError: if it names a class of another kind than the argument has.
+        """
+        check_plain_data(self.owner, "hyperparameters", settings)
+        given = dict(settings)
+        path = given.pop("_class_path", None)
+        if path is not None:
+            cls = find_class(self.owner, "_class_path", path, (cls,))
+        places = _places(cls)
+        if not _accepts_any(cls):
+            given = {name: value for name, value in given.items() if name in places}
+        return CheckedSettings(cls, given, self.arguments(given, places))
 
     def arguments(self, given: Mapping[str, Any], places: Mapping[str, _Place]) -> dict[str, Any]:
         """The arguments of a constructor, with a `_Description` in place of each description."""

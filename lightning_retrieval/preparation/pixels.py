@@ -21,7 +21,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from lightning_retrieval.checks import check_float_type, check_integer, check_tensor, short_repr
+from lightning_retrieval.checks import check_float, check_integer, check_tensor, short_repr
 
 Size = tuple[int, int]  # height and width
 Pixels = UInt8[Tensor, "channel height width"]
@@ -236,7 +236,7 @@ def check_normalized(owner: str, images: Tensor) -> None:
             f"{owner}: `images` must be floating point, got torch.uint8; normalise them, as "
             "`Preparation.normalize` does."
         )
-    check_float_type(owner, "images", images)
+    check_float(owner, "images", images, may_be_meta=True)
 
 
 def check_size(owner: str, name: str, value: Any) -> int | Size | None:

@@ -22,12 +22,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_retrieval.checks import check_device, check_embeddings, check_integer, check_integers, check_not_negative
+from lightning_retrieval.checks import check_device, check_integer, check_integers, check_matrix, check_not_negative
 from lightning_retrieval.ranking.ranked_lists import ScoreTiles, columns_of_a_gallery_block, columns_of_a_tile
 from lightning_retrieval.ranking.ranks import ieee_products
 from lightning_retrieval.ranking.rows import ShardedRows, normalize, unsharded
 
 _BLOCK_ROWS = 256
+_LARGEST_ALPHA = 100  # rounding makes some scores larger than 1, and their powers must stay finite
 _BLOCK_NUMBERS = 1 << 26
 
 
@@ -250,7 +251,8 @@ class QueryExpansion:
     k: int = 10
 
     def __post_init__(self) -> None:
-        _check_settings("QueryExpansion", self.alpha, self.k)
+        check_not_negative("QueryExpansion", "alpha", self.alpha, most=_LARGEST_ALPHA)
+        check_integer("QueryExpansion", "k", self.k, least=1)
 
     def __call__(
         self,
@@ -318,7 +320,8 @@ class DatabaseAugmentation:
     k: int = 10
 
     def __post_init__(self) -> None:
-        _check_settings("DatabaseAugmentation", self.alpha, self.k)
+        check_not_negative("DatabaseAugmentation", "alpha", self.alpha, most=_LARGEST_ALPHA)
+        check_integer("DatabaseAugmentation", "k", self.k, least=1)
 
     def __call__(self, gallery: Float[Tensor, "gallery dim"]) -> Float[Tensor, "gallery dim"]:
         """The augmented gallery as unit rows. Each row is computed from the original gallery.
@@ -326,20 +329,15 @@ class DatabaseAugmentation:
         Args:
             gallery: one row per image, normalised here.
         """
-        check_embeddings("DatabaseAugmentation", "gallery", gallery)
+        check_matrix("DatabaseAugmentation", "gallery", gallery, finite=True)
         rows = unsharded(normalize(gallery), _BLOCK_ROWS)
         return augmented_gallery(rows, alpha=self.alpha, k=self.k, device=gallery.device).local
 
 
-def _check_settings(owner: str, alpha: float, k: int) -> None:
-    check_not_negative(owner, "alpha", alpha, most=100)  # rounding makes some scores larger than 1
-    check_integer(owner, "k", k, least=1)
-
-
 def _check_input(queries: Tensor, gallery: Tensor, self_index: Tensor) -> None:
-    check_embeddings("QueryExpansion", "queries", queries)
+    check_matrix("QueryExpansion", "queries", queries, finite=True)
     check_device("QueryExpansion", "gallery", gallery, queries.device, "queries")
-    check_embeddings("QueryExpansion", "gallery", gallery)
+    check_matrix("QueryExpansion", "gallery", gallery, finite=True)
     if queries.shape[1] != gallery.shape[1] or queries.dtype != gallery.dtype:
         raise ValueError(
             f"QueryExpansion: `gallery` must have the dimension and dtype of `queries`, got {tuple(gallery.shape)} of "

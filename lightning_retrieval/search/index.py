@@ -26,9 +26,10 @@ from lightning_retrieval.search.rows import (
     OWNER,
     SMALL_BLOCK,
     Rows,
+    check_finite_rows,
     check_not_mapped,
-    check_queries,
     check_results,
+    check_rows,
     join_parameters,
     normalized_rows,
     plain_values,
@@ -286,7 +287,8 @@ class RetrievalIndex:
             return similarities, ids, [self._table.paths_of_found(row) for row in ids.numpy()]
 
     def _search(self, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        check_queries(OWNER, queries, self.dim)
+        check_rows(OWNER, "queries", queries, self.dim)
+        check_finite_rows(OWNER, "queries", queries, np.arange(len(queries)))
         k = check_results(OWNER, k, len(self))
         return faiss_index.search_shards(self.faiss_indexes, self.dim, queries, k)
 

@@ -26,7 +26,6 @@ from lightning_retrieval.search.rows import (
     Rows,
     check_finite_rows,
     check_paths,
-    check_queries,
     check_results,
     check_rows,
     join_parameters,
@@ -286,7 +285,8 @@ class MilvusStore:
 
     def _search(self, queries: Tensor, k: int, fields: list[str]) -> tuple[Tensor, Tensor, list[list[str]]]:
         """The similarities, ids and paths of the nearest rows; "" for paths that are not among the fields."""
-        check_queries(OWNER, queries, self.dim)
+        check_rows(OWNER, "queries", queries, self.dim)
+        check_finite_rows(OWNER, "queries", queries, np.arange(len(queries)))
         check_directions("queries", queries)
         k = check_integer(OWNER, "k", k, least=1, most=MOST_RESULTS)
         similarities = np.full((len(queries), k), -np.inf, np.float32)

@@ -137,12 +137,6 @@ def check_not_mapped(mapped: bool, operation: str) -> None:
         )
 
 
-def check_queries(owner: str, queries: Any, dim: int) -> None:
-    """Raise unless queries are finite and have this dimension."""
-    check_rows(owner, "queries", queries, dim)
-    check_finite_rows(owner, "queries", queries, np.arange(len(queries)))
-
-
 def check_finite_rows(
     owner: str, name: str, embeddings: Rows, ids: NDArray[np.int64], paths: Sequence[str] | None = None
 ) -> None:

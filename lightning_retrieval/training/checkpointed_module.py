@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_retrieval.checks import check_choice, check_flag, short_repr
 from lightning_retrieval.models.pretrained import without_pretrained_weights
-from lightning_retrieval.plain_data import check_settings, describe, unsharded_class, without_sources
+from lightning_retrieval.plain_data import DescriptionReader, describe, unsharded_class, without_sources
 from lightning_retrieval.preparation.serialised import check_serialised_transform
 from lightning_retrieval.training import checkpoint_files
 
@@ -208,7 +208,7 @@ def module_of_checkpoint(
     argument = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)  # of a constructor that takes one dict
     if isinstance(argument, str) and argument not in ("", "kwargs"):
         used = {argument: used}
-    settings = check_settings(owner, cls, used)
+    settings = DescriptionReader(owner).settings(cls, used)
     with without_pretrained_weights():  # they would be downloaded, only to be replaced
         if instantiator is None:
             return settings.cls(**settings.plain, **given)

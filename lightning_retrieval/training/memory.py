@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from lightning_retrieval.checks import (
     check_auto,
     check_bool,
-    check_embeddings,
     check_finite,
     check_integer,
     check_integers,
-    check_labels,
     check_matrix,
     short_repr,
 )
@@ -194,9 +192,9 @@ class CrossBatchMemory(nn.Module):
 
     def _validated(self, embeddings: Tensor, labels: Tensor, ids: Tensor | None) -> _Rows:
         """The batch in the dtypes of the memory."""
-        check_embeddings("CrossBatchMemory", "embeddings", embeddings)
+        check_matrix("CrossBatchMemory", "embeddings", embeddings, finite=True)
         rows, device = len(embeddings), embeddings.device
-        check_labels("CrossBatchMemory", "labels", labels, rows, "embeddings", device=device)
+        check_integers("CrossBatchMemory", "labels", labels, rows, "embeddings", device=device, levels=True)
         if ids is None:
             raise TypeError(
                 "CrossBatchMemory: `ids` must be given, the dataset index of each row, since an image is stored once "
@@ -254,7 +252,7 @@ def _check_state(state: Any) -> None:
         )
     stored = _Rows(*state["rows"])
     check_matrix("CrossBatchMemory", "state", stored.embeddings)
-    check_labels("CrossBatchMemory", "state", stored.labels, len(stored.embeddings), "state")
+    check_integers("CrossBatchMemory", "state", stored.labels, len(stored.embeddings), "state", levels=True)
     check_integers("CrossBatchMemory", "state", stored.ids, len(stored.embeddings), "state")
     check_finite("CrossBatchMemory", "state", stored.embeddings, stored.ids)
 

@@ -16,7 +16,7 @@ from lightning_retrieval.checks import check_auto, check_bool, check_choice, che
 from lightning_retrieval.distributed import rank
 from lightning_retrieval.models.multi_scale import SCALE_POOLING, check_scales, multi_scale
 from lightning_retrieval.models.whitening import Whitening
-from lightning_retrieval.plain_data import rebuild, rebuild_optional
+from lightning_retrieval.plain_data import rebuild
 from lightning_retrieval.preparation.of_model import preparation_of
 from lightning_retrieval.preparation.of_run import record_preparation
 from lightning_retrieval.training.chunked import chunked_backward
@@ -25,7 +25,7 @@ from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.manual_training import ManualTraining, without_gradient_sync
 from lightning_retrieval.training.memory import CrossBatchMemory, MemoryMode
 from lightning_retrieval.training.optimizers import FrozenBackbone, check_backbone
-from lightning_retrieval.training.random_state import seed_of_run, step_random_state
+from lightning_retrieval.training.random_state import seed_or_default, step_random_state
 from lightning_retrieval.training.run_report import report_first_step
 from lightning_retrieval.training.step import ChunkSizeSearch, TrainingStep, Unpacked, check_first_batch, unpack
 from lightning_retrieval.training.trainer_checks import adapt_loss, check_memory, check_memory_start, check_processes
@@ -129,10 +129,10 @@ class RetrievalModule(ManualTraining):
             frequency=lr_scheduler_frequency,
             monitor=lr_scheduler_monitor,
         )
-        self.memory = rebuild_optional(owner, "memory", memory, CrossBatchMemory)
+        self.memory = None if memory is None else rebuild(owner, "memory", memory, CrossBatchMemory)
         self.memory_weight = check_memory(owner, self.loss, self.memory, memory_mode, memory_weight)
         self.memory_mode: MemoryMode = memory_mode
-        self.whitening = rebuild_optional(owner, "whitening", whitening, Whitening)
+        self.whitening = None if whitening is None else rebuild(owner, "whitening", whitening, Whitening)
         self.eval_scales = check_scales(owner, "eval_scales", eval_scales)
         self.eval_scales_pooling = check_choice(owner, "eval_scales_pooling", eval_scales_pooling, tuple(SCALE_POOLING))
         self.chunk_size = chunk_size
@@ -152,7 +152,7 @@ class RetrievalModule(ManualTraining):
         if freeze_backbone_epochs > 0:
             check_backbone(owner, "freeze_backbone_epochs", self.embedder)
         self._frozen_backbone = FrozenBackbone(self.freeze_backbone_epochs)
-        self.seed = seed_of_run(owner, seed)
+        self.seed = check_integer(owner, "seed", seed_or_default(seed), least=0, most=None)
         self._chunk_size_search = ChunkSizeSearch()
 
     def forward(self, images: Tensor) -> Float[Tensor, "batch dim"]:

@@ -11,19 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_retrieval.checks import check_seed
 
-
-def seed_of_run(owner: str, seed: int | None) -> int:
-    """The seed; if None, that of Lightning's `seed_everything`, else 0.
-
-    Args:
-        owner: prefix of error messages.
-        seed: the setting.
-    """
+def seed_or_default(seed: int | None) -> int:
+    """The seed; if None, that of Lightning's `seed_everything`, and 0 if that was not called."""
     if seed is None:
         return int(os.environ.get("PL_GLOBAL_SEED", "0"))
-    return check_seed(owner, "seed", seed)
+    return seed
 
 
 class RandomState:

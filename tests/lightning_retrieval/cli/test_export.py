@@ -56,7 +56,7 @@ def test_a_program_that_differs_is_not_written(glyphs, exported, tmp_path, monke
     # The programs of the other tests, since tracing takes seconds.
     monkeypatch.setattr(export_module, "export_program", lambda _: torch.export.load(exported / "model.pt2"))
     monkeypatch.setattr(
-        export_module, "write_onnx", lambda owner, program, file, about: shutil.copy(exported / "model.onnx", file)
+        export_module, "write_onnx", lambda program, file, about: shutil.copy(exported / "model.onnx", file)
     )
     monkeypatch.setattr(export_module, "TOLERANCE", -1.0)
     with pytest.raises(ValueError, match=r"^export_model: model\.onnx must differ from the model by at most -1, got "):

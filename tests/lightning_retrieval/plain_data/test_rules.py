@@ -18,8 +18,8 @@ from torch import nn
 import lightning_retrieval
 from lightning_retrieval import RetrievalModule, callbacks, datamodules, losses, metrics, models
 from lightning_retrieval.plain_data import (
+    DescriptionReader,
     check_plain_data,
-    check_settings,
     class_path,
     describe,
     find_class,
@@ -185,7 +185,7 @@ def test_plain_data_that_hold_the_same_list_again_and_again_end_in_an_error():
     for _ in range(60):
         value = [value, value]
     with pytest.raises(ValueError, match=r"^Test: `hyperparameters` must be plain data, got lists or dicts that are"):
-        check_settings("Test", RetrievalModule, {"embedder": LINEAR, "loss": value})
+        DescriptionReader("Test").settings(RetrievalModule, {"embedder": LINEAR, "loss": value})
 
 
 @pytest.mark.refusal
@@ -289,11 +289,11 @@ class OfUser(RetrievalModule):
 
 def test_an_argument_without_annotation_accepts_what_it_does_in_the_base_class():
     module = OfUser(optimizer=functools.partial(torch.optim.SGD, lr=0.1))
-    checked = check_settings("Test", OfUser, dict(module.hparams))
+    checked = DescriptionReader("Test").settings(OfUser, dict(module.hparams))
     assert checked.arguments()["optimizer"].keywords["lr"] == 0.1
-    assert check_settings("Test", OfUser, {"optimizer": "a word"}).checked == {"optimizer": "a word"}
+    assert DescriptionReader("Test").settings(OfUser, {"optimizer": "a word"}).checked == {"optimizer": "a word"}
     with pytest.raises(TypeError, match=r"^Test: `dim` names torch.optim.SGD, which is not a class of the kind"):
-        check_settings("Test", OfUser, {"dim": module.hparams["optimizer"]})
+        DescriptionReader("Test").settings(OfUser, {"dim": module.hparams["optimizer"]})
 
 
 @pytest.mark.refusal
@@ -310,7 +310,9 @@ def test_settings_are_checked_before_anything_is_built(monkeypatch):
     """The first argument is good; nothing is built of it, since the second one is not."""
     monkeypatch.setattr(nn.Linear, "__init__", lambda *args, **kwargs: pytest.fail("built"))
     with pytest.raises(ValueError, match=r"^Test: `loss` names the class torch.nn.NoSuchLoss"):
-        check_settings("Test", RetrievalModule, {"embedder": LINEAR, "loss": {"class_path": "torch.nn.NoSuchLoss"}})
+        DescriptionReader("Test").settings(
+            RetrievalModule, {"embedder": LINEAR, "loss": {"class_path": "torch.nn.NoSuchLoss"}}
+        )
 
 
 @pytest.mark.refusal
