@@ -33,7 +33,6 @@ from lightning_retrieval.losses.batch_loss import BatchLoss, RankedBatch
 from lightning_retrieval.losses.third_party import ThirdPartyLoss, original_loss
 from lightning_retrieval.metrics.definitions import average_precision
 from lightning_retrieval.metrics.gathering import Rows, unit_rows
-from lightning_retrieval.metrics.query_gallery import query_gallery
 from lightning_retrieval.metrics.retrieval import QueryMetric, RetrievalMetrics, query_values
 from lightning_retrieval.ranking.labels import finest
 from lightning_retrieval.ranking.rows import float64_device, to_float64
@@ -60,7 +59,7 @@ def decomposability_gap(metrics: RetrievalMetrics, classes: int, samples: int) -
         if len(batch.ids) == 0:  # the last batches are of other processes
             continue
         index = first + shard.index
-        lists = query_gallery(batch, metrics.query_expansion, metrics.database_augmentation)
+        lists = metrics.query_gallery(batch)
         ap = query_values(lists, [_AP])["AP"]
         sums[index] = torch.stack([ap.nansum(), (~ap.isnan()).sum()])
     shard.add_up(sums)  # other processes have zeros for each batch: the sum is exact

@@ -246,13 +246,11 @@ class RetrievalEvaluation(pl.Callback):
         for name in self.extra_metrics:
             extra_metric(owner, name)
         self.dims = check_dims(owner, dims, may_be_empty=True)
-        if query_expansion is not None:
-            check_callable(owner, "query_expansion", query_expansion)
-        if database_augmentation is not None:
-            check_callable(owner, "database_augmentation", database_augmentation)
+        self.query_expansion = check_callable(owner, "query_expansion", query_expansion, may_be_none=True)
+        self.database_augmentation = check_callable(
+            owner, "database_augmentation", database_augmentation, may_be_none=True
+        )
         self.before_fit = check_bool(owner, "before_fit", before_fit)
-        self.query_expansion = query_expansion
-        self.database_augmentation = database_augmentation
         self.embeddings_on_cpu = check_bool(owner, "embeddings_on_cpu", embeddings_on_cpu)
         self.sets: list[EvaluationSet] = []  # with their embeddings, from the start of an evaluation to its end
         # Of the last evaluation: "val", "test", "untrained" and "backbone".

@@ -160,9 +160,9 @@ def check_flag(owner: str, name: str, value: bool | None) -> bool | None:
     return value
 
 
-def check_callable(owner: str, name: str, value: Any) -> Any:
-    """Return `value`; raise unless it can be called."""
-    if not callable(value):
+def check_callable(owner: str, name: str, value: Any, *, may_be_none: bool = False) -> Any:
+    """Return `value`; raise unless it can be called; `may_be_none` also allows None."""
+    if not callable(value) and not (may_be_none and value is None):
         raise TypeError(f"{owner}: `{name}` must be callable, got {_with_type(value)}.")
     return value
 

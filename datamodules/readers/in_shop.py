@@ -105,7 +105,8 @@ class InShop(ImageDataModule):
         self.sources()  # raises if one is missing
         partition = self._read_partition()
         paths = self._image_paths(partition)
-        categories, _ = class_numbers([_gender_and_kind(image) for image in partition.images])
+        # Gender and kind are the two folders below `img`.
+        categories, _ = class_numbers(["/".join(image.split("/")[1:3]) for image in partition.images])
         boxes = None
         if self.boxes:
             boxes = self._read_boxes(partition.images)
@@ -207,8 +208,3 @@ def _read_counted(file: ListFile, header: Sequence[str]) -> list[list[str]]:
     if count != rows:
         raise file.error(f"{file.path} must have as many images as its first line says, {count:,}, got {rows:,}")
     return columns
-
-
-def _gender_and_kind(image: str) -> str:
-    """The two folders below `img`."""
-    return "/".join(image.split("/")[1:3])

@@ -3,6 +3,7 @@
 Rows of an earlier index are never lost unasked: `IndexWriter` compares them with the new ones before it replaces them.
 """
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -67,7 +68,8 @@ class EarlierRows:
         """Why no row can be one of the new index; None if rows can."""
         self._owner = owner
         self._name = name
-        self._rows = row_keys(self.ids, _all_paths(index))
+        paths = itertools.chain.from_iterable(index.paths(ids) for ids in self.ids.split(BLOCK))
+        self._rows = row_keys(self.ids, paths)
 
     def check_kept(self, ids: Int[Tensor, " rows"], paths: Sequence[str]) -> None:
         """Raise if there are rows that are not among those of the new index, whose ids and paths are given."""
@@ -117,12 +119,6 @@ def row_keys(ids: Int[Tensor, " rows"], paths: Iterable[str]) -> NDArray[np.int6
             known_by = ("id", int(ids[row]))
         keys[row] = hash(known_by)
     return keys
-
-
-def _all_paths(index: EmbeddingStore) -> Iterator[str]:
-    """The paths of all rows, in the order of their ids."""
-    for ids in index.ids.split(BLOCK):
-        yield from index.paths(ids)
 
 
 def _not_in(keys: NDArray[np.int64], others: NDArray[np.int64]) -> int:

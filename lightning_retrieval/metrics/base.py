@@ -28,7 +28,7 @@ from lightning_retrieval.metrics.gathering import (
     nothing_to_compute,
 )
 from lightning_retrieval.metrics.plot import Results, plot_results
-from lightning_retrieval.metrics.query_gallery import QueryGallery, post_processing, query_gallery
+from lightning_retrieval.metrics.query_gallery import QueryGallery, post_processed, post_processing, query_gallery
 from lightning_retrieval.ranking.labels import Role, check_roles, finest
 
 _STATES = ("embeddings", "labels", "ids", "roles", "instances", "cameras")
@@ -81,12 +81,10 @@ class EmbeddingMetric(Metric):
     ) -> None:
         super().__init__(**kwargs)
         owner = type(self).__name__
-        if query_expansion is not None:
-            check_callable(owner, "query_expansion", query_expansion)
-        if database_augmentation is not None:
-            check_callable(owner, "database_augmentation", database_augmentation)
-        self.query_expansion = query_expansion
-        self.database_augmentation = database_augmentation
+        self.query_expansion = check_callable(owner, "query_expansion", query_expansion, may_be_none=True)
+        self.database_augmentation = check_callable(
+            owner, "database_augmentation", database_augmentation, may_be_none=True
+        )
         self.embeddings_on_cpu = check_bool(owner, "embeddings_on_cpu", embeddings_on_cpu)
         self._error: str | None = None
         self._over_processes: bool | None = None  # whether `compute` gathers over processes; None outside of `compute`
@@ -195,9 +193,15 @@ class EmbeddingMetric(Metric):
             raise ValueError(nothing_to_compute(owner))
         return collected, shard
 
-    def query_gallery(self, rows: Rows) -> QueryGallery:
-        """Queries and gallery of these rows as they are ranked: sorted by label and post-processed."""
-        return query_gallery(rows, self.query_expansion, self.database_augmentation)
+    def query_gallery(self, rows: Rows, *, unit: int | None = None) -> QueryGallery:
+        """Queries and gallery of these rows as they are ranked: sorted by label and post-processed.
+
+        Args:
+            rows: the images of an evaluation set.
+            unit: rows of the blocks that are distributed over the processes; if None, those of `positive_ranks`.
+        """
+        lists = query_gallery(rows, unit=unit)
+        return post_processed(type(self).__name__, lists, self.query_expansion, self.database_augmentation)
 
     def is_relevant(
         self,

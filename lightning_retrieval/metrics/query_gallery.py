@@ -78,19 +78,11 @@ class QueryGallery:
         return positive_ranks(self.query_rows, self.gallery_rows, self.labelled)
 
 
-def query_gallery(
-    rows: Rows,
-    query_expansion: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
-    database_augmentation: Callable[[Tensor], Tensor] | None = None,
-    *,
-    unit: int | None = None,
-) -> QueryGallery:
-    """Split rows by their roles, sort both parts by label, and post-process the gallery and then the queries.
+def query_gallery(rows: Rows, *, unit: int | None = None) -> QueryGallery:
+    """Split rows by their roles, and sort both parts by label.
 
     Args:
         rows: the images of an evaluation set.
-        query_expansion: from (queries, gallery, self_index) to new queries; none if None.
-        database_augmentation: from a gallery to a new one, applied first; none if None.
         unit: rows of the blocks that are distributed over the processes; those of `positive_ranks` if None.
     """
     order = _order_by_label(rows.labels)
@@ -110,7 +102,7 @@ def query_gallery(
     cameras: tuple[Tensor | None, Tensor | None] = (None, None)
     if rows.cameras is not None:
         cameras = (rows.cameras[query_rows], rows.cameras[gallery_rows])
-    lists = QueryGallery(
+    return QueryGallery(
         query_rows=queries,
         query_ids=rows.ids[query_rows],
         query_labels=labels[0],
@@ -121,9 +113,6 @@ def query_gallery(
         query_cameras=cameras[0],
         gallery_cameras=cameras[1],
     )
-    if lists.is_empty or (query_expansion is None and database_augmentation is None):
-        return lists
-    return _post_processed(lists, query_expansion, database_augmentation)
 
 
 def post_processing(query_expansion: Any, database_augmentation: Any) -> str:
@@ -137,12 +126,22 @@ def post_processing(query_expansion: Any, database_augmentation: Any) -> str:
     return f"query_expansion: {shown[0]}, database_augmentation: {shown[1]}"
 
 
-def _post_processed(
+def post_processed(
+    owner: str,
     lists: QueryGallery,
     query_expansion: Callable[[Tensor, Tensor, Tensor], Tensor] | None,
     database_augmentation: Callable[[Tensor], Tensor] | None,
 ) -> QueryGallery:
-    """Apply post-processing; each process to its own rows if it is the library's, else each to all rows."""
+    """Apply post-processing; each process to its own rows if it is the library's, else each to all rows.
+
+    Args:
+        owner: prefix of error messages.
+        lists: queries and gallery, which may be empty.
+        query_expansion: from (queries, gallery, self_index) to new queries; none if None.
+        database_augmentation: from a gallery to a new one, applied first; none if None.
+    """
+    if lists.is_empty or (query_expansion is None and database_augmentation is None):
+        return lists
     # A class derived from them may compute something else.
     is_own_augmentation = database_augmentation is None or type(database_augmentation) is DatabaseAugmentation
     if is_own_augmentation and (query_expansion is None or type(query_expansion) is QueryExpansion):
@@ -150,10 +149,10 @@ def _post_processed(
     queries, gallery = lists.queries, lists.gallery
     if database_augmentation is not None:
         augmented = database_augmentation(gallery)
-        gallery = _checked("database_augmentation", augmented, gallery)
+        gallery = _checked(owner, "database_augmentation", augmented, gallery)
     if query_expansion is not None:
         expanded = query_expansion(queries, gallery, lists.self_index.to(gallery.device))
-        queries = _checked("query_expansion", expanded, queries)
+        queries = _checked(owner, "query_expansion", expanded, queries)
     return replace(
         lists, query_rows=lists.query_rows.with_rows(queries), gallery_rows=lists.gallery_rows.with_rows(gallery)
     )
@@ -170,13 +169,13 @@ def _expanded_in_shards(lists: QueryGallery, expansion: Any, augmentation: Any) 
     return replace(lists, query_rows=queries, gallery_rows=gallery)
 
 
-def _checked(owner: str, result: Any, rows: Float[Tensor, "row dim"]) -> Float[Tensor, "row dim"]:
+def _checked(owner: str, name: str, result: Any, rows: Float[Tensor, "row dim"]) -> Float[Tensor, "row dim"]:
     """Return what post-processing made of rows; raise unless it has their shape, dtype and device."""
-    check_matrix(owner, "result", result)
+    check_matrix(owner, f"{name}'s result", result)
     if result.shape != rows.shape or result.dtype != rows.dtype or result.device != rows.device:
         raise ValueError(
-            f"{owner}: `result` must have the shape, dtype and device of the rows, {tuple(rows.shape)}, {rows.dtype} "
-            f"and {rows.device}, got {tuple(result.shape)}, {result.dtype} and {result.device}."
+            f"{owner}: `{name}'s result` must have the shape, dtype and device of the rows, {tuple(rows.shape)}, "
+            f"{rows.dtype} and {rows.device}, got {tuple(result.shape)}, {result.dtype} and {result.device}."
         )
     checked: Tensor = result
     return checked

@@ -31,7 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_retrieval.checks import check_integer, short_repr
 from lightning_retrieval.metrics.base import EmbeddingMetric, Indices
-from lightning_retrieval.metrics.query_gallery import QueryGallery, query_gallery
+from lightning_retrieval.metrics.query_gallery import QueryGallery
 from lightning_retrieval.ranking.ranks import count_at_least, ieee_products
 from lightning_retrieval.ranking.rows import ShardedRows, float64_device
 
@@ -296,7 +296,7 @@ class RevisitedMetrics(EmbeddingMetric):
     def _query_values(self) -> dict[str, dict[str, Float[Tensor, " query"]]]:
         """For each setup the values of each query."""
         rows, _ = self.gather()
-        ranked = query_gallery(rows, self.query_expansion, self.database_augmentation, unit=_BLOCK_COLUMNS)
+        ranked = self.query_gallery(rows, unit=_BLOCK_COLUMNS)
         query_ids = ranked.query_ids.tolist()
         self._lists.check_queries(type(self).__name__, query_ids)
         device = float64_device(rows.ids.device)

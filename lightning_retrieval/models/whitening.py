@@ -396,15 +396,8 @@ class PCAWhitening(WhiteningOfSums):
     def _check_given(self, embeddings: Tensor, labels: Tensor | None) -> None:
         check_matrix("PCAWhitening", "embeddings", embeddings, finite=True)
         if labels is not None:
-            check_integers(
-                "PCAWhitening",
-                "labels",
-                labels,
-                len(embeddings),
-                "embeddings",
-                device=embeddings.device,
-                levels=True,
-            )
+            rows, device = len(embeddings), embeddings.device
+            check_integers("PCAWhitening", "labels", labels, rows, "embeddings", device=device, levels=True)
 
     def _learn(self, rows: FitRows, labels: Tensor | None, dtype: torch.dtype) -> PrincipalComponents:
         from_dim = rows.local.shape[1]

@@ -109,8 +109,7 @@ class RunPreparation:
         self._given_train = of_pil_images(train_transform)
         self._given_eval = of_pil_images(eval_transform)
         for name, given in (("train_transform", self._given_train), ("eval_transform", self._given_eval)):
-            if given is not None:
-                check_callable(owner, name, given)
+            check_callable(owner, name, given, may_be_none=True)
         if "background" in settings:
             check_colour(owner, "background", settings["background"])
         self._serialised: dict[str, Any] | None = None

@@ -252,7 +252,7 @@ class RankedBlock:
             self._sort_positives()
             self._counted = frozenset(kept)
             for tile in kept.values():
-                self._add(tile)
+                self._rank += count_at_least(tile, self._positives)
 
     def count(self, tiles: ScoreTiles) -> None:
         """Count the candidates in a gallery block whose scores reach each positive."""
@@ -260,7 +260,7 @@ class RankedBlock:
             self._sort_positives()
         tiles.start_queries(self._queries)
         for _, tile in tiles.others(self._counted):
-            self._add(tile)
+            self._rank += count_at_least(tile, self._positives)
 
     def ranks(self) -> PositiveRanks:
         """The ranks, when all gallery blocks are counted."""
@@ -279,9 +279,6 @@ class RankedBlock:
         self._rank = -count_at_least(excluded, self._positives).int()
         self._scores = self._positives[:0]  # frees the memory
         self._is_sorted = True
-
-    def _add(self, tile: Float[Tensor, "query column"]) -> None:
-        self._rank += count_at_least(tile, self._positives)
 
 
 def _groups(

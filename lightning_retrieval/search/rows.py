@@ -14,7 +14,7 @@ from jaxtyping import Float, Float32, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_retrieval.checks import check_float, check_integer, check_mapping, check_strings, check_tensor
+from lightning_retrieval.checks import check_float, check_integer, check_mapping, check_strings
 from lightning_retrieval.packed_strings import PackedStrings
 from lightning_retrieval.ranking.rows import normalize
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
@@ -120,13 +120,11 @@ def sample_rows(rows: int, most: int) -> Int[Tensor, " sampled"]:
 def check_rows(owner: str, name: str, embeddings: Any, dim: int) -> None:
     """Raise unless `embeddings` is a floating-point tensor of shape (rows, dim), or `FolderRows` of this shape."""
     if not isinstance(embeddings, FolderRows):
-        check_tensor(owner, name, embeddings)
+        check_float(owner, name, embeddings)
     if len(embeddings.shape) != 2 or embeddings.shape[1] != dim:
         raise ValueError(
             f"{owner}: `{name}` must have shape (rows, {dim}), as the index has, got {tuple(embeddings.shape)}."
         )
-    if not isinstance(embeddings, FolderRows):
-        check_float(owner, name, embeddings)
 
 
 def check_not_mapped(mapped: bool, operation: str) -> None:

@@ -328,5 +328,5 @@ def test_post_processing_comes_before_ranking():
 def test_a_result_of_post_processing_that_does_not_fit_raises(name, result, error, sentence):
     metrics = RetrievalMetrics((1,), **{name: lambda *rows: result})
     metrics.update(torch.randn(4, 2), torch.tensor([0, 0, 1, 1]))
-    with pytest.raises(error, match=rf"^{name}: `result` {sentence}"):
+    with pytest.raises(error, match=rf"^RetrievalMetrics: `{name}'s result` {sentence}"):
         metrics.compute()
