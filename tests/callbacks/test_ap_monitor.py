@@ -30,8 +30,8 @@ from lightning_retrieval.losses import (
 from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 from tests.csv_logs import logged
-from tests.lightning_retrieval.metrics.evaluation_set import IDS, SIZE, filled, points
-from tests.lightning_retrieval.metrics.evaluation_set import lists as lists_of_set
+from tests.lightning_retrieval.metrics.helpers import IDS, SIZE, filled, points
+from tests.lightning_retrieval.metrics.helpers import lists as lists_of_set
 from tests.quiet_trainer import quiet_trainer
 
 TAU = 0.1

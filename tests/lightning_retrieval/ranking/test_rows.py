@@ -1,4 +1,4 @@
-"""Unit rows, and rows that are sharded over processes: who holds which, and what real processes get of them."""
+"""Unit rows, and rows that are sharded over processes: who holds which."""
 
 import math
 
@@ -115,33 +115,3 @@ def test_rows_of_one_process_are_not_copied():
     assert torch.equal(rows.select(torch.tensor([5, 2])), ROWS[[5, 2]])
     assert torch.equal(rows.fetch(torch.tensor([[5], [2]])), ROWS[torch.tensor([[5], [2]])])
     assert torch.equal(rows.with_rows(ROWS + 1).all(), ROWS + 1)
-
-
-def in_each_process(this, world):
-    """The last process holds nothing if there are four, since there are three blocks."""
-    rows = shard_of(ROWS, 9, this, world)
-    chosen = torch.tensor([22, 0, 9, 9, 3])
-    return {
-        "length": len(rows),
-        "all": rows.all(),
-        "some": rows.range(7, 20),
-        "none": rows.range(4, 4),
-        "chosen": rows.select(chosen),
-        "nothing chosen": rows.select(chosen[:0]),
-        "fetched": rows.fetch(chosen[this:].expand(2, -1)),
-        "nothing fetched": rows.fetch(chosen[: 2 * (this == 0), None]),
-        "replaced": rows.with_rows(-ROWS).all(),
-    }
-
-
-def test_every_process_gets_the_rows_of_all(run_processes):
-    for this, found in enumerate(run_processes(in_each_process, 4)):
-        assert found["length"] == 23
-        assert torch.equal(found["fetched"], ROWS[[22, 0, 9, 9, 3][this:]].expand(2, -1, -1))
-        assert torch.equal(found["nothing fetched"], ROWS[[22, 0], None][: 2 * (this == 0)])
-        assert torch.equal(found["all"], ROWS)
-        assert torch.equal(found["some"], ROWS[7:20])
-        assert found["none"].shape == (0, 2)
-        assert torch.equal(found["chosen"], ROWS[[22, 0, 9, 9, 3]])
-        assert found["nothing chosen"].shape == (0, 2)
-        assert torch.equal(found["replaced"], -ROWS)
