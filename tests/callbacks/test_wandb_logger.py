@@ -1,6 +1,8 @@
 """RetrievalWandbLogger, read back from the files of an offline run; it is offline unless a key is found."""
 
+import os
 import warnings
+from pathlib import Path
 
 import pytest
 from pytorch_lightning.callbacks import ModelCheckpoint
@@ -57,6 +59,8 @@ def runs(tmp_path_factory):
 def offline_environment(patch, folder):
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC", "WANDB_BASE_URL"):
         patch.delenv(name, raising=False)
+    cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
+    patch.setenv("XDG_CACHE_HOME", str(cache))  # in which the glyphs are drawn already
     patch.setenv("HOME", str(folder))
     patch.setenv("WANDB_MODE", "offline")
     patch.setenv("WANDB_SILENT", "true")
