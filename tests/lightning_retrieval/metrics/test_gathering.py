@@ -1,4 +1,4 @@
-"""Rows of one image are merged and stay in their batches; the memory of an evaluation; what post-processing gets."""
+"""Rows of one image are merged; the memory of an evaluation; what post-processing gets."""
 
 import ctypes
 from pathlib import Path
@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_retrieval.metrics import RetrievalMetrics, gathering
-from lightning_retrieval.metrics.gathering import unit_rows
+from lightning_retrieval.metrics import RetrievalMetrics
 from lightning_retrieval.ranking.rows import normalize
-from tests.lightning_retrieval.metrics.helpers import compute
+from tests.lightning_retrieval.metrics.helpers import compute, numbers
 
 KS = (1, 2, 4, 8)
 X, Y = torch.randn(4, 3), torch.tensor([0, 0, 1, 1])
@@ -28,7 +27,7 @@ def test_roles_of_one_image_in_different_rows_are_merged():
     metrics = RetrievalMetrics(ks=KS)
     metrics.update(x, labels, ids, roles=torch.full((20,), 1))
     metrics.update(x, labels, ids, roles=torch.full((20,), 2))
-    merged = {name: value.item() for name, value in metrics.compute().items()}
+    merged = numbers(metrics.compute())
     assert merged == compute(x, labels, ids=ids)  # no query meets its own copy
 
 
@@ -43,7 +42,7 @@ def test_images_of_an_instance_are_averaged():
     means = torch.stack([unit[instances == i].mean(0) for i in instances.unique()])
     of_mean = [int(labels[instances == i][0]) for i in instances.unique()]
     expected = compute(means, torch.tensor(of_mean), ks=(1, 3))
-    assert {name: value.item() for name, value in metrics.compute().items()} == pytest.approx(expected, abs=1e-12)
+    assert numbers(metrics.compute()) == pytest.approx(expected, abs=1e-12)
     least = [int(ids[instances == i].min()) for i in instances.unique()]
     assert metrics.per_query()["ids"].tolist() == sorted(least)
 
@@ -103,25 +102,6 @@ def added_memory(rank, world_size):
 def test_an_evaluation_keeps_two_and_a_half_times_the_rows(run_alone):
     """Once in the batches of `update`, once as they are ranked, and the rest for scores and results."""
     assert 2 < run_alone(added_memory) < 2.5
-
-
-@pytest.mark.parametrize(
-    ("sizes", "dtype", "numbers"),
-    [([50], torch.float16, 16), ([7, 1, 0, 30, 12], torch.float32, 16), ([1] * 50, torch.float64, 1 << 18)],
-)
-def test_chosen_rows_are_those_of_all_batches_together(sizes, dtype, numbers, monkeypatch):
-    monkeypatch.setattr(gathering, "_BLOCK_NUMBERS", numbers)
-    batches = torch.randn(50, 4, dtype=dtype).split(sizes)
-    chosen = torch.randint(0, 50, (40,))  # some of them several times
-    is_kept = torch.arange(40) % 3 > 0
-    rows = unit_rows(batches).select(chosen).select(is_kept)
-    assert torch.equal(rows.tensor(), normalize(torch.cat(batches))[chosen][is_kept])
-
-
-def test_no_rows():
-    rows = unit_rows([torch.zeros(0, 3)])
-    assert rows.tensor().shape == (0, 3)
-    assert unit_rows([torch.randn(4, 3)]).select(torch.zeros(4, dtype=torch.bool)).tensor().shape == (0, 3)
 
 
 def test_post_processing_comes_before_ranking():

@@ -139,10 +139,11 @@ def pictures(metrics):
     }
 
 
+NAMES = tuple(cases())
 WITH_PICTURES = ("plain", "expanded, with roles")
 
 
-def tables(this, world, group=None, names=tuple(cases())):
+def tables(this, world, group=None, names=NAMES):
     """All results of these cases, by the processes of a group."""
     with pytest.MonkeyPatch.context() as patch:
         for module, name, size in SIZES:
@@ -173,7 +174,7 @@ def processes(run_processes):
     return run_processes(tables, 3, timeout=300)
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", NAMES)
 def test_tables_are_bit_equal_to_those_of_one_process(case, processes, alone):
     expected = alone[case]
     for found in processes:
@@ -213,7 +214,7 @@ def test_a_group_of_the_processes_has_its_own_evaluation(run_processes, alone):
 
 
 def largest_tensors(this, world):
-    """Elements of the largest tensor in an evaluation, of the embeddings that this process is given, and that it keeps."""
+    """Elements of the largest tensor in an evaluation, and of the embeddings that this process is given and keeps."""
     ids = torch.arange(this, 2100, world)
     both = {"query_expansion": QueryExpansion(k=4), "database_augmentation": DatabaseAugmentation(k=4)}
     metrics = RetrievalMetrics((1,), **both)
