@@ -30,8 +30,8 @@ from lightning_retrieval.losses import (
 from lightning_retrieval.losses.batch_loss import QueryRange, RankedBatch
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
 from tests.csv_logs import logged
-from tests.lightning_retrieval.metrics.evaluation_set import IDS, SIZE, filled, points
-from tests.lightning_retrieval.metrics.evaluation_set import lists as lists_of_set
+from tests.lightning_retrieval.metrics.helpers import IDS, SIZE, filled, points
+from tests.lightning_retrieval.metrics.helpers import lists as lists_of_set
 from tests.quiet_trainer import quiet_trainer
 
 TAU = 0.1
@@ -59,7 +59,7 @@ class Record(pl.Callback):
         self.losses.append(trainer.callback_metrics["train/loss"].item())
 
 
-def fit(folder, loss, *callbacks, every=2, epochs=2, **kwargs):
+def fit(folder, loss, *callbacks, every=2, epochs=2, train=None, **kwargs):
     torch.manual_seed(3)
     optimizer = functools.partial(torch.optim.SGD, lr=0.5)
     module = RetrievalModule(nn.Linear(6, 3), loss, optimizer=optimizer, **kwargs)
@@ -69,7 +69,7 @@ def fit(folder, loss, *callbacks, every=2, epochs=2, **kwargs):
         logger=CSVLogger(folder, version=0),
         log_every_n_steps=every,
     )
-    run.fit(module, DataLoader(data(1), batch_size=8), DataLoader(data(2), batch_size=8))
+    run.fit(module, DataLoader(train or data(1), batch_size=8), DataLoader(data(2), batch_size=8))
     return run
 
 
@@ -160,13 +160,13 @@ class PairDistance(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("loss", "size"), [(CalibrationLoss(), 0), (PairDistance(), 0), (ContrastiveLoss(), 12)], ids=["ours", "own", "PML"]
+    ("loss", "memory"),
+    [(CalibrationLoss(), None), (PairDistance(), None), (ContrastiveLoss(), CrossBatchMemory(12))],
+    ids=["ours", "own", "PML"],
 )
-def test_losses_that_do_not_approximate_ap_have_no_error(tmp_path, loss, size):
+def test_losses_that_do_not_approximate_ap_have_no_error(tmp_path, loss, memory):
     """The lists of a third-party loss are those of the batch, without the memory."""
-    record, memory = Record(), None
-    if size:
-        memory = CrossBatchMemory(size)
+    record = Record()
     with pytest.warns(UserWarning, match=rf"^APMonitor: train/AP_e is not logged, because {type(loss).__name__} does"):
         fit(tmp_path, loss, record, APMonitor(), memory=memory)
     row = logged(tmp_path)[3]
@@ -176,15 +176,9 @@ def test_losses_that_do_not_approximate_ap_have_no_error(tmp_path, loss, size):
 
 
 def test_batch_without_a_positive_has_no_ap(tmp_path):
-    module = RetrievalModule(nn.Linear(6, 3), SmoothAPLoss())
-    run = pl.Trainer(
-        max_epochs=1, accelerator="cpu", devices=1, logger=CSVLogger(tmp_path, version=0), log_every_n_steps=1,
-        callbacks=[RetrievalEvaluation((1,)), APMonitor()], enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
-    nothing = DataLoader(TensorDataset(torch.randn(4, 6), torch.arange(4)), batch_size=4)
+    nothing = TensorDataset(torch.randn(4, 6), torch.arange(4))
     with pytest.warns(UserWarning, match="SmoothAPLoss: no row of the batch has a positive") as caught:
-        run.fit(module, nothing, DataLoader(data(2), batch_size=8))
+        fit(tmp_path, SmoothAPLoss(), APMonitor(), every=1, epochs=1, train=nothing)
     assert len([w for w in caught if "no row" in str(w.message)]) == 1
     assert "train/loss" in logged(tmp_path)[0]
     assert "train/AP" not in logged(tmp_path)[0]
@@ -210,9 +204,7 @@ def test_gap_is_that_of_batches_like_the_training_batches(tmp_path):
     assert gaps[0] != pytest.approx(gaps[1], abs=1e-4)
     (tested,) = run.test(run.lightning_module, DataLoader(data(3), batch_size=8), verbose=False)
     assert 0 < tested["test/decomposability_gap"] < 1
-    before_training = pl.Trainer(
-        accelerator="cpu", devices=1, logger=False, callbacks=[RetrievalEvaluation((1,)), APMonitor()]
-    )
+    before_training = quiet_trainer(callbacks=[RetrievalEvaluation((1,)), APMonitor()])
     (validated,) = before_training.validate(run.lightning_module, DataLoader(data(2), batch_size=8), verbose=False)
     assert "val/mAP" in validated
     assert "val/decomposability_gap" not in validated
@@ -256,7 +248,7 @@ def test_two_processes_compute_the_same(run_processes):
 
 @pytest.mark.refusal
 def test_a_module_without_a_loss_raises():
-    run = pl.Trainer(fast_dev_run=True, accelerator="cpu", callbacks=[RetrievalEvaluation(), APMonitor()])
+    run = quiet_trainer(fast_dev_run=True, callbacks=[RetrievalEvaluation(), APMonitor()])
     with pytest.raises(TypeError, match=r"^APMonitor: the module must have a `loss` .*, got method in BoringModel"):
         run.fit(BoringModel(), DataLoader(data(1)), DataLoader(data(2)))
 
@@ -296,28 +288,10 @@ def test_the_gap_is_mean_ap_of_batches_minus_ap_of_the_set(kind):
     assert expected > 0.1
 
 
-@pytest.mark.parametrize("expanded", [False, True])
-def test_there_is_no_gap_where_the_batch_is_the_set(expanded):
-    metrics = filled("all")
-    if expanded:
+@pytest.mark.parametrize("kind", ["plain", "expanded", "cameras"])
+def test_there_is_no_gap_where_the_batch_is_the_set(kind):
+    metrics = RetrievalMetrics((1,))
+    if kind == "expanded":
         metrics.query_expansion, metrics.database_augmentation = QueryExpansion(k=5), DatabaseAugmentation(k=5)
+    metrics.update(*points(), IDS, cameras=IDS % 3 if kind == "cameras" else None)
     assert float(decomposability_gap(metrics, 10_000, 10_000)) == pytest.approx(0, abs=1e-12)
-
-
-def test_batches_exclude_the_same_camera_too():
-    metrics, (rows, labels) = RetrievalMetrics((1,)), points()
-    metrics.update(rows, labels, IDS, cameras=IDS % 3)
-    assert float(decomposability_gap(metrics, 10_000, 10_000)) == pytest.approx(0, abs=1e-12)
-
-
-def _gap_of_a_shard(rank, world):
-    """Rank 0 has two thirds of the rows, and one image is on both ranks."""
-    part = slice(0, 200) if rank == 0 else slice(199, None)
-    return decomposability_gap(filled("all", part), 5, 4)
-
-
-def test_two_processes_have_the_same_gap(run_processes):
-    expected = decomposability_gap(filled("all"), 5, 4)
-    first, second = run_processes(_gap_of_a_shard, 2)
-    assert torch.equal(first, second)
-    assert torch.allclose(first, expected, rtol=0, atol=1e-12)

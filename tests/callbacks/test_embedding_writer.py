@@ -32,9 +32,13 @@ def predict(output, data=None, module=None, trainer_settings=(), **settings):
     return trainer
 
 
-def rows_of(path):
+def shards_of(path):
     folder = EmbeddingFolder.load("me", path)
     return [folder.read(shard) for shard in range(len(folder))]
+
+
+def ids_of(path):
+    return [shard.ids.tolist() for shard in shards_of(path)]
 
 
 @pytest.mark.parametrize("batch_size", [3, 10])
@@ -42,7 +46,7 @@ def test_files_hold_what_predict_step_returns(tmp_path, batch_size):
     predict(tmp_path / "e", DataLoader(LABELLED, batch_size=batch_size))
     with torch.no_grad():
         expected = new_module().embed(IMAGES)
-    shards = rows_of(tmp_path / "e")
+    shards = shards_of(tmp_path / "e")
     assert [shard.ids.tolist() for shard in shards] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     found = torch.cat([torch.from_numpy(shard.embeddings) for shard in shards])
     torch.testing.assert_close(found, expected)
@@ -51,23 +55,23 @@ def test_files_hold_what_predict_step_returns(tmp_path, batch_size):
 
 def test_ids_need_not_be_positions(tmp_path):
     predict(tmp_path / "e", DataLoader(Subset(LABELLED, [9, 2, 5, 7, 8]), batch_size=3))
-    shards = rows_of(tmp_path / "e")
-    assert [shard.ids.tolist() for shard in shards] == [[9, 2, 5, 7], [8]]
+    assert ids_of(tmp_path / "e") == [[9, 2, 5, 7], [8]]
     with torch.no_grad():
-        torch.testing.assert_close(torch.from_numpy(shards[1].embeddings), new_module().embed(IMAGES[8:9]))
+        expected = new_module().embed(IMAGES[8:9])
+    torch.testing.assert_close(torch.from_numpy(shards_of(tmp_path / "e")[1].embeddings), expected)
 
 
 def test_images_alone_and_a_limit_of_batches(tmp_path):
     predict(tmp_path / "e", DataLoader(IMAGES, batch_size=3), trainer_settings={"limit_predict_batches": 2})
-    assert [shard.ids.tolist() for shard in rows_of(tmp_path / "e")] == [[0, 1, 2, 3], [4, 5]]
-    assert rows_of(tmp_path / "e")[0].labels == [None] * 4
+    assert ids_of(tmp_path / "e") == [[0, 1, 2, 3], [4, 5]]
+    assert shards_of(tmp_path / "e")[0].labels == [None] * 4
 
 
 def test_each_prediction_set_has_a_folder(tmp_path):
     loaders = {"day": DataLoader(IMAGES[:5], batch_size=3), "night": DataLoader(IMAGES, batch_size=3)}
     predict(tmp_path / "e", loaders)
-    assert sum(len(shard.ids) for shard in rows_of(tmp_path / "e" / "day")) == 5
-    assert sum(len(shard.ids) for shard in rows_of(tmp_path / "e" / "night")) == 10
+    assert ids_of(tmp_path / "e" / "day") == [[0, 1, 2, 3], [4]]
+    assert ids_of(tmp_path / "e" / "night") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 @pytest.mark.filterwarnings("ignore:ImageSet. skipped:UserWarning")
@@ -82,7 +86,7 @@ def test_images_that_are_skipped_have_no_row(tmp_path):
     predict(tmp_path / "e", data, module, shard_size=2)
     index = data.splits["test"]
     readable = [position for position, path in enumerate(index.paths) if not path.endswith(("/1.jpg", "b/2.jpg"))]
-    shards = rows_of(tmp_path / "e")
+    shards = shards_of(tmp_path / "e")
     assert [id_ for shard in shards for id_ in shard.ids.tolist()] == readable
     assert [path for shard in shards for path in shard.paths] == [index.paths[position] for position in readable]
     names = [index.names[index.labels[position]] for position in readable]
@@ -109,7 +113,7 @@ def test_a_prediction_that_was_interrupted_keeps_complete_files(tmp_path):
     assert sorted(path.name for path in (tmp_path / "e").glob("*.npy")) == ["part-00000.npy"]
     before = (tmp_path / "e" / "part-00000.npy").stat().st_mtime_ns
     predict(tmp_path / "e")
-    assert len(rows_of(tmp_path / "e")) == 3
+    assert len(ids_of(tmp_path / "e")) == 3
     assert (tmp_path / "e" / "part-00000.npy").stat().st_mtime_ns == before
 
 
@@ -129,9 +133,7 @@ def test_mistakes_raise_one_sentence(tmp_path):
     predict(tmp_path / "e")
     with pytest.raises(ValueError, match=r"^EmbeddingWriter: `output` must .* holds embeddings of another model;"):
         predict(tmp_path / "e", module=new_module(seed=1))
-    with pytest.raises(
-        ValueError, match=r"^EmbeddingWriter: `output` must .* of another list of images \(10 then, 5 no"
-    ):
+    with pytest.raises(ValueError, match=r"^EmbeddingWriter: `output` .* another list of images \(10 then, 5 no"):
         predict(tmp_path / "e", DataLoader(Subset(LABELLED, range(5)), batch_size=3))
     module = new_module()
     module.predict_step = lambda batch, batch_idx: batch[0]
@@ -158,17 +160,18 @@ def test_images_in_another_order_raise_before_a_file_is_written(tmp_path):
 
 @pytest.mark.refusal
 @pytest.mark.parametrize(
-    ("returned", "what"),
+    ("embeddings", "labels", "what"),
     [
-        ({"embeddings": torch.zeros(3)}, r"`embeddings` must have shape \(images, dim\), got \(3,\)\.$"),
-        ({"labels": torch.zeros(2)}, r"`labels` must have one entry for each row of `embeddings` \(3, 6\), got \(2,\)"),
+        (torch.zeros(3), None, r"`embeddings` must have shape \(images, dim\), got \(3,\)\.$"),
+        (torch.zeros(3, 6), torch.zeros(2), r"`labels` must have one entry for each row of .* \(3, 6\), got \(2,\)"),
+        (torch.full((3, 6), 1e5), None, "`dtype` must be a type that .* got float16 for numbers u"),
     ],
 )
-def test_tensors_that_do_not_fit_raise(tmp_path, returned, what):
+def test_predictions_that_do_not_fit_raise(tmp_path, embeddings, labels, what):
     module = new_module()
-    module.predict_step = lambda batch, batch_idx: {"embeddings": batch[0], "ids": None, **returned}
+    module.predict_step = lambda batch, batch_idx: {"embeddings": embeddings, "labels": labels}
     with pytest.raises(ValueError, match=rf"^EmbeddingWriter: {what}"):
-        predict(tmp_path / "e", module=module)
+        predict(tmp_path / "e", module=module, dtype="float16")
 
 
 def predict_in_processes(rank, world_size, folder):
@@ -214,10 +217,6 @@ def test_embeddings_in_half_precision_take_half_of_the_space(tmp_path):
         predict(tmp_path / "e")
     with pytest.raises(ValueError, match=r" with precision=32-true, not bf16-mixed; give"):
         predict(tmp_path / "e", dtype="float16", trainer_settings={"precision": "bf16-mixed"})
-    module = new_module()
-    module.predict_step = lambda batch, batch_idx: {"embeddings": 1e5 * batch[0], "ids": batch[2]}
-    with pytest.raises(ValueError, match=r"^EmbeddingWriter: `dtype` must be a type that .* got float16 for numbers u"):
-        predict(tmp_path / "large", module=module, dtype="float16")
 
 
 def test_a_trainer_predicts_again(tmp_path):

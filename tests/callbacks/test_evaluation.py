@@ -7,12 +7,11 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import yaml
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_retrieval import Embedder, RetrievalMetrics
+from lightning_retrieval import Embedder, RetrievalMetrics, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import (
     APMonitor,
     PrecisionRecallCurve,
@@ -20,19 +19,22 @@ from lightning_retrieval.callbacks import (
     RetrievalGallery,
     ScoreHistogram,
 )
-from lightning_retrieval.callbacks.evaluation import (
-    evaluation_mode,
-    is_count,
-    results_table,
-    update_best,
-    worse_than_before,
+from lightning_retrieval.callbacks.evaluation import evaluation_mode, results_table, worse_than_before
+from lightning_retrieval.callbacks.evaluation_sets import (
+    EvaluationSet,
+    batch_indices,
+    is_sharded,
+    loader_list,
+    set_prefixes,
 )
 from tests.callbacks.point_runs import KS, PointsModule, expected_metrics, labelled_points, make_trainer
+from tests.csv_logs import logged
 
 
 def test_metrics_are_those_of_the_whole_set(capsys):
     module, evaluation = PointsModule(), RetrievalEvaluation(KS)
     (validated,) = make_trainer(evaluation).validate(module, verbose=False)
+    assert evaluation.sets == []  # the embeddings are freed
     (tested,) = make_trainer(evaluation).test(module, verbose=False)
     expected = expected_metrics(module, 2, "val"), expected_metrics(module, 3, "test")
     assert (validated, tested) == tuple(pytest.approx(values, abs=1e-12) for values in expected)
@@ -77,27 +79,6 @@ def test_fit_logs_each_epoch_and_skips_the_sanity_check(capsys):
     assert capsys.readouterr().out.count("val/mAP ") == 1  # the table is printed once, at the end
 
 
-def test_checkpoints_and_early_stopping_monitor_the_metrics(tmp_path):
-    """With a learning rate of 0 the metric does not improve after the first epoch."""
-    seen = []
-
-    class See(pl.Callback):
-        def on_validation_end(self, trainer, module):
-            seen.append(trainer.callback_metrics.get("val/mAP", torch.tensor(0.0)).item())
-
-    best = ModelCheckpoint(tmp_path, monitor="val/mAP", mode="max", filename="{epoch}")
-    callbacks = [See(), RetrievalEvaluation(KS), best]
-    run = make_trainer(*callbacks, max_epochs=5, enable_checkpointing=True, num_sanity_val_steps=0)
-    run.fit(PointsModule())
-    assert len(seen) == 5
-    assert best.best_model_score.item() == max(seen) > min(seen)
-    assert best.best_model_path.endswith(f"epoch={seen.index(max(seen))}.ckpt")
-    stop = EarlyStopping(monitor="val/mAP", mode="max", patience=2)
-    stopped = make_trainer(RetrievalEvaluation(KS), stop, max_epochs=9)
-    stopped.fit(PointsModule(lr=0.0))
-    assert stopped.current_epoch == 3
-
-
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
@@ -110,13 +91,13 @@ def test_checkpoints_and_early_stopping_monitor_the_metrics(tmp_path):
 )
 def test_further_metrics_are_logged_by_their_names(settings, names, capsys):
     module = PointsModule()
-    (logged,) = make_trainer(RetrievalEvaluation(KS, **settings)).validate(module, verbose=False)
+    (found,) = make_trainer(RetrievalEvaluation(KS, **settings)).validate(module, verbose=False)
     points, labels = labelled_points(2).tensors
     metrics = RetrievalMetrics(KS, **settings)
     with torch.no_grad():
         metrics.update(module.eval()(points), labels)
-    assert logged == pytest.approx({f"val/{name}": value.item() for name, value in metrics.compute().items()}, abs=1e-6)
-    assert names < set(logged)
+    assert found == pytest.approx({f"val/{name}": value.item() for name, value in metrics.compute().items()}, abs=1e-6)
+    assert names < set(found)
     printed = capsys.readouterr().out
     assert all(f"{name} " in printed for name in names)
 
@@ -132,8 +113,8 @@ def test_several_sets_are_numbered(capsys):
     run = make_trainer(RetrievalEvaluation(KS, before_fit=True))
     run.fit(module)
     expected = {**expected_metrics(module, 2, "val/0"), **expected_metrics(module, 5, "val/1")}
-    logged = {name: value.item() for name, value in run.callback_metrics.items() if name.startswith("val")}
-    assert logged == pytest.approx(expected, abs=1e-6)
+    found = {name: value.item() for name, value in run.callback_metrics.items() if name.startswith("val")}
+    assert found == pytest.approx(expected, abs=1e-6)
     assert set(run.callbacks[0].results["untrained"]) == {name.replace("val", "test") for name in expected}
     (first, second) = make_trainer(RetrievalEvaluation(KS)).test(module, verbose=False)
     tested = {**expected_metrics(module, 3, "test/0"), **expected_metrics(module, 6, "test/1")}
@@ -153,48 +134,26 @@ def test_limited_set_gives_one_warning(stage):
     ]
 
 
-def test_embeddings_are_freed_when_evaluation_ends():
-    held = []
-
-    class Held(pl.Callback):
-        def on_validation_epoch_end(self, trainer, module):
-            held.append(sum(map(len, evaluation.sets[0].metrics.embeddings)))
-
-    evaluation = RetrievalEvaluation(KS)
-    make_trainer(evaluation, Held(), num_sanity_val_steps=0).fit(PointsModule())
-    assert held == [23]
-    assert evaluation.sets == []
-    make_trainer(evaluation).test(PointsModule(), verbose=False)
-    assert evaluation.sets == []
-
-
 # --- the test set before training
 
 
 def test_before_fit_is_logged_at_step_0_and_printed_beside_the_trained_results(tmp_path, capsys):
     module, evaluation = PointsModule(), RetrievalEvaluation(KS, before_fit=True)
-    untrained, modes = expected_metrics(PointsModule(), 3, "test"), []
+    untrained, in_evaluation_mode = expected_metrics(PointsModule(), 3, "test"), []
     module.embedder[2].eval()  # as frozen layers are
 
     class Modes(pl.Callback):
         """Records the modes after the untrained evaluation: callbacks are called in order."""
 
         def on_train_start(self, trainer, module):
-            modes.append([(name, part.training) for name, part in module.named_modules()])
+            in_evaluation_mode.extend(name for name, part in module.named_modules() if not part.training)
 
-        def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            assert all(p.grad is None for p in module.parameters()) or batch_idx > 0 or trainer.current_epoch > 0
-
-    logger = CSVLogger(tmp_path, version=0)
-    run = make_trainer(evaluation, Modes(), logger=logger, max_epochs=2)
+    run = make_trainer(evaluation, Modes(), logger=CSVLogger(tmp_path, version=0), max_epochs=2)
     run.fit(module)
-    assert {name for name, training in modes[0] if not training} == {"embedder.2"}
+    assert in_evaluation_mode == ["embedder.2"]
     assert evaluation.results["untrained"] == pytest.approx(untrained, abs=1e-12)
-    header, first = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[:2]
-    row = dict(zip(header.split(","), first.split(","), strict=True))
-    assert row["step"] == "0"
-    assert {name: float(row[name]) for name in untrained} == pytest.approx(untrained, abs=1e-6)
-    assert row["train/loss"] == ""
+    first = logged(tmp_path)[0]
+    assert {name: first[name] for name in untrained} == pytest.approx(untrained, abs=1e-6)
 
     capsys.readouterr()
     run.test(module, verbose=False)
@@ -210,18 +169,8 @@ def test_before_fit_is_logged_at_step_0_and_printed_beside_the_trained_results(t
     assert untrained["test/mAP"] != pytest.approx(trained["test/mAP"], abs=1e-4)
 
 
-def test_before_fit_is_skipped_in_a_resumed_run(tmp_path):
-    make_trainer().fit(module := PointsModule())
-    half = make_trainer(RetrievalEvaluation(KS))
-    half.fit(module)
-    half.save_checkpoint(tmp_path / "half.ckpt")
-    evaluation = RetrievalEvaluation(KS, before_fit=True)
-    make_trainer(evaluation, max_epochs=2).fit(PointsModule(), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
-    assert set(evaluation.results) == {"val"}
-
-
-@pytest.mark.parametrize(("limit", "batches"), [(2, 2), (0.5, 2), (1.0, 5)])
-def test_before_fit_evaluates_the_same_batches_as_the_test(monkeypatch, limit, batches):
+@pytest.mark.parametrize("limit", [2, 0.5])
+def test_before_fit_evaluates_the_same_batches_as_the_test(monkeypatch, limit):
     given, real = [], RetrievalMetrics.update
 
     def update(self, embeddings, labels, ids=None, **kwargs):
@@ -236,23 +185,13 @@ def test_before_fit_evaluates_the_same_batches_as_the_test(monkeypatch, limit, b
         warnings.filterwarnings("ignore", "RetrievalEvaluation: test metrics cover 2 of 5 batches")
         run.test(run.lightning_module, verbose=False)
     assert given[:before] == given[before:]
-    assert len(given) == 2 * batches
+    assert len(given) == 2 * 2
 
 
 def test_each_module_returns_to_its_own_mode_after_an_error():
-    """Frozen layers stay in evaluation mode."""
-    layers = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
-    layers[1].eval()
-    modes = []
-
-    def evaluate():
-        with evaluation_mode(layers):
-            modes.extend(layer.training for layer in layers.modules())
-            raise RuntimeError("failed")
-
-    with pytest.raises(RuntimeError, match="failed"):
-        evaluate()
-    assert modes == [False, False, False]
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5).eval())
+    with pytest.raises(TypeError), evaluation_mode(layers):
+        layers("no tensor")
     assert [layer.training for layer in layers.modules()] == [True, True, False]
 
 
@@ -270,14 +209,12 @@ def test_before_fit_evaluates_the_backbone_without_the_new_head(tmp_path, capsys
     bare = PointsModule()
     bare.embedder = Pooled().backbone
     expected = expected_metrics(bare, 3, "test")
-    logger = CSVLogger(tmp_path, version=0)
-    run = make_trainer(evaluation, logger=logger, max_epochs=1)
+    run = make_trainer(evaluation, logger=CSVLogger(tmp_path, version=0))
     run.fit(module)
     assert evaluation.results["backbone"] == pytest.approx(expected, abs=1e-6)
-    header, first = (tmp_path / "lightning_logs/version_0/metrics.csv").read_text().splitlines()[:2]
-    row = dict(zip(header.split(","), first.split(","), strict=True))
-    assert float(row["backbone/test/mAP"]) == pytest.approx(expected["test/mAP"], abs=1e-6)
-    assert row["test/mAP"] != row["backbone/test/mAP"]
+    first = logged(tmp_path)[0]
+    assert first["backbone/test/mAP"] == pytest.approx(expected["test/mAP"], abs=1e-6)
+    assert first["test/mAP"] != first["backbone/test/mAP"]
     capsys.readouterr()
     run.test(module, verbose=False)
     assert capsys.readouterr().out.split()[:3] == ["backbone", "untrained", "trained"]
@@ -298,7 +235,8 @@ class ValuesOf(RetrievalEvaluation):
 
     def _create_metrics(self, loader, sync_on_compute, dims):
         metrics = super()._create_metrics(loader, sync_on_compute, dims)
-        metrics.compute = lambda: {"mAP": torch.tensor(next(self.values)), "skipped_queries": torch.tensor(3.0)}
+        counts = dict.fromkeys(("skipped_queries", "skipped_queries/easy"), torch.tensor(3.0))
+        metrics.compute = lambda: {"mAP": torch.tensor(next(self.values)), **counts}
         return metrics
 
 
@@ -328,25 +266,19 @@ def test_interrupted_run_logs_its_best(tmp_path):
     assert best_in(tmp_path)["val/mAP"] > 0
 
 
-def test_best_of_a_resumed_run_includes_its_first_part(tmp_path):
+def test_a_resumed_run_skips_what_is_before_it_and_continues_its_best(tmp_path):
     run = make_trainer(RetrievalEvaluation(KS))
     run.fit(PointsModule())
     run.save_checkpoint(tmp_path / "last.ckpt")
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
     saved["callbacks"]["RetrievalEvaluation"]["best"]["val/mAP"] = 1.5
     torch.save(saved, tmp_path / "last.ckpt")
-    resumed = make_trainer(RetrievalEvaluation(KS), max_epochs=2, logger=CSVLogger(tmp_path))
+    evaluation = RetrievalEvaluation(KS, before_fit=True)
+    resumed = make_trainer(evaluation, max_epochs=2, logger=CSVLogger(tmp_path))
     resumed.fit(PointsModule(), ckpt_path=tmp_path / "last.ckpt", weights_only=True)
     assert best_in(tmp_path)["val/mAP"] == 1.5
     assert resumed.callback_metrics["val/mAP"] <= 1
-
-
-def test_counts_and_nan_are_not_best_values():
-    best = {"val/mAP": 0.5}
-    update_best(best, {"val/mAP": 0.25, "val/R@1": 1.0, "val/NDCG": math.nan, "val/skipped_queries": 3.0})
-    update_best(best, {"val/mAP": 0.75, "test/skipped_queries/easy": 2.0})
-    assert best == {"val/mAP": 0.75, "val/R@1": 1.0}
-    assert not is_count("val/mAP/easy")
+    assert set(evaluation.results) == {"val"}
 
 
 @pytest.mark.refusal
@@ -360,15 +292,11 @@ def test_callbacks_that_show_the_evaluation_require_it(kind):
 # --- the table that is printed
 
 
-def test_one_column_has_no_title():
-    table = results_table({"trained": {"test/mAP": 0.25, "test/skipped_queries": 3.0}})
-    assert table.splitlines() == [
+def test_a_table_has_the_metrics_of_its_last_column_and_titles_if_there_are_several():
+    assert results_table({"trained": {"test/mAP": 0.25, "test/skipped_queries": 3.0}}).splitlines() == [
         "test/mAP                  0.2500",
         "test/skipped_queries           3",
     ]
-
-
-def test_metrics_are_those_of_the_last_column():
     table = results_table({"untrained": {"test/mAP": 0.25}, "trained": {"test/mAP": 0.5, "test/R@1": 1.0}})
     assert table.splitlines() == [
         "           untrained     trained",
@@ -380,36 +308,131 @@ def test_metrics_are_those_of_the_last_column():
 @pytest.mark.parametrize(
     ("backbone", "untrained", "trained", "named"),
     [
-        (
-            0.280,
-            0.254,
-            0.202,
-            "the pooled features of its backbone: test/mAP is 0.2020, and was 0.2800; train for more",
-        ),
+        (0.280, 0.254, 0.202, "the pooled features of its backbone: test/mAP is 0.2020, and was 0.2800; train for"),
         (0.180, 0.254, 0.202, "the untrained network: test/mAP is 0.2020, and was 0.2540; train for more epochs, try"),
         (0.180, 0.154, 0.202, None),
         (0.202, 0.20201, 0.202, None),  # as printed
-        (float("nan"), 0.1, float("nan"), None),
+        (0.1, 0.50001, 0.49999, None),
+        (math.nan, 0.1, math.nan, None),
     ],
 )
 def test_a_network_that_training_made_worse(backbone, untrained, trained, named):
     scores = {"backbone": backbone, "untrained": untrained, "trained": trained}
-    columns = {
-        title: {"test/skipped_queries": 0.0, "test/mAP": score, "test/R@1": 1.0} for title, score in scores.items()
-    }
+    columns = {}
+    for title, score in scores.items():
+        columns[title] = {"test/skipped_queries": 0.0, "test/mAP": score, "test/R@1": 1.0}
     columns["trained"]["test/R@1"] = 0.5
     sentence = worse_than_before(columns)
-    if named is None:
-        assert sentence is None
-    else:
+    assert (sentence is None) == (named is None)
+    if named is not None:
         assert sentence.startswith(f"The trained network is worse than {named}")
-        assert sentence.endswith("or begin with pretrained weights if it did not.")
     assert worse_than_before({"trained": columns["trained"]}) is None
-    shown_alike = {"untrained": {"test/mAP": 0.50001}, "trained": {"test/mAP": 0.49999}}
-    assert worse_than_before(shown_alike) is None
 
 
 def test_each_set_counts_and_the_first_metric_where_there_is_no_map():
     before = {"test/a/mAP": 0.5, "test/b/mAP": 0.5}
     assert "test/b/mAP is 0.4000" in worse_than_before({"untrained": before, "trained": {**before, "test/b/mAP": 0.4}})
     assert "test/TAR is 0.1000" in worse_than_before({"untrained": {"test/TAR": 0.2}, "trained": {"test/TAR": 0.1}})
+
+
+# --- what a set reads from its loader and data set, and accepts from evaluation steps
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("answer", "came"),
+    [
+        (None, "NoneType"),
+        ({"loss": torch.zeros(())}, r"the keys \['loss'\]"),
+    ],
+)
+def test_steps_without_embeddings_and_labels_raise(answer, came):
+    class Other(PointsModule):
+        def validation_step(self, batch, batch_idx):
+            return answer
+
+    with pytest.raises(
+        TypeError, match=rf"^RetrievalEvaluation: Other's validation .* ids, got {came}; the steps of Retr"
+    ):
+        make_trainer(RetrievalEvaluation(KS)).validate(Other(), verbose=False)
+
+
+@pytest.mark.refusal
+def test_roles_must_be_integers():
+    evaluation_set = EvaluationSet("test/", DataLoader(labelled_points(3)), RetrievalMetrics(KS))
+    message = r"the `roles` that Module's steps return must be a tensor of integers .*, got torch.float32"
+    with pytest.raises(TypeError, match=message):
+        evaluation_set.add("Module", {"embeddings": torch.ones(2, 3), "labels": torch.ones(2), "roles": torch.ones(2)})
+
+
+def test_cameras_of_the_batches_reach_the_metric():
+    """Batches that are dicts with cameras, as an ImageSet's are: `val/mAP` is that of lists without the same camera."""
+    points, labels = labelled_points(2).tensors
+    cameras = torch.arange(len(labels)) % 2
+    items = []
+    for row, point in enumerate(points):
+        items.append({"images": point, "labels": labels[row], "ids": torch.tensor(row), "cameras": cameras[row]})
+    module = PointsModule()
+    loader = DataLoader(items, batch_size=5)
+    (found,) = make_trainer(RetrievalEvaluation(KS)).validate(module, loader, verbose=False)
+    metrics, without = RetrievalMetrics(KS), RetrievalMetrics(KS)
+    with torch.no_grad():
+        embeddings = module.eval()(points)
+    metrics.update(embeddings, labels, cameras=cameras)
+    without.update(embeddings, labels)
+    expected = {f"val/{name}": value.item() for name, value in metrics.compute().items()}
+    assert found == pytest.approx(expected, abs=1e-9)
+    assert abs(found["val/mAP"] - without.compute()["mAP"].item()) > 1e-3
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_ids_are_the_dataset_indices_if_the_batches_have_none(monkeypatch, shuffle):
+    """They are known if the loader reads in order, and unknown if it shuffles."""
+    given, real = [], RetrievalMetrics.update
+
+    def update(self, embeddings, labels, ids=None, **kwargs):
+        given.append(ids if ids is None else ids.tolist())
+        real(self, embeddings, labels, ids, **kwargs)
+
+    monkeypatch.setattr(RetrievalMetrics, "update", update)
+    loader = DataLoader(labelled_points(2), batch_size=5, shuffle=shuffle)
+    make_trainer(RetrievalEvaluation(KS)).validate(PointsModule(), loader, verbose=False)
+    assert given == [None if shuffle else list(range(23))[i : i + 5] for i in range(0, 23, 5)]
+    given.clear()
+    batches = torch.randperm(20).view(4, 5).tolist()  # another sampler may give other batches the next time
+    loader = DataLoader(labelled_points(2), batch_sampler=batches)
+    make_trainer(RetrievalEvaluation(KS)).validate(PointsModule(), loader, verbose=False)
+    assert given == [None] * 4
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("owner", ["module", "datamodule"])
+def test_before_fit_needs_a_test_set(owner):
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(labelled_points(1), batch_size=8)
+
+    module = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss())
+    given = {"datamodule": Data()} if owner == "datamodule" else {"train_dataloaders": Data().train_dataloader()}
+    name = "Data" if owner == "datamodule" else "RetrievalModule"
+    with pytest.raises(ValueError, match=rf"`before_fit` needs a test set, which {name} does not have; define"):
+        make_trainer(RetrievalEvaluation(KS, before_fit=True)).fit(module, **given)
+
+
+def test_prefixes_follow_the_form_of_the_loaders():
+    one, other = DataLoader(labelled_points(1)), DataLoader(labelled_points(2))
+    assert set_prefixes("val", one) == set_prefixes("val", [one]) == ["val/"]
+    assert set_prefixes("test", [one, other]) == ["test/0/", "test/1/"]
+    assert set_prefixes("val", {"near": one}) == ["val/near/"]
+    assert loader_list({"near": one, "far": other}) == loader_list((one, other)) == [one, other]
+    assert loader_list(one) == [one]
+
+
+def test_each_process_knows_the_indices_of_its_own_shard():
+    sampler = DistributedSampler(labelled_points(1, size=6), num_replicas=2, rank=1, shuffle=False)
+    loader = DataLoader(labelled_points(1, size=6), batch_size=2, sampler=sampler)
+    assert is_sharded(loader)
+    assert list(batch_indices(loader)) == [[1, 3], [5]]
+    shuffled = DistributedSampler(labelled_points(1, size=6), num_replicas=2, rank=1, shuffle=True)
+    assert batch_indices(DataLoader(labelled_points(1, size=6), sampler=shuffled)) is None
+    assert not is_sharded(DataLoader(labelled_points(1)))

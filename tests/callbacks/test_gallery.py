@@ -1,4 +1,4 @@
-"""RetrievalGallery draws the right images in the right tiles, in the colours of their files."""
+"""RetrievalGallery draws the right images in the right tiles, in the colours of their files; pictures of detections."""
 
 import functools
 
@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
-from lightning_retrieval.callbacks import RetrievalEvaluation, RetrievalGallery, gallery
+from lightning_retrieval.callbacks import DetectionPicture, RetrievalEvaluation, RetrievalGallery, detections, gallery
 from lightning_retrieval.callbacks.gallery import ap_caption, as_image, load_image, nearest_images, query_ap
-from lightning_retrieval.datamodules import ImageFolder
+from lightning_retrieval.datamodules import GlyphScenes, ImageFolder
+from lightning_retrieval.detection import DetectionModule, TinyFasterRCNN
 from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.ranking.expansion import DatabaseAugmentation, QueryExpansion
@@ -167,21 +168,33 @@ def test_ids_that_do_not_index_the_data_set_give_a_warning(tmp_path):
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("name", ["queries", "k"])
-def test_numbers_are_validated(name):
-    with pytest.raises(ValueError, match=rf"^RetrievalGallery: `{name}` must be an integer >= 1, got 0\."):
-        RetrievalGallery(**{name: 0})
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (RetrievalGallery, "queries"),
+        (RetrievalGallery, "k"),
+        (DetectionPicture, "images"),
+        (DetectionPicture, "detections"),
+    ],
+)
+def test_numbers_below_1_raise(kind, name):
+    with pytest.raises(ValueError, match=rf"^{kind.__name__}: `{name}` must be an integer >= 1, got 0\."):
+        kind(**{name: 0})
 
 
-def test_shuffled_set_without_ids_is_not_drawn(tmp_path):
-    images, labels = torch.rand(8, 1, 4, 6), torch.arange(8) // 2
-    shuffled = DataLoader(torch.utils.data.TensorDataset(images, labels), batch_size=4, shuffle=True)
+@pytest.mark.parametrize(
+    ("shape", "shuffle", "reason"),
+    [
+        ((1, 4, 6), True, "an evaluation set is not drawn, because its batches have no ids"),
+        ((24,), False, r"images must have shape \(channels, height, width\) .*, got \(24,\)\. val/ is not"),
+    ],
+)
+def test_images_that_are_unknown_or_vectors_are_not_drawn(tmp_path, shape, shuffle, reason):
+    data = torch.utils.data.TensorDataset(torch.rand(8, *shape), torch.arange(8) // 2)
     run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery())
-    with pytest.warns(
-        UserWarning, match="RetrievalGallery: an evaluation set is not drawn, because its batches have no ids"
-    ):
-        run.validate(module(), shuffled, verbose=False)
-    assert list(tmp_path.rglob("*.png")) == []
+    with pytest.warns(UserWarning, match=f"RetrievalGallery: {reason}"):
+        run.validate(module(), DataLoader(data, batch_size=4, shuffle=shuffle), verbose=False)
+    assert list(tmp_path.rglob("*.*")) == []
 
 
 def lists_of(metrics, chosen, k):
@@ -189,52 +202,15 @@ def lists_of(metrics, chosen, k):
     return nearest_images(metrics, metrics.query_gallery(rows), chosen, k)
 
 
-def _nearest_images_on_rank(rank, world):
-    """Rank 0 has no images."""
-    metrics = RetrievalMetrics()
-    if rank > 0:
-        metrics.update(torch.eye(3), torch.tensor([1, 1, 2]), torch.tensor([4, 5, 6]))
-    return lists_of(metrics, torch.tensor([4, 6]), k=2)
-
-
-@pytest.mark.slow
-def test_rank_without_images_takes_part(run_processes):
-    expected = [(4, [(5, True), (6, False)]), (6, [(4, False), (5, False)])]
-    for found in run_processes(_nearest_images_on_rank, 2):
-        assert [(query, sorted(hits)) for query, hits in found] == expected
-
-
-def test_vectors_are_not_drawn(tmp_path):
-    vectors = DataLoader(torch.utils.data.TensorDataset(torch.rand(8, 24), torch.arange(8) // 2), batch_size=4)
-    run = trainer(tmp_path, RetrievalEvaluation((1,)), RetrievalGallery())
-    with pytest.warns(
-        UserWarning, match=r"images must have shape \(channels, height, width\) .*, got \(24,\)\. val/ is not"
-    ):
-        run.validate(module(), vectors, verbose=False)
-    assert list(tmp_path.rglob("*.*")) == []
-
-
-def test_queries_have_lists_of_gallery_images_only():
-    """Six queries and a gallery without them, compared with a loop."""
-    embeddings = torch.randn(14, 3, generator=torch.Generator().manual_seed(3))
-    labels, ids = torch.arange(14) % 3, torch.arange(14) + 50
-    metrics = RetrievalMetrics()
-    metrics.update(embeddings, labels, ids, roles=torch.where(torch.arange(14) < 6, 1, 2))
-    unit = nn.functional.normalize(embeddings)
-    expected = []
-    for query in range(6):
-        nearest = sorted(range(6, 14), key=lambda other, q=query: -float(unit[q] @ unit[other]))[:4]
-        expected.append((query + 50, [(other + 50, bool(labels[other] == labels[query])) for other in nearest]))
-    assert lists_of(metrics, torch.arange(6) + 50, 4) == expected
-
-
-@pytest.mark.parametrize("kind", ["plain", "expanded", "instances", "cameras"])
+@pytest.mark.parametrize("kind", ["roles", "expanded", "instances", "cameras"])
 def test_lists_have_the_ap_of_their_caption(kind):
-    """The lists are those of the metrics: after post-processing, and with one entry for each instance."""
+    """The lists are those of the metrics: after post-processing, of the gallery, and one entry for each instance."""
     embeddings, labels = torch.randn(60, 4), torch.arange(60) % 5
     settings, given = {}, {}
     if kind == "expanded":
         settings = {"query_expansion": QueryExpansion(k=4), "database_augmentation": DatabaseAugmentation(k=4)}
+    if kind == "roles":
+        given = {"roles": torch.where(torch.arange(60) < 20, 1, 2)}
     if kind == "instances":
         given = {"instances": torch.arange(60) % 30}
     if kind == "cameras":
@@ -243,7 +219,7 @@ def test_lists_have_the_ap_of_their_caption(kind):
     metrics.update(embeddings, labels, torch.arange(60), **given)
     table = metrics.per_query()
     shown = dict(lists_of(metrics, table["ids"], k=60))
-    assert len(shown) == (30 if kind == "instances" else 60)
+    assert len(shown) == {"roles": 20, "instances": 30}.get(kind, 60)
     for query, ap in zip(table["ids"].tolist(), table["AP"].tolist()):
         right = [is_right for _, is_right in shown[query]]
         precisions = [sum(right[: i + 1]) / (i + 1) for i in range(len(right)) if right[i]]
@@ -317,3 +293,38 @@ def test_a_module_without_unpack_batch_has_batches_of_the_usual_forms(form):
     item = {"pair": (pixels, 5), "triple": (pixels, 5, 0), "dict": {"labels": 5, "ids": 0, "images": pixels}}[form]
     image = load_image(pl.LightningModule(), [item], 0)
     assert torch.equal(torch.from_numpy(np.array(image)).permute(2, 0, 1), pixels)
+
+
+# --- detections
+
+
+def test_a_picture_of_detections_has_images_boxes_and_classes(tmp_path):
+    """Nothing stays of a run."""
+    picture = DetectionPicture(images=5, detections=2)
+    before = dict(vars(picture))
+    drawn = []
+    draw = picture._draw
+    picture._draw = lambda names, values: drawn.append((names, values, list(picture._shown))) or draw(names, values)
+    data = GlyphScenes(num_classes=3, eval_size=7, eval_batch_size=3)
+    trainer(tmp_path, picture).test(
+        DetectionModule(TinyFasterRCNN(3, detections_per_image=2)), datamodule=data, verbose=False
+    )
+    ((names, values, shown),) = drawn
+    assert names == ["A", "E", "R"]
+    assert values.keys() == {"A", "E", "R"}
+    assert len(shown) == 5
+    assert all(torch.equal(shown[i][0], data.test_set[i][0]) for i in range(5))
+    with Image.open(tmp_path / "detections.png") as image:
+        assert image.size == (968, 726)  # 8.8 by 6.6 inches: two rows of images and the bars
+    del picture._draw
+    assert {name: vars(picture)[name] for name in before} == before
+
+
+def test_the_detections_of_the_highest_scores_are_drawn(monkeypatch):
+    picture, texts = DetectionPicture(detections=2), []
+    monkeypatch.setattr(detections, "_draw_box", lambda axes, box, color, style, text: texts.append(text))
+    boxes = torch.tensor([[0.0, 0.0, 4.0, 4.0]] * 3)
+    found = {"boxes": boxes, "labels": torch.tensor([1, 2, 1]), "scores": torch.tensor([0.1, 0.03, 0.2])}
+    picture._shown = [(torch.zeros(3, 8, 8), {"boxes": boxes[:1]}, found)]
+    picture._draw(["A", "B"], {"A": 0.5})
+    assert texts == ["", "A 0.20", "A 0.10"]  # the object has no text

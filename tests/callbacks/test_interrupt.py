@@ -28,21 +28,13 @@ SHORT = [
     "--trainer.devices=2",
     "--trainer.max_epochs=2",
     "--trainer.limit_train_batches=4",
-    "--trainer.check_val_every_n_epoch=1",
-    "--trainer.num_sanity_val_steps=0",
+    "--trainer.limit_val_batches=0",
     "--data.init_args.classes_per_batch=4",
     "--data.init_args.num_workers=1",  # which must not end before the training
     "--test_after_fit=false",
-    "--trainer.callbacks+=tests.callbacks.test_interrupt.Pace",
+    "--trainer.callbacks=tests.callbacks.test_interrupt.Pace",
+    "--trainer.callbacks+=ModelCheckpoint",
 ]
-LAUNCHERS = {
-    "fit": [sys.executable, "-m", "lightning_retrieval.cli"],
-    "torchrun": [
-        sys.executable,
-        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-        *("-m", "lightning_retrieval.cli"),
-    ],
-}
 
 
 class Pace(pl.Callback):
@@ -151,9 +143,9 @@ def test_a_signal_that_python_drops_ends_the_training_after_the_next_step(tmp_pa
     assert trainer.saved == [("last-interrupted.ckpt", 4)]
 
 
-def interrupted_fit(folder, launcher, interrupt):
-    """Run the command, and interrupt it with `interrupt(command)` in its third step; its exit code and output."""
-    command = [*LAUNCHERS[launcher], "fit", "--config", str(write_example(folder)), *SHORT]
+def interrupted_fit(folder):
+    """Run the command, and interrupt it in its third step as a terminal does; its exit code and output."""
+    command = [sys.executable, "-m", "lightning_retrieval.cli", "fit", "--config", str(write_example(folder)), *SHORT]
     started = StartedCommand(command, folder)
     interrupted = False
     try:
@@ -161,7 +153,7 @@ def interrupted_fit(folder, launcher, interrupt):
         while started.process.poll() is None:
             assert time.monotonic() < deadline, started.output_with_stacks()[-20_000:]
             if not interrupted and "step 2 of" in started.output():
-                interrupt(started)
+                os.killpg(started.process.pid, signal.SIGINT)
                 interrupted, deadline = True, time.monotonic() + 60
             time.sleep(0.02)
         end = time.monotonic() + 15  # workers of a process that was killed look every five seconds
@@ -183,37 +175,22 @@ def fit(rank, world_size, folder, *options):
     return [int(step) for step in re.findall(r"step (\d+) of", printed.getvalue())]
 
 
-def to_all(started):
-    """As a terminal does."""
-    os.killpg(started.process.pid, signal.SIGINT)
-
-
-def to_main(started):
-    os.kill(started.process.pid, signal.SIGINT)
-
-
 def checkpoint(folder, version, name):
     return torch.load(folder / f"glyphs/version_{version}/checkpoints/{name}.ckpt", weights_only=True)
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, run_processes):
-    folder = tmp_path_factory.mktemp("whole")
-    write_example(folder)
-    assert run_processes(fit, 2, folder, backend=None) == [list(range(STEPS)), []]
-    return checkpoint(folder, 0, "end")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "signalled"), [("fit", to_main), ("torchrun", to_all)])
-def test_two_processes_leave_a_checkpoint_and_continue_from_it(launcher, signalled, whole, tmp_path, run_processes):
-    code, output = interrupted_fit(tmp_path, launcher, signalled)
-    assert code == {"fit": EXIT_CODE, "torchrun": 1}[launcher], output[-3000:]  # torchrun has its own code
+def test_two_processes_leave_a_checkpoint_and_continue_from_it(tmp_path, run_processes):
+    (tmp_path / "whole").mkdir()
+    write_example(tmp_path / "whole")
+    assert run_processes(fit, 2, tmp_path / "whole", backend=None) == [list(range(STEPS)), []]
+    code, output = interrupted_fit(tmp_path)
+    assert code == EXIT_CODE, output[-3000:]
     left = checkpoint(tmp_path, 0, "last-interrupted")
     assert 3 <= left["global_step"] < STEPS, output[-3000:]
     steps, _ = run_processes(fit, 2, tmp_path, "--ckpt_path=last", backend=None)
     assert steps == list(range(left["global_step"], STEPS))
-    resumed = checkpoint(tmp_path, 1, "end")
+    whole, resumed = checkpoint(tmp_path / "whole", 0, "end"), checkpoint(tmp_path, 1, "end")
     assert resumed["global_step"] == whole["global_step"] == STEPS
     for name, value in whole["state_dict"].items():
         assert torch.equal(resumed["state_dict"][name], value), name

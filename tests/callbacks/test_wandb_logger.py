@@ -1,6 +1,8 @@
 """RetrievalWandbLogger, read back from the files of an offline run; it is offline unless a key is found."""
 
+import os
 import warnings
+from pathlib import Path
 
 import pytest
 from pytorch_lightning.callbacks import ModelCheckpoint
@@ -57,6 +59,8 @@ def runs(tmp_path_factory):
 def offline_environment(patch, folder):
     for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC", "WANDB_BASE_URL"):
         patch.delenv(name, raising=False)
+    cache = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
+    patch.setenv("XDG_CACHE_HOME", str(cache))  # in which the glyphs are drawn already
     patch.setenv("HOME", str(folder))
     patch.setenv("WANDB_MODE", "offline")
     patch.setenv("WANDB_SILENT", "true")
@@ -129,44 +133,36 @@ def test_failed_upload_of_an_artifact_gives_a_warning(runs):
     assert not runs[2].artifacts
 
 
-def test_logger_is_online_with_a_key_unless_offline_is_given(tmp_path, no_key, monkeypatch):
-    def is_offline(**settings):
-        return RetrievalWandbLogger(save_dir=tmp_path, **settings).offline
-
-    assert is_offline()
-    assert is_offline(offline=True)
-    assert not is_offline(offline=False)
-    netrc = tmp_path / "home" / ".netrc"
-    netrc.write_text("machine example.org login user password secret\n")
-    assert is_offline()
-    netrc.write_text("machine api.wandb.ai login user password " + 40 * "0" + "\n")
-    assert not is_offline()
-    assert is_offline(offline=True)
-    netrc.write_text("half a line")
-    assert is_offline()
-    netrc.unlink()
-    with monkeypatch.context() as there:
-        there.setenv("WANDB_API_KEY", 40 * "0")
-        assert not is_offline()
-    monkeypatch.setenv("WANDB_MODE", "online")
-    assert not is_offline()
+KEY = 40 * "0"
+LOGIN = f"machine api.wandb.ai login user password {KEY}\n"
+OTHER = {"WANDB_BASE_URL": "https://wandb.example.org"}
 
 
-def test_keys_are_found_where_weights_and_biases_finds_them(tmp_path, no_key, monkeypatch):
-    def is_offline():
-        return RetrievalWandbLogger(save_dir=tmp_path).offline
-
-    netrc = tmp_path / "home" / ".netrc"
-    monkeypatch.setenv("WANDB_API_KEY", "  ")
-    monkeypatch.setenv("WANDB_MODE", "")
-    assert is_offline()
-    netrc.write_bytes(b"machine api.wandb.ai login m\xfcller password x\n")  # not UTF-8
-    assert is_offline()
-    netrc.write_text("machine api.wandb.ai login user password x\n")
-    assert not is_offline()
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")  # for which there is none
-    assert is_offline()
-    netrc.write_text("machine wandb.example.org login user password x\n")
-    assert not is_offline()
-    monkeypatch.setenv("NETRC", str(tmp_path / "elsewhere"))
-    assert is_offline()
+@pytest.mark.parametrize(
+    ("environment", "netrc", "offline"),
+    [
+        ({}, None, True),
+        ({}, "machine example.org login user password secret\n", True),
+        ({}, LOGIN, False),
+        ({}, "half a line", True),
+        ({}, b"machine api.wandb.ai login m\xfcller password x\n", True),  # not UTF-8
+        ({"NETRC": "elsewhere"}, LOGIN, True),
+        ({"WANDB_API_KEY": KEY}, None, False),
+        ({"WANDB_API_KEY": "  ", "WANDB_MODE": ""}, None, True),
+        ({"WANDB_MODE": "online"}, None, False),
+        (OTHER, LOGIN, True),
+        (OTHER, "machine wandb.example.org login user password x\n", False),
+    ],
+)
+def test_logger_is_online_with_a_key_unless_offline_is_given(environment, netrc, offline, tmp_path, monkeypatch):
+    """Keys are found where Weights & Biases finds them."""
+    offline_environment(monkeypatch, tmp_path)
+    monkeypatch.delenv("WANDB_MODE")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(netrc, str):
+        netrc = netrc.encode()
+    if netrc is not None:
+        (tmp_path / ".netrc").write_bytes(netrc)
+    assert RetrievalWandbLogger(save_dir=tmp_path).offline == offline
+    assert RetrievalWandbLogger(save_dir=tmp_path, offline=not offline).offline != offline

@@ -27,6 +27,10 @@ PIXELS = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
 NOISY = v2.Compose([PIXELS, v2.GaussianNoise(sigma=0.5)])
 
 
+SIZES = {"train": (4, 5, 4, 5, 4, 5), "test": (4, 4, 4)}  # images of each class
+LABELS = torch.arange(6).repeat_interleave(torch.tensor(SIZES["train"]))
+
+
 class Dots(nn.Module):
     """A small network whose embeddings depend on batch norm and, in training, on dropout."""
 
@@ -63,7 +67,7 @@ def root(tmp_path_factory):
     """Files of 27 training images of 6 classes and 12 test images of 3."""
     root = tmp_path_factory.mktemp("images")
     random = np.random.default_rng(0)
-    for split, sizes in {"train": (4, 5, 4, 5, 4, 5), "test": (4, 4, 4)}.items():
+    for split, sizes in SIZES.items():
         for label, size in enumerate(sizes):
             folder = root / split / f"{split}{label}"
             folder.mkdir(parents=True)
@@ -75,15 +79,8 @@ def root(tmp_path_factory):
 
 
 def folder_data(root) -> ImageFolder:
-    return ImageFolder(
-        root,
-        train_transform=NOISY,
-        eval_transform=PIXELS,
-        classes_per_batch=4,
-        samples_per_class=3,
-        eval_batch_size=5,
-        seed=1,
-    )
+    batches = {"classes_per_batch": 4, "samples_per_class": 3, "eval_batch_size": 5, "seed": 1}
+    return ImageFolder(root, train_transform=NOISY, eval_transform=PIXELS, **batches)
 
 
 def by_hand(model, root, split, **settings) -> torch.Tensor:
@@ -117,23 +114,6 @@ def test_each_checkpoint_contains_the_whitening_of_its_weights(tmp_path, root):
     metrics = RetrievalMetrics()
     metrics.update(by_hand(model, root, "test"), torch.arange(12) // 4)
     assert run.callback_metrics["val/mAP"].item() == pytest.approx(metrics.compute()["mAP"].item())
-
-
-def test_a_supervised_whitening_learns_from_the_labels_of_the_training_images(tmp_path, root):
-    model = module(whitening=SupervisedWhitening(dim=3, pairs_per_image=2))
-    callbacks = [RetrievalEvaluation(ks=(1,)), LearnWhitening()]
-    run = trainer(tmp_path, *callbacks, enable_checkpointing=True)
-    run.fit(model, datamodule=folder_data(root))
-    run.save_checkpoint(tmp_path / "model.ckpt", weights_only=True)
-    loaded = RetrievalModule.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True, strict=True)
-    labels = torch.tensor([label for label, size in enumerate((4, 5, 4, 5, 4, 5)) for _ in range(size)])
-    fresh = SupervisedWhitening(dim=3, pairs_per_image=2)
-    fresh.fit(by_hand(loaded, root, "train", whiten=False), labels)
-    assert loaded.whitening.pairs_per_image == 2
-    assert_same(loaded.whitening.learned, fresh.learned)
-    metrics = RetrievalMetrics()
-    metrics.update(fresh(by_hand(loaded, root, "test", whiten=False)), torch.arange(12) // 4)
-    assert run.callback_metrics["val/mAP"].item() == pytest.approx(metrics.compute()["mAP"].item(), abs=1e-6)
 
 
 def test_sanity_check_is_not_whitened(tmp_path, root):
@@ -249,9 +229,8 @@ def test_two_processes_learn_the_same(tmp_path, root, run_processes):
     learned = run_processes(fit_on_rank, 2, root, tmp_path)
     assert learned[0] == learned[1]
     chosen = [i * 27 // 26 for i in range(26)]
-    labels = torch.tensor([label for label, size in enumerate((4, 5, 4, 5, 4, 5)) for _ in range(size)])
     for name, fresh in {"pca": PCAWhitening(dim=3), "pairs": SupervisedWhitening(dim=3)}.items():
         path = tmp_path / f"{name}.ckpt"
         loaded = RetrievalModule.load_from_checkpoint(path, embedder=Dots(), weights_only=True)
         rows = by_hand(loaded, root, "train", whiten=False)[chosen]
-        assert_same(loaded.whitening.learned, fresh.fit(rows, labels[chosen]).learned)
+        assert_same(loaded.whitening.learned, fresh.fit(rows, LABELS[chosen]).learned)

@@ -6,24 +6,11 @@ import pytest
 import torch
 
 from lightning_retrieval.metrics import RetrievalMetrics
-from tests.lightning_retrieval.metrics.helpers import compute
+from tests.lightning_retrieval.metrics.helpers import compute, numbers
 
 KS = (1, 2, 4, 8)
 X, Y = torch.randn(4, 3), torch.tensor([0, 0, 1, 1])
 B = Y.bool()
-
-
-def test_reset_update_and_compute_again():
-    x, labels = torch.randn(30, 4), torch.randint(0, 4, (30,))
-    metrics = RetrievalMetrics(ks=KS)
-    metrics.update(x[:10], labels[:10], ids=torch.arange(10))
-    first = metrics.compute()
-    metrics.update(x[10:], labels[10:], ids=torch.arange(10, 30))
-    second = metrics.compute()
-    assert first != second
-    metrics.reset()
-    metrics.update(x[:10], labels[:10])  # without ids this time
-    assert {k: v.item() for k, v in metrics.compute().items()} == {k: v.item() for k, v in first.items()}
 
 
 @pytest.mark.parametrize("with_ids", [False, True])
@@ -33,7 +20,7 @@ def test_forward_gives_the_batch_and_keeps_it(with_ids):
     for part in torch.arange(30).split(11):
         found = metrics(x[part], labels[part], part if with_ids else None)
         assert found["mAP"].item() == compute(x[part], labels[part])["mAP"]
-    assert {name: value.item() for name, value in metrics.compute().items()} == compute(x, labels)
+    assert numbers(metrics.compute()) == compute(x, labels)
 
 
 def test_embeddings_lose_their_graph():
@@ -49,7 +36,7 @@ def test_an_empty_batch_changes_nothing():
     metrics.update(x[:0], labels[:0])
     metrics.update(x, labels, ids=torch.arange(10))
     metrics.update(x[:0], labels[:0])
-    assert {name: value.item() for name, value in metrics.compute().items()} == compute(x, labels)
+    assert numbers(metrics.compute()) == compute(x, labels)
 
 
 @pytest.mark.refusal
@@ -119,7 +106,6 @@ def test_a_column_with_some_updates_only(name, first):
         (r"`embeddings` must have shape \(rows, 3\) as in earlier updates, got \(4, 2\)", (X[:, :2], Y)),
         ("`embeddings` must have the dtype of earlier updates, torch.float32, got torch.float64", (X.double(), Y)),
         (r"`labels` must have shape \(rows\) as in earlier updates, got \(4, 2\)", (X, torch.stack([Y, Y], 1))),
-        ("`cameras` must be given with every update or with none", (X, Y, None, None, None, Y)),
     ],
 )
 def test_updates_that_differ(match, given):

@@ -1,4 +1,4 @@
-"""Precision at each recall and counts of pairs, against loops and on two processes; plots of results."""
+"""Precision at each recall and counts of pairs, against loops; plots of results."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from sklearn.metrics import precision_recall_curve
 
 from lightning_retrieval.metrics import RandomGalleryMetrics, RetrievalMetrics, RevisitedMetrics
 from lightning_retrieval.metrics.curves import mean_precision, pair_counts
-from tests.lightning_retrieval.metrics.evaluation_set import IDS, filled, lists, points
+from tests.lightning_retrieval.metrics.helpers import IDS, filled, lists, points
 
 
 @pytest.mark.parametrize("kind", ["all", "queries apart"])
@@ -75,7 +75,8 @@ def test_pairs_of_one_label_and_camera_are_not_counted():
 
 
 @pytest.mark.parametrize("kind", ["all", "queries apart"])
-def test_every_pair_is_counted_once(kind):
+def test_every_pair_is_counted_once(kind, monkeypatch):
+    monkeypatch.setattr("lightning_retrieval.metrics.curves._BLOCK_GALLERY", 100)
     bins = 20
     counts = pair_counts(filled(kind), bins)
     expected = np.zeros((2, bins), dtype=int)
@@ -89,44 +90,20 @@ def test_every_pair_is_counted_once(kind):
     assert np.abs(counts.numpy() - expected).sum() <= 2 * near_an_edge
 
 
-def test_pairs_are_counted_in_blocks_of_the_gallery(monkeypatch):
-    whole = pair_counts(filled("all"), 50)
-    monkeypatch.setattr("lightning_retrieval.metrics.curves._BLOCK_GALLERY", 100)
-    assert pair_counts(filled("all"), 50).sum(1).tolist() == whole.sum(1).tolist()
-    assert (pair_counts(filled("all"), 50) - whole).abs().sum() <= 20  # another shape, other last digits
-
-
-def _results_of_a_shard(rank, world):
-    """Rank 0 has two thirds of the rows, and one image is on both ranks."""
-    part = slice(0, 200) if rank == 0 else slice(199, None)
-    metrics = filled("all", part)
-    return mean_precision(metrics), pair_counts(metrics, 50)
-
-
-def test_two_processes_have_the_same_results(run_processes):
-    metrics = filled("all")
-    expected = mean_precision(metrics), pair_counts(metrics, 50)
-    first, second = run_processes(_results_of_a_shard, 2)
-    for alone, one, other in zip(expected, first, second):
-        assert torch.equal(one, other)
-        assert torch.allclose(one.double(), alone.double(), rtol=0, atol=1e-12)
-
-
 def metrics_of(cls=RetrievalMetrics, **settings):
     metrics = cls(ks=(1, 3), **settings)
     metrics.update(torch.randn(40, 4), torch.arange(40) % 8, torch.arange(40))
     return metrics
 
 
-@pytest.mark.parametrize("cls", [RetrievalMetrics, RandomGalleryMetrics])
-def test_bars_of_one_result(cls, tmp_path):
-    metrics = metrics_of(cls)
+def test_bars_of_one_result(tmp_path):
+    metrics = metrics_of(RandomGalleryMetrics)
     figure, axes = metrics.plot()
     assert (isinstance(figure, Figure), isinstance(axes, Axes)) == (True, True)
     drawn = {text.get_text(): bar.get_height() for text, bar in zip(axes.get_xticklabels(), axes.patches, strict=True)}
     expected = {name: value.item() for name, value in metrics.compute().items() if name != "skipped_queries"}
     assert drawn == pytest.approx(expected)
-    assert axes.get_title() == cls.__name__
+    assert axes.get_title() == "RandomGalleryMetrics"
     figure.savefig(tmp_path / "bars.png")
     assert (tmp_path / "bars.png").stat().st_size > 1000
 

@@ -27,7 +27,7 @@ SIZES = [  # small ones, so that there are several pieces of the gallery, rounds
     (ranked_lists, "_CPU_COLUMNS", 384),
     (revisited_module, "_BLOCK_COLUMNS", 384),
     (curves, "_BLOCK_GALLERY", 200),
-    (gathering, "_BLOCK_NUMBERS", 1 << 9),
+    (gathering, "_BLOCK_NUMBERS", 1 << 11),
     (expansion, "_BLOCK_ROWS", 64),
     (expansion, "_BLOCK_NUMBERS", 20 * 5 * DIM),  # 20 rows, which do not divide a block
 ]
@@ -119,15 +119,12 @@ def cases():
 
 
 def rows_of_process(this, world, rows):
-    """Unequal numbers; the first rows are on several processes, and the last ones have nothing else."""
+    """A third, the rest, and none; the first rows are on two processes."""
     if world == 1:
         return torch.arange(rows)
-    with_rows = min(world, 2)
-    ends = [0, rows // 3, rows]
-    repeated = torch.arange(min(rows, 4 * this))
-    if this >= with_rows:
-        return repeated
-    return torch.cat([torch.arange(ends[this], ends[this + 1]), repeated])
+    third = rows // 3
+    rest = torch.cat([torch.arange(third, rows), torch.arange(min(rows, 4))])
+    return [torch.arange(third), rest, torch.arange(0)][this]
 
 
 def pictures(metrics):
@@ -142,20 +139,26 @@ def pictures(metrics):
     }
 
 
-def tables(this, world, group=None):
-    """All results of all cases, by the processes of a group."""
+NAMES = tuple(cases())
+WITH_PICTURES = ("plain", "expanded, with roles")
+
+
+def tables(this, world, group=None, names=NAMES):
+    """All results of these cases, by the processes of a group."""
     with pytest.MonkeyPatch.context() as patch:
         for module, name, size in SIZES:
             patch.setattr(module, name, size)
         results = {}
-        for name, (metrics, x, labels, given) in cases().items():
+        every = cases()
+        for name in names:
+            metrics, x, labels, given = every[name]
             metrics.process_group = group
             for part in rows_of_process(this, world, len(x)).split(100):
                 metrics.update(x[part], labels[part], part, **{key: rows[part] for key, rows in given.items()})
             results[name] = dict(metrics.compute())
             if isinstance(metrics, RetrievalMetrics):
                 results[name] |= metrics.per_query()
-            if name in ("plain", "expanded, with roles"):
+            if name in WITH_PICTURES:
                 results[name] |= pictures(metrics)
         return results
 
@@ -166,12 +169,12 @@ def alone():
         return tables(0, 1)
 
 
-@pytest.fixture(scope="module", params=[4])
-def processes(request, run_processes):
-    return run_processes(tables, request.param, timeout=300)
+@pytest.fixture(scope="module")
+def processes(run_processes):
+    return run_processes(tables, 3, timeout=300)
 
 
-@pytest.mark.parametrize("case", cases())
+@pytest.mark.parametrize("case", NAMES)
 def test_tables_are_bit_equal_to_those_of_one_process(case, processes, alone):
     expected = alone[case]
     for found in processes:
@@ -184,7 +187,7 @@ def group_and_loner(this, world):
     """Two of three processes share one evaluation; the first has its own, and a shard that it keeps to itself."""
     pair, loner = dist.new_group([1, 2]), dist.new_group([0])
     if this > 0:
-        return tables(this - 1, 2, pair)
+        return tables(this - 1, 2, pair, WITH_PICTURES)
     x, labels = points()
     ids = torch.arange(ROWS)
     refused = RetrievalMetrics(process_group=loner)
@@ -202,18 +205,19 @@ def test_a_group_of_the_processes_has_its_own_evaluation(run_processes, alone):
     loners, *pair = run_processes(group_and_loner, 3, timeout=300)
     assert len(pair) == 2
     for found in pair:
-        for case, expected in alone.items():
-            for name, values in expected.items():
+        for case in WITH_PICTURES:
+            for name, values in alone[case].items():
                 assert torch.equal(found[case][name].nan_to_num(-1.0), values.nan_to_num(-1.0)), (case, name)
     for found in loners:
         for name, values in found.items():
             assert torch.equal(values, alone["plain"][name]), name
 
 
-def largest_tensors(this, world, settings):
-    """Elements of the largest tensor in an evaluation, and of the embeddings that this process is given."""
-    ids = torch.arange(this, 3000, world)
-    metrics = RetrievalMetrics((1,), **settings)
+def largest_tensors(this, world):
+    """Elements of the largest tensor in an evaluation, and of the embeddings that this process is given and keeps."""
+    ids = torch.arange(this, 2100, world)
+    both = {"query_expansion": QueryExpansion(k=4), "database_augmentation": DatabaseAugmentation(k=4)}
+    metrics = RetrievalMetrics((1,), **both)
     metrics.update(torch.randn(len(ids), 256), ids // 5, ids, roles=2 + (ids % 50 == 0))
     with pytest.MonkeyPatch.context() as patch:
         for module, name, size in SIZES:
@@ -221,46 +225,69 @@ def largest_tensors(this, world, settings):
         patch.setattr(expansion, "_BLOCK_NUMBERS", 64 * 4 * 256)  # 64 rows
         with LargestTensor() as largest:
             metrics.compute()
-    return largest.elements, len(ids) * 256
+    return largest.elements, len(ids) * 256, sum(map(torch.numel, metrics.embeddings))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"query_expansion": QueryExpansion(k=4), "database_augmentation": DatabaseAugmentation(k=4)}],
-    ids=["plain", "expanded"],
-)
-def test_no_process_has_the_embeddings_of_all(settings, run_processes):
-    for largest, given in run_processes(largest_tensors, 3, settings):
+def test_no_process_has_the_embeddings_of_all(run_processes):
+    for largest, given, kept in run_processes(largest_tensors, 3):
         assert largest <= 1.2 * given
+        assert kept == given
+
+
+def metrics_of(rows, labels, ids, **settings):
+    metrics = RetrievalMetrics((1,), **settings)
+    metrics.update(rows, labels, ids)
+    return metrics
 
 
 def messages(this, world):
-    """Processes that disagree: on the label of an image, and on the settings of the metric."""
-    found = []
+    """The errors of processes that disagree, and the metrics that one of them computes afterwards."""
     x, labels = points()
     own = torch.arange(this, 100, world)
-    disagreeing = labels.clone()
-    disagreeing[4] += this
     shared = torch.cat([own, torch.tensor([4])])
-    expansions = {"query_expansion": QueryExpansion(k=4 + this)}
-    for settings, of_labels in (
-        ({}, disagreeing),
-        ({"dims": (4,) if this else (5,)}, labels),
-        (expansions, labels),
-    ):
-        metrics = RetrievalMetrics((1,), **settings)
-        metrics.update(x[shared], of_labels[shared], shared)
+    rows, of_rows, is_first = x[shared], labels[shared], this == 0
+    with_nan = rows.clone()
+    with_nan[2, 0] = torch.nan if this == 1 else 0.0
+    disagreeing = {
+        "no ids": metrics_of(rows, of_rows, None),
+        "two labels": metrics_of(rows, of_rows + this * (shared == 4), shared),
+        "not finite": metrics_of(with_nan, of_rows, shared),
+        "dimension": metrics_of(rows if is_first else rows[:, :5], of_rows, shared),
+        "dtype": metrics_of(rows if is_first else rows.double(), of_rows, shared),
+        "dims": metrics_of(rows, of_rows, shared, dims=(5,) if is_first else (4,)),
+        "expansion": metrics_of(rows, of_rows, shared, query_expansion=QueryExpansion(k=4 + this)),
+    }
+    found = {}
+    for name, metrics in disagreeing.items():
         with pytest.raises(ValueError, match="RetrievalMetrics: ") as error:
             metrics.compute()
-        found.append(str(error.value))
-    return found
+        found[name] = str(error.value)
+    metrics = disagreeing["not finite"]
+    metrics.reset()
+    metrics.update(x[own], labels[own], own)
+    return found, metrics.compute()["mAP"].item()
 
 
 @pytest.mark.refusal
 def test_processes_that_disagree_raise_the_same_error(run_processes):
-    first, *others = run_processes(messages, 3)
-    assert first[0] == "RetrievalMetrics: `ids` must have one label each, got id 4 with two different labels."
-    assert first[1].startswith("RetrievalMetrics: the settings must be the same on all processes, got ")
-    assert "query_expansion: QueryExpansion(alpha=2.0, k=4), " in first[2]
-    assert "query_expansion: QueryExpansion(alpha=2.0, k=6), " in first[2]
-    assert all(found == first for found in others)
+    """And can be used after it."""
+    (found, _), *others = results = run_processes(messages, 3)
+    assert all(of_other == found for of_other, _ in others)
+    form = "RowFormat(dim=12, dtype='torch.{}', label_shape=(), has_ids=True, has_instances=False, has_cameras=False)"
+    starts = {
+        "no ids": "`ids` must be given if there are several processes, got none on 3",
+        "two labels": "`ids` must have one label each, got id 4 with two different labels.",
+        "not finite": "`embeddings` must hold finite numbers only, got NaN or inf in 1 of 34 rows (ids 7), on rank 1.",
+        "dimension": "rows must have the same format on all processes, got [RowFormat(dim=5, dtype='torch.float32', ",
+        "dtype": f"rows must have the same format on all processes, got [{form.format('float32')}, "
+        f"{form.format('float64')}]",
+        "dims": "the settings must be the same on all processes, got ",
+        "expansion": "the settings must be the same on all processes, got ",
+    }
+    for case, start in starts.items():
+        assert found[case].startswith(f"RetrievalMetrics: {start}")
+    for k in (4, 6):
+        assert f"query_expansion: QueryExpansion(alpha=2.0, k={k}), " in found["expansion"]
+    x, labels = points()
+    expected = metrics_of(x[:100], labels[:100], torch.arange(100)).compute()["mAP"].item()
+    assert [mean for _, mean in results] == [expected] * 3

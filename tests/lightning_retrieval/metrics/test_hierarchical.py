@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from sklearn.metrics import ndcg_score
 from torch.nn.functional import normalize
 
 from lightning_retrieval.losses import HAPLoss
@@ -125,19 +124,7 @@ def test_loops(kind, depth):
     assert {name: found[name].item() for name in expected} == pytest.approx(expected, abs=1e-12)
 
 
-def test_scikit_learn():
-    x, labels = torch.randn(40, 5, dtype=torch.float64), random_levels(40, 3)
-    metrics = RetrievalMetrics(ks=(1,))
-    metrics.update(x, labels)
-    scores = normalize(x) @ normalize(x).T
-    gain = 2.0 ** (labels[:, None] == labels).sum(2) - 1
-    off = ~torch.eye(40, dtype=torch.bool)
-    theirs = ndcg_score(gain[off].view(40, 39).numpy(), scores[off].view(40, 39).numpy())
-    assert metrics.compute()["NDCG-levels"].item() == pytest.approx(theirs, abs=1e-12)
-
-
-def test_perfect_order_and_equal_embeddings():
-    """With a perfect order all metrics are 1. If all embeddings are equal, irrelevant images come first."""
+def test_with_a_perfect_order_all_metrics_are_1():
     labels = torch.tensor([[0, 0], [0, 0], [1, 0], [1, 0], [2, 1], [2, 1]])
     x = torch.zeros(6, 5)
     x[torch.arange(6), labels[:, 0]] = 1.0
@@ -145,13 +132,6 @@ def test_perfect_order_and_equal_embeddings():
     metrics = RetrievalMetrics(ks=(1,))
     metrics.update(x, labels)
     assert all(value == 1 for name, value in metrics.compute().items() if name != "skipped_queries")
-    metrics.reset()
-    metrics.update(torch.ones(6, 3), labels)
-    found = metrics.compute()
-    others = (~torch.eye(6, dtype=torch.bool)).tolist()
-    expected = by_loops([[1.0] * 6] * 6, (labels[:, None] == labels).sum(2).tolist(), others, 2, 1.0)
-    assert {name: found[name].item() for name in expected} == pytest.approx(expected, abs=1e-12)
-    assert found["ASI"] < 0.5
 
 
 def test_hap_loss_converges_to_one_minus_hap():

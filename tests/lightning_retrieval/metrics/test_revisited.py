@@ -8,24 +8,24 @@ import pytest
 import torch
 
 from lightning_retrieval.metrics import RevisitedMetrics, revisited
-from lightning_retrieval.metrics.revisited import Kind, QueryLists
-from tests.lightning_retrieval.metrics.helpers import LargestTensor, quarters
+from tests.lightning_retrieval.metrics.helpers import LargestTensor, numbers, quarters
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "revisited.json").read_text())["cases"][0]
 SETUPS = ("easy", "medium", "hard")
-refusal = pytest.mark.refusal
+
+
+def metrics_of(lists, first_query, **settings):
+    """A metric whose lists are those of the query with this id and of those after it."""
+    return RevisitedMetrics(*(dict(enumerate(of_all, first_query)) for of_all in lists), **settings)
 
 
 def compute(gallery, queries, easy, hard, junk, ks=(1, 5, 10), **settings):
     """The metrics of a gallery with the ids 0, 1, ... and queries with those after it; the lists are of each query."""
-    lists = [dict(enumerate(of_all, len(gallery))) for of_all in (easy, hard, junk)]
-    metrics = RevisitedMetrics(*lists, ks=ks, **settings)
+    metrics = metrics_of((easy, hard, junk), len(gallery), ks=ks, **settings)
     rows = torch.cat([gallery, queries])
-    ids = torch.arange(len(rows))
     for part in torch.randperm(len(rows)).split(100):  # whatever the order in which rows come
-        roles = torch.where(part >= len(gallery), 1, 2)
-        metrics.update(rows[part], torch.zeros_like(part), ids[part], roles)
-    return {name: value.item() for name, value in metrics.compute().items()}
+        metrics.update(rows[part], torch.zeros_like(part), part, torch.where(part >= len(gallery), 1, 2))
+    return numbers(metrics.compute())
 
 
 def official(scores, ok, ignored, ks):
@@ -135,65 +135,49 @@ def test_official_protocol_in_a_loop(monkeypatch, dtype, images, block, on_cpu):
     assert found == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("queries", [5, 140])
-def test_ties_count_against_the_model(monkeypatch, queries):
+def test_ties_count_against_the_model(monkeypatch):
     monkeypatch.setattr(revisited, "_BLOCK_COLUMNS", 384)
-    gallery, of_queries = quarters(900), quarters(queries)
-    lists = draw_lists(queries, 900)
-    scores = (of_queries @ gallery.T).tolist()
-    assert compute(gallery, of_queries, *lists) == pytest.approx(by_loops(with_ties, scores, *lists), abs=1e-12)
+    gallery, queries = quarters(900), quarters(140)
+    lists = draw_lists(140, 900)
+    scores = (queries @ gallery.T).tolist()
+    assert compute(gallery, queries, *lists) == pytest.approx(by_loops(with_ties, scores, *lists), abs=1e-12)
 
 
 def test_positives_that_the_gallery_lacks_are_never_found():
     gallery, queries = quarters(50), quarters(4)
     lists = draw_lists(4, 60)
-    scores = (queries @ gallery.T).tolist()
     assert any(image >= 50 for of_query in lists[0] + lists[1] for image in of_query)
-    found = RevisitedMetrics(*(dict(enumerate(of_all, 100)) for of_all in lists))
-    found.update(gallery, torch.zeros(50).long(), torch.arange(50), torch.full((50,), 2))
-    found.update(queries, torch.zeros(4).long(), torch.arange(100, 104), torch.full((4,), 1))
-    values = {name: value.item() for name, value in found.compute().items()}
-    assert values == pytest.approx(by_loops(with_ties, scores, *lists), abs=1e-12)
+    metrics = metrics_of(lists, 100)
+    metrics.update(gallery, torch.zeros(50).long(), torch.arange(50), torch.full((50,), 2))
+    metrics.update(queries, torch.zeros(4).long(), torch.arange(100, 104), torch.full((4,), 1))
+    expected = by_loops(with_ties, (queries @ gallery.T).tolist(), *lists)
+    assert numbers(metrics.compute()) == pytest.approx(expected, abs=1e-12)
 
 
 def test_queries_that_are_missing_are_not_evaluated():
     """Their images could not be read, of which the dataset has warned."""
     gallery, queries = torch.randn(30, 4), torch.randn(6, 4)
-    easy, hard, junk = draw_lists(6, 30)
-    all_lists = [dict(enumerate(of_all, 30)) for of_all in (easy, hard, junk)]
-    metrics = RevisitedMetrics(*all_lists)
-    kept = [0, 2, 3, 5]
+    lists = draw_lists(6, 30)
+    metrics, kept = metrics_of(lists, 30), [0, 2, 3, 5]
     ids = torch.tensor([*range(30), *(30 + query for query in kept)])
-    is_query = ids >= 30
-    metrics.update(torch.cat([gallery, queries[kept]]), torch.zeros_like(ids), ids, torch.where(is_query, 1, 2))
-    expected = compute(gallery, queries[kept], *([of_all[q] for q in kept] for of_all in (easy, hard, junk)))
-    assert {name: value.item() for name, value in metrics.compute().items()} == expected
+    roles = torch.where(ids >= 30, 1, 2)
+    metrics.update(torch.cat([gallery, queries[kept]]), torch.zeros_like(ids), ids, roles)
+    expected = compute(gallery, queries[kept], *([of_all[q] for q in kept] for of_all in lists))
+    assert numbers(metrics.compute()) == expected
 
 
 def test_a_query_is_not_in_its_own_list():
+    """Labels do not matter."""
     rows = quarters(40)
-    easy, hard, junk = draw_lists(40, 40)
-    for of_kind in (easy, hard, junk):
+    lists = draw_lists(40, 40)
+    for of_kind in lists:
         of_kind[:] = [[image for image in images if image != query] for query, images in enumerate(of_kind)]
-    metrics = RevisitedMetrics(*(dict(enumerate(of_all)) for of_all in (easy, hard, junk)))
-    metrics.update(rows, torch.arange(40), torch.arange(40))
+    metrics = metrics_of(lists, 0)
+    metrics.update(rows, torch.randint(-9, 9, (40,)), torch.arange(40))
     scores = (rows @ rows.T).fill_diagonal_(-9).tolist()
-    values = {name: value.item() for name, value in metrics.compute().items()}
-    assert values == pytest.approx(by_loops(with_ties, scores, easy, hard, junk), abs=1e-12)
-
-
-def test_labels_do_not_matter():
-    gallery, queries = torch.randn(30, 4), torch.randn(6, 4)
-    lists = draw_lists(6, 30)
-    metrics = RevisitedMetrics(*(dict(enumerate(of_all, 30)) for of_all in lists))
-    is_query = torch.arange(36) >= 30
-    metrics.update(
-        torch.cat([gallery, queries]), torch.randint(-9, 9, (36,)), torch.arange(36), torch.where(is_query, 1, 2)
-    )
-    found = {name: value.item() for name, value in metrics.compute().items()}
-    assert found == pytest.approx(compute(gallery, queries, *lists), abs=1e-15)
-    right = metrics.is_relevant(torch.tensor([31, 30]), torch.zeros(2).long(), torch.arange(36), torch.zeros(36).long())
-    assert [row.nonzero()[:, 0].tolist() for row in right] == [sorted(lists[0][i] + lists[1][i]) for i in (1, 0)]
+    assert numbers(metrics.compute()) == pytest.approx(by_loops(with_ties, scores, *lists), abs=1e-12)
+    right = metrics.is_relevant(torch.tensor([31, 30]), torch.zeros(2).long(), torch.arange(40), torch.zeros(40).long())
+    assert [row.nonzero()[:, 0].tolist() for row in right] == [sorted(lists[0][i] + lists[1][i]) for i in (31, 30)]
 
 
 def test_setups_without_positives_are_nan():
@@ -222,42 +206,12 @@ def test_memory_does_not_grow_with_queries_times_images(monkeypatch):
     assert largest.elements <= 20_100 * 4  # the embeddings; a table of all scores has 1,200,000
 
 
-def results_of_a_process(rank, world_size):
-    """Each process has another number of rows, and some rows are on several processes."""
-    torch.manual_seed(3)
-    rows, ids = quarters(1000), torch.arange(1000)
-    lists = draw_lists(80, 920)
-    metrics = RevisitedMetrics(*(dict(enumerate(of_all, 920)) for of_all in lists))
-    mine = torch.cat([ids[rank::world_size], ids[: 30 * rank]])
-    is_query = mine >= 920
-    metrics.update(rows[mine] * 1.1, torch.zeros_like(mine), mine, torch.where(is_query, 1, 2))
-    first = {name: value.item() for name, value in metrics.compute().items()}
-    assert metrics.compute()["mAP"].item() == first["mAP"]
-    return first
-
-
-def test_processes_agree_to_the_last_bit(run_processes):
-    alone = results_of_a_process(0, 1)
-    assert run_processes(results_of_a_process, 2) == [alone] * 2
-
-
-@refusal
+@pytest.mark.refusal
 def test_query_without_lists():
     metrics = RevisitedMetrics({3: [0]}, {3: []}, {3: []})
     metrics.update(torch.randn(5, 2), torch.zeros(5).long(), torch.arange(5), torch.tensor([2, 2, 2, 1, 1]))
     with pytest.raises(ValueError, match=r"must have lists for all queries, got none for 1 of 2 .*, such as query 4"):
         metrics.compute()
-
-
-LISTS = QueryLists(easy={7: [3, 9]}, hard={7: [5]}, junk={7: [0]})
-
-
-def test_listed_images_are_found_in_the_gallery():
-    """Image 9 is not in the gallery, and the query itself counts as junk."""
-    listed = LISTS.find([7], torch.tensor([0, 7, 5, 3, 2]))
-    assert LISTS.images(7) == [3, 9, 5, 0, 7]
-    assert listed.kind.tolist() == [[Kind.EASY, Kind.NOT_LISTED, Kind.HARD, Kind.JUNK, Kind.JUNK]]
-    assert listed.column[0, [0, 2, 3, 4]].tolist() == [3, 2, 0, 1]
 
 
 INVALID_LISTS = {

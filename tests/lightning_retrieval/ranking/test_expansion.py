@@ -5,10 +5,8 @@ import math
 import pytest
 import torch
 
-import lightning_retrieval.ranking.expansion
 from lightning_retrieval import DatabaseAugmentation, QueryExpansion
-from lightning_retrieval.ranking import expansion as expansion
-from lightning_retrieval.ranking import ranked_lists
+from lightning_retrieval.ranking import expansion, ranked_lists
 from lightning_retrieval.ranking.expansion import highest_columns, nearest_rows
 from lightning_retrieval.ranking.rows import unsharded
 from tests.lightning_retrieval.metrics.helpers import quarters
@@ -54,7 +52,7 @@ def expanded_by_loops(queries, gallery, alpha, k, self_index):
     ("alpha", "k", "block"), [(0, 4, 40), (0.5, 30, 1 << 26), (1, 1, 40), (2.0, 4, 1), (3, 30, 1)]
 )
 def test_query_expansion_against_loops(monkeypatch, alpha, k, block):
-    monkeypatch.setattr(lightning_retrieval.ranking.expansion, "_BLOCK_NUMBERS", block)
+    monkeypatch.setattr(expansion, "_BLOCK_NUMBERS", block)
     queries, gallery = 3 * rows(7, 3), 2 * rows(11, 3, seed=1)
     self_index = [-1, 3, 0, -1, 10, 3, -1]
     expand = QueryExpansion(alpha, k)
@@ -94,7 +92,7 @@ def test_of_rows_with_equal_similarity_the_first_are_the_neighbours():
 
 @pytest.mark.parametrize(("alpha", "k"), [(0.0, 2), (1.5, 2), (2.0, 9)])  # a few rows, or all of them
 def test_the_gradient_is_that_of_finite_differences(monkeypatch, alpha, k):
-    monkeypatch.setattr(lightning_retrieval.ranking.expansion, "_BLOCK_ROWS", 2)
+    monkeypatch.setattr(expansion, "_BLOCK_ROWS", 2)
     queries, gallery = torch.randn(3, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
     self_index = torch.tensor([-1, 4, 0])
     expand = QueryExpansion(alpha=alpha, k=k)
@@ -133,15 +131,9 @@ def test_half_precision_is_converted_to_float32():
         ({"self_index": torch.tensor([1.0, 2.0])}, TypeError, "`self_index` must be integers"),
     ],
 )
-def test_invalid_rows_of_query_expansion(changes, error, message):
+def test_invalid_rows(changes, error, message):
     with pytest.raises(error, match="^QueryExpansion: .*" + message):
         QueryExpansion()(**{"queries": rows(2, 3), "gallery": rows(5, 3), **changes})
-
-
-@pytest.mark.refusal
-def test_invalid_rows_of_database_augmentation():
-    with pytest.raises(ValueError, match="DatabaseAugmentation: `gallery` must hold finite numbers only"):
-        DatabaseAugmentation()(torch.full((2, 3), torch.nan))
 
 
 @pytest.mark.gpu
@@ -166,61 +158,31 @@ def by_sorting(queries, gallery, k, self_index, self_score):
     return found
 
 
-def as_pairs(nearest):
-    return [list(zip(*row)) for row in zip(nearest.scores.tolist(), nearest.positions.tolist())]
-
-
-def problem(queries=70, gallery=900, dtype=torch.float32):
-    """Unit rows whose scores are multiples of 1/4, so that nearly all of them tie with others."""
-    q, g = quarters(queries, dtype) / 2, quarters(gallery, dtype) / 2
-    self_index = torch.where(torch.rand(queries) < 0.5, torch.randint(0, gallery, (queries,)), -1)
-    return q, g, self_index
-
-
 @pytest.mark.parametrize(
-    ("k", "columns", "rows", "self_score", "dtype"),
+    ("queries", "gallery", "k", "columns", "self_score", "dtype"),
     [
-        (1, 384, 64, 0.0, torch.float32),
-        (20, 384, 256, -torch.inf, torch.float64),
-        (500, 384, 64, -torch.inf, torch.float32),
-        (20, 1536, 256, 0.0, torch.float64),
+        (70, 900, 1, 384, 0.0, torch.float32),
+        (70, 900, 20, 384, -torch.inf, torch.float64),
+        (70, 900, 500, 384, -torch.inf, torch.float32),
+        (70, 900, 20, 1536, 0.0, torch.float64),
+        (3, 2, 2, 384, 0.0, torch.float32),
+        (0, 5, 5, 384, 0.0, torch.float32),
     ],
 )
-def test_against_a_sort_of_all_scores(monkeypatch, k, columns, rows, self_score, dtype):
-    """In several tiles, in one, and with more neighbours than a tile has."""
+def test_nearest_rows_against_a_sort_of_all_scores(monkeypatch, queries, gallery, k, columns, self_score, dtype):
+    """In several tiles, in one, and with more neighbours than a tile has. Nearly all scores tie with others."""
     monkeypatch.setattr(ranked_lists, "_CPU_COLUMNS", columns)
-    monkeypatch.setattr(expansion, "_BLOCK_ROWS", rows)
-    q, g, self_index = problem(dtype=dtype)
+    monkeypatch.setattr(expansion, "_BLOCK_ROWS", 64)
+    q, g = quarters(queries, dtype) / 2, quarters(gallery, dtype) / 2
+    self_index = torch.where(torch.rand(queries) < 0.5, torch.randint(0, gallery, (queries,)), -1)
     found = nearest_rows(unsharded(q, 100), unsharded(g, 100), k, self_index=self_index, self_score=self_score)
     assert found.scores.dtype == dtype
-    assert as_pairs(found) == by_sorting(q, g, k, self_index, self_score)
+    pairs = [list(zip(*row)) for row in zip(found.scores.tolist(), found.positions.tolist())]
+    assert pairs == by_sorting(q, g, k, self_index, self_score)
 
 
-@pytest.mark.parametrize(("queries", "gallery"), [(0, 5), (3, 2), (1, 1)])
-def test_small_sets(queries, gallery):
-    q, g, _ = problem(queries, gallery)
-    self_index = torch.full((queries,), -1)
-    found = nearest_rows(unsharded(q, 64), unsharded(g, 64), gallery, self_index=self_index, self_score=0.0)
-    assert as_pairs(found) == by_sorting(q, g, gallery, self_index, 0.0)
-    assert found.positions.shape == (queries, gallery)
-
-
-def test_a_query_has_the_same_scores_whatever_other_queries_there_are():
-    q, g = torch.randn(300, 24), torch.randn(2000, 24)
-    nobody = torch.full((300,), -1)
-    whole = nearest_rows(unsharded(q, 256), unsharded(g, 256), 9, self_index=nobody, self_score=0.0)
-    part = nearest_rows(unsharded(q[250:], 256), unsharded(g, 256), 9, self_index=nobody[250:], self_score=0.0)
-    assert torch.equal(part.scores, whole.scores[250:])
-    assert torch.equal(part.positions, whole.positions[250:])
-
-
-def test_highest_columns_are_the_first_of_equal_ones():
-    scores = torch.tensor(
-        [[1.0, 3.0, 3.0, 2.0, 3.0, 3.0], [0.0, 0.0, 0.0, 0.0, 0.0, 9.0], [6.0, 5.0, 4.0, 3.0, 2.0, 1.0]]
-    )
-    assert highest_columns(scores, 3).tolist() == [[1, 2, 4], [0, 1, 5], [0, 1, 2]]
-    assert highest_columns(scores, 6).tolist() == [[0, 1, 2, 3, 4, 5]] * 3
-    assert highest_columns(scores[:, :2], 3).tolist() == [[0, 1]] * 3
+@pytest.mark.parametrize("k", [120, 400])
+def test_highest_columns_are_the_first_of_equal_ones_in_ascending_order(k):
     tied = torch.randint(0, 4, (50, 400)).float()
-    expected = [sorted(sorted(range(400), key=lambda c: (-row[c], c))[:120]) for row in tied.tolist()]
-    assert highest_columns(tied, 120).tolist() == expected
+    expected = [sorted(sorted(range(400), key=lambda c: (-row[c], c))[:k]) for row in tied.tolist()]
+    assert highest_columns(tied, k).tolist() == expected

@@ -1,4 +1,4 @@
-"""Unit rows, and rows that are sharded over processes: who holds which, and what real processes get of them."""
+"""Unit rows, and rows that are sharded over processes: who holds which."""
 
 import math
 
@@ -33,13 +33,6 @@ def test_half_precision_is_widened(given, result):
     torch.testing.assert_close(lengths, torch.ones_like(lengths), rtol=4 * torch.finfo(result).eps, atol=0.0)
 
 
-def test_autocast_does_not_narrow():
-    x = torch.randn(8, 5)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = normalize(x)
-    assert torch.equal(inside, normalize(x))
-
-
 @pytest.mark.parametrize("scale", [1e-37, 1e-30, 1e30, 1e38])
 def test_squares_that_overflow_or_vanish(scale):
     x = torch.tensor([[1.0, -2.0, 2.0]])
@@ -52,6 +45,7 @@ def test_zero_row_stays_zero_with_a_finite_gradient():
     unit.sum().backward()
     assert unit[0].tolist() == [0.0, 0.0]
     assert torch.isfinite(x.grad).all()
+    assert normalize(x[:0]).shape == (0, 2)
 
 
 def test_gradient_is_that_of_the_formula():
@@ -62,10 +56,6 @@ def test_gradient_is_that_of_the_formula():
     # (w - (w.u) u) / |x|, nothing along the row itself
     length, unit = x.detach().norm(dim=1, keepdim=True), x.detach() / x.detach().norm(dim=1, keepdim=True)
     torch.testing.assert_close(gradient, (weights - (weights * unit).sum(1, keepdim=True) * unit) / length)
-
-
-def test_no_rows():
-    assert normalize(torch.zeros(0, 3)).shape == (0, 3)
 
 
 ROWS = torch.arange(46.0).view(23, 2)
@@ -80,8 +70,7 @@ def holder(position, unit, processes):
     return process
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 5])
-@pytest.mark.parametrize("unit", [1, 4, 30])
+@pytest.mark.parametrize(("unit", "processes"), [(1, 3), (4, 1), (4, 5), (30, 2)])
 def test_layout_against_a_loop(unit, processes):
     layout = Layout(23, unit, processes)
     for begin, end in ((0, 23), (3, 17), (5, 5), (22, 23)):
@@ -97,18 +86,8 @@ def shard_of(rows, unit, index, count):
     return ShardedRows(rows[mine], layout, Shard(index, count, device=torch.device("cpu")))
 
 
-def test_blocks_have_their_positions():
-    shards = [shard_of(ROWS, 4, index, 3) for index in range(3)]
-    found = [block for shard in shards for block in shard.blocks()]
-    assert sorted(positions.start for _, positions in found) == [0, 4, 8, 12, 16, 20]
-    for rows, positions in found:
-        assert torch.equal(rows, ROWS[positions])
-    assert list(unsharded(ROWS[:0], 4).blocks()) == []
-
-
-@pytest.mark.parametrize("processes", [1, 2, 3, 5])
-@pytest.mark.parametrize(("unit", "rows"), [(4, 4), (4, 3), (4, 9), (30, 7), (1, 1)])
-def test_parts_of_the_blocks(processes, unit, rows):
+@pytest.mark.parametrize(("unit", "rows", "processes"), [(4, 4, 1), (4, 3, 2), (4, 9, 5), (30, 7, 3), (1, 1, 3)])
+def test_parts_of_the_blocks(unit, rows, processes):
     shards = [shard_of(ROWS, unit, index, processes) for index in range(processes)]
     found = [list(shard.split_blocks(rows)) for shard in shards]
     for shard, parts in zip(shards, found):
@@ -136,33 +115,3 @@ def test_rows_of_one_process_are_not_copied():
     assert torch.equal(rows.select(torch.tensor([5, 2])), ROWS[[5, 2]])
     assert torch.equal(rows.fetch(torch.tensor([[5], [2]])), ROWS[torch.tensor([[5], [2]])])
     assert torch.equal(rows.with_rows(ROWS + 1).all(), ROWS + 1)
-
-
-def in_each_process(this, world):
-    """The last process holds nothing if there are four, since there are three blocks."""
-    rows = shard_of(ROWS, 9, this, world)
-    chosen = torch.tensor([22, 0, 9, 9, 3])
-    return {
-        "length": len(rows),
-        "all": rows.all(),
-        "some": rows.range(7, 20),
-        "none": rows.range(4, 4),
-        "chosen": rows.select(chosen),
-        "nothing chosen": rows.select(chosen[:0]),
-        "fetched": rows.fetch(chosen[this:].expand(2, -1)),
-        "nothing fetched": rows.fetch(chosen[: 2 * (this == 0), None]),
-        "replaced": rows.with_rows(-ROWS).all(),
-    }
-
-
-def test_every_process_gets_the_rows_of_all(run_processes):
-    for this, found in enumerate(run_processes(in_each_process, 4)):
-        assert found["length"] == 23
-        assert torch.equal(found["fetched"], ROWS[[22, 0, 9, 9, 3][this:]].expand(2, -1, -1))
-        assert torch.equal(found["nothing fetched"], ROWS[[22, 0], None][: 2 * (this == 0)])
-        assert torch.equal(found["all"], ROWS)
-        assert torch.equal(found["some"], ROWS[7:20])
-        assert found["none"].shape == (0, 2)
-        assert torch.equal(found["chosen"], ROWS[[22, 0, 9, 9, 3]])
-        assert found["nothing chosen"].shape == (0, 2)
-        assert torch.equal(found["replaced"], -ROWS)
