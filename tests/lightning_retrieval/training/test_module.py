@@ -24,6 +24,7 @@ from lightning_retrieval.losses.third_party import original_loss
 from lightning_retrieval.preparation.serialised import serialise_transform
 from tests.lightning_retrieval.training.small_training import (
     CHUNKS,
+    LearnedTau,
     ROWS,
     SGD,
     Log,
@@ -57,13 +58,6 @@ def test_steps_are_those_of_plain_pytorch(chunk_size, dropout):
     assert_same(module.embedder, plain)
     assert log.losses == pytest.approx(values, abs=1e-6)  # logged in float32
     assert run.global_step == 3  # one for each batch, whatever the number of chunks
-
-
-class LearnedTau(SmoothAPLoss):
-    def __init__(self):
-        super().__init__()
-        del self.tau
-        self.tau = nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
 
 
 def proxies() -> ProxyAnchorLoss:
