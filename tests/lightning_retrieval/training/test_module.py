@@ -24,9 +24,9 @@ from lightning_retrieval.losses.third_party import original_loss
 from lightning_retrieval.preparation.serialised import serialise_transform
 from tests.lightning_retrieval.training.small_training import (
     CHUNKS,
-    LearnedTau,
     ROWS,
     SGD,
+    LearnedTau,
     Log,
     assert_same,
     batches,
