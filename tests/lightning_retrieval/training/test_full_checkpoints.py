@@ -95,21 +95,16 @@ def in_each_process(this, world, folder):
     epoch = strategy.load_checkpoint(folder / "two.ckpt")["epoch"]
     loaded = slices(other, other_optimizer)
     divided = [is_sharded(value) for state in other_optimizer.state.values() for value in state.values()]
-    train(other, other_optimizer)
 
     from_one, from_one_optimizer = start(mesh, seed=1)
     strategy_with(from_one, from_one_optimizer).load_checkpoint(folder / "one.ckpt")
-    saved = slices(module, optimizer)
-    train(module, optimizer)
     factored, factored_optimizer = start(mesh, optimizer=Factored)
     return {
-        "saved": saved,
+        "saved": slices(module, optimizer),
         "loaded": loaded,
         "from one": slices(from_one, from_one_optimizer),
         "epoch": epoch,
         "divided": divided,
-        "after": slices(module, optimizer),
-        "loaded after": slices(other, other_optimizer),
         "memory": len(other.memory),
         "described": describe(module.embedder),
         "folder": message_of(strategy, folder),
@@ -161,9 +156,7 @@ def test_each_process_gets_its_slices_again(ranks):
         assert result["memory"] == 4
         assert_equal(result["loaded"], result["saved"])
         assert_equal(result["from one"], result["saved"])
-        assert_equal(result["loaded after"], result["after"])
         assert any(value.numel() for value in result["saved"])
-        assert not torch.equal(result["after"][1], result["saved"][1])
         assert sum(result["divided"]) == 2 * 3  # two averages of each of three parameters; not the number of steps
 
 

@@ -1,6 +1,7 @@
 """A divided network has the gradients of a plain sum over real processes, whatever their numbers of chunks."""
 
 import copy
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +33,7 @@ needs_sums = pytest.mark.skipif(
 )
 ROWS, CHUNK = [7, 3], 2  # of each process: four and two chunks
 DTYPES = [torch.float64, torch.float32]
+CLIPPED = [("norm", 0.5), ("norm", 1e6), ("value", 0.01)]
 
 
 class Loss(nn.Module):
@@ -97,7 +99,7 @@ def divided_step(this, dtype, keep_graphs=1):
     found = {"total": total.item(), "least": least, "blocks": len(sharded.parts)}
     found["slices"] = {name: len(torch.atleast_1d(local_shard(p))) for name, p in module["net"].named_parameters()}
     found["summed"] = whole_gradients(module)
-    for algorithm, limit in (("norm", 0.5), ("norm", 1e6), ("value", 0.01)):
+    for algorithm, limit in CLIPPED:
         clipped = copy_of_gradients(module)
         clip_sharded_gradients(clipped, limit, algorithm)
         found[algorithm, limit] = [full_tensor(parameter.grad) for parameter in clipped if parameter.grad is not None]
@@ -207,25 +209,18 @@ def test_each_process_keeps_a_slice(ranks):
 
 
 @needs_sums
-@pytest.mark.parametrize("limit", [0.5, 1e6])
-def test_norms_are_clipped_as_in_one_process(ranks, limit):
+@pytest.mark.parametrize(("algorithm", "limit"), CLIPPED)
+def test_gradients_are_clipped_as_in_one_process(ranks, algorithm, limit):
     module, _ = plain_sum(torch.float64)
-    norm = nn.utils.clip_grad_norm_(module.parameters(), limit)
-    assert 0.5 < norm < 1e6
-    assert_same_gradients(ranks, ("norm", limit), module)
-
-
-@needs_sums
-def test_values_are_clipped_as_in_one_process(ranks):
-    module, _ = plain_sum(torch.float64)
-    nn.utils.clip_grad_value_(module.parameters(), 0.01)
-    assert_same_gradients(ranks, ("value", 0.01), module)
-
-
-def assert_same_gradients(ranks, key, module):
+    if algorithm == "norm":
+        norm = nn.utils.clip_grad_norm_(module.parameters(), limit)
+        assert 0.5 < norm < 1e6
+    else:
+        nn.utils.clip_grad_value_(module.parameters(), limit)
     expected = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     for result in ranks:
-        torch.testing.assert_close(result["steps"][torch.float64][key], expected, rtol=0, atol=1e-12)
+        found = result["steps"][torch.float64][algorithm, limit]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @needs_sums
@@ -248,10 +243,7 @@ def test_all_processes_get_the_state_of_the_first(ranks):
 @pytest.mark.refusal
 def test_a_network_that_is_not_divided_over_all_processes_raises(ranks):
     for result in ranks:
-        assert result["replica"].startswith(
-            "RetrievalModule: a parameter must be sharded over all 2 processes, or not at all, got the placement "
-        )
-        assert "Replicate" in result["replica"]
+        assert re.match("RetrievalModule: a parameter must be sharded .* 2 processes, .*Replicate", result["replica"])
 
 
 def test_blocks_are_the_elements_of_the_outermost_lists(monkeypatch):
@@ -267,11 +259,8 @@ def test_blocks_are_the_elements_of_the_outermost_lists(monkeypatch):
 
 
 SHARED = {
-    "nothing": None,
     "block": None,
     "layer of two blocks": "layers.0.linear.weight",
-    "weight of two blocks": "layers.0.linear.weight",
-    "layer of a block and the rest": "layers.1.linear.weight",
     "weight of a block and the rest": "layers.1.linear.weight",
 }
 
@@ -283,42 +272,37 @@ class Part(nn.ModuleDict):
         return x
 
 
-def message_of_shared(this, shared):
+def message_of_shared(shared):
     """What is raised for two blocks and a rest that share a layer, or only its weight."""
     first, second = (Part({"linear": nn.Linear(400, 400)}) for _ in range(2))
     net = Part({"layers": nn.ModuleList([first, second]), "rest": nn.Linear(400, 400)})
     if shared == "layer of two blocks":
         second["linear"] = first["linear"]
-    elif shared == "weight of two blocks":
-        second["linear"].weight = first["linear"].weight
     elif shared == "weight of a block and the rest":
         net["rest"].weight = second["linear"].weight
-    elif shared == "layer of a block and the rest":
-        net["rest"] = second["linear"]
-    elif shared == "block":
+    else:
         net["layers"].append(first)
         net["rest"] = first
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     try:
         shard_blocks(net, mesh)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    except ValueError as error:
+        return str(error)
     return None
 
 
 def messages_of_shared(this, world):
-    return {shared: message_of_shared(this, shared) for shared in SHARED}
+    return {shared: message_of_shared(shared) for shared in SHARED}
 
 
 @pytest.mark.refusal
 def test_a_parameter_in_several_blocks_is_named(run_processes):
     found, other = run_processes(messages_of_shared, 2)
     assert found == other
-    assert found["nothing"] is found["block"] is None  # the block is divided once
-    for shared, name in SHARED.items():
-        if name is not None:
-            assert found[shared].startswith("ValueError: Part: FSDP2 must find each parameter in one block of ")
-            assert f"got `{name}` in several; train with strategy='ddp'" in found[shared]
+    assert found["block"] is None  # it is divided once
+    for shared, name in list(SHARED.items())[1:]:
+        assert found[shared].startswith("Part: FSDP2 must find each parameter in one block of ")
+        assert f"got `{name}` in several; train with strategy='ddp'" in found[shared]
 
 
 def test_nothing_is_divided_in_one_process():
