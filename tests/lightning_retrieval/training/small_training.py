@@ -5,6 +5,7 @@ import warnings
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import BaseFinetuning
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -109,3 +110,14 @@ class LearnedTau(SmoothAPLoss):
         super().__init__()
         del self.tau
         self.tau = nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
+
+
+class Unfreeze(BaseFinetuning):
+    """Trains the first layer from the second epoch on."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.embedder[0], train_bn=False)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.embedder[0], optimizer, lr=0.125)

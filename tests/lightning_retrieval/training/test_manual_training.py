@@ -5,14 +5,22 @@ import functools
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import BaseFinetuning
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from lightning_retrieval.callbacks import RetrievalEvaluation
-from tests.lightning_retrieval.training.small_training import SGD, Log, assert_same, batches, fit, net, trainer
+from tests.lightning_retrieval.training.small_training import (
+    SGD,
+    Log,
+    Unfreeze,
+    assert_same,
+    batches,
+    fit,
+    net,
+    trainer,
+)
 
 
 def module_with(**settings):
@@ -276,15 +284,6 @@ def test_an_epoch_schedule_survives_a_resume(tmp_path):
     trainer(max_epochs=4, callbacks=[rest]).fit(part, loader, ckpt_path=tmp_path / "half.ckpt", weights_only=True)
     assert rest.rates == log.rates[6:] == [[0.125]] * 3 + [[0.0625]] * 3
     assert_same(part, whole)
-
-
-class Unfreeze(BaseFinetuning):
-    def freeze_before_training(self, pl_module):
-        self.freeze(pl_module.embedder[0], train_bn=False)
-
-    def finetune_function(self, pl_module, epoch, optimizer):
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.embedder[0], optimizer, lr=0.125)
 
 
 def with_batch_norm():
