@@ -55,11 +55,9 @@ def out_of_memory_above(most, embed, calls, in_backward=False):
 @pytest.mark.parametrize(
     ("most", "tried"),
     [
-        (11, [11]),
         (50, [11]),
         (10, [11, 6]),
         (5, [11, 6, 3, 4]),  # in 1, 2, 4 and then 3 chunks
-        (4, [11, 6, 3, 4]),
         (3, [11, 6, 3, 4]),
         (2, [11, 6, 3, 2]),
         (1, [11, 6, 3, 2, 1]),

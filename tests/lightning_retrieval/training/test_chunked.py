@@ -1,6 +1,5 @@
 """Chunked backpropagation against the plain one, with a control for each promise that shows what breaks without it."""
 
-import contextlib
 import copy
 import math
 import weakref
@@ -11,8 +10,8 @@ from pytorch_metric_learning.losses import ProxyAnchorLoss
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_retrieval.losses import BlackboxAPLoss, SmoothAPLoss
-from lightning_retrieval.training.chunked import RunningStatistics, chunked_backward
+from lightning_retrieval.losses import SmoothAPLoss
+from lightning_retrieval.training.chunked import chunked_backward
 from tests.lightning_retrieval.training.small_chunks import (
     LABELS,
     SIZES,
@@ -28,35 +27,20 @@ from tests.lightning_retrieval.training.small_chunks import (
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_same_as_the_plain_backward(size):
-    embed, x = net(), images()
-    expected = smooth_ap(embed(x))
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("make", [SmoothAPLoss, lambda: ProxyAnchorLoss(4, 3)], ids=["smooth-ap", "proxies"])
+def test_same_as_the_plain_backward(make, dtype, most, size):
+    embed, x, loss = net(dtype=dtype), images(dtype), make().to(dtype)
+    expected = loss(embed(x), LABELS)
     expected.backward()
-    plain = gradients_of(embed)
-    value = chunked_backward(embed, x, smooth_ap, size)
+    plain = [*gradients_of(embed), *gradients_of(loss)]
+    value = chunked_backward(embed, x, lambda y: loss(y, LABELS), size)
     assert not value.requires_grad
     torch.testing.assert_close(value, expected.detach())
-    torch.testing.assert_close(gradients_of(embed), plain)
-
-
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-@pytest.mark.parametrize(
-    "make",
-    [SmoothAPLoss, BlackboxAPLoss, lambda: ProxyAnchorLoss(4, 3)],
-    ids=lambda make: make.__name__,
-)
-def test_same_gradient_for_every_loss(make, dtype, most):
-    embed, x, loss = net(dtype=dtype), images(dtype), make().to(dtype)
-    unit = nn.functional.normalize(embed(x).detach())
-    scores = (unit @ unit.T)[~torch.eye(11, dtype=torch.bool)].view(11, 10).sort(dim=1).values
-    assert scores.diff(dim=1).min() > 1e-5  # no near ties, which the chunks' other rounding in float32 could turn round
-    loss(embed(x), LABELS).backward()
-    plain = [*gradients_of(embed), *gradients_of(loss)]
-    chunked_backward(embed, x, lambda y: loss(y, LABELS), 3)
     # One number for each gradient, so that no parameter hides behind a larger one.
-    for gradient, expected in zip([*gradients_of(embed), *gradients_of(loss)], plain, strict=True):
-        assert expected.norm() > 0
-        assert (gradient - expected).norm() <= most * expected.norm()
+    for gradient, wanted in zip([*gradients_of(embed), *gradients_of(loss)], plain, strict=True):
+        assert wanted.norm() > 0
+        assert (gradient - wanted).norm() <= most * wanted.norm()
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -137,31 +121,27 @@ def two_graphs(embed, x, loss, size):
 @pytest.mark.parametrize(("run", "alive"), [(chunked_backward, 1), (two_graphs, 2), (chunk_by_chunk, 3)])
 def test_graphs_alive_at_once(run, alive):
     embed, x = net(), images()
-    saved, most = weakref.WeakSet(), 0
+    saved, calls, most = weakref.WeakSet(), [], []
 
     class Saved:
         def __init__(self, tensor, call):
             self.tensor, self.call = tensor, call
 
-    calls = 0
-
     def watched(chunk):
-        nonlocal calls
-        calls += 1
-        call = calls
+        calls.append(chunk)
+        call = len(calls)
 
         def pack(tensor):
-            nonlocal most
             note = Saved(tensor, call)
             saved.add(note)
-            most = max(most, len({other.call for other in saved}))
+            most.append(len({other.call for other in saved}))
             return note
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda note: note.tensor):
             return embed(chunk)
 
     run(watched, x, smooth_ap, 4)
-    assert most == alive
+    assert max(most) == alive
     assert not saved
 
 
@@ -264,16 +244,6 @@ def test_running_statistics_are_updated_once_per_step(make, momentum, form):
         torch.testing.assert_close(embed[2].running_mean, plain[2].running_mean)
         torch.testing.assert_close(embed[2].running_var, variance)
         assert embed[2].momentum == momentum
-
-
-def test_without_care_running_statistics_would_be_updated_by_each_run(monkeypatch):
-    embed, x = net_with(batch_norm(0.1)), images()
-    plain = copy.deepcopy(embed)
-    plain(x)
-    monkeypatch.setattr(RunningStatistics, "collected", lambda self, rows: contextlib.nullcontext())
-    chunked_backward(embed, x, smooth_ap, 4)
-    assert embed[2].num_batches_tracked == 5  # three chunks, two of them twice
-    assert (embed[2].running_mean - plain[2].running_mean).norm() > plain[2].running_mean.norm()
 
 
 def test_a_layer_that_runs_twice_is_updated_twice():
