@@ -1,4 +1,7 @@
-"""A divided network has the gradients of a plain sum over real processes, whatever their numbers of chunks."""
+"""A divided network has the gradients of a plain sum over real processes, and checkpoints of the form of one process.
+
+tests/test_full_sharding.py has whole runs, and a kill.
+"""
 
 import copy
 import re
@@ -9,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.models import GlyphNet
 from lightning_retrieval.training import full_sharding
+from lightning_retrieval.training.checkpoint_files import FullCheckpoints
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.full_sharding import (
     ShardedParts,
@@ -22,6 +26,7 @@ from lightning_retrieval.training.full_sharding import (
     clip_sharded_gradients,
     full_tensor,
     has_sharded_parameters,
+    is_sharded,
     local_shard,
     shard_blocks,
 )
@@ -144,33 +149,175 @@ def state_of_the_first(this):
     return first, module.state_dict()
 
 
-def message_of_a_replica(this):
+def message_of(function, *arguments):
+    """The message of the ValueError that a call raises, or None."""
+    try:
+        function(*arguments)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def message_of_a_replica():
     """The error for a network of which each process keeps a copy."""
     layer = nn.Linear(2, 2)
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("copies", "slices"))
     fsdp.fully_shard(layer, mesh=mesh)
-    try:
-        check_placements("RetrievalModule", list(layer.parameters()))
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    return message_of(check_placements, "RetrievalModule", list(layer.parameters()))
 
 
-def in_each_process(this, world):
+SHARED = {
+    "block": None,
+    "layer of two blocks": "layers.0.linear.weight",
+    "weight of a block and the rest": "layers.1.linear.weight",
+}
+
+
+class Part(nn.ModuleDict):
+    """FSDP2 divides only what can be called."""
+
+    def forward(self, x):
+        return x
+
+
+def message_of_shared(shared):
+    """What is raised for two blocks and a rest that share a layer, or only its weight."""
+    first, second = (Part({"linear": nn.Linear(400, 400)}) for _ in range(2))
+    net = Part({"layers": nn.ModuleList([first, second]), "rest": nn.Linear(400, 400)})
+    if shared == "layer of two blocks":
+        second["linear"] = first["linear"]
+    elif shared == "weight of a block and the rest":
+        net["rest"].weight = second["linear"].weight
+    else:
+        net["layers"].append(first)
+        net["rest"] = first
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    return message_of(shard_blocks, net, mesh)
+
+
+class Factored(torch.optim.AdamW):
+    """An optimizer with state of another shape than the parameter, as Adafactor's."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["rows"] = torch.ones(2)
+
+
+def start(mesh=None, seed=0, optimizer=torch.optim.AdamW):
+    """A module with a frozen parameter and a memory, and an optimizer whose groups have another order."""
+    torch.manual_seed(seed)
+    network = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    network[0].weight.requires_grad_(False)
+    module = RetrievalModule(network, SmoothAPLoss(), memory=CrossBatchMemory(6))
+    if mesh is not None:
+        shard_blocks(module.embedder, mesh)
+    groups = [{"params": list(network[2].parameters()), "lr": 0.1}, {"params": [network[0].bias], "lr": 0.2}]
+    return module, optimizer(groups)
+
+
+def train(module, optimizer, steps=2):
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = parameter.detach() * (step + 1)
+        optimizer.step()
+    rows = torch.arange(12.0).view(4, 3)
+    module.memory.update(rows, torch.arange(4), torch.arange(4))
+
+
+def strategy_with(module, optimizer):
+    strategy = SimpleNamespace(lightning_module=module, optimizers=[optimizer])
+    FullCheckpoints("RetrievalModule", strategy).install()
+    return strategy
+
+
+def checkpoint_of(strategy):
+    state = strategy.optimizer_state(strategy.optimizers[0])
+    return {"state_dict": strategy.lightning_module_state_dict(), "optimizer_states": [state], "epoch": 3}
+
+
+def slices(module, optimizer):
+    """All that this process keeps."""
+    found = [local_shard(value).clone() for value in module.state_dict().values() if isinstance(value, torch.Tensor)]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found += [local_shard(value).clone() for value in optimizer.state[parameter].values()]
+    return found
+
+
+def checkpoints_of(this, world, folder):
+    """What two processes save, load and refuse."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    module, optimizer = start(mesh)
+    train(module, optimizer)
+    checkpoint = checkpoint_of(strategy_with(module, optimizer))
+    if this == 0:
+        torch.save(checkpoint, folder / "two.ckpt")
+        content = bytearray((folder / "two.ckpt").read_bytes())
+        content[len(content) // 2] ^= 1
+        (folder / "damaged.ckpt").write_bytes(content)
+    dist.barrier()
+
+    other, other_optimizer = start(mesh, seed=1)
+    strategy = strategy_with(other, other_optimizer)
+    epoch = strategy.load_checkpoint(folder / "two.ckpt")["epoch"]
+    loaded = slices(other, other_optimizer)
+    divided = [is_sharded(value) for state in other_optimizer.state.values() for value in state.values()]
+
+    from_one, from_one_optimizer = start(mesh, seed=1)
+    strategy_with(from_one, from_one_optimizer).load_checkpoint(folder / "one.ckpt")
+    factored = strategy_with(*start(mesh, optimizer=Factored))
+    return {
+        "saved": slices(module, optimizer),
+        "loaded": loaded,
+        "from one": slices(from_one, from_one_optimizer),
+        "epoch": epoch,
+        "divided": divided,
+        "memory": len(other.memory),
+        "folder": message_of(strategy.load_checkpoint, folder),
+        "damaged": message_of(strategy.load_checkpoint, folder / "damaged.ckpt"),
+        "factored": message_of(factored.load_checkpoint, folder / "factored.ckpt"),
+    }
+
+
+def in_each_process(this, world, folder):
     full_sharding.SMALLEST_BLOCK = 40
     return {
         "steps": {dtype: divided_step(this, dtype) for dtype in DTYPES},
         "kept graphs": divided_step(this, torch.float64, keep_graphs=3),
         "evaluation": after_an_evaluation(this),
         "state": state_of_the_first(this),
-        "replica": message_of_a_replica(this),
+        "replica": message_of_a_replica(),
+        "shared": {name: message_of_shared(name) for name in SHARED},
+        "checkpoints": checkpoints_of(this, world, folder),
     }
 
 
 @pytest.fixture(scope="module")
-def ranks(run_processes):
+def one_process():
+    """The module and the optimizer of one process after the same steps."""
+    module, optimizer = start()
+    train(module, optimizer)
+    return module, optimizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, one_process):
+    path = tmp_path_factory.mktemp("checkpoints")
+    for name, make in (("one", torch.optim.AdamW), ("factored", Factored)):
+        module, optimizer = start(optimizer=make)
+        train(module, optimizer)
+        states = [optimizer.state_dict()]
+        torch.save({"state_dict": module.state_dict(), "optimizer_states": states, "epoch": 3}, path / f"{name}.ckpt")
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranks(run_processes, folder):
     """The results of each process, in rank order."""
-    return run_processes(in_each_process, 2)
+    return run_processes(in_each_process, 2, folder)
 
 
 def plain_sum(dtype):
@@ -258,53 +405,6 @@ def test_blocks_are_the_elements_of_the_outermost_lists(monkeypatch):
     assert blocks_of(nn.ModuleDict({"a": nn.Sequential(residual), "b": nn.Sequential(residual)})) == [residual] * 2
 
 
-SHARED = {
-    "block": None,
-    "layer of two blocks": "layers.0.linear.weight",
-    "weight of a block and the rest": "layers.1.linear.weight",
-}
-
-
-class Part(nn.ModuleDict):
-    """FSDP2 divides only what can be called."""
-
-    def forward(self, x):
-        return x
-
-
-def message_of_shared(shared):
-    """What is raised for two blocks and a rest that share a layer, or only its weight."""
-    first, second = (Part({"linear": nn.Linear(400, 400)}) for _ in range(2))
-    net = Part({"layers": nn.ModuleList([first, second]), "rest": nn.Linear(400, 400)})
-    if shared == "layer of two blocks":
-        second["linear"] = first["linear"]
-    elif shared == "weight of a block and the rest":
-        net["rest"].weight = second["linear"].weight
-    else:
-        net["layers"].append(first)
-        net["rest"] = first
-    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    try:
-        shard_blocks(net, mesh)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def messages_of_shared(this, world):
-    return {shared: message_of_shared(shared) for shared in SHARED}
-
-
-@pytest.mark.refusal
-def test_a_parameter_in_several_blocks_is_named(run_processes):
-    found, other = run_processes(messages_of_shared, 2)
-    assert found == other
-    assert found["block"] is None  # it is divided once
-    for shared, name in list(SHARED.items())[1:]:
-        assert found[shared].startswith("Part: FSDP2 must find each parameter in one block of ")
-        assert f"got `{name}` in several; train with strategy='ddp'" in found[shared]
-
-
 def test_nothing_is_divided_in_one_process():
     module = network()
     sharded = ShardedParts(module)
@@ -315,3 +415,59 @@ def test_nothing_is_divided_in_one_process():
     assert not has_sharded_parameters(module)
     assert full_tensor(module["loss"].scale) is module["loss"].scale
     assert local_shard(module["loss"].scale) is module["loss"].scale
+
+
+@needs_sums
+@pytest.mark.refusal
+def test_a_parameter_in_several_blocks_is_named(ranks):
+    found, other = (result["shared"] for result in ranks)
+    assert found == other
+    assert found["block"] is None  # it is divided once
+    for shared, name in list(SHARED.items())[1:]:
+        assert found[shared].startswith("Part: FSDP2 must find each parameter in one block of ")
+        assert f"got `{name}` in several; train with strategy='ddp'" in found[shared]
+
+
+@needs_sums
+def test_a_checkpoint_is_that_of_one_process(ranks, folder, one_process):
+    module, optimizer = one_process
+    found = torch.load(folder / "two.ckpt", weights_only=True)
+    assert list(found["state_dict"]) == list(module.state_dict())
+    assert found["optimizer_states"][0]["param_groups"] == optimizer.state_dict()["param_groups"]
+    other, other_optimizer = start(seed=1)
+    other.load_state_dict(found["state_dict"])
+    other_optimizer.load_state_dict(found["optimizer_states"][0])
+    assert_equal(slices(other, other_optimizer), slices(module, optimizer))
+    assert len(other.memory) == 4
+
+
+@needs_sums
+def test_each_process_gets_its_slices_again(ranks):
+    for result in (rank["checkpoints"] for rank in ranks):
+        assert result["epoch"] == 3
+        assert result["memory"] == 4
+        assert_equal(result["loaded"], result["saved"])
+        assert_equal(result["from one"], result["saved"])
+        assert any(value.numel() for value in result["saved"])
+        assert sum(result["divided"]) == 2 * 3  # two averages of each of three parameters; not the number of steps
+
+
+def assert_equal(found, expected):
+    assert len(found) == len(expected) > 0
+    for value, other in zip(found, expected):
+        assert torch.equal(value, other)
+
+
+@needs_sums
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("folder", "a checkpoint must be one file, got the folder "),
+        ("damaged", "the checkpoint .* is damaged"),
+        ("factored", r"the optimizer's state of a sharded parameter .*, \(3, 7\), got \(2,\) for 'rows'"),
+    ],
+)
+def test_checkpoints_that_cannot_be_loaded_raise(ranks, name, sentence):
+    for result in ranks:
+        assert re.match(f"RetrievalModule: {sentence}", result["checkpoints"][name])
