@@ -80,16 +80,17 @@ def assert_same(module: nn.Module, expected: nn.Module) -> None:
 
 
 class Log(pl.Callback):
-    """Keeps the loss and the learning rates of each step."""
+    """Keeps the loss, the learning rates and the result of each step."""
 
     def __init__(self):
-        self.losses, self.rates = [], []
+        self.losses, self.rates, self.returned = [], [], []
 
     def on_train_batch_start(self, trainer, *_):
         self.rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
 
-    def on_train_batch_end(self, trainer, *_):
+    def on_train_batch_end(self, trainer, module, outputs, *_):
         self.losses.append(float(trainer.callback_metrics["train/loss"]))
+        self.returned.append(outputs)
 
 
 class Gives(nn.Module):

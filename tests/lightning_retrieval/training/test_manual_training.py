@@ -100,23 +100,14 @@ def test_a_returned_loss_with_a_graph_raises_at_the_first_step(returned):
     assert module.trainer.global_step == 1
 
 
-class Outputs(pl.Callback):
-    """Keeps what each step returns."""
-
-    def __init__(self):
-        self.values = []
-
-    def on_train_batch_end(self, trainer, module, outputs, *_):
-        self.values.append(outputs["loss"].item())
-
-
 def test_a_step_returns_the_loss_and_an_override_may_return_detached_values():
-    seen, log, twice = Outputs(), Log(), Outputs()
-    fit(RetrievalModule(net(), SmoothAPLoss(), optimizer=SGD), batches(), callbacks=[seen, log])
-    assert seen.values == pytest.approx(log.losses, abs=1e-6)
-    doubled = WithExtraLoss(net(), SmoothAPLoss(), lambda loss, extra: 2 * loss + 0 * extra.detach())
+    log, twice = Log(), Log()
+    fit(module_with(), batches(), callbacks=[log])
+    returned = [outputs["loss"].item() for outputs in log.returned]
+    assert returned == pytest.approx(log.losses, abs=1e-6)
+    doubled = WithExtraLoss(net(), SmoothAPLoss(tau=0.1), lambda loss, extra: 2 * loss + 0 * extra.detach())
     fit(doubled, batches(), callbacks=[twice])
-    assert twice.values == pytest.approx([2 * value for value in seen.values])
+    assert [outputs["loss"].item() for outputs in twice.returned] == pytest.approx([2 * value for value in returned])
     fit(WithExtraLoss(net(), SmoothAPLoss(), lambda loss, extra: None), batches())
 
 
@@ -177,15 +168,15 @@ class OwnOptimizers(RetrievalModule):
 
 
 @pytest.mark.parametrize(
-    ("own", "interval", "frequency", "limit"),
+    ("kind", "interval", "frequency", "limit"),
     [
-        (False, "step", 1, 3),
-        (False, "epoch", 2, 5),
-        (True, "step", 2, 5),
-        (True, "epoch", 1, 3),
+        (RetrievalModule, "step", 1, 3),
+        (RetrievalModule, "epoch", 2, 5),
+        (OwnOptimizers, "step", 2, 5),
+        (OwnOptimizers, "epoch", 1, 3),
     ],
 )
-def test_schedulers_are_stepped_as_in_a_plain_loop(own, interval, frequency, limit):
+def test_schedulers_are_stepped_as_in_a_plain_loop(kind, interval, frequency, limit):
     plain, rates = net(), []
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     scheduler = ExponentialLR(optimizer, 0.5)
@@ -200,15 +191,11 @@ def test_schedulers_are_stepped_as_in_a_plain_loop(own, interval, frequency, lim
         if interval == "epoch" and (epoch + 1) % frequency == 0:
             scheduler.step()
 
-    kind, log = OwnOptimizers if own else RetrievalModule, Log()
-    module = kind(
-        net(),
-        SmoothAPLoss(tau=0.1),
-        optimizer=SGD,
-        lr_scheduler=None if own else functools.partial(ExponentialLR, gamma=0.5),
-        lr_scheduler_interval=interval,
-        lr_scheduler_frequency=frequency,
-    )
+    log = Log()
+    schedule = {"lr_scheduler_interval": interval, "lr_scheduler_frequency": frequency}
+    if kind is RetrievalModule:
+        schedule["lr_scheduler"] = functools.partial(ExponentialLR, gamma=0.5)
+    module = kind(net(), SmoothAPLoss(tau=0.1), optimizer=SGD, **schedule)
     fit(module, batches(5), max_epochs=4, limit_train_batches=limit, callbacks=[log])
     assert log.rates == rates
     assert_same(module.embedder, plain)
