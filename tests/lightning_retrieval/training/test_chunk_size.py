@@ -51,29 +51,25 @@ def out_of_memory_above(most, embed, calls, in_backward=False):
     return embed_or_fail
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(
     ("most", "tried"),
     [
         (50, [11]),
-        (10, [11, 6]),
         (5, [11, 6, 3, 4]),  # in 1, 2, 4 and then 3 chunks
-        (3, [11, 6, 3, 4]),
-        (2, [11, 6, 3, 2]),
         (1, [11, 6, 3, 2, 1]),
     ],
 )
-def test_largest_chunk_is_found_by_doubling_and_bisecting_the_number_of_chunks(most, tried, in_backward):
+def test_largest_chunk_is_found_by_doubling_and_bisecting_the_number_of_chunks(most, tried):
     calls = []
-    found = largest_chunk_size(out_of_memory_above(most, net(), calls, in_backward), images())
-    assert found == max(size for size in tried if size <= most)
+    largest_chunk_size(out_of_memory_above(most, net(), calls), images())
     assert list(dict.fromkeys(calls)) == tried
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 20, 33, 34, 50, 51, 100, 101])
-def test_no_smaller_number_of_chunks_would_fit(most):
-    rows = torch.zeros(101, 1)
-    size = largest_chunk_size(out_of_memory_above(most, nn.Identity(), []), rows)
+def test_no_smaller_number_of_chunks_would_fit(most, in_backward):
+    rows = torch.zeros(101, 1, requires_grad=True)
+    size = largest_chunk_size(out_of_memory_above(most, nn.Identity(), [], in_backward), rows)
     possible = [math.ceil(101 / chunks) for chunks in range(1, 102)]
     assert size == max(size for size in possible if size <= most)
 

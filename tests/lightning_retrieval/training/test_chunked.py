@@ -1,7 +1,6 @@
 """Chunked backpropagation against the plain one, with a control for each promise that shows what breaks without it."""
 
 import copy
-import math
 import weakref
 
 import pytest
@@ -153,13 +152,6 @@ def test_a_frozen_embedder_lets_the_loss_learn():
     assert all(p.grad is None for p in embed.parameters())
 
 
-def test_embeddings_of_half_precision():
-    embed, x = net(dtype=torch.bfloat16), images(torch.bfloat16)
-    value = chunked_backward(embed, x, smooth_ap, 4)
-    assert math.isfinite(value)
-    assert all(gradient.dtype == torch.bfloat16 and gradient.any() for gradient in gradients_of(embed))
-
-
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     ("embed", "loss", "error", "sentence"),
@@ -283,14 +275,6 @@ def test_one_chunk_is_a_plain_step():
     assert own == [True]
     for name, value in statistics_of(plain[2]).items():
         assert torch.equal(getattr(embed[2], name), value)
-
-
-def test_gradients_through_batch_norm_are_those_of_the_chunks():
-    embed, x = net_with(batch_norm(0.1)), images()
-    chunk_by_chunk(embed, x, smooth_ap, 4)
-    plain = gradients_of(embed)
-    chunked_backward(embed, x, smooth_ap, 4)
-    torch.testing.assert_close(gradients_of(embed), plain)
 
 
 def test_frozen_batch_norm_is_left_alone_and_exact():

@@ -3,17 +3,17 @@
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.training.optimizers import layer_depths
-from tests.lightning_retrieval.models.hugging_face_folders import SMALL
 from tests.lightning_retrieval.training.small_training import (
     CHUNKS,
     SGD,
     Log,
+    Unfreeze,
     assert_same,
     batches,
     fit,
@@ -123,30 +123,17 @@ def test_a_parameter_in_no_optimizer_raises_before_the_first_step():
     assert fit(module, batches()).global_step == 6  # of two optimizers
 
 
-class Unfreeze(BaseFinetuning):
-    """Trains the first layer from the second epoch on, and may forget to give it to the optimizer."""
-
-    def __init__(self, forgets):
-        super().__init__()
-        self.forgets = forgets
-
-    def freeze_before_training(self, pl_module):
-        self.freeze(pl_module.embedder[0])
+class Forgets(Unfreeze):
+    """Does not give the first layer to the optimizer."""
 
     def finetune_function(self, pl_module, epoch, optimizer):
-        if epoch == 1 and self.forgets:
-            pl_module.embedder[0].requires_grad_(True)
-        elif epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.embedder[0], optimizer)
+        pl_module.embedder[0].requires_grad_(epoch == 1)
 
 
 @pytest.mark.refusal
 def test_a_layer_that_is_unfrozen_later_must_be_given_to_the_optimizer():
-    right, forgotten = module_with(net()), module_with(net())
-    fit(right, batches(), max_epochs=2, callbacks=[Unfreeze(forgets=False)])
-    assert not torch.equal(right.embedder[0].weight, net()[0].weight)
     with pytest.raises(ValueError, match=r"but `embedder\.0\.weight`, `embedder\.0\.bias` are in none; "):
-        fit(forgotten, batches(), max_epochs=2, callbacks=[Unfreeze(forgets=True)])
+        fit(module_with(net()), batches(), max_epochs=2, callbacks=[Forgets()])
 
 
 class WithUnused(RetrievalModule):
@@ -199,25 +186,18 @@ def test_depths_of_timm_are_its_own():
         assert expected[id(parameter)] == 0.5 ** (2 - depths[name]), name
 
 
-def test_depths_of_hugging_face():
-    pytest.importorskip("transformers")
-    depths = depths_of(Embedder("hf/any", 8, backbone_args={"model_type": "dinov2", **SMALL}))
-    assert sorted(depths) == [0, 1, 2]
-    assert all(".embeddings." in name for name in depths[0])
-    assert all(".0." in name for name in depths[1])
-    assert all(".1." in name or name.startswith("model.layernorm") for name in depths[2])
-    assert "model.layernorm.weight" in depths[2]
-
-
 def test_depths_of_torchvision():
     depths = depths_of(Embedder("resnet18", 8))
     first_parts = {depth: {name.split(".")[0] for name in names} for depth, names in depths.items()}
     assert first_parts == {0: {"conv1"}, 1: {"bn1"}, **{layer + 1: {f"layer{layer}"} for layer in (1, 2, 3, 4)}}
 
 
-def test_a_list_of_one_layer_is_no_list_of_layers():
-    blocks = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    assert layer_depths("Owner", nn.Sequential(blocks)) == {"0.0.weight": 0, "0.1.weight": 1}
+def test_depths_of_a_list_of_layers():
+    """What comes after the last layer belongs to it, and a list of one layer is no list of layers."""
+    stem, first, second, norm = (nn.Linear(2, 2, bias=False) for _ in range(4))
+    blocks = nn.Sequential(nn.Sequential(first, second))
+    depths = layer_depths("Owner", nn.ModuleDict({"stem": stem, "blocks": blocks, "norm": norm}))
+    assert depths == {"stem.weight": 0, "blocks.0.0.weight": 1, "blocks.0.1.weight": 2, "norm.weight": 2}
     with pytest.raises(ValueError, match=r"^Owner: `layer_decay` must be 1 .* got a Sequential"):
         layer_depths("Owner", nn.Sequential(nn.Linear(2, 2)))
 
