@@ -62,6 +62,7 @@ INVALID = {
     ValueError: [
         (integer, 10, "an integer from 1 to 9, got 10"),
         *((checks.check_counts, value, "integers >= 1, .* got .*") for value in ((), "12", 3, {1: 2}, torch.ones(2))),
+        (checks.check_path, "", "the path of a file or a folder, got ''"),
         (checks.check_path, "a\0b", r"the path of a file or a folder, got 'a\\x00b'"),
         (checks.check_positive, -1, "a finite number > 0, got -1"),
         (checks.check_positive, 1e-40, r"from 1e-12 to 1e\+12, got 1e-40"),

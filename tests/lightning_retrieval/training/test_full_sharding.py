@@ -37,7 +37,7 @@ needs_sums = pytest.mark.skipif(
     not hasattr(fsdp.FSDPModule, "set_force_sum_reduction_for_comms"), reason="needs a newer torch"
 )
 ROWS, CHUNK = [7, 3], 2  # of each process: four and two chunks
-DTYPES = [torch.float64, torch.float32]
+KEPT = [1, 3]  # graphs
 CLIPPED = [("norm", 0.5), ("norm", 1e6), ("value", 0.01)]
 
 
@@ -79,17 +79,17 @@ def network():
     return net
 
 
-def rows_of(this, dtype):
-    return torch.randn(ROWS[this], 5, generator=torch.Generator().manual_seed(this), dtype=dtype)
+def rows_of(this):
+    return torch.randn(ROWS[this], 5, generator=torch.Generator().manual_seed(this), dtype=torch.float64)
 
 
-def divided_step(this, dtype, keep_graphs=1):
+def divided_step(this, keep_graphs):
     """The gradients of a step of one process, its slices, and the gradients after each kind of clipping."""
-    module = network().to(dtype)
+    module = network().double()
     shard_blocks(module["net"], dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
     sharded = ShardedParts(module)
     gradients = GradientSum(module.parameters(), module["loss"].parameters(), sharded=sharded)
-    x = rows_of(this, dtype)
+    x = rows_of(this)
     least = sharded.least_chunks(-(-len(x) // CHUNK), x.device)
     value = chunked_backward(
         module["net"],
@@ -126,7 +126,7 @@ def after_an_evaluation(this):
     names = ("data_parallel", "tensor_parallel")
     net._device_mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=names)
     net.shard_network(net.device_mesh["data_parallel"])
-    net(rows_of(this, torch.float32))
+    net(rows_of(this).float())
     gathered = not has_sharded_parameters(net)
     net.configure_model()  # of the next run; it divides nothing twice
     ShardedParts(net)
@@ -285,8 +285,7 @@ def checkpoints_of(this, world, folder):
 def in_each_process(this, world, folder):
     full_sharding.SMALLEST_BLOCK = 40
     return {
-        "steps": {dtype: divided_step(this, dtype) for dtype in DTYPES},
-        "kept graphs": divided_step(this, torch.float64, keep_graphs=3),
+        "steps": {keep_graphs: divided_step(this, keep_graphs) for keep_graphs in KEPT},
         "evaluation": after_an_evaluation(this),
         "state": state_of_the_first(this),
         "replica": message_of_a_replica(),
@@ -320,33 +319,32 @@ def ranks(run_processes, folder):
     return run_processes(in_each_process, 2, folder)
 
 
-def plain_sum(dtype):
+def plain_sum():
     """The module after the sum of the processes' losses has been propagated, in one process and one graph, and it."""
-    module = network().to(dtype)
-    value = sum(module["loss"](module["net"](rows_of(this, dtype))) for this in range(2))
+    module = network().double()
+    value = sum(module["loss"](module["net"](rows_of(this))) for this in range(2))
     value.backward()
     return module, value.item()
 
 
 @needs_sums
-@pytest.mark.parametrize(("step", "dtype"), [("steps", DTYPES[0]), ("steps", DTYPES[1]), ("kept graphs", DTYPES[0])])
-def test_gradients_are_those_of_a_plain_sum(ranks, step, dtype):
-    module, value = plain_sum(dtype)
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+@pytest.mark.parametrize("keep_graphs", KEPT)
+def test_gradients_are_those_of_a_plain_sum(ranks, keep_graphs):
+    module, value = plain_sum()
     expected = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
     for result in ranks:
-        found = result[step] if step == "kept graphs" else result[step][dtype]
+        found = result["steps"][keep_graphs]
         assert found["least"] == 4
         assert found["blocks"] == 3
-        assert found["total"] == pytest.approx(value, abs=tolerance)
+        assert found["total"] == pytest.approx(value, abs=1e-12)
         assert set(found["summed"]) == set(expected)
         for name, gradient in found["summed"].items():
-            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=tolerance)
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12)
 
 
 @needs_sums
 def test_each_process_keeps_a_slice(ranks):
-    first, second = (result["steps"][torch.float64]["slices"] for result in ranks)
+    first, second = (result["steps"][1]["slices"] for result in ranks)
     for name, parameter in network()["net"].named_parameters():
         if parameter.ndim == 0:
             assert first[name] == second[name] == 1
@@ -358,7 +356,7 @@ def test_each_process_keeps_a_slice(ranks):
 @needs_sums
 @pytest.mark.parametrize(("algorithm", "limit"), CLIPPED)
 def test_gradients_are_clipped_as_in_one_process(ranks, algorithm, limit):
-    module, _ = plain_sum(torch.float64)
+    module, _ = plain_sum()
     if algorithm == "norm":
         norm = nn.utils.clip_grad_norm_(module.parameters(), limit)
         assert 0.5 < norm < 1e6
@@ -366,7 +364,7 @@ def test_gradients_are_clipped_as_in_one_process(ranks, algorithm, limit):
         nn.utils.clip_grad_value_(module.parameters(), limit)
     expected = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     for result in ranks:
-        found = result["steps"][torch.float64][algorithm, limit]
+        found = result["steps"][1][algorithm, limit]
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 

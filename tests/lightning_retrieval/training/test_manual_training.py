@@ -132,9 +132,10 @@ def test_a_subclass_in_automatic_optimization_returns_its_loss():
 class OtherManualModule(pl.LightningModule):
     """A module of another library, which may return a loss that it has back-propagated itself."""
 
+    automatic_optimization = False
+
     def __init__(self):
         super().__init__()
-        self.automatic_optimization = False
         self.weight = nn.Parameter(torch.ones(6, dtype=torch.float64))
 
     def configure_optimizers(self):
@@ -143,7 +144,6 @@ class OtherManualModule(pl.LightningModule):
     def training_step(self, batch, batch_idx):
         loss = (batch[0] * self.weight).square().mean()
         self.manual_backward(loss)
-        self.optimizers().step()
         return loss
 
 
@@ -260,17 +260,6 @@ def test_a_missing_monitor_raises():
     module = RetrievalModule(net(), SmoothAPLoss(), lr_scheduler=ReduceLROnPlateau, lr_scheduler_monitor="val/map")
     with pytest.raises(ValueError, match=r"`lr_scheduler_monitor`, got 'val/map', which was not logged; .*'val/mAP'"):
         fit(module, batches(1), batches(1), **VALIDATED)
-
-
-def test_an_epoch_schedule_survives_a_resume(tmp_path):
-    schedule = {"lr_scheduler": functools.partial(ExponentialLR, gamma=0.5)}
-    whole, part, log, rest = module_with(**schedule), module_with(**schedule), Log(), Log()
-    fit(whole, batches(), max_epochs=4, callbacks=[log])
-    fit(module_with(**schedule), batches(), max_epochs=2).save_checkpoint(tmp_path / "half.ckpt")
-    loader = DataLoader(batches(), batch_size=None)
-    trainer(max_epochs=4, callbacks=[rest]).fit(part, loader, ckpt_path=tmp_path / "half.ckpt", weights_only=True)
-    assert rest.rates == log.rates[6:] == [[0.125]] * 3 + [[0.0625]] * 3
-    assert_same(part, whole)
 
 
 def with_batch_norm():

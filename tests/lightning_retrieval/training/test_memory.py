@@ -397,12 +397,6 @@ def from_scratch():
     return Embedder("glyph_net", 8)
 
 
-def loaded():
-    embedder = from_scratch()
-    embedder.load_state_dict(from_scratch().state_dict())
-    return embedder
-
-
 def loaded_backbone():
     embedder = from_scratch()
     embedder.backbone.load_state_dict(from_scratch().backbone.state_dict())
@@ -418,7 +412,6 @@ def own_backbone():
     [
         (from_scratch, 0, True),
         (from_scratch, 1, False),
-        (loaded, 0, False),
         (loaded_backbone, 0, False),
         (own_backbone, 0, False),
     ],

@@ -24,27 +24,8 @@ from tests.lightning_retrieval.training.small_training import (
 )
 
 
-class WithHead(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = net()[:3], net()[3]
-
-    def forward(self, x):
-        return self.head(self.body(x))
-
-
 def module_with(embedder, **settings):
     return RetrievalModule(embedder, SmoothAPLoss(tau=0.1), optimizer=SGD, **settings)
-
-
-def test_head_lr_factor():
-    plain, log = WithHead(), Log()
-    groups = [{"params": plain.body.parameters()}, {"params": plain.head.parameters(), "lr": 5.0}]
-    train_plainly(plain, torch.optim.SGD(groups, lr=0.5), batches())
-    module = module_with(WithHead(), chunk_size=3, head_lr_factor=10)
-    fit(module, batches(), callbacks=[log])
-    assert log.rates == [[0.5, 5.0]] * 3
-    assert_same(module.embedder, plain)
 
 
 @pytest.mark.parametrize("chunk_size", CHUNKS)
@@ -70,6 +51,17 @@ class WithBackbone(nn.Module):
 
     def forward(self, x):
         return self.head(self.scale * self.backbone(x))
+
+
+def test_head_lr_factor():
+    plain, log = WithBackbone(), Log()
+    rest = [*plain.backbone.parameters(), plain.scale]
+    groups = [{"params": rest}, {"params": plain.head.parameters(), "lr": 5.0}]
+    train_plainly(plain, torch.optim.SGD(groups, lr=0.5), batches())
+    module = module_with(WithBackbone(), chunk_size=3, head_lr_factor=10)
+    fit(module, batches(), callbacks=[log])
+    assert log.rates == [[0.5, 5.0]] * 3
+    assert_same(module.embedder, plain)
 
 
 def test_layer_decay():
