@@ -1,7 +1,5 @@
 """Gradients are summed over real processes as by a plain loop, most of them while the last backward pass runs."""
 
-import functools
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,18 +86,12 @@ def events_of_a_step(this):
     return events
 
 
-def kinds_of_parameters(this):
-    """Parameters with a gradient on the first rank, on no rank, in another dtype, and frozen."""
-    on_first, nowhere, half, frozen = (nn.Parameter(torch.ones(2)) for _ in range(4))
-    half.data = half.data.bfloat16()
-    frozen.requires_grad_(False)
-    if this == 0:
-        on_first.grad = torch.tensor([3.0, -1.0])
+def sum_in_half_precision(this):
+    """The gradient of a parameter in bfloat16, and values in float64, which are summed with it."""
+    half = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     half.grad = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
-    gradients = GradientSum([on_first, nowhere, half, frozen])
-    values = gradients.finish(torch.tensor([1.0, this], dtype=torch.float64))
-    kinds = {"on first": on_first, "nowhere": nowhere, "half": half, "frozen": frozen}
-    return {"values": values, **{name: parameter.grad for name, parameter in kinds.items()}}
+    values = GradientSum([half]).finish(torch.tensor([1.0, this], dtype=torch.float64))
+    return half.grad, values
 
 
 def message_of_a_shared_layer(this):
@@ -130,7 +122,7 @@ CASES = {
 def in_each_process(this, world):
     return {
         "steps": {name: sum_of_a_step(this, **settings) for name, settings in CASES.items()},
-        "kinds": kinds_of_parameters(this),
+        "half": sum_in_half_precision(this),
         "events": events_of_a_step(this),
         "shared": message_of_a_shared_layer(this),
     }
@@ -142,18 +134,14 @@ def ranks(run_processes):
     return run_processes(in_each_process, WORLD)
 
 
-@functools.cache
 def plain_sum():
-    """The gradients of the sum of the processes' losses, in one process and one graph."""
-    nets, loss = [Net(this) for this in range(WORLD)], Loss()
-    value = sum(loss(net(rows_of(this))) for this, net in enumerate(nets))
+    """The gradients of the sum of the processes' losses, in one process, and the sum."""
+    module, value = nn.ModuleDict({"net": Net(), "loss": Loss()}), 0.0
+    for this in range(WORLD):
+        module["net"].this = this
+        value += module["loss"](module["net"](rows_of(this)))
     value.backward()
-    expected = {"loss.scale": loss.scale.grad}
-    for name, _ in nets[0].named_parameters():
-        of_ranks = [dict(net.named_parameters())[name].grad for net in nets]
-        existing = [gradient for gradient in of_ranks if gradient is not None]
-        expected[f"net.{name}"] = sum(existing) if existing else None
-    return expected, value.detach()
+    return {name: parameter.grad for name, parameter in module.named_parameters()}, value.detach()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -180,15 +168,11 @@ def test_full_buckets_are_summed_while_the_last_backward_pass_runs(ranks):
         assert result["events"] == ["first layer", 2 * layer, 2 * layer, "first layer", layer + LAYERS + 1]
 
 
-def test_gradients_that_only_some_ranks_have(ranks):
+def test_each_sum_keeps_its_dtype(ranks):
     for result in ranks:
-        gradients = result["kinds"]
-        assert gradients["values"].tolist() == [2, 1]
-        assert gradients["values"].dtype == torch.float64
-        assert gradients["on first"].tolist() == [3.0, -1.0]
-        assert gradients["half"].dtype == torch.bfloat16
-        assert gradients["half"].tolist() == [2.0, 4.0]
-        assert gradients["nowhere"] is gradients["frozen"] is None
+        gradient, values = result["half"]
+        assert (gradient.dtype, gradient.tolist()) == (torch.bfloat16, [2.0, 4.0])
+        assert (values.dtype, values.tolist()) == (torch.float64, [2.0, 1.0])
 
 
 @pytest.mark.refusal
