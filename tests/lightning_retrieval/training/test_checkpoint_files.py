@@ -59,15 +59,11 @@ def load(path):
     assert isinstance(module, RetrievalModule)
 
 
-def load_stream(path):
-    load(io.BytesIO(path.read_bytes()))
-
-
 LOADERS = {
     "fit": lambda path: trainer(max_epochs=2).fit(new_module(), loader(), ckpt_path=path, weights_only=True),
     "predict": lambda path: trainer().predict(new_module(), loader(), ckpt_path=str(path)),
     "load_from_checkpoint": load,
-    "load_from_checkpoint of a stream": load_stream,
+    "load_from_checkpoint of a stream": lambda path: load(io.BytesIO(path.read_bytes())),
 }
 
 

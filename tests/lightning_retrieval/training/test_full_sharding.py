@@ -1,7 +1,4 @@
-"""A divided network has the gradients of a plain sum over real processes, and checkpoints of the form of one process.
-
-tests/test_full_sharding.py has whole runs, and a kill.
-"""
+"""The gradients and checkpoints of a network that two processes share; tests/test_full_sharding.py has whole runs."""
 
 import copy
 import re

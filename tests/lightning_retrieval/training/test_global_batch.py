@@ -69,17 +69,10 @@ def messages_of_batches_that_do_not_match(this):
     }
 
 
-def rows_without_gathering():
-    embeddings, labels = torch.ones(2, 3), torch.zeros(2, dtype=torch.int64)
-    batch = gather_batch("Owner", embeddings, labels, None, gather=False, local_queries=True)
-    return len(batch.embeddings), batch.counts
-
-
 def in_each_process(this, world):
     return {
         "gathered": gathered(this, world),
         "messages": messages_of_batches_that_do_not_match(this),
-        "rows without gathering": rows_without_gathering(),
     }
 
 
@@ -112,10 +105,6 @@ def test_batches_that_do_not_match_raise_on_every_rank(ranks, case, sentence):
         error, message = result["messages"][case]
         assert error is ValueError
         assert re.match(f"Owner: .*{sentence}", message)
-
-
-def test_batches_of_equal_size_need_not_be_gathered(ranks):
-    assert [result["rows without gathering"] for result in ranks] == [(2, [2, 2, 2])] * 3
 
 
 @pytest.mark.parametrize("case", ["labels that are not integers", "ids of another shape"])

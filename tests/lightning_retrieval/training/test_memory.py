@@ -373,10 +373,6 @@ def test_a_batch_raises_before_the_memory_begins():
         ("`memory_mode` 'two_terms' was given without `memory`", {"memory": None, "memory_mode": "two_terms"}),
         ("`memory_mode` must be one of 'one_list', .*, got 'xbm'", {"memory_mode": "xbm"}),
         ("`memory_weight` must be None .* 'one_list'", {"memory_mode": "one_list", "memory_weight": 1.0}),
-        (
-            "`memory_weight` must be None .* 'one_list_detached'",
-            {"memory_mode": "one_list_detached", "memory_weight": 1.0},
-        ),
     ],
 )
 def test_settings_of_the_memory_that_do_not_fit_each_other(sentence, settings):
@@ -403,17 +399,13 @@ def loaded_backbone():
     return copy.deepcopy(embedder)
 
 
-def own_backbone():
-    return Embedder(GlyphNet(), 8)
-
-
 @pytest.mark.parametrize(
     ("make", "start_step", "warns"),
     [
         (from_scratch, 0, True),
         (from_scratch, 1, False),
         (loaded_backbone, 0, False),
-        (own_backbone, 0, False),
+        (lambda: Embedder(GlyphNet(), 8), 0, False),
     ],
 )
 def test_a_memory_from_step_0_of_random_weights_is_warned_of_once(make, start_step, warns):

@@ -93,11 +93,7 @@ def test_settings_that_do_not_fit_the_embedder_raise(embedder, settings, sentenc
 
 
 class Partial(RetrievalModule):
-    """Its own `configure_optimizers` forgets the parameters of a head that it has added."""
-
-    def __init__(self, *arguments, **settings):
-        super().__init__(*arguments, **settings)
-        self.extra_head = nn.Linear(4, 3).double()
+    """Its own `configure_optimizers` forgets the parameters of a head that was added."""
 
     def configure_optimizers(self):
         first, second = self.embedder[0].parameters(), self.embedder[3].parameters()
@@ -107,6 +103,7 @@ class Partial(RetrievalModule):
 @pytest.mark.refusal
 def test_a_parameter_in_no_optimizer_raises_before_the_first_step():
     module = Partial(net(), SmoothAPLoss(), chunk_size=3)
+    module.extra_head = nn.Linear(4, 3).double()
     message = r"^Partial: each parameter that .* but `extra_head\.weight`, `extra_head\.bias` are in none; "
     with pytest.raises(ValueError, match=message):
         fit(module, batches())
