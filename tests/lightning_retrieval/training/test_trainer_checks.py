@@ -1,4 +1,4 @@
-"""Settings and flags of the Trainer that raise; tests/test_lightning.py and tests/test_full_sharding.py have the runs."""
+"""Settings and flags of the Trainer that raise; tests/test_lightning.py and tests/test_full_sharding.py have runs."""
 
 import pytest
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelPruning, OnExceptionCheckpoint
