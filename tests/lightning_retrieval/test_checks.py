@@ -53,6 +53,8 @@ INVALID = {
         (integer, torch.tensor(3), r"an integer >= 1, got tensor\(3\) \(Tensor\)"),
         (checks.check_path, b"images", r"a string or a path, got b'images' \(bytes\)"),
         (checks.check_strings, "ab", "a sequence of strings, got one str"),
+        (checks.check_strings, {"a": 1}, "a sequence of strings, got one dict"),
+        (checks.check_strings, np.array("a"), "a sequence of strings, got one ndarray"),
         (checks.check_strings, torch.ones(2), "a sequence of strings, got one Tensor"),
         (checks.check_sequence, "ab", r"a list, got 'ab' \(str\)"),
         (instance, 3, r"an instance of Path, got 3 \(int\)"),
