@@ -50,22 +50,15 @@ def rows_of_other_processes(this, world):
 
 
 def in_each_process(this, world):
-    return {
-        "others": rows_of_other_processes(this, world),
-        "rank": rank(),
-        "world size": world_size(),
-        "rows": gather_kinds_of_rows(this, world),
-    }
+    return gather_kinds_of_rows(this, world), rows_of_other_processes(this, world), (rank(), world_size())
 
 
 def test_rows_come_in_rank_order_and_from_other_processes(run_processes):
     world = 3
-    results = run_processes(in_each_process, world)
     expected = torch.cat([torch.full((3 * r + 1, 2), float(r)) for r in range(world)])
     expected_integers = torch.cat([torch.arange(2 * r) for r in range(world)]) + 2**62
-    for this, result in enumerate(results):
-        assert (result["rank"], result["world size"]) == (this, world)
-        rows, others = result["rows"], result["others"]
+    for this, (rows, others, place) in enumerate(run_processes(in_each_process, world)):
+        assert place == (this, world)
         assert torch.equal(rows["unequal"], expected)
         assert torch.equal(rows["integers"], expected_integers)
         assert rows["bool"].shape == (5, 1, 3)
@@ -81,6 +74,13 @@ def test_one_process_without_a_group():
     rows = torch.randn(3, 2, requires_grad=True)
     assert torch.equal(gather_rows(rows), rows)
     assert not gather_rows(rows).requires_grad
+    assert together(lambda: 3) == [3]
+    with pytest.raises(DecodingError, match=r"^a\.png at 7$"):
+        together(lambda: raise_error(DecodingError("a.png", 7)))
+
+
+def raise_error(error):
+    raise error
 
 
 @pytest.mark.parametrize(
@@ -155,15 +155,5 @@ def test_an_error_of_any_type_is_raised_by_all(run_processes):
         ("RuntimeError", "DecodingError: a.png at 7"),
         ("RuntimeError", "MissingColumnError: no column label"),
     ]
-    results = run_processes(results_and_errors_of_one_process, 2, timeout=60)
+    results = run_processes(results_and_errors_of_one_process, 2)
     assert results == [(expected, [{"rank": 0}, {"rank": 1}], [0, 10])] * 2
-
-
-def test_one_process_sends_nothing():
-    with pytest.raises(DecodingError, match=r"^a\.png at 7$"):
-        together(lambda: raise_error(DecodingError("a.png", 7)))
-    assert together(lambda: 3) == [3]
-
-
-def raise_error(error):
-    raise error

@@ -16,6 +16,7 @@ from lightning_retrieval.training import step as step_module
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.gradient_sum import GradientSum
 from lightning_retrieval.training.step import TrainingStep
+from tests.quiet_trainer import quiet_trainer
 
 MOST = {384: 6, 4096: 20}  # batch size: how often the host may wait in a step
 DIM = 16
@@ -74,10 +75,7 @@ class WaitsOfSteps(pl.Callback):
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_step_on_a_gpu_waits_a_few_times(name, size, stand_in_for_kernels):
     waits = WaitsOfSteps(stand_in_for_kernels)
-    trainer = pl.Trainer(
-        accelerator="gpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[waits],
-    )  # fmt: skip
+    trainer = quiet_trainer(accelerator="gpu", max_steps=2, callbacks=[waits])
     data = DataLoader([batch_of(name, size)] * 2, batch_size=None)
     trainer.fit(RetrievalModule(nn.Linear(DIM, 8), LOSSES[name]()), data)
     assert waits.counts[1] <= MOST[size], waits.counts
@@ -138,7 +136,7 @@ def is_marked(tensor):
 def waits(monkeypatch):
     """A mode in which the library takes the CPU for an accelerator, with blocks of a sixth of the scores or less."""
     mode = Waits()
-    for module in (lists, positives, lists, step_module):
+    for module in (lists, positives, step_module):
         monkeypatch.setattr(module, "to_host", mode.to_host)
     for module in (distributed, positives):
         monkeypatch.setattr(module, "is_accelerator", lambda device: True)

@@ -10,17 +10,6 @@ from lightning_retrieval.packed_strings import PackedStrings
 STRINGS = ["a/b.jpg", "é/ü ñ.PNG", "", "x" * 300, "日本/語.jpg"]
 
 
-def test_integer_slice_and_mask_index_as_in_a_list():
-    packed = PackedStrings(STRINGS)
-    assert list(packed) == [packed[i] for i in range(len(packed))] == STRINGS
-    assert packed[-1] == STRINGS[-1]
-    assert list(packed[1:4]) == STRINGS[1:4]
-    assert list(packed[np.array([True, False, False, True, False])]) == ["a/b.jpg", "x" * 300]
-    assert list(pickle.loads(pickle.dumps(packed))) == STRINGS
-    with pytest.raises(IndexError):
-        packed[5]
-
-
 @pytest.mark.parametrize("block", [1, 3, 1 << 16])
 def test_selection_matches_a_loop_over_the_strings(monkeypatch, block):
     monkeypatch.setattr("lightning_retrieval.packed_strings.BLOCK", block)
@@ -37,6 +26,7 @@ def test_selection_matches_a_loop_over_the_strings(monkeypatch, block):
         slice(None, None, -2),
         slice(3, 3),
         slice(-4, None),
+        slice(1, 4),
         np.random.default_rng(0).integers(-n, n, 50),
     ):
         found = packed[rows]
@@ -44,6 +34,8 @@ def test_selection_matches_a_loop_over_the_strings(monkeypatch, block):
         assert list(found) == wanted
         assert [found[position] for position in range(len(found))] == wanted
         assert found.ends.tolist() == PackedStrings(wanted).ends.tolist()
+    assert list(packed) == list(pickle.loads(pickle.dumps(packed))) == strings
     assert list(PackedStrings([])[np.zeros(0, dtype=bool)]) == []
-    with pytest.raises(IndexError):
-        packed[[n]]
+    for invalid in (n, [n]):
+        with pytest.raises(IndexError):
+            packed[invalid]

@@ -7,9 +7,9 @@ import pytest
 import torch
 from pytorch_lightning import callbacks
 from pytorch_lightning.loggers import CSVLogger
+from torch import nn
 from torch.nn.utils import prune
 from torch.optim.lr_scheduler import ExponentialLR
-from torch.utils.data import DataLoader
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
 from tests.lightning_retrieval.training import small_training
@@ -32,20 +32,16 @@ def loop(after_epoch, parameters):
     network = small_training.net()
     optimizer = torch.optim.SGD(parameters(network), lr=0.5)
     for epoch in range(3):
-        for images, labels in small_training.batches():
-            optimizer.zero_grad()
-            SmoothAPLoss(tau=0.1)(network(images), labels).backward()
-            optimizer.step()
+        small_training.train_plainly(network, optimizer, small_training.batches())
         after_epoch(network, optimizer, epoch)
     return network
 
 
-def small_module(kind=RetrievalModule):
-    return kind(small_training.net(), SmoothAPLoss(tau=0.1), chunk_size=3, optimizer=small_training.SGD)
-
-
-def all_parameters(network):
-    return network.parameters()
+def small_run(callback, kind=RetrievalModule):
+    """The network after three epochs with a callback."""
+    module = kind(small_training.net(), SmoothAPLoss(tau=0.1), chunk_size=3, optimizer=small_training.SGD)
+    small_training.fit(module, small_training.batches(), max_epochs=3, callbacks=[callback])
+    return module.embedder
 
 
 def last_layer(network):
@@ -61,28 +57,10 @@ def unfreeze_first_layer(lrs):
     return after_epoch
 
 
-class Unfreeze(callbacks.BaseFinetuning):
-    def freeze_before_training(self, pl_module):
-        self.freeze(pl_module.embedder[0])
-
-    def finetune_function(self, pl_module, epoch, optimizer):
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.embedder[0], optimizer, lr=0.125)
-
-
 def base_finetuning(folder):
-    """Also in runs that are resumed while the layer is frozen, and after it."""
+    """Runs that are resumed are in tests/lightning_retrieval/training/test_manual_training.py."""
     expected = loop(unfreeze_first_layer([0.125, 0.125, 0.125]), last_layer)
-    module = small_module()
-    small_training.fit(module, small_training.batches(), max_epochs=3, callbacks=[Unfreeze()])
-    small_training.assert_same(module.embedder, expected)
-    for epochs in (1, 2):
-        part = small_training.fit(small_module(), small_training.batches(), max_epochs=epochs, callbacks=[Unfreeze()])
-        part.save_checkpoint(folder / "part.ckpt")
-        rest, resumed = small_module(), small_training.trainer(max_epochs=3, callbacks=[Unfreeze()])
-        data = DataLoader(small_training.batches(), batch_size=None)
-        resumed.fit(rest, data, ckpt_path=folder / "part.ckpt", weights_only=True)
-        small_training.assert_same(rest.embedder, expected)
+    small_training.assert_same(small_run(small_training.Unfreeze()), expected)
 
 
 class WithBackbone(RetrievalModule):
@@ -94,10 +72,8 @@ class WithBackbone(RetrievalModule):
 def backbone_finetuning(folder):
     """The learning rate of the first layer: 0.5 x 0.1 in epoch 1, twice that in epoch 2."""
     expected = loop(unfreeze_first_layer([0.05, 0.1, 0.1]), last_layer)
-    module = small_module(WithBackbone)
     callback = callbacks.BackboneFinetuning(1, lambda_func=lambda _: 2.0, backbone_initial_ratio_lr=0.1)
-    small_training.fit(module, small_training.batches(), max_epochs=3, callbacks=[callback])
-    small_training.assert_same(module.embedder, expected)
+    small_training.assert_same(small_run(callback, WithBackbone), expected)
 
 
 def model_pruning(folder):
@@ -107,18 +83,16 @@ def model_pruning(folder):
         layers = [(network[0], "weight"), (network[3], "weight")]
         prune.global_unstructured(layers, prune.L1Unstructured, amount=0.25)
 
-    expected = loop(after_epoch, all_parameters)
+    expected = loop(after_epoch, nn.Module.parameters)
     for layer in (expected[0], expected[3]):
         prune.remove(layer, "weight")
-    module = small_module()
     settings = {"parameter_names": ["weight"], "amount": 0.25, "use_lottery_ticket_hypothesis": False}
-    callback = callbacks.ModelPruning("l1_unstructured", **settings)
-    small_training.fit(module, small_training.batches(), max_epochs=3, callbacks=[callback])
-    found, wanted = dict(module.embedder.named_parameters()), dict(expected.named_parameters())
-    assert found.keys() == wanted.keys()
-    for name, value in found.items():
+    found = small_run(callbacks.ModelPruning("l1_unstructured", **settings))
+    values, wanted = dict(found.named_parameters()), dict(expected.named_parameters())
+    assert values.keys() == wanted.keys()
+    for name, value in values.items():
         torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-12)
-    pruned = sum(int((module.embedder[index].weight == 0).sum()) for index in (0, 3))
+    pruned = sum(int((found[index].weight == 0).sum()) for index in (0, 3))
     assert pruned == 46  # of 80 weights: 20, then 15 of 60, then 11 of 45
 
 
@@ -147,22 +121,6 @@ def prediction_writer(folder):
     torch.testing.assert_close(torch.cat(writer.epochs[0]), expected)
 
 
-class CountSteps(callbacks.Callback):
-    """A callback of one's own."""
-
-    def __init__(self):
-        self.steps = 0
-
-    def on_train_batch_end(self, *_):
-        self.steps += 1
-
-
-def own_callback(folder):
-    count = CountSteps()
-    assert_unchanged(fit([count]))
-    assert count.steps == STEPS
-
-
 def lambda_callback(folder):
     """One backward pass and one step for each batch, which has three chunks."""
     steps, backward, epochs = [], [], []
@@ -174,6 +132,9 @@ def lambda_callback(folder):
     )
     assert_unchanged(fit([callback]))
     assert (len(backward), len(steps), epochs) == (STEPS, STEPS, [0, 1, 2])
+
+
+own_callback = lambda_callback
 
 
 class OwnCheckpoint(callbacks.Checkpoint):

@@ -6,7 +6,6 @@ from torch import nn
 from lightning_retrieval.losses import SmoothAPLoss
 
 LABELS = torch.arange(11) % 4
-SIZES = [None, 1, 3, 4, 10, 11, 50]
 
 
 def net(dropout=0.0, dtype=torch.float64, noise=None):

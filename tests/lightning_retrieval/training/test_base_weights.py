@@ -1,6 +1,5 @@
 """Checkpoints of adapters are small, and give the same model again."""
 
-import copy
 import functools
 import socket
 import time
@@ -33,7 +32,7 @@ def images(steps=2):
     return [(torch.randn(6, 3, 32, 32, generator=generator), torch.tensor([0, 0, 1, 1, 2, 2])) for _ in range(steps)]
 
 
-def make_module(weights, *, chunk_size=None, lora=4, dropout=0.0, **settings):
+def make_module(weights, chunk_size=None):
     torch.manual_seed(1)
     embedder = Embedder(
         "timm/vit_tiny_patch16_224",
@@ -41,39 +40,46 @@ def make_module(weights, *, chunk_size=None, lora=4, dropout=0.0, **settings):
         weights=weights,
         image_size=32,
         backbone_args=VIT,
-        lora=lora and {"r": lora, "lora_alpha": 4 * lora, "lora_dropout": dropout},
-        **settings,
+        lora={"r": 4, "lora_alpha": 16},
     )
     optimizer = functools.partial(torch.optim.AdamW, lr=1e-2)
     return RetrievalModule(embedder, SmoothAPLoss(tau=0.1), chunk_size=chunk_size, optimizer=optimizer, seed=0)
 
 
-def saved(module, folder, name="m.ckpt", **settings):
-    run = fit(module, images(), **settings)
-    run.save_checkpoint(folder / name)
-    return folder / name
+def saved(module, folder):
+    run = fit(module, images())
+    run.save_checkpoint(folder / "m.ckpt")
+    return folder / "m.ckpt"
+
+
+def assert_same_state(module, expected, atol=0.0):
+    found = module.state_dict()
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=atol, msg=name)
+
+
+@pytest.fixture(scope="module")
+def adapters(weights, tmp_path_factory):
+    """A module with adapters that has been trained, and its checkpoint."""
+    module = make_module(weights)
+    return module, saved(module, tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.mark.refusal  # by the type checker: the checkpoint hands the constructor descriptions of objects
-def test_a_checkpoint_holds_no_frozen_weights_and_gives_the_same_model_again(weights, tmp_path):
-    module = make_module(weights)
-    path = saved(module, tmp_path)
+def test_a_checkpoint_holds_no_frozen_weights_and_gives_the_same_model_again(adapters):
+    module, path = adapters
     names = torch.load(path, weights_only=True)["state_dict"]
-    assert {name for name in names if name.startswith("embedder.backbone")} == {
-        name for name in module.state_dict() if "lora_" in name
-    }
+    of_backbone = {name for name in names if name.startswith("embedder.backbone")}
+    assert of_backbone == {name for name in module.state_dict() if "lora_" in name}
     again = RetrievalModule.load_from_checkpoint(path, weights_only=True)
-    for name, value in module.state_dict().items():
-        assert again.state_dict()[name].equal(value), name
+    assert_same_state(again, module)
     assert any(value.abs().max() > 0 for name, value in again.state_dict().items() if "lora_B" in name)
 
 
 @pytest.mark.refusal  # by the type checker: the checkpoint hands the constructor descriptions of objects
 def test_without_named_weights_the_frozen_ones_are_in_the_checkpoint(tmp_path):
     module = make_module(None)
-    again = RetrievalModule.load_from_checkpoint(saved(module, tmp_path), weights_only=True)
-    for name, value in module.state_dict().items():
-        assert again.state_dict()[name].equal(value), name
+    assert_same_state(RetrievalModule.load_from_checkpoint(saved(module, tmp_path), weights_only=True), module)
 
 
 @pytest.mark.parametrize("callbacks", [(), (EMAWeightAveraging,)], ids=["plain", "averaged"])
@@ -85,53 +91,49 @@ def test_a_resumed_run_is_the_same(weights, tmp_path, callbacks):
     resumed, path = make_module(weights), tmp_path / "epoch=0.ckpt"
     run = trainer(max_epochs=3, callbacks=[callback() for callback in callbacks])
     run.fit(resumed, torch.utils.data.DataLoader(images(), batch_size=None), ckpt_path=path, weights_only=True)
-    for name, value in whole.state_dict().items():
-        torch.testing.assert_close(resumed.state_dict()[name], value, msg=name)
+    assert_same_state(resumed, whole, atol=1e-5)
 
 
-@pytest.mark.parametrize("settings", [{}, {"dropout": 0.3}, {"dropout": 0.3, "gradient_checkpointing": True}])
-def test_chunked_equals_whole(weights, settings):
-    """With dropout, a chunk draws other numbers than the batch, so two runs in chunks are compared."""
-    losses = []
-    for chunk_size in (3, 3 if "dropout" in settings else None):
-        module, log = make_module(weights, chunk_size=chunk_size, **settings), Log()
-        if settings.get("gradient_checkpointing") and losses:
-            module.embedder.backbone.model.set_grad_checkpointing(False)
+def test_chunked_equals_whole(weights):
+    runs = []
+    for chunk_size in (3, None):
+        module, log = make_module(weights, chunk_size=chunk_size), Log()
         fit(module, images(), callbacks=[log])
-        losses.append((log.losses, copy.deepcopy(module.state_dict())))
-    assert losses[0][0] == pytest.approx(losses[1][0], abs=1e-5)
-    for name, value in losses[0][1].items():
-        torch.testing.assert_close(losses[1][1][name], value, rtol=0, atol=1e-5, msg=name)
+        runs.append((log.losses, module))
+    (losses, module), (expected_losses, expected) = runs
+    assert losses == pytest.approx(expected_losses, abs=1e-5)
+    assert_same_state(module, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(("dim", "resumed"), [(128, 1 / 10), (512, 1 / 8)])
-def test_the_size_of_the_checkpoint_of_vit_tiny(dim, resumed, tmp_path):
+def test_the_size_of_the_checkpoint_of_vit_tiny(tmp_path):
     """The model is 22 MB: at most 1/20 of it without the optimizer's state, which grows with the head."""
     path = tmp_path / "vit.pth"
-    torch.save(timm.create_model("vit_tiny_patch16_224").state_dict(), path)
-    embedder = Embedder("timm/vit_tiny_patch16_224", dim, weights=str(path), lora=8)
-    model = sum(value.numel() * value.element_size() for value in embedder.state_dict().values())
-    module = RetrievalModule(embedder, SmoothAPLoss(), chunk_size=2)
-    generator = torch.Generator().manual_seed(7)
-    batch = (torch.randn(4, 3, 224, 224, generator=generator), torch.tensor([0, 0, 1, 1]))
-    run = fit(module, [batch])
-    run.save_checkpoint(tmp_path / "resume.ckpt")
-    run.save_checkpoint(tmp_path / "model.ckpt", weights_only=True)
-    assert (tmp_path / "model.ckpt").stat().st_size <= model / 20
-    assert (tmp_path / "resume.ckpt").stat().st_size <= resumed * model
+    torch.save(timm.create_model("vit_tiny_patch16_224", img_size=32).state_dict(), path)
+    for dim, resumed in ((128, 1 / 10), (512, 1 / 8)):
+        embedder = Embedder("timm/vit_tiny_patch16_224", dim, weights=str(path), image_size=32, lora=8)
+        model = sum(value.numel() * value.element_size() for value in embedder.state_dict().values())
+        run = fit(RetrievalModule(embedder, SmoothAPLoss()), images(1))
+        run.save_checkpoint(tmp_path / "resume.ckpt")
+        run.save_checkpoint(tmp_path / "model.ckpt", weights_only=True)
+        assert (tmp_path / "model.ckpt").stat().st_size <= model / 20
+        assert (tmp_path / "resume.ckpt").stat().st_size <= resumed * model
 
 
 @pytest.mark.refusal
-def test_invalid_weights_that_are_not_those_of_the_adapters(weights, tmp_path):
-    path = saved(make_module(weights), tmp_path)
-    other = tmp_path / "other.pth"
+def test_invalid_weights_that_are_not_those_of_the_adapters(adapters, weights, tmp_path):
+    _, path = adapters
     state = torch.load(weights, weights_only=True)
-    torch.save({name: 2 * value for name, value in state.items()}, other)
-    embedder = make_module(str(other)).embedder
-    with pytest.raises(ValueError, match=r"RetrievalModule: the checkpoint must be loaded with the pretrained weights"):
-        RetrievalModule.load_from_checkpoint(path, weights_only=True, embedder=embedder)
-    with pytest.raises(ValueError, match=r"RetrievalModule: the checkpoint is one of adapters for another backbone"):
-        RetrievalModule.load_from_checkpoint(path, weights_only=True, embedder=Embedder("glyph_net", 8))
+    torch.save({name: 2 * value for name, value in state.items()}, tmp_path / "other.pth")
+    content = torch.load(path, weights_only=True)
+    content["base_weights"] = dict.fromkeys(content["base_weights"], "a")
+    torch.save(content, tmp_path / "numbers.ckpt")
+    for checkpoint, embedder, sentence in (
+        (path, make_module(str(tmp_path / "other.pth")).embedder, "must be loaded with the pretrained weights"),
+        (path, Embedder("glyph_net", 8), "is one of adapters for another backbone"),
+        (tmp_path / "numbers.ckpt", make_module(weights).embedder, "must have numbers by the names of weights"),
+    ):
+        with pytest.raises(ValueError, match=f"^RetrievalModule: the checkpoint {sentence}"):
+            RetrievalModule.load_from_checkpoint(checkpoint, weights_only=True, embedder=embedder)
 
 
 @pytest.fixture
@@ -156,20 +158,18 @@ def other_weights_of_timm(*args, **kwargs):
 
 
 @pytest.mark.refusal  # by the type checker: the checkpoint hands the constructor descriptions of objects
-@pytest.mark.parametrize("lora", [None, 2])
 @pytest.mark.parametrize(
-    ("backbone", "arguments"),
+    ("backbone", "arguments", "lora"),
     [
-        ("timm/vit_tiny_patch16_224", {**VIT, "pretrained": True}),
-        ("squeezenet1_1", {}),
-        ("hf/google/some-model", {"model_type": "vit", **SMALL}),
+        ("timm/vit_tiny_patch16_224", {**VIT, "pretrained": True}, None),
+        ("timm/vit_tiny_patch16_224", {**VIT, "pretrained": True}, 2),
+        ("squeezenet1_1", {}, None),
+        ("hf/google/some-model", {"model_type": "vit", **SMALL}, None),
     ],
 )
 def test_a_checkpoint_of_pretrained_weights_is_loaded_without_a_network(
     backbone, arguments, lora, weights, tmp_path, monkeypatch, no_network
 ):
-    if lora is not None and backbone == "squeezenet1_1":
-        lora = {"r": 2, "target_modules": ["features.3.squeeze"]}
     with monkeypatch.context() as patched:
         patched.setattr(timm.models._builder, "load_state_dict_from_hf", other_weights_of_timm)
         embedder = Embedder(backbone, 8, image_size=32, backbone_args=arguments, lora=lora)
@@ -181,20 +181,21 @@ def test_a_checkpoint_of_pretrained_weights_is_loaded_without_a_network(
     saved["hyper_parameters"]["embedder"]["init_args"]["backbone_args"] |= arguments  # as earlier releases kept them
     torch.save(saved, path)
     again = RetrievalModule.load_from_checkpoint(path, weights_only=True)
-    assert all(value.equal(again.embedder.state_dict()[name]) for name, value in embedder.state_dict().items())
+    assert_same_state(again.embedder, embedder)
     assert no_network == []
 
 
 @pytest.mark.refusal  # by the type checker: the checkpoint hands the constructor descriptions of objects
 @pytest.mark.parametrize("named", ["file", "DEFAULT"])
-def test_adapters_get_the_weights_of_a_file_or_a_tag_again(weights, named, tmp_path, monkeypatch, no_network):
+def test_adapters_get_the_weights_of_a_file_or_a_tag_again(named, adapters, weights, tmp_path, monkeypatch, no_network):
     def of_the_hub(*args, **kwargs):
         return torch.load(weights, weights_only=True)
 
-    path = saved(make_module(weights), tmp_path)
+    _, path = adapters
     if named == "DEFAULT":
         content = torch.load(path, weights_only=True)
         content["hyper_parameters"]["embedder"]["init_args"]["weights"] = named
+        path = tmp_path / "tag.ckpt"
         torch.save(content, path)
         with pytest.raises(ValueError, match="asks for 'DEFAULT' of timm/vit_tiny_patch16_224, which could not be"):
             RetrievalModule.load_from_checkpoint(path, weights_only=True)
@@ -202,13 +203,3 @@ def test_adapters_get_the_weights_of_a_file_or_a_tag_again(weights, named, tmp_p
         monkeypatch.setattr(timm.models._builder, "load_state_dict_from_hf", of_the_hub)
     again = RetrievalModule.load_from_checkpoint(path, weights_only=True).embedder.backbone.model
     assert again.blocks[0].mlp.fc1.weight.equal(of_the_hub()["blocks.0.mlp.fc1.weight"])
-
-
-@pytest.mark.refusal
-def test_invalid_numbers_of_base_weights(weights, tmp_path):
-    path = saved(make_module(weights), tmp_path)
-    content = torch.load(path, weights_only=True)
-    content["base_weights"] = dict.fromkeys(content["base_weights"], "a")
-    torch.save(content, path)
-    with pytest.raises(ValueError, match=r"RetrievalModule: the checkpoint must have numbers by the names of weights"):
-        RetrievalModule.load_from_checkpoint(path, weights_only=True)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_retrieval import RetrievalModule, SmoothAPLoss
-from lightning_retrieval.training.chunk_size import is_out_of_memory, largest_chunk_size, may_be_out_of_memory
+from lightning_retrieval.training.chunk_size import is_out_of_memory, largest_chunk_size
 from lightning_retrieval.training.chunked import chunked_backward
 from tests.lightning_retrieval.training.small_chunks import (
     batch_norm,
@@ -51,31 +51,25 @@ def out_of_memory_above(most, embed, calls, in_backward=False):
     return embed_or_fail
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize(
     ("most", "tried"),
     [
-        (11, [11]),
         (50, [11]),
-        (10, [11, 6]),
         (5, [11, 6, 3, 4]),  # in 1, 2, 4 and then 3 chunks
-        (4, [11, 6, 3, 4]),
-        (3, [11, 6, 3, 4]),
-        (2, [11, 6, 3, 2]),
         (1, [11, 6, 3, 2, 1]),
     ],
 )
-def test_largest_chunk_is_found_by_doubling_and_bisecting_the_number_of_chunks(most, tried, in_backward):
+def test_largest_chunk_is_found_by_doubling_and_bisecting_the_number_of_chunks(most, tried):
     calls = []
-    found = largest_chunk_size(out_of_memory_above(most, net(), calls, in_backward), images())
-    assert found == max(size for size in tried if size <= most)
+    largest_chunk_size(out_of_memory_above(most, net(), calls), images())
     assert list(dict.fromkeys(calls)) == tried
 
 
-@pytest.mark.parametrize("most", range(1, 102))
-def test_no_smaller_number_of_chunks_would_fit(most):
-    rows = torch.zeros(101, 1)
-    size = largest_chunk_size(out_of_memory_above(most, nn.Identity(), []), rows)
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 20, 33, 34, 50, 51, 100, 101])
+def test_no_smaller_number_of_chunks_would_fit(most, in_backward):
+    rows = torch.zeros(101, 1, requires_grad=True)
+    size = largest_chunk_size(out_of_memory_above(most, nn.Identity(), [], in_backward), rows)
     possible = [math.ceil(101 / chunks) for chunks in range(1, 102)]
     assert size == max(size for size in possible if size <= most)
 
@@ -153,58 +147,46 @@ def test_largest_chunk_under_autocast():
     assert all(torch.equal(gradient, then) for gradient, then in zip(gradients_of(embed), plain, strict=True))
 
 
-OF_CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
-OF_CUDNN = "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
-NO_ENGINE = "FIND was unable to find an engine to execute this computation"
+@pytest.mark.parametrize(
+    ("message", "is_certain", "is_possible"),
+    [
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True, True),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", True, True),
+        ("CUDA error: out of memory", True, True),
+        ("GET was unable to find an engine to execute this computation", False, True),
+        ("Unable to find a valid cuDNN algorithm to run convolution", False, True),
+        ("cuDNN error: CUDNN_STATUS_BAD_PARAM", False, False),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED", False, False),
+    ],
+)
+def test_which_errors_of_other_libraries_are_about_memory(message, is_certain, is_possible):
+    """Of those that are only possible, the error itself is raised where one row fails."""
 
+    def fails_above(most):
+        def embed_or_fail(x):
+            if len(x) > most:
+                raise RuntimeError(message)
+            return x
 
-def fails_above(most, message):
-    embed = net()
+        return embed_or_fail
 
-    def embed_or_fail(x):
-        if len(x) > most:
-            raise RuntimeError(message)
-        return embed(x)
-
-    return embed_or_fail
-
-
-@pytest.mark.parametrize("message", [OF_CUBLAS, OF_CUDNN, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED", NO_ENGINE])
-def test_failed_allocations_of_other_libraries_make_chunks_smaller(message):
-    assert largest_chunk_size(fails_above(5, message), images()) == 4
-
-
-@pytest.mark.parametrize("message", [OF_CUBLAS, OF_CUDNN])
-def test_one_row_for_which_another_library_cannot_allocate(message):
-    with pytest.raises(torch.OutOfMemoryError, match="not even one input") as caught:
-        largest_chunk_size(fails_above(0, message), images())
-    assert str(caught.value.__cause__) == message
-
-
-@pytest.mark.parametrize("message", [NO_ENGINE, "CUDA error: device-side assert triggered"])
-def test_errors_that_are_not_about_memory_are_raised(message):
-    with pytest.raises(RuntimeError, match=f"^{message}"):
-        largest_chunk_size(fails_above(0, message), images())
-
-
-def test_largest_chunk_of_a_frozen_embedder():
-    assert largest_chunk_size(net().requires_grad_(False), images()) == 11
+    if is_possible:
+        assert largest_chunk_size(fails_above(5), images()) == 4
+    with pytest.raises(RuntimeError) as caught:
+        largest_chunk_size(fails_above(0), images())
+    assert isinstance(caught.value, torch.OutOfMemoryError) == is_certain
+    assert str(caught.value.__cause__ if is_certain else caught.value) == message
+    assert not is_out_of_memory(ValueError(message))
 
 
 @pytest.mark.refusal
 def test_not_even_one_row_fits():
-    match = (
-        r"^largest_chunk_size: not even one input of shape \(5,\) fits the memory of cpu in addition to the 7 reserved "
-        "bytes; use smaller inputs, a smaller network or half precision"
-    )
+    match = r"^largest_chunk_size: not even one input of shape \(5,\) fits .* the 7 reserved bytes"
     with pytest.raises(torch.OutOfMemoryError, match=match):
         largest_chunk_size(out_of_memory_above(0, net(), []), images(), reserve=7)
-
-
-@pytest.mark.refusal
-def test_an_embedder_without_a_tensor_has_no_largest_chunk():
     with pytest.raises(TypeError, match=r"^largest_chunk_size: `embed's result` must be a tensor, got NoneType"):
         largest_chunk_size(lambda x: None, images())
+    assert largest_chunk_size(net().requires_grad_(False), images()) == 11
 
 
 @pytest.mark.gpu
@@ -284,28 +266,3 @@ def test_auto_takes_the_largest_chunk_that_fits():
     tried = [rows for rows in auto.embedder.asked if rows > 4]
     assert tried == [10, 5, 20, 10, 5]
     assert_same(auto, fixed)
-
-
-def test_auto_raises_if_not_one_image_fits():
-    with pytest.raises(torch.OutOfMemoryError, match=r"not even one input of shape \(6,\) fits the memory of cpu"):
-        fit(RetrievalModule(Small(0), SmoothAPLoss(), chunk_size="auto"), batches())
-
-
-@pytest.mark.parametrize(
-    ("error", "is_certain", "is_possible"),
-    [
-        (torch.OutOfMemoryError("CUDA out of memory."), True, True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True, True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True, True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"), True, True),
-        (RuntimeError("CUDA error: out of memory"), True, True),
-        (RuntimeError("GET was unable to find an engine to execute this computation"), False, True),
-        (RuntimeError("Unable to find a valid cuDNN algorithm to run convolution"), False, True),
-        (RuntimeError("cuDNN error: CUDNN_STATUS_BAD_PARAM"), False, False),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False, False),
-        (ValueError("CUBLAS_STATUS_ALLOC_FAILED"), False, False),
-    ],
-)
-def test_which_errors_are_about_memory(error, is_certain, is_possible):
-    assert is_out_of_memory(error) is is_certain
-    assert may_be_out_of_memory(error) is is_possible

@@ -1,6 +1,7 @@
-"""A divided network has the gradients of a plain sum over real processes, whatever their numbers of chunks."""
+"""The gradients and checkpoints of a network that two processes share; tests/test_full_sharding.py has whole runs."""
 
 import copy
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval import CrossBatchMemory, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.models import GlyphNet
 from lightning_retrieval.training import full_sharding
+from lightning_retrieval.training.checkpoint_files import FullCheckpoints
 from lightning_retrieval.training.chunked import chunked_backward
 from lightning_retrieval.training.full_sharding import (
     ShardedParts,
@@ -21,6 +23,7 @@ from lightning_retrieval.training.full_sharding import (
     clip_sharded_gradients,
     full_tensor,
     has_sharded_parameters,
+    is_sharded,
     local_shard,
     shard_blocks,
 )
@@ -31,7 +34,8 @@ needs_sums = pytest.mark.skipif(
     not hasattr(fsdp.FSDPModule, "set_force_sum_reduction_for_comms"), reason="needs a newer torch"
 )
 ROWS, CHUNK = [7, 3], 2  # of each process: four and two chunks
-DTYPES = [torch.float64, torch.float32]
+KEPT = [1, 3]  # graphs
+CLIPPED = [("norm", 0.5), ("norm", 1e6), ("value", 0.01)]
 
 
 class Loss(nn.Module):
@@ -72,17 +76,17 @@ def network():
     return net
 
 
-def rows_of(this, dtype):
-    return torch.randn(ROWS[this], 5, generator=torch.Generator().manual_seed(this), dtype=dtype)
+def rows_of(this):
+    return torch.randn(ROWS[this], 5, generator=torch.Generator().manual_seed(this), dtype=torch.float64)
 
 
-def divided_step(this, dtype, keep_graphs=1):
+def divided_step(this, keep_graphs):
     """The gradients of a step of one process, its slices, and the gradients after each kind of clipping."""
-    module = network().to(dtype)
+    module = network().double()
     shard_blocks(module["net"], dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
     sharded = ShardedParts(module)
     gradients = GradientSum(module.parameters(), module["loss"].parameters(), sharded=sharded)
-    x = rows_of(this, dtype)
+    x = rows_of(this)
     least = sharded.least_chunks(-(-len(x) // CHUNK), x.device)
     value = chunked_backward(
         module["net"],
@@ -97,7 +101,7 @@ def divided_step(this, dtype, keep_graphs=1):
     found = {"total": total.item(), "least": least, "blocks": len(sharded.parts)}
     found["slices"] = {name: len(torch.atleast_1d(local_shard(p))) for name, p in module["net"].named_parameters()}
     found["summed"] = whole_gradients(module)
-    for algorithm, limit in (("norm", 0.5), ("norm", 1e6), ("value", 0.01)):
+    for algorithm, limit in CLIPPED:
         clipped = copy_of_gradients(module)
         clip_sharded_gradients(clipped, limit, algorithm)
         found[algorithm, limit] = [full_tensor(parameter.grad) for parameter in clipped if parameter.grad is not None]
@@ -119,7 +123,7 @@ def after_an_evaluation(this):
     names = ("data_parallel", "tensor_parallel")
     net._device_mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=names)
     net.shard_network(net.device_mesh["data_parallel"])
-    net(rows_of(this, torch.float32))
+    net(rows_of(this).float())
     gathered = not has_sharded_parameters(net)
     net.configure_model()  # of the next run; it divides nothing twice
     ShardedParts(net)
@@ -142,62 +146,202 @@ def state_of_the_first(this):
     return first, module.state_dict()
 
 
-def message_of_a_replica(this):
+def message_of(function, *arguments):
+    """The message of the ValueError that a call raises, or None."""
+    try:
+        function(*arguments)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def message_of_a_replica():
     """The error for a network of which each process keeps a copy."""
     layer = nn.Linear(2, 2)
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("copies", "slices"))
     fsdp.fully_shard(layer, mesh=mesh)
-    try:
-        check_placements("RetrievalModule", list(layer.parameters()))
-    except ValueError as error:
-        return str(error)
-    return "no error"
+    return message_of(check_placements, "RetrievalModule", list(layer.parameters()))
 
 
-def in_each_process(this, world):
+SHARED = {
+    "block": None,
+    "layer of two blocks": "layers.0.linear.weight",
+    "weight of a block and the rest": "layers.1.linear.weight",
+}
+
+
+class Part(nn.ModuleDict):
+    """FSDP2 divides only what can be called."""
+
+    def forward(self, x):
+        return x
+
+
+def message_of_shared(shared):
+    """What is raised for two blocks and a rest that share a layer, or only its weight."""
+    first, second = (Part({"linear": nn.Linear(400, 400)}) for _ in range(2))
+    net = Part({"layers": nn.ModuleList([first, second]), "rest": nn.Linear(400, 400)})
+    if shared == "layer of two blocks":
+        second["linear"] = first["linear"]
+    elif shared == "weight of a block and the rest":
+        net["rest"].weight = second["linear"].weight
+    else:
+        net["layers"].append(first)
+        net["rest"] = first
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    return message_of(shard_blocks, net, mesh)
+
+
+class Factored(torch.optim.AdamW):
+    """An optimizer with state of another shape than the parameter, as Adafactor's."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["rows"] = torch.ones(2)
+
+
+def start(mesh=None, seed=0, optimizer=torch.optim.AdamW):
+    """A module with a frozen parameter and a memory, and an optimizer whose groups have another order."""
+    torch.manual_seed(seed)
+    network = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    network[0].weight.requires_grad_(False)
+    module = RetrievalModule(network, SmoothAPLoss(), memory=CrossBatchMemory(6))
+    if mesh is not None:
+        shard_blocks(module.embedder, mesh)
+    groups = [{"params": list(network[2].parameters()), "lr": 0.1}, {"params": [network[0].bias], "lr": 0.2}]
+    return module, optimizer(groups)
+
+
+def train(module, optimizer, steps=2):
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = parameter.detach() * (step + 1)
+        optimizer.step()
+    rows = torch.arange(12.0).view(4, 3)
+    module.memory.update(rows, torch.arange(4), torch.arange(4))
+
+
+def strategy_with(module, optimizer):
+    strategy = SimpleNamespace(lightning_module=module, optimizers=[optimizer])
+    FullCheckpoints("RetrievalModule", strategy).install()
+    return strategy
+
+
+def checkpoint_of(strategy):
+    state = strategy.optimizer_state(strategy.optimizers[0])
+    return {"state_dict": strategy.lightning_module_state_dict(), "optimizer_states": [state], "epoch": 3}
+
+
+def slices(module, optimizer):
+    """All that this process keeps."""
+    found = [local_shard(value).clone() for value in module.state_dict().values() if isinstance(value, torch.Tensor)]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found += [local_shard(value).clone() for value in optimizer.state[parameter].values()]
+    return found
+
+
+def checkpoints_of(this, world, folder):
+    """What two processes save, load and refuse."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    module, optimizer = start(mesh)
+    train(module, optimizer)
+    checkpoint = checkpoint_of(strategy_with(module, optimizer))
+    if this == 0:
+        torch.save(checkpoint, folder / "two.ckpt")
+        content = bytearray((folder / "two.ckpt").read_bytes())
+        content[len(content) // 2] ^= 1
+        (folder / "damaged.ckpt").write_bytes(content)
+    dist.barrier()
+
+    other, other_optimizer = start(mesh, seed=1)
+    strategy = strategy_with(other, other_optimizer)
+    epoch = strategy.load_checkpoint(folder / "two.ckpt")["epoch"]
+    loaded = slices(other, other_optimizer)
+    divided = [is_sharded(value) for state in other_optimizer.state.values() for value in state.values()]
+
+    from_one, from_one_optimizer = start(mesh, seed=1)
+    strategy_with(from_one, from_one_optimizer).load_checkpoint(folder / "one.ckpt")
+    factored = strategy_with(*start(mesh, optimizer=Factored))
+    return {
+        "saved": slices(module, optimizer),
+        "loaded": loaded,
+        "from one": slices(from_one, from_one_optimizer),
+        "epoch": epoch,
+        "divided": divided,
+        "memory": len(other.memory),
+        "folder": message_of(strategy.load_checkpoint, folder),
+        "damaged": message_of(strategy.load_checkpoint, folder / "damaged.ckpt"),
+        "factored": message_of(factored.load_checkpoint, folder / "factored.ckpt"),
+    }
+
+
+def in_each_process(this, world, folder):
     full_sharding.SMALLEST_BLOCK = 40
     return {
-        "steps": {dtype: divided_step(this, dtype) for dtype in DTYPES},
-        "kept graphs": divided_step(this, torch.float64, keep_graphs=3),
+        "steps": {keep_graphs: divided_step(this, keep_graphs) for keep_graphs in KEPT},
         "evaluation": after_an_evaluation(this),
         "state": state_of_the_first(this),
-        "replica": message_of_a_replica(this),
+        "replica": message_of_a_replica(),
+        "shared": {name: message_of_shared(name) for name in SHARED},
+        "checkpoints": checkpoints_of(this, world, folder),
     }
 
 
 @pytest.fixture(scope="module")
-def ranks(run_processes):
+def one_process():
+    """The module and the optimizer of one process after the same steps."""
+    module, optimizer = start()
+    train(module, optimizer)
+    return module, optimizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, one_process):
+    path = tmp_path_factory.mktemp("checkpoints")
+    for name, make in (("one", torch.optim.AdamW), ("factored", Factored)):
+        module, optimizer = start(optimizer=make)
+        train(module, optimizer)
+        states = [optimizer.state_dict()]
+        torch.save({"state_dict": module.state_dict(), "optimizer_states": states, "epoch": 3}, path / f"{name}.ckpt")
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranks(run_processes, folder):
     """The results of each process, in rank order."""
-    return run_processes(in_each_process, 2)
+    return run_processes(in_each_process, 2, folder)
 
 
-def plain_sum(dtype):
+def plain_sum():
     """The module after the sum of the processes' losses has been propagated, in one process and one graph, and it."""
-    module = network().to(dtype)
-    value = sum(module["loss"](module["net"](rows_of(this, dtype))) for this in range(2))
+    module = network().double()
+    value = sum(module["loss"](module["net"](rows_of(this))) for this in range(2))
     value.backward()
     return module, value.item()
 
 
 @needs_sums
-@pytest.mark.parametrize(("step", "dtype"), [("steps", DTYPES[0]), ("steps", DTYPES[1]), ("kept graphs", DTYPES[0])])
-def test_gradients_are_those_of_a_plain_sum(ranks, step, dtype):
-    module, value = plain_sum(dtype)
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+@pytest.mark.parametrize("keep_graphs", KEPT)
+def test_gradients_are_those_of_a_plain_sum(ranks, keep_graphs):
+    module, value = plain_sum()
     expected = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
     for result in ranks:
-        found = result[step] if step == "kept graphs" else result[step][dtype]
+        found = result["steps"][keep_graphs]
         assert found["least"] == 4
         assert found["blocks"] == 3
-        assert found["total"] == pytest.approx(value, abs=tolerance)
+        assert found["total"] == pytest.approx(value, abs=1e-12)
         assert set(found["summed"]) == set(expected)
         for name, gradient in found["summed"].items():
-            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=tolerance)
+            torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-12)
 
 
 @needs_sums
 def test_each_process_keeps_a_slice(ranks):
-    first, second = (result["steps"][torch.float64]["slices"] for result in ranks)
+    first, second = (result["steps"][1]["slices"] for result in ranks)
     for name, parameter in network()["net"].named_parameters():
         if parameter.ndim == 0:
             assert first[name] == second[name] == 1
@@ -207,25 +351,18 @@ def test_each_process_keeps_a_slice(ranks):
 
 
 @needs_sums
-@pytest.mark.parametrize("limit", [0.5, 1e6])
-def test_norms_are_clipped_as_in_one_process(ranks, limit):
-    module, _ = plain_sum(torch.float64)
-    norm = nn.utils.clip_grad_norm_(module.parameters(), limit)
-    assert 0.5 < norm < 1e6
-    assert_same_gradients(ranks, ("norm", limit), module)
-
-
-@needs_sums
-def test_values_are_clipped_as_in_one_process(ranks):
-    module, _ = plain_sum(torch.float64)
-    nn.utils.clip_grad_value_(module.parameters(), 0.01)
-    assert_same_gradients(ranks, ("value", 0.01), module)
-
-
-def assert_same_gradients(ranks, key, module):
+@pytest.mark.parametrize(("algorithm", "limit"), CLIPPED)
+def test_gradients_are_clipped_as_in_one_process(ranks, algorithm, limit):
+    module, _ = plain_sum()
+    if algorithm == "norm":
+        norm = nn.utils.clip_grad_norm_(module.parameters(), limit)
+        assert 0.5 < norm < 1e6
+    else:
+        nn.utils.clip_grad_value_(module.parameters(), limit)
     expected = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     for result in ranks:
-        torch.testing.assert_close(result["steps"][torch.float64][key], expected, rtol=0, atol=1e-12)
+        found = result["steps"][1][algorithm, limit]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @needs_sums
@@ -248,10 +385,7 @@ def test_all_processes_get_the_state_of_the_first(ranks):
 @pytest.mark.refusal
 def test_a_network_that_is_not_divided_over_all_processes_raises(ranks):
     for result in ranks:
-        assert result["replica"].startswith(
-            "RetrievalModule: a parameter must be sharded over all 2 processes, or not at all, got the placement "
-        )
-        assert "Replicate" in result["replica"]
+        assert re.match("RetrievalModule: a parameter must be sharded .* 2 processes, .*Replicate", result["replica"])
 
 
 def test_blocks_are_the_elements_of_the_outermost_lists(monkeypatch):
@@ -266,61 +400,6 @@ def test_blocks_are_the_elements_of_the_outermost_lists(monkeypatch):
     assert blocks_of(nn.ModuleDict({"a": nn.Sequential(residual), "b": nn.Sequential(residual)})) == [residual] * 2
 
 
-SHARED = {
-    "nothing": None,
-    "block": None,
-    "layer of two blocks": "layers.0.linear.weight",
-    "weight of two blocks": "layers.0.linear.weight",
-    "layer of a block and the rest": "layers.1.linear.weight",
-    "weight of a block and the rest": "layers.1.linear.weight",
-}
-
-
-class Part(nn.ModuleDict):
-    """FSDP2 divides only what can be called."""
-
-    def forward(self, x):
-        return x
-
-
-def message_of_shared(this, shared):
-    """What is raised for two blocks and a rest that share a layer, or only its weight."""
-    first, second = (Part({"linear": nn.Linear(400, 400)}) for _ in range(2))
-    net = Part({"layers": nn.ModuleList([first, second]), "rest": nn.Linear(400, 400)})
-    if shared == "layer of two blocks":
-        second["linear"] = first["linear"]
-    elif shared == "weight of two blocks":
-        second["linear"].weight = first["linear"].weight
-    elif shared == "weight of a block and the rest":
-        net["rest"].weight = second["linear"].weight
-    elif shared == "layer of a block and the rest":
-        net["rest"] = second["linear"]
-    elif shared == "block":
-        net["layers"].append(first)
-        net["rest"] = first
-    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    try:
-        shard_blocks(net, mesh)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def messages_of_shared(this, world):
-    return {shared: message_of_shared(this, shared) for shared in SHARED}
-
-
-@pytest.mark.refusal
-def test_a_parameter_in_several_blocks_is_named(run_processes):
-    found, other = run_processes(messages_of_shared, 2)
-    assert found == other
-    assert found["nothing"] is found["block"] is None  # the block is divided once
-    for shared, name in SHARED.items():
-        if name is not None:
-            assert found[shared].startswith("ValueError: Part: FSDP2 must find each parameter in one block of ")
-            assert f"got `{name}` in several; train with strategy='ddp'" in found[shared]
-
-
 def test_nothing_is_divided_in_one_process():
     module = network()
     sharded = ShardedParts(module)
@@ -331,3 +410,59 @@ def test_nothing_is_divided_in_one_process():
     assert not has_sharded_parameters(module)
     assert full_tensor(module["loss"].scale) is module["loss"].scale
     assert local_shard(module["loss"].scale) is module["loss"].scale
+
+
+@needs_sums
+@pytest.mark.refusal
+def test_a_parameter_in_several_blocks_is_named(ranks):
+    found, other = (result["shared"] for result in ranks)
+    assert found == other
+    assert found["block"] is None  # it is divided once
+    for shared, name in list(SHARED.items())[1:]:
+        assert found[shared].startswith("Part: FSDP2 must find each parameter in one block of ")
+        assert f"got `{name}` in several; train with strategy='ddp'" in found[shared]
+
+
+@needs_sums
+def test_a_checkpoint_is_that_of_one_process(ranks, folder, one_process):
+    module, optimizer = one_process
+    found = torch.load(folder / "two.ckpt", weights_only=True)
+    assert list(found["state_dict"]) == list(module.state_dict())
+    assert found["optimizer_states"][0]["param_groups"] == optimizer.state_dict()["param_groups"]
+    other, other_optimizer = start(seed=1)
+    other.load_state_dict(found["state_dict"])
+    other_optimizer.load_state_dict(found["optimizer_states"][0])
+    assert_equal(slices(other, other_optimizer), slices(module, optimizer))
+    assert len(other.memory) == 4
+
+
+@needs_sums
+def test_each_process_gets_its_slices_again(ranks):
+    for result in (rank["checkpoints"] for rank in ranks):
+        assert result["epoch"] == 3
+        assert result["memory"] == 4
+        assert_equal(result["loaded"], result["saved"])
+        assert_equal(result["from one"], result["saved"])
+        assert any(value.numel() for value in result["saved"])
+        assert sum(result["divided"]) == 2 * 3  # two averages of each of three parameters; not the number of steps
+
+
+def assert_equal(found, expected):
+    assert len(found) == len(expected) > 0
+    for value, other in zip(found, expected):
+        assert torch.equal(value, other)
+
+
+@needs_sums
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("folder", "a checkpoint must be one file, got the folder "),
+        ("damaged", "the checkpoint .* is damaged"),
+        ("factored", r"the optimizer's state of a sharded parameter .*, \(3, 7\), got \(2,\) for 'rows'"),
+    ],
+)
+def test_checkpoints_that_cannot_be_loaded_raise(ranks, name, sentence):
+    for result in ranks:
+        assert re.match(f"RetrievalModule: {sentence}", result["checkpoints"][name])

@@ -1,16 +1,24 @@
-"""RetrievalModule in one process: the steps of plain PyTorch, with any loss."""
+"""RetrievalModule in one process: the steps of plain PyTorch with any loss, scales and whitening in evaluation."""
 
 import dataclasses
 import functools
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from pytorch_metric_learning.losses import ContrastiveLoss, ProxyAnchorLoss, TripletMarginLoss
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_retrieval import CalibrationLoss, Embedder, HAPLoss, RetrievalModule, SmoothAPLoss, WeightedSum
+from lightning_retrieval import (
+    CalibrationLoss,
+    Embedder,
+    HAPLoss,
+    PCAWhitening,
+    RetrievalModule,
+    SmoothAPLoss,
+    WeightedSum,
+    multi_scale,
+)
 from lightning_retrieval.callbacks import RetrievalEvaluation
 from lightning_retrieval.losses.third_party import original_loss
 from lightning_retrieval.preparation.serialised import serialise_transform
@@ -18,11 +26,13 @@ from tests.lightning_retrieval.training.small_training import (
     CHUNKS,
     ROWS,
     SGD,
+    LearnedTau,
     Log,
     assert_same,
     batches,
     fit,
     net,
+    train_plainly,
     trainer,
 )
 
@@ -50,42 +60,21 @@ def test_steps_are_those_of_plain_pytorch(chunk_size, dropout):
     assert run.global_step == 3  # one for each batch, whatever the number of chunks
 
 
-class LearnedTau(SmoothAPLoss):
-    def __init__(self):
-        super().__init__()
-        del self.tau
-        self.tau = nn.Parameter(torch.tensor(0.2, dtype=torch.float64))
-
-
 def proxies() -> ProxyAnchorLoss:
     torch.manual_seed(8)
     return ProxyAnchorLoss(num_classes=3, embedding_size=4).double()
 
 
-@pytest.mark.parametrize("chunk_size", CHUNKS)
-@pytest.mark.parametrize("make", [ContrastiveLoss, TripletMarginLoss, proxies, LearnedTau])
-def test_other_losses_and_losses_that_learn(make, chunk_size):
-    plain, loss = net(), make()
-    optimizer = torch.optim.SGD([*plain.parameters(), *loss.parameters()], lr=0.01)
-    for images, labels in batches():
-        optimizer.zero_grad()
-        loss(plain(images), labels).backward()
-        optimizer.step()
-    module = RetrievalModule(
-        net(), make(), chunk_size=chunk_size, optimizer=functools.partial(torch.optim.SGD, lr=0.01)
-    )
+@pytest.mark.parametrize("make", [TripletMarginLoss, proxies, LearnedTau])
+def test_other_losses_and_losses_that_learn(make):
+    plain, loss, sgd = net(), make(), functools.partial(torch.optim.SGD, lr=0.01)
+    train_plainly(plain, sgd([*plain.parameters(), *loss.parameters()]), batches(), loss)
+    module = RetrievalModule(net(), make(), chunk_size=3, optimizer=sgd)
     fit(module, batches())
     assert_same(module.embedder, plain)
     if list(loss.parameters()):
         assert_same(original_loss(module.loss), loss)
         assert not torch.equal(next(module.loss.parameters()), next(make().parameters()))
-
-
-@pytest.mark.parametrize("chunk_size", [None, 3])
-def test_a_loss_learns_where_the_embedder_is_frozen(chunk_size):
-    module = RetrievalModule(net().requires_grad_(False), proxies(), chunk_size=chunk_size, optimizer=SGD)
-    fit(module, batches())
-    assert not torch.equal(module.loss.loss.proxies, proxies().proxies)
 
 
 class Random(nn.Module):
@@ -127,18 +116,14 @@ def test_predict_returns_embeddings():
     assert torch.equal(batch["embeddings"], expected)
 
 
-def test_each_term_of_a_sum_is_logged_and_the_ids_reach_it():
+def test_each_term_of_a_sum_is_logged():
     terms = {"ap": (1.0, SmoothAPLoss(tau=0.1)), "calibration": (0.5, CalibrationLoss())}
-    module, (images, labels), ids = RetrievalModule(net(), WeightedSum(terms), optimizer=SGD), batches(1)[0], [0] * ROWS
+    module, (images, labels) = RetrievalModule(net(), WeightedSum(terms), optimizer=SGD), batches(1)[0]
     expected = {name: loss(module(images), labels).item() for name, (_, loss) in terms.items()}
     run = fit(module, [(images, labels)])
     logged = {name: float(run.callback_metrics[f"train/loss/{name}"]) for name in terms}
     assert logged == pytest.approx(expected)
     assert float(run.callback_metrics["train/loss"]) == pytest.approx(expected["ap"] + 0.5 * expected["calibration"])
-    no_positive = pytest.warns(UserWarning, match="no row of the batch has a positive")
-    with no_positive, pytest.warns(UserWarning, match="the id 0 has the labels"):  # all rows are one image
-        run = fit(RetrievalModule(net(), WeightedSum(terms), optimizer=SGD), [(images, labels, torch.tensor(ids))])
-    assert float(run.callback_metrics["train/loss"]) == 0
 
 
 def test_labels_with_levels_train_and_their_finest_is_evaluated():
@@ -178,10 +163,91 @@ def test_images_of_uint8_are_normalised_as_in_evaluation(scales):
 def test_images_of_uint8_are_embedded_in_the_precision_of_the_module(precision):
     module = RetrievalModule(Embedder("glyph_net", 8), SmoothAPLoss())
     pixels = torch.randint(0, 256, (4, 1, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(accelerator="cpu", precision=precision, **quiet)
     predicted = []
     for images in (pixels, module.embedder.preparation.normalize(pixels)):
-        (batch,) = trainer.predict(module, DataLoader(images, batch_size=4))
+        (batch,) = trainer(precision=precision).predict(module, DataLoader(images, batch_size=4))
         predicted.append(batch["embeddings"])
     assert torch.equal(*predicted)
+
+
+# --- several scales and whitening
+
+
+class Dots(nn.Module):
+    """A small network that takes images of any size; described by its one argument."""
+
+    def __init__(self, dim=4):
+        super().__init__()
+        self.dim = dim
+        self.layers = nn.Sequential(nn.Conv2d(1, 6, 3), nn.Tanh(), nn.AdaptiveAvgPool2d(2), nn.Flatten())
+        self.head = nn.Linear(24, dim)
+
+    def forward(self, images):
+        return self.head(self.layers(images))
+
+
+IMAGES = torch.rand(12, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+LABELS = torch.arange(12) // 3
+TWO_BATCHES = list(zip(IMAGES.split(6), LABELS.split(6)))
+SCALES = (1.0, 0.5**0.5)
+
+
+def with_dots(**settings) -> RetrievalModule:
+    torch.manual_seed(3)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    return RetrievalModule(Dots(), SmoothAPLoss(tau=0.1), optimizer=sgd, **settings)
+
+
+def predicted(model):
+    batches = trainer().predict(model, DataLoader(TWO_BATCHES, batch_size=None))
+    return torch.cat([batch["embeddings"] for batch in batches])
+
+
+def test_evaluation_and_prediction_take_scales_and_whitening():
+    model = with_dots(eval_scales=SCALES, whitening=PCAWhitening(dim=3))
+    with torch.no_grad():
+        plain = multi_scale(model.embedder.eval(), IMAGES, SCALES)
+    torch.testing.assert_close(predicted(model), plain)  # not yet whitened
+    model.whitening.fit(plain)
+    expected = model.whitening(plain)
+    torch.testing.assert_close(predicted(model), expected)
+    with torch.no_grad():
+        batch = {"images": IMAGES, "labels": LABELS}
+        for step in (model.validation_step, model.test_step):
+            torch.testing.assert_close(step(batch, 0)["embeddings"], expected)
+        torch.testing.assert_close(model.predict_step(IMAGES, 0)["embeddings"], expected)
+        torch.testing.assert_close(model.embed(IMAGES, whiten=False), plain)
+        model = with_dots()
+        assert torch.equal(model.embed(IMAGES), model(IMAGES))
+
+
+def test_training_is_the_same_with_scales_and_whitening():
+    whitening = PCAWhitening().fit(torch.randn(20, 4))
+    plain, evaluated = with_dots(), with_dots(eval_scales=SCALES, whitening=whitening)
+    for model in (plain, evaluated):
+        fit(model, TWO_BATCHES)
+    assert all(map(torch.equal, plain.embedder.parameters(), evaluated.embedder.parameters()))
+
+
+def test_the_checkpoint_holds_scales_their_pooling_and_whitening(tmp_path):
+    whitening = PCAWhitening(dim=3, power=0.25)
+    model = with_dots(eval_scales=SCALES, eval_scales_pooling="gem", whitening=whitening)
+    with torch.no_grad():
+        gem = multi_scale(model.embedder.eval(), IMAGES, SCALES, p=3.0, eps=1e-6)
+        assert torch.equal(model.embed(IMAGES, whiten=False), gem)
+    assert not torch.allclose(gem, multi_scale(model.embedder, IMAGES, SCALES), atol=1e-3)
+    model.whitening.fit(gem)
+    fit(model, TWO_BATCHES).save_checkpoint(tmp_path / "model.ckpt")
+    loaded = RetrievalModule.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True, strict=True)
+    assert (loaded.eval_scales, loaded.eval_scales_pooling) == (SCALES, "gem")
+    assert (loaded.whitening.dim, loaded.whitening.power) == (3, 0.25)
+    with torch.no_grad():
+        assert torch.equal(loaded.eval().embed(IMAGES), model.eval().embed(IMAGES))
+
+
+def test_a_checkpoint_without_whitening_gets_one(tmp_path):
+    fit(with_dots(), TWO_BATCHES).save_checkpoint(tmp_path / "model.ckpt")
+    settings = {"whitening": PCAWhitening(), "eval_scales": (1.0, 2.0)}
+    loaded = RetrievalModule.load_from_checkpoint(tmp_path / "model.ckpt", weights_only=True, **settings)
+    assert loaded.whitening.learned is None
+    assert loaded.eval_scales == (1.0, 2.0)

@@ -1,71 +1,42 @@
 """Parameter groups: rates of head and layers, frozen parameters and backbones, and parameters that nothing trains."""
 
-import functools
-import warnings
-
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.training.optimizers import layer_depths
-from tests.lightning_retrieval.models.hugging_face_folders import SMALL
-from tests.lightning_retrieval.training.small_training import CHUNKS, SGD, Log, assert_same, batches, fit, net, trainer
+from tests.lightning_retrieval.training.small_training import (
+    CHUNKS,
+    SGD,
+    Log,
+    Unfreeze,
+    assert_same,
+    batches,
+    fit,
+    net,
+    train_plainly,
+    trainer,
+    warnings_with,
+)
 
 
-class WithHead(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = net()[:3], net()[3]
-
-    def forward(self, x):
-        return self.head(self.body(x))
-
-
-def test_head_lr_factor():
-    plain, log = WithHead(), Log()
-    groups = [{"params": plain.body.parameters()}, {"params": plain.head.parameters(), "lr": 5.0}]
-    optimizer = torch.optim.SGD(groups, lr=0.5)
-    for images, labels in batches():
-        optimizer.zero_grad()
-        SmoothAPLoss(tau=0.1)(plain(images), labels).backward()
-        optimizer.step()
-    module = RetrievalModule(WithHead(), SmoothAPLoss(tau=0.1), chunk_size=3, optimizer=SGD, head_lr_factor=10)
-    fit(module, batches(), callbacks=[log])
-    assert log.rates == [[0.5, 5.0]] * 3
-    assert_same(module.embedder, plain)
-
-
-@pytest.mark.refusal
-def test_head_lr_factor_without_a_head_raises():
-    module = RetrievalModule(net(), SmoothAPLoss(), head_lr_factor=10.0)
-    with pytest.raises(ValueError, match=r"`head_lr_factor` is 10\.0, but the embedder has no `head`"):
-        module.configure_optimizers()
+def module_with(embedder, **settings):
+    return RetrievalModule(embedder, SmoothAPLoss(tau=0.1), optimizer=SGD, **settings)
 
 
 @pytest.mark.parametrize("chunk_size", CHUNKS)
 def test_frozen_parameters_stay_and_the_others_learn(chunk_size):
-    plain, module = net(), RetrievalModule(net(), SmoothAPLoss(tau=0.1), chunk_size=chunk_size, optimizer=SGD)
-    plain[0].requires_grad_(False)
-    module.embedder[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(plain[3].parameters(), lr=0.5)
-    for images, labels in batches():
-        optimizer.zero_grad()
-        SmoothAPLoss(tau=0.1)(plain(images), labels).backward()
-        optimizer.step()
+    plain, module = net(), module_with(net(), chunk_size=chunk_size)
+    for embedder in (plain, module.embedder):
+        embedder[0].requires_grad_(False)
+    train_plainly(plain, torch.optim.SGD(plain[3].parameters(), lr=0.5), batches())
     fit(module, batches())
     assert_same(module.embedder, plain)
     assert torch.equal(module.embedder[0].weight, net()[0].weight)
-
-
-@pytest.mark.refusal
-def test_nothing_to_train_raises():
-    module = RetrievalModule(net().requires_grad_(False), SmoothAPLoss())
-    with pytest.raises(ValueError, match=r"^RetrievalModule: `embedder` and `loss` must have a parameter to train"):
-        module.configure_optimizers()
 
 
 class WithBackbone(nn.Module):
@@ -82,39 +53,47 @@ class WithBackbone(nn.Module):
         return self.head(self.scale * self.backbone(x))
 
 
-@pytest.mark.parametrize("chunk_size", CHUNKS)
-def test_layer_decay(chunk_size):
+def test_head_lr_factor():
+    plain, log = WithBackbone(), Log()
+    rest = [*plain.backbone.parameters(), plain.scale]
+    groups = [{"params": rest}, {"params": plain.head.parameters(), "lr": 5.0}]
+    train_plainly(plain, torch.optim.SGD(groups, lr=0.5), batches())
+    module = module_with(WithBackbone(), chunk_size=3, head_lr_factor=10)
+    fit(module, batches(), callbacks=[log])
+    assert log.rates == [[0.5, 5.0]] * 3
+    assert_same(module.embedder, plain)
+
+
+def test_layer_decay():
     plain, log = WithBackbone(), Log()
     layers = [plain.backbone[0], plain.backbone[2], plain.backbone[3]]
     groups = [{"params": layer.parameters(), "lr": lr} for layer, lr in zip(layers, (0.125, 0.25, 0.5))]
     groups += [{"params": [plain.scale], "lr": 0.5}, {"params": plain.head.parameters(), "lr": 1.0}]
-    optimizer = torch.optim.SGD(groups, lr=0.5)
-    for images, labels in batches():
-        optimizer.zero_grad()
-        SmoothAPLoss(tau=0.1)(plain(images), labels).backward()
-        optimizer.step()
-    settings = {"layer_decay": 0.5, "head_lr_factor": 2, "chunk_size": chunk_size}
-    module = RetrievalModule(WithBackbone(), SmoothAPLoss(tau=0.1), optimizer=SGD, **settings)
+    train_plainly(plain, torch.optim.SGD(groups, lr=0.5), batches())
+    module = module_with(WithBackbone(), layer_decay=0.5, head_lr_factor=2, chunk_size=3)
     fit(module, batches(), callbacks=[log])
     assert log.rates == [[0.125, 0.25, 0.5, 0.5, 1.0]] * 3
     assert_same(module.embedder, plain)
 
 
 @pytest.mark.refusal
-def test_layer_decay_without_a_backbone_raises():
-    module = RetrievalModule(net(), SmoothAPLoss(), layer_decay=0.5)
-    with pytest.raises(ValueError, match=r"`layer_decay` needs an embedder with a `backbone`, .*got Sequential"):
-        module.configure_optimizers()
-    with pytest.raises(ValueError, match=r"`layer_decay` must be .*, got 2"):
-        RetrievalModule(net(), SmoothAPLoss(), layer_decay=2)
+@pytest.mark.parametrize(
+    ("embedder", "settings", "sentence"),
+    [
+        (net(), {"head_lr_factor": 10.0}, r"`head_lr_factor` is 10\.0, but the embedder has no `head`"),
+        (net().requires_grad_(False), {}, "`embedder` and `loss` must have a parameter to train"),
+        (net(), {"layer_decay": 0.5}, "`layer_decay` needs an embedder with a `backbone`, .*got Sequential"),
+        (net(), {"layer_decay": 2}, "`layer_decay` must be .*, got 2"),
+        (net(), {"freeze_backbone_epochs": 1}, "`freeze_backbone_epochs` needs .* `backbone`, .*got Sequential"),
+    ],
+)
+def test_settings_that_do_not_fit_the_embedder_raise(embedder, settings, sentence):
+    with pytest.raises(ValueError, match=f"^RetrievalModule: {sentence}"):
+        module_with(embedder, **settings).configure_optimizers()
 
 
 class Partial(RetrievalModule):
-    """Its own `configure_optimizers` forgets the parameters of a head that it has added."""
-
-    def __init__(self, *arguments, **settings):
-        super().__init__(*arguments, **settings)
-        self.extra_head = nn.Linear(4, 3).double()
+    """Its own `configure_optimizers` forgets the parameters of a head that was added."""
 
     def configure_optimizers(self):
         first, second = self.embedder[0].parameters(), self.embedder[3].parameters()
@@ -124,6 +103,7 @@ class Partial(RetrievalModule):
 @pytest.mark.refusal
 def test_a_parameter_in_no_optimizer_raises_before_the_first_step():
     module = Partial(net(), SmoothAPLoss(), chunk_size=3)
+    module.extra_head = nn.Linear(4, 3).double()
     message = r"^Partial: each parameter that .* but `extra_head\.weight`, `extra_head\.bias` are in none; "
     with pytest.raises(ValueError, match=message):
         fit(module, batches())
@@ -132,33 +112,17 @@ def test_a_parameter_in_no_optimizer_raises_before_the_first_step():
     assert fit(module, batches()).global_step == 6  # of two optimizers
 
 
-class Unfreeze(BaseFinetuning):
-    """Trains the first layer from the second epoch on, and may forget to give it to the optimizer."""
-
-    def __init__(self, forgets):
-        super().__init__()
-        self.forgets = forgets
-
-    def freeze_before_training(self, pl_module):
-        self.freeze(pl_module.embedder[0])
+class Forgets(Unfreeze):
+    """Does not give the first layer to the optimizer."""
 
     def finetune_function(self, pl_module, epoch, optimizer):
-        if epoch == 1 and self.forgets:
-            pl_module.embedder[0].requires_grad_(True)
-        elif epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.embedder[0], optimizer)
+        pl_module.embedder[0].requires_grad_(epoch == 1)
 
 
+@pytest.mark.refusal
 def test_a_layer_that_is_unfrozen_later_must_be_given_to_the_optimizer():
-    for forgets in (False, True):
-        module = RetrievalModule(net(), SmoothAPLoss(), optimizer=SGD)
-        run = functools.partial(fit, module, batches(), max_epochs=2, callbacks=[Unfreeze(forgets)])
-        if forgets:
-            with pytest.raises(ValueError, match=r"but `embedder\.0\.weight`, `embedder\.0\.bias` are in none; "):
-                run()
-        else:
-            run()
-        assert torch.equal(module.embedder[0].weight, net()[0].weight) == forgets
+    with pytest.raises(ValueError, match=r"but `embedder\.0\.weight`, `embedder\.0\.bias` are in none; "):
+        fit(module_with(net()), batches(), max_epochs=2, callbacks=[Forgets()])
 
 
 class WithUnused(RetrievalModule):
@@ -179,21 +143,10 @@ class WithUnused(RetrievalModule):
 
 @pytest.mark.parametrize(("steps", "used_in", "warns"), [(12, (), 10), (12, (9,), None), (12, (10,), 10), (3, (), 3)])
 def test_parameters_without_a_gradient_in_the_first_steps_are_named_in_one_warning(steps, used_in, warns):
-    seen = []
-
-    class StepsWithAWarning(pl.Callback):
-        def on_train_batch_end(self, trainer, *_):
-            seen.append(len(caught))
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(WithUnused(used_in), batches(steps), callbacks=[StepsWithAWarning()])
-    messages = [str(warning.message) for warning in caught if "no gradient" in str(warning.message)]
+    messages = warnings_with("no gradient", fit, WithUnused(used_in), batches(steps))
     expected = "WithUnused: `extra_head.weight`, `extra_head.bias` have had no gradient in the first "
     expected += f"{warns} steps, so they do not learn; use these"
     assert [message[: len(expected)] for message in messages] == [expected] * (warns is not None)
-    if warns == 10:
-        assert seen[8] < seen[9] == seen[-1]
 
 
 VIT = {"depth": 2, "embed_dim": 24, "num_heads": 2}
@@ -222,28 +175,20 @@ def test_depths_of_timm_are_its_own():
         assert expected[id(parameter)] == 0.5 ** (2 - depths[name]), name
 
 
-def test_depths_of_hugging_face():
-    pytest.importorskip("transformers")
-    depths = depths_of(Embedder("hf/any", 8, backbone_args={"model_type": "dinov2", **SMALL}))
-    assert sorted(depths) == [0, 1, 2]
-    assert all(".embeddings." in name for name in depths[0])
-    assert all(".0." in name for name in depths[1])
-    assert all(".1." in name or name.startswith("model.layernorm") for name in depths[2])
-    assert "model.layernorm.weight" in depths[2]
-
-
 def test_depths_of_torchvision():
     depths = depths_of(Embedder("resnet18", 8))
     first_parts = {depth: {name.split(".")[0] for name in names} for depth, names in depths.items()}
     assert first_parts == {0: {"conv1"}, 1: {"bn1"}, **{layer + 1: {f"layer{layer}"} for layer in (1, 2, 3, 4)}}
 
 
-@pytest.mark.refusal
-def test_invalid_backbone_without_a_list_of_layers():
-    with pytest.raises(
-        ValueError, match=r"Owner: `layer_decay` must be 1 for a backbone without a list .* got a Conv2d"
-    ):
-        layer_depths("Owner", nn.Conv2d(3, 4, 3))
+def test_depths_of_a_list_of_layers():
+    """What comes after the last layer belongs to it, and a list of one layer is no list of layers."""
+    stem, first, second, norm = (nn.Linear(2, 2, bias=False) for _ in range(4))
+    blocks = nn.Sequential(nn.Sequential(first, second))
+    depths = layer_depths("Owner", nn.ModuleDict({"stem": stem, "blocks": blocks, "norm": norm}))
+    assert depths == {"stem.weight": 0, "blocks.0.0.weight": 1, "blocks.0.1.weight": 2, "norm.weight": 2}
+    with pytest.raises(ValueError, match=r"^Owner: `layer_decay` must be 1 .* got a Sequential"):
+        layer_depths("Owner", nn.Sequential(nn.Linear(2, 2)))
 
 
 class Trained(pl.Callback):
@@ -271,35 +216,16 @@ def train(epochs, *callbacks, freeze=2, chunk_size=None, **settings):
     return module, run
 
 
-def test_the_backbone_learns_after_the_first_epochs():
-    log = Trained()
-    module, _ = train(4, log)
-    assert log.changed == [False, False, True, True]
-    assert all(parameter.requires_grad for parameter in module.parameters())
-
-
-@pytest.mark.parametrize("averaging", [False, True])
-@pytest.mark.parametrize("epochs", [1, 2, 3])
-def test_a_resumed_run_is_the_same(epochs, averaging, tmp_path):
+@pytest.mark.parametrize(("epochs", "averaging"), [(1, False), (2, True), (3, False)])
+def test_the_backbone_learns_after_the_first_epochs_also_in_a_resumed_run(epochs, averaging, tmp_path):
     """The checkpoint is that of an epoch's end: after a run, Lightning's averaging has replaced the weights."""
     first, second = [EMAWeightAveraging()] * averaging, [EMAWeightAveraging()] * averaging
     checkpoints = ModelCheckpoint(tmp_path, "{epoch}", every_n_epochs=1, save_top_k=-1)
-    whole, _ = train(4, *first, checkpoints)
-    log = Trained()
+    whole_log, log = Trained(), Trained()
+    whole, _ = train(4, whole_log, *first, checkpoints)
+    assert whole_log.changed == [False, False, True, True]
+    assert all(parameter.requires_grad for parameter in whole.parameters())
     path = tmp_path / f"epoch={epochs - 1}.ckpt"
     resumed, _ = train(4, log, *second, chunk_size=3, ckpt_path=path)
     assert_same(resumed, whole)
     assert log.changed == [False, False, True, True][epochs:]
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("embedder", "epochs", "message"),
-    [
-        (nn.Linear(2, 3), 1, r"`freeze_backbone_epochs` needs an embedder with a `backbone`, .*got Linear"),
-        (nn.Linear(2, 3), -1, r"`freeze_backbone_epochs` must be an integer >= 0, got -1"),
-    ],
-)
-def test_invalid_settings(embedder, epochs, message):
-    with pytest.raises(ValueError, match=message):
-        RetrievalModule(embedder, SmoothAPLoss(), freeze_backbone_epochs=epochs)

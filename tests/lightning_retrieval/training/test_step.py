@@ -1,11 +1,9 @@
-"""The forms of a batch, its way from `training_step` to the formula of a paper, and what stops a step."""
+"""The forms of a batch, its way from `training_step` to a formula, what stops a step, and what it reports."""
 
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from pytorch_metric_learning.samplers import MPerClassSampler
 from torch import nn
@@ -14,7 +12,17 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 from lightning_retrieval import CalibrationLoss, CrossBatchMemory, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.losses import roadmap, smooth_ap
 from lightning_retrieval.losses.batch_loss import BatchLoss
-from tests.lightning_retrieval.training.small_training import ROWS, SGD, Gives, assert_same, batches, fit, net
+from lightning_retrieval.training.run_report import step_traffic
+from tests.lightning_retrieval.training.small_training import (
+    ROWS,
+    SGD,
+    Gives,
+    assert_same,
+    batches,
+    fit,
+    net,
+    warnings_with,
+)
 
 REPOSITORY = Path(__file__).parents[3]
 PACKAGES = tuple(f"{REPOSITORY / name}/" for name in ("lightning_retrieval", "callbacks", "datamodules"))
@@ -32,8 +40,16 @@ def frames_of_the_library():
     return names
 
 
-def frames_to_the_formula(monkeypatch, module, name, loss, **settings):
-    """The library's functions from `training_step` to a formula, which is the function `name` of a module."""
+@pytest.mark.parametrize(
+    ("module", "name", "loss", "settings"),
+    [
+        (smooth_ap, "smooth_ap", SmoothAPLoss(), {"chunk_size": 5}),
+        (smooth_ap, "smooth_ap", SmoothAPLoss(), {"memory": CrossBatchMemory(20)}),
+        (roadmap, "calibration_sums", CalibrationLoss(), {}),
+    ],
+    ids=["chunks", "memory", "mean over pairs"],
+)
+def test_a_formula_is_at_most_eight_frames_from_the_training_step(module, name, loss, settings, monkeypatch):
     formula, stacks = getattr(module, name), []
 
     def recording(*args, **kwargs):
@@ -41,48 +57,11 @@ def frames_to_the_formula(monkeypatch, module, name, loss, **settings):
         return formula(*args, **kwargs)
 
     monkeypatch.setattr(module, name, recording)
-    trainer = pl.Trainer(
-        max_steps=1, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(RetrievalModule(nn.Linear(6, 4), loss, **settings), DataLoader([BATCH], batch_size=None))
+    fit(RetrievalModule(nn.Linear(6, 4), loss, **settings), [BATCH])
     in_training = [stack[: stack.index("training_step") + 1] for stack in stacks if "training_step" in stack]
-    assert in_training
-    return max(in_training, key=len)
-
-
-@pytest.mark.parametrize("settings", [{}, {"chunk_size": 5}], ids=["whole batch", "chunks"])
-def test_a_formula_is_at_most_eight_frames_from_the_training_step(monkeypatch, settings):
-    frames = frames_to_the_formula(monkeypatch, smooth_ap, "smooth_ap", SmoothAPLoss(), **settings)
+    frames = max(in_training, key=len)
     assert len(frames) <= MOST_FRAMES, frames
-    assert frames[0] == "smooth_ap"
     assert frames[-2:] == ["chunked_backward", "training_step"]
-
-
-def test_a_memory_does_not_make_the_way_longer(monkeypatch):
-    frames = frames_to_the_formula(monkeypatch, smooth_ap, "smooth_ap", SmoothAPLoss(), memory=CrossBatchMemory(20))
-    assert len(frames) <= MOST_FRAMES, frames
-
-
-def test_a_mean_over_pairs_is_at_most_eight_frames_away(monkeypatch):
-    frames = frames_to_the_formula(monkeypatch, roadmap, "calibration_sums", CalibrationLoss())
-    assert len(frames) <= MOST_FRAMES, frames
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize("ids", [False, True])
-def test_nan_embeddings_stop_training_before_the_weights_change(ids):
-    first, second = batches(2)
-    second[0][[2, 5]] = torch.nan
-    data = [(*batch, torch.arange(100, 100 + ROWS)) if ids else batch for batch in (first, second)]
-    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), chunk_size=3, optimizer=SGD)
-    which = r"ids \[102, 105\]" if ids else r"rows \[2, 5\]"
-    sentence = rf"^RetrievalModule: .* NaN or inf in 2 of 10 rows at step 1 \(seen on rank 0\), the first for {which};"
-    with pytest.raises(ValueError, match=sentence):
-        fit(module, data)
-    plain = RetrievalModule(net(), SmoothAPLoss(tau=0.1), chunk_size=3, optimizer=SGD)
-    fit(plain, [first])
-    assert_same(module, plain)
 
 
 class FirstRow(BatchLoss):
@@ -93,15 +72,18 @@ class FirstRow(BatchLoss):
 
 
 @pytest.mark.refusal
-def test_nan_embeddings_that_a_loss_does_not_notice_stop_training_too():
-    ((images, labels),) = batches(1)
-    images[[2, 5]] = torch.nan
-    module = RetrievalModule(net(), FirstRow(), optimizer=SGD)
-    with pytest.raises(
-        ValueError, match=r"^RetrievalModule: .* NaN or inf in 2 of 10 rows at step 0 .* rows \[2, 5\];"
-    ):
-        fit(module, [(images, labels)])
-    assert_same(module.embedder, net())
+@pytest.mark.parametrize(("loss", "ids"), [(SmoothAPLoss(tau=0.1), True), (FirstRow(), False)])
+def test_nan_embeddings_stop_training_before_the_weights_change(loss, ids):
+    first, second = batches(2)
+    second[0][[2, 5]] = torch.nan
+    data = [(*batch, torch.arange(100, 100 + ROWS)) if ids else batch for batch in (first, second)]
+    module, plain = (RetrievalModule(net(), loss, chunk_size=3, optimizer=SGD) for _ in range(2))
+    which = r"ids \[102, 105\]" if ids else r"rows \[2, 5\]"
+    sentence = rf"^RetrievalModule: .* NaN or inf in 2 of 10 rows at step 1 \(seen on rank 0\), the first for {which};"
+    with pytest.raises(ValueError, match=sentence):
+        fit(module, data)
+    fit(plain, [first])
+    assert_same(module, plain)
 
 
 @pytest.mark.refusal
@@ -110,7 +92,6 @@ def test_nan_embeddings_that_a_loss_does_not_notice_stop_training_too():
     [
         (Gives(value=float("nan")), r"the loss is nan at step 0\."),
         (Gives(shape=(2,)), r"`loss` must return a scalar, got tensor\(\[1\., 1\.\].*set its reduction"),
-        (SmoothAPLoss(reduction="none"), r"`loss` must return a scalar, got tensor\("),
     ],
 )
 def test_losses_that_are_not_a_finite_scalar_raise(loss, sentence):
@@ -128,8 +109,7 @@ def test_labels_of_another_length_raise():
 
 
 @pytest.mark.parametrize("form", ["pair", "list", "ids", "dict", "dict with ids"])
-@pytest.mark.parametrize("chunk_size", [None, 3])
-def test_forms_of_a_batch(form, chunk_size):
+def test_forms_of_a_batch(form):
     """And the ids reach the loss: rows 0 and 1 are the same image, which is no positive of itself."""
     images, labels = batches(1)[0]
     labels[:4] = torch.tensor([0, 0, 0, 1])
@@ -146,7 +126,7 @@ def test_forms_of_a_batch(form, chunk_size):
         after[given is None] = plain = net()
         SmoothAPLoss(tau=0.1)(plain(images), labels, ids=given).backward()
         torch.optim.SGD(plain.parameters(), lr=0.5).step()
-    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), chunk_size=chunk_size, optimizer=SGD)
+    module = RetrievalModule(net(), SmoothAPLoss(tau=0.1), chunk_size=3, optimizer=SGD)
     fit(module, [batch])
     assert_same(module.embedder, after["ids" not in form])
     assert not torch.allclose(after[True][0].weight, after[False][0].weight)
@@ -175,33 +155,22 @@ def warnings_of_a_step(labels, ids, memory=None, **loader) -> list[str]:
     """What a first step says of its batch, from a loader that is not of this library."""
     data = TensorDataset(torch.randn(24, 6, generator=torch.Generator().manual_seed(1)), labels, ids)
     module = RetrievalModule(nn.Linear(6, 4), SmoothAPLoss(), memory=memory)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(module, DataLoader(data, **{"batch_size": 24, **loader}), max_steps=1)
-    return [str(warning.message) for warning in caught if "first batch" in str(warning.message)]
+    return warnings_with("first batch", fit, module, DataLoader(data, **{"batch_size": 24, **loader}), max_steps=1)
 
 
 @pytest.mark.parametrize(
     ("ids", "expected"),
     [
-        (
-            INDEX * 0,
-            "RetrievalModule: an image must have one label, but in the first batch the id 0 has the labels 0 and 1,",
-        ),
-        (
-            INDEX % 6,
-            "RetrievalModule: an image must have one label, but in the first batch the id 0 has the labels 0 and 1,",
-        ),
-        (INDEX // 2, "RetrievalModule: in the first batch 24 of 24 images share their id with others"),
-        (CLASSES, "RetrievalModule: in the first batch 24 of 24 images share their id with others"),
-        (INDEX.clamp(min=1), "RetrievalModule: in the first batch 2 of 24 images share their id with others"),
-        (INDEX, None),
+        (INDEX % 6, "an image must have one label, but in the first batch the id 0 has the labels 0 and 1,"),
+        (CLASSES, "in the first batch 24 of 24 images share their id with others"),
+        (INDEX.clamp(min=1), "in the first batch 2 of 24 images share their id with others"),
     ],
 )
 def test_ids_that_repeat_warn_with_a_sampler_of_others(ids, expected):
-    messages = warnings_of_a_step(CLASSES, ids)
-    assert [message[: len(expected or "")] for message in messages] == [expected] * (expected is not None)
-    assert all("give each image a different id, such as its index" in message for message in messages)
+    (message,) = warnings_of_a_step(CLASSES, ids)
+    assert message.startswith(f"RetrievalModule: {expected}")
+    assert "give each image a different id, such as its index" in message
+    assert warnings_of_a_step(CLASSES, INDEX) == []
 
 
 def test_images_that_another_sampler_draws_several_times_do_not_warn():
@@ -217,7 +186,70 @@ def test_images_that_another_sampler_draws_several_times_do_not_warn():
 def test_a_first_batch_of_one_label_warns_without_a_memory():
     labels = torch.full((24,), 7)
     (message,) = warnings_of_a_step(labels, INDEX)
-    assert message.startswith(
-        "RetrievalModule: all 24 images of the first batch have the label 7, so that no list has a"
-    )
+    assert message.startswith("RetrievalModule: all 24 images of the first batch have the label 7, so that no list has")
     assert warnings_of_a_step(labels, INDEX, memory=CrossBatchMemory(24, start_step=2)) == []
+
+
+class OwnNorm(RetrievalModule):
+    """With a BatchNorm that learns, or that always evaluates."""
+
+    def __init__(self, evaluated, chunk_size):
+        super().__init__(net(), SmoothAPLoss(), chunk_size=chunk_size)
+        self.evaluated = evaluated
+        self.norm = nn.BatchNorm1d(4).double()
+        self.train()
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.train(mode and not self.evaluated)
+        return self
+
+    def forward(self, images):
+        return self.norm(self.embedder(images))
+
+
+def test_batch_norm_in_chunks_warns_once_and_names_the_cure():
+    data = [(images[:9], labels[:9]) for images, labels in batches()]
+    (message,) = warnings_with("BatchNorm", fit, OwnNorm(False, 3), data)
+    assert message.startswith("OwnNorm: BatchNorm sees 3 images at a time, not the batch of 9, so")
+    assert "freeze_batch_norm=True of Embedder" in message
+    for evaluated, chunk_size in ((True, 3), (False, 9), (False, None)):
+        assert warnings_with("BatchNorm", fit, OwnNorm(evaluated, chunk_size), data) == []
+
+
+@pytest.mark.parametrize(
+    ("start_step", "mode", "reported"),
+    [
+        (None, None, ""),
+        (0, "one_list", " and up to 16 of the memory"),
+        (0, "one_list_detached", " and up to 16 of the memory, all without a gradient"),
+        (3, "two_terms", " and up to 16 of the memory in a second term, from step 3 on"),
+    ],
+)
+def test_a_fit_reports_once_what_its_lists_are(start_step, mode, reported, caplog):
+    labels, ids = torch.tensor([7, 7, 7, 1, 1, 1, 5, 5, 5, 5]), torch.arange(ROWS)
+    settings = {}
+    if mode is not None:
+        settings = {"memory": CrossBatchMemory(16, start_step), "memory_mode": mode}
+    module = RetrievalModule(net(), SmoothAPLoss(), **settings)
+    for _ in range(2):
+        with caplog.at_level("INFO"):
+            fit(module, [(images, labels, ids) for images, _ in batches(2)])
+    reports = [record.getMessage() for record in caplog.records if "RetrievalModule" in record.getMessage()]
+    expected = f"RetrievalModule: batches of P = 3 classes with K = 3 to 4 images, lists of 9 images{reported}."
+    assert reports == [expected] * 2
+
+
+def test_traffic_by_hand():
+    """Four processes with 8 rows each of 5 numbers, 100 parameters, single precision; each sends to three others."""
+    gathered = 3 * 8 * (5 * 4 + 16)  # its own rows, labels and ids
+    exchanged = 3 * 8 * 5 * 4  # the gradients of the others' rows
+    reduced = 2 * 3 * 100 / 4 * 4  # a ring: a quarter of the sum at a time, first added up, then passed on
+    assert step_traffic(32, 5, 100, 4) == {"gather": gathered, "exchange": exchanged, "all-reduce": reduced}
+    assert step_traffic(32, 5, 100, 4, local_queries=False)["exchange"] == 0
+    assert list(step_traffic(32, 5, 100, 4, gather=False).values()) == [0, 0, reduced]
+    divided = step_traffic(32, 5, 100, 4, weights=700)  # seven passes of a network that gathers all its parameters
+    slices = {"weights": 3 * 700 / 4 * 4, "reduce-scatter": 3 * 100 / 4 * 4}
+    assert divided == {"gather": gathered, "exchange": exchanged, **slices}
+    assert sum(step_traffic(32, 5, 100, 1, weights=700).values()) == 0
+    assert sum(step_traffic(32, 5, 100, 1).values()) == 0

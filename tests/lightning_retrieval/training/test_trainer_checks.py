@@ -1,12 +1,95 @@
-"""Settings and flags of the Trainer that raise; tests/test_lightning.py goes through all flags."""
+"""Settings and flags of the Trainer that raise; tests/test_lightning.py and tests/test_full_sharding.py have runs."""
 
 import pytest
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelPruning, OnExceptionCheckpoint
+from pytorch_lightning.strategies import ModelParallelStrategy
+from pytorch_lightning.trainer.states import TrainerFn
 from torch import nn
+from torch.distributed import fsdp
 
-from lightning_retrieval import RetrievalModule, SmoothAPLoss
+from lightning_retrieval import PCAWhitening, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.callbacks import LearnWhitening
 from lightning_retrieval.losses import BlackboxMAPLoss
-from lightning_retrieval.training.trainer_checks import check_processes
-from tests.lightning_retrieval.training.small_training import net
+from lightning_retrieval.training.trainer_checks import check_processes, check_trainer
+from tests.lightning_retrieval.training.small_training import Unfreeze, net
+from tests.quiet_trainer import quiet_trainer
+
+FILE = {"tensor_parallel_size": 1, "save_distributed_checkpoint": False}
+needs_sums = pytest.mark.skipif(
+    not hasattr(fsdp.FSDPModule, "set_force_sum_reduction_for_comms"), reason="needs a newer torch"
+)
+
+
+def trainer(devices=2, callbacks=(), **settings):
+    strategy = ModelParallelStrategy(**{**FILE, **settings})
+    settings = {"strategy": strategy, "callbacks": list(callbacks), "enable_checkpointing": True}
+    return quiet_trainer(devices=devices, **settings)
+
+
+@needs_sums
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("settings", "got"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2, save_distributed_checkpoint=False"),
+        ({"save_distributed_checkpoint": True}, "tensor_parallel_size=1, save_distributed_checkpoint=True"),
+    ],
+)
+def test_other_arguments_raise_with_those_to_use(settings, got):
+    use = r"data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False\)\.$"
+    sentence = rf"^RetrievalModule: .* got ModelParallelStrategy\({got}\); use ModelParallelStrategy\({use}"
+    with pytest.raises(ValueError, match=sentence):
+        check_trainer("RetrievalModule", trainer(**settings))
+
+
+@needs_sums
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("callback", "reason"),
+    [
+        (Unfreeze(), "needs full parameters"),
+        (EMAWeightAveraging(), "needs full parameters"),
+        (ModelPruning("l1_unstructured"), "needs full parameters"),
+        (OnExceptionCheckpoint("folder"), "saves with all processes, but one of them may have failed alone"),
+    ],
+)
+def test_callbacks_that_cannot_work_raise(callback, reason):
+    name = type(callback).__name__
+    with pytest.raises(ValueError, match=rf"^RetrievalModule: the callback {name} of Lightning {reason}"):
+        check_trainer("RetrievalModule", trainer(callbacks=[callback]))
+
+
+@needs_sums
+@pytest.mark.refusal
+def test_predict_with_several_processes_raises():
+    run = trainer()
+    run.state.fn = TrainerFn.PREDICTING
+    with pytest.raises(ValueError, match=r"^RetrievalModule: in predict the processes may have unequal numbers of bat"):
+        check_trainer("RetrievalModule", run)
+
+
+@pytest.mark.refusal
+def test_an_old_torch_raises(monkeypatch):
+    monkeypatch.delattr(fsdp.FSDPModule, "set_force_sum_reduction_for_comms", raising=False)
+    with pytest.raises(ValueError, match=r"^RetrievalModule: ModelParallelStrategy needs a newer torch, .* torch \d"):
+        check_trainer("RetrievalModule", trainer())
+
+
+@pytest.mark.refusal
+def test_whitening_with_several_processes_raises():
+    module = RetrievalModule(nn.Linear(8, 4), SmoothAPLoss(), whitening=PCAWhitening(dim=2))
+    with pytest.raises(ValueError, match=r"^LearnWhitening: the processes may embed unequal numbers of batches"):
+        LearnWhitening().setup(trainer(), module, "fit")
+    LearnWhitening().setup(trainer(devices=1), module, "fit")
+
+
+@pytest.mark.refusal
+def test_a_chunk_size_that_each_process_finds_for_itself_raises(monkeypatch):
+    module = RetrievalModule(net(), SmoothAPLoss(), chunk_size="auto")
+    for name in ("world_size", "has_sharded_parameters"):
+        monkeypatch.setattr(f"lightning_retrieval.training.trainer_checks.{name}", lambda *_: 2)
+    with pytest.raises(ValueError, match=r"^RetrievalModule: chunk_size='auto' is found by each .* chunk_size=32\.$"):
+        check_processes(module)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3, "auto"])
@@ -31,13 +114,6 @@ def test_the_seed_is_that_of_seed_everything(monkeypatch):
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"loss": BlackboxMAPLoss()}, "BlackboxMAPLoss takes scores of images for classes, not embeddings"),
-        ({"chunk_size": "all"}, "`chunk_size` must be an integer >= 1 or 'auto', got 'all'"),
-    ],
-)
-def test_settings_that_no_table_has(settings, sentence):
-    with pytest.raises(TypeError, match=f"^RetrievalModule: {sentence}"):
-        RetrievalModule(**{"embedder": net(), "loss": SmoothAPLoss(), **settings})
+def test_a_loss_of_scores_raises():
+    with pytest.raises(TypeError, match=r"^RetrievalModule: BlackboxMAPLoss takes scores of images for classes"):
+        RetrievalModule(net(), BlackboxMAPLoss())
