@@ -1,6 +1,6 @@
 """Backbones by name: the choice of a family, what holds for all of them, and GlyphNet."""
 
-import ast
+import re
 import sys
 from pathlib import Path
 
@@ -13,20 +13,9 @@ from lightning_retrieval.models import Embedder, GlyphNet, Preparation
 from lightning_retrieval.models.backbone_request import timm_names
 
 
-@pytest.mark.parametrize(
-    "path", sorted(Path(lightning_retrieval.models.__file__).parent.glob("*.py")), ids=lambda p: p.stem
-)
-def test_no_file_imports_a_library_of_backbones_or_lightning_at_the_top(path):
-    imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports]
-    assert names
-    assert not {name.split(".")[0] for name in names} & {
-        "timm",
-        "torchvision",
-        "transformers",
-        "lightning",
-        "pytorch_lightning",
-    }
+def test_no_file_imports_torchvision_at_the_top():
+    for path in Path(lightning_retrieval.models.__file__).parent.glob("*.py"):
+        assert not re.search(r"^(import|from) torchvision", path.read_text(), flags=re.MULTILINE), path
 
 
 def test_glyph_net_and_its_preparation():
@@ -45,38 +34,21 @@ def test_the_size_of_a_module_is_that_of_its_preparation():
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("name", "package", "extra"),
-    [("timm/resnet18", "timm", "timm"), ("hf/facebook/dinov2-small", "transformers", "hf")],
-)
-def test_invalid_name_of_a_library_that_is_not_installed(name, package, extra, monkeypatch):
-    monkeypatch.setitem(sys.modules, package, None)
-    message = (
-        rf"Embedder: {package} must be installed for `backbone` {name}: pip install 'lightning-retrieval\[{extra}\]'"
-    )
-    with pytest.raises(ModuleNotFoundError, match=message):
-        Embedder(name)
+def test_invalid_name_of_a_library_that_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match=r"^Embedder: transformers .* hf/a: pip .*lightning-retrieval\[hf\]'"):
+        Embedder("hf/a")
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        (
-            {"backbone": "glyph_net", "backbone_args": {"depth": 3}},
-            TypeError,
-            r"`backbone_args` must be arguments that glyph_net takes, got \{'depth': 3\} \(",
-        ),
-        (
-            {"backbone": nn.Identity(), "backbone_args": {"depth": 3}},
-            ValueError,
-            r"`backbone_args` must be empty .*, got \{'depth': 3\} for a module \(Identity\)",
-        ),
-    ],
-)
-def test_invalid_arguments_of_a_backbone(settings, error, message):
-    with pytest.raises(error, match=message):
-        Embedder(**settings)
+def test_invalid_arguments_of_a_backbone():
+    arguments = {"depth": 3}
+    with pytest.raises(TypeError, match=r"^Embedder: `backbone_args` .* glyph_net takes, got \{'depth': 3\} \("):
+        Embedder("glyph_net", backbone_args=arguments)
+    with pytest.raises(
+        ValueError, match=r"^Embedder: `backbone_args` .*, got \{'depth': 3\} for a module \(Identity\)"
+    ):
+        Embedder(nn.Identity(), backbone_args=arguments)
 
 
 @pytest.mark.refusal
@@ -91,10 +63,7 @@ def test_invalid_arguments_of_a_backbone(settings, error, message):
 )
 def test_invalid_name(name, close):
     pytest.importorskip("timm")
-    hint = r"'hf/' and a Hugging Face hub id or a local folder \(hf/facebook/dinov2-small\)"
-    with pytest.raises(
-        ValueError, match=rf"Embedder: `backbone` must be .*{hint}.* got '{name}'; close names are {close}"
-    ):
+    with pytest.raises(ValueError, match=rf"^Embedder: `backbone` must be .* got '{name}'; close names are {close}"):
         Embedder(name)
 
 

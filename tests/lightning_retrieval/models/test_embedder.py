@@ -8,16 +8,7 @@ import torch
 from torch import nn
 
 from lightning_retrieval.models import Embedder, GeM, GlobalAvgPool, GlobalMaxPool, GlyphNet, Preparation
-from tests.lightning_retrieval.models.user_backbones import Backbone, as_list, as_tuple, feature_map, tokens, vectors
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The operations are small: on a busy machine, waiting threads make them ten times slower."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+from tests.lightning_retrieval.models.user_backbones import Backbone, as_tuple, feature_map, tokens, vectors
 
 
 @pytest.mark.parametrize(("pooling", "cls"), [("gem", GeM), ("avg", GlobalAvgPool), ("max", GlobalMaxPool)])
@@ -38,8 +29,6 @@ def test_forward_applies_backbone_pool_and_head(pooling, cls):
 def test_default_pooling_is_gem_with_a_learned_p():
     embedder = Embedder(Backbone(feature_map), 5)
     assert (embedder.pooling, embedder.pool.learnable, embedder.pool.p.item()) == ("gem", True, 3.0)
-    embedder(torch.randn(2, 3, 32, 32))[:, 0].sum().backward()
-    assert all(parameter.grad is not None for parameter in embedder.parameters())
 
 
 def test_vectors_are_not_pooled_and_no_parameter_is_unused():
@@ -122,85 +111,44 @@ def test_init_args_describe_the_embedder():
     images = torch.rand(2, 1, 32, 32)
     assert twin.eval()(images).equal(embedder.eval()(images))
     assert Embedder(GlyphNet()).init_args() is None
-    for name, value in settings.items():
-        if name not in ("backbone", "preparation"):
-            assert getattr(embedder, name) == value
     assert embedder.preparation == Preparation(**settings["preparation"])
     assert embedder.backbone_name == "glyph_net"
 
 
-@pytest.mark.parametrize(
-    "model",
-    [Embedder("glyph_net", 5), Embedder(Backbone(feature_map, channels=1), 5, freeze_batch_norm=True), GlyphNet(4)],
-    ids=["name", "module", "glyph_net"],
-)
-def test_copies_are_equal(model):
+def test_copies_of_a_user_s_backbone_are_equal():
+    model = Embedder(Backbone(feature_map, channels=1), 5, freeze_batch_norm=True)
     images = torch.rand(2, 1, 32, 32)
-    model.eval()
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert twin(images).equal(model(images))
-        assert repr(twin) == repr(model)
-        twin.train()
-        assert [part.training for part in twin.modules()] == [part.training for part in model.train().modules()]
-        model.eval()
+        twin.eval().train()
+        assert [part.training for part in twin.modules()] == [part.training for part in model.modules()]
 
 
 @pytest.mark.refusal
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        (
-            {"backbone": "resnet5"},
-            ValueError,
-            r"Embedder: `backbone` must be .* got 'resnet5'; close names are .*'resnet50'",
-        ),
-        ({"backbone": "###"}, ValueError, "got '###'; no name is close"),
-        (
-            {"backbone": "resnet18", "weights": "V2"},
-            ValueError,
-            "Embedder: `weights` must be one of 'IMAGENET1K_V1', 'DEFAULT', got 'V2'",
-        ),
+        ({"backbone": "resnet18", "weights": "V2"}, ValueError, "`weights` .*'IMAGENET1K_V1', 'DEFAULT', got 'V2'"),
         ({"backbone": "glyph_net", "weights": "V1"}, ValueError, "`weights` must be None .* got 'V1' for 'glyph_net'"),
         ({"backbone": nn.Identity(), "weights": "V1"}, ValueError, r"got 'V1' for a module \(Identity\)"),
-        (
-            {"backbone": Backbone(tokens)},
-            ValueError,
-            r"must return feature maps .* or vectors \(N, C\), got \(1, 3136, 6\) for .* \(1, 3, 224, 224\)",
-        ),
+        ({"backbone": Backbone(tokens)}, ValueError, r"must return .*, got \(1, 3136, 6\) for .* \(1, 3, 224, 224\)"),
         ({"backbone": Backbone(as_tuple)}, TypeError, "`backbone` must return a tensor, got tuple"),
-        (
-            {"backbone": Backbone(as_list)},
-            ValueError,
-            r"`backbone` Backbone could not be run on .* shape \(1, 3, 224, 224\) .*; give `feature_dim`",
-        ),
     ],
 )
 def test_invalid_settings(settings, error, message):
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=f"^Embedder: .*{message}"):
         Embedder(**settings)
 
 
 @pytest.mark.refusal
-def test_invalid_number_of_channels():
-    embedder = Embedder(Backbone(feature_map), 5, feature_dim=8)
-    with pytest.raises(
-        ValueError, match=r"features with 8 channels \(`feature_dim`\), got \(2, 6, 8, 8\) for .*\(2, 3, 32, 32\)"
-    ):
-        embedder(torch.rand(2, 3, 32, 32))
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize("shape", [(2, 1, 64, 64), (2, 64, 64, 3), (2, 64, 64)])
-def test_invalid_shapes_of_images_are_not_called_sizes(shape):
-    """As transforms give them that return grey images, or arrays with the channels last."""
-    message = (
-        rf"must have the shape \(batch, 3, height, width\) for squeezenet1_1, got \({', '.join(map(str, shape))}\)"
-    )
-    with pytest.raises(ValueError, match=rf"^Embedder: `images` {message}; let the transform return tensors \(cha"):
-        Embedder("squeezenet1_1", 4)(torch.rand(shape))
-
-
-@pytest.mark.refusal
-def test_invalid_image_without_a_batch_dimension():
-    with pytest.raises(ValueError, match=r"got \(4, 30, 30\) for images of shape \(3, 32, 32\)"):
-        Embedder(nn.Conv2d(3, 4, 3))(torch.rand(3, 32, 32))
+def test_invalid_shapes():
+    squeezenet, shape_rule = Embedder("squeezenet1_1", 4), r"`images` must have the shape \(batch, 3, height, width\)"
+    wrong = [
+        (squeezenet, (2, 1, 64, 64), rf"{shape_rule} for squeezenet1_1, got \(2, 1, 64, 64\)"),  # grey images
+        (squeezenet, (2, 64, 64, 3), rf"{shape_rule} for squeezenet1_1, got \(2, 64, 64, 3\)"),  # channels last
+        (Embedder(nn.Conv2d(3, 4, 3)), (3, 32, 32), r"got \(4, 30, 30\) for images of shape \(3, 32, 32\)"),
+        (Embedder(Backbone(feature_map), feature_dim=8), (2, 3, 32, 32), r"8 channels .*, got \(2, 6, 8, 8\) for"),
+    ]
+    for embedder, shape, message in wrong:
+        with pytest.raises(ValueError, match=rf"^Embedder: .*{message}"):
+            embedder(torch.rand(shape))

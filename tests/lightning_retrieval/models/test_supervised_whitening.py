@@ -79,19 +79,6 @@ def test_whitened_differences_have_unit_covariance_and_variances_descend():
     assert (components.gather(1, components.abs().argmax(1, keepdim=True)) > 0).all()
 
 
-def test_directions_in_which_classes_do_not_vary_count_more():
-    """Two directions with equal variance; only the second is noise within classes. Cosines separate the classes."""
-    labels = torch.arange(60) // 3
-    angle = labels * torch.pi / 10
-    x = torch.cat([torch.stack([angle.cos(), angle.sin()], 1) + 0.01 * rows(60, 2).float(), rows(60, 1, seed=1)], 1)
-    whitened = SupervisedWhitening().fit(x, labels)(x)
-
-    def nearest_is_right(unit):
-        return (labels[(unit @ unit.T).fill_diagonal_(-2).argmax(1)] == labels).double().mean().item()
-
-    assert nearest_is_right(whitened.float()) > nearest_is_right(normalize(x.float())) + 0.2
-
-
 def test_labels_of_several_levels_match_by_the_finest():
     x = rows(15, 3)
     levels = torch.stack([LABELS, LABELS.clamp(min=3)], 1)
@@ -109,15 +96,15 @@ def test_on_a_device_without_float64():
 
 @pytest.mark.refusal
 @pytest.mark.parametrize(
-    ("settings", "embeddings", "labels", "error", "message"),
+    ("settings", "embeddings", "labels", "message"),
     [
-        ({"dim": 5}, rows(15, 4), LABELS, ValueError, "`dim` must be at most that of the embeddings, 4, got 5"),
-        ({}, rows(15, 4), None, ValueError, "`labels` must be given, because they define the pairs, got None"),
-        ({}, rows(15, 4), torch.arange(15), ValueError, "`labels` must hold a label with several rows, got no pair"),
-        ({}, rows(15, 4), LABELS[:3], ValueError, r"`labels` must have shape \(15,\), .* got \(3,\)"),
-        ({}, rows(15, 3) @ rows(3, 6, seed=1), LABELS, ValueError, "in each of 6 directions, got .* in only 3; give"),
+        ({"dim": 5}, rows(15, 4), LABELS, "`dim` must be at most that of the embeddings, 4, got 5"),
+        ({}, rows(15, 4), None, "`labels` must be given, because they define the pairs, got None"),
+        ({}, rows(15, 4), torch.arange(15), "`labels` must hold a label with several rows, got no pair"),
+        ({}, rows(15, 4), LABELS[:3], r"`labels` must have shape \(15,\), .* got \(3,\)"),
+        ({}, rows(15, 3) @ rows(3, 6, seed=1), LABELS, "in each of 6 directions, got .* in only 3; give"),
     ],
 )
-def test_invalid_input_for_fit(settings, embeddings, labels, error, message):
-    with pytest.raises(error, match="^SupervisedWhitening: .*" + message):
+def test_invalid_input_for_fit(settings, embeddings, labels, message):
+    with pytest.raises(ValueError, match=f"^SupervisedWhitening: .*{message}"):
         SupervisedWhitening(**settings).fit(embeddings, labels)

@@ -5,7 +5,6 @@ import pytest
 import torch
 from sklearn.decomposition import PCA
 from torch import nn
-from torch.nn.functional import normalize
 
 import lightning_retrieval.models.whitening
 from lightning_retrieval import PCAWhitening, RetrievalMetrics
@@ -48,23 +47,6 @@ def test_whitening_equals_scikit_learn(monkeypatch, power):
     expected = torch.from_numpy(expected / np.linalg.norm(expected, axis=1, keepdims=True))
     whitened = PCAWhitening(dim=4, power=power).fit(learned_from)(others)
     torch.testing.assert_close(whitened @ whitened.T, expected @ expected.T)
-
-
-def test_whitened_directions_have_equal_variance():
-    embeddings = rows(200, 5) @ rows(5, 5, seed=1)
-    whitening = PCAWhitening().fit(embeddings)
-    mean, components, variances = whitening.learned
-    scaled = (embeddings - mean) @ components.T / variances.sqrt()
-    torch.testing.assert_close(scaled.T.cov(), torch.eye(5, dtype=torch.float64))
-    torch.testing.assert_close(whitening(embeddings), normalize(scaled))
-    assert (variances.diff() < 0).all()
-
-
-def test_whitening_is_invariant_to_affine_maps():
-    learned_from, others, turn = rows(60, 4), rows(8, 4, seed=1), rows(4, 4, seed=2)
-    before = PCAWhitening().fit(learned_from)(others)
-    after = PCAWhitening().fit(learned_from @ turn + 5)(others @ turn + 5)
-    torch.testing.assert_close(before @ before.T, after @ after.T)
 
 
 def test_the_largest_entry_of_each_direction_is_positive():
@@ -145,46 +127,39 @@ def test_whitening_runs_on_the_device_of_the_embeddings():
     torch.testing.assert_close(fitted(others).cpu(), PCAWhitening(dim=4).fit(gallery)(others))
 
 
+FLAT = rows(50, 3) @ rows(3, 6, seed=1)  # varies in three of six directions, and in the others by rounding
+
+
 @pytest.mark.refusal
 @pytest.mark.parametrize(
-    ("settings", "embeddings", "error", "message"),
+    ("settings", "embeddings", "message"),
     [
-        ({"dim": 5}, rows(9, 4), ValueError, "`dim` must be at most that of the embeddings, 4, got 5"),
-        (
-            {},
-            rows(4, 4),
-            ValueError,
-            "at least 5 rows to learn 4 directions from, got 4; give more rows, or a smaller dim",
-        ),
-        ({"dim": 2, "power": 0}, rows(1, 4), ValueError, "at least 2 rows to learn 2 directions from, got 1"),
-        ({}, torch.full((9, 2), torch.inf), ValueError, "`embeddings` must hold finite numbers only"),
-        ({}, torch.ones(9, 2), ValueError, "in each of the 2 directions .* got only 0 in which they do; the rows are"),
+        ({"dim": 5}, rows(9, 4), "`dim` must be at most that of the embeddings, 4, got 5"),
+        ({}, rows(4, 4), "at least 5 rows to learn 4 directions from, got 4; give more rows, or a smaller dim"),
+        ({"dim": 2, "power": 0}, rows(1, 4), "at least 2 rows to learn 2 directions from, got 1"),
+        ({}, torch.full((9, 2), torch.inf), "`embeddings` must hold finite numbers only"),
+        ({}, torch.ones(9, 2), "in each of the 2 directions .* got only 0 in which they do; the rows are"),
+        ({}, FLAT, "in each of the 6 directions .*, got only 3 in which they do; set dim to at most 3, or power=0"),
+        ({}, FLAT.float(), "in each of the 6 directions .*, got only 3 in which they do; set dim"),
     ],
 )
-def test_invalid_embeddings_for_fit(settings, embeddings, error, message):
-    with pytest.raises(error, match="PCAWhitening: .*" + message):
+def test_invalid_embeddings_for_fit(settings, embeddings, message):
+    with pytest.raises(ValueError, match=f"^PCAWhitening: .*{message}"):
         PCAWhitening(**settings).fit(embeddings)
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_directions_without_variance_cannot_be_scaled(dtype):
-    flat = (rows(50, 3) @ rows(3, 6, seed=1)).to(dtype)  # except for rounding, in three of six directions
-    message = (
-        "in each of the 6 directions that are scaled, got only 3 in which they do; set dim to at most 3, or power=0"
-    )
-    with pytest.raises(ValueError, match=message):
-        PCAWhitening().fit(flat)
-    assert PCAWhitening(dim=3).fit(flat)(flat).shape == (50, 3)
-    assert PCAWhitening(power=0).fit(flat)(flat).isfinite().all()
+def test_directions_without_variance_are_left_out_or_not_scaled():
+    assert PCAWhitening(dim=3).fit(FLAT)(FLAT).shape == (50, 3)
+    assert PCAWhitening(power=0).fit(FLAT)(FLAT).isfinite().all()
 
 
 @pytest.mark.refusal
 def test_invalid_calls():
-    with pytest.raises(ValueError, match="PCAWhitening: nothing has been learned yet; call fit"):
-        PCAWhitening()(rows(2, 4))
     fitted = PCAWhitening(dim=2).fit(rows(9, 4))
-    with pytest.raises(ValueError, match="dimension of those it was learned from, 4, got 3"):
-        fitted(rows(2, 3))
-    with pytest.raises(ValueError, match="`dim` must be at most the number of directions in the checkpoint, 2, got 3"):
-        PCAWhitening(dim=3).load_state_dict(fitted.state_dict())
+    for call, message in (
+        (lambda: PCAWhitening()(rows(2, 4)), "nothing has been learned yet; call fit"),
+        (lambda: fitted(rows(2, 3)), "dimension of those it was learned from, 4, got 3"),
+        (lambda: PCAWhitening(3).load_state_dict(fitted.state_dict()), "`dim` .* in the checkpoint, 2, got 3"),
+    ):
+        with pytest.raises(ValueError, match=f"^PCAWhitening: .*{message}"):
+            call()
