@@ -111,13 +111,6 @@ def test_an_address_where_nothing_answers():
     assert "secret" not in message
 
 
-@pytest.mark.refusal
-def test_pymilvus_is_not_installed(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "pymilvus", None)
-    with pytest.raises(ModuleNotFoundError, match=r"install them with pip install 'lightning-retrieval\[milvus\]'\.$"):
-        MilvusConnection(str(tmp_path / "a.db"), may_create=True)
-
-
 def test_errors_are_raised_and_not_printed(tmp_path):
     program = (
         "from lightning_retrieval.search.milvus_connection import MilvusConnection\n"
@@ -129,42 +122,23 @@ def test_errors_are_raised_and_not_printed(tmp_path):
     assert "a.db reports an error in describe_collection (" in done.stdout
 
 
-def test_kinds_and_their_parameters():
+def test_kinds_and_parameters():
     assert index_kind("Flat") == index_kind("Flat,") == ("FLAT", {})
     assert index_kind("hnsw, M=32,efConstruction=200") == ("HNSW", {"M": 32, "efConstruction": 200})
-    assert index_kind("SCANN,nlist=8") == ("SCANN", {"nlist": 8})
-
-
-def test_parameters_of_a_search():
     assert search_parameters("") == {}
     assert search_parameters("ef=64, drop_ratio=0.5,ef=65") == {"ef": 65, "drop_ratio": 0.5}
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("factory", ["", "Flatt", "IVF1024,Flat", "HNSW,M", "HNSW,M=0", "HNSW,M=1.2.3"])
-def test_unknown_kinds(factory):
-    with pytest.raises(ValueError, match=r"^MilvusStore: `factory` must be a type of index that Milvus has, .* got '"):
-        index_kind(factory)
-
-
-@pytest.mark.refusal
-def test_a_kind_that_the_file_has_not():
-    with pytest.raises(ValueError, match=r"one that Milvus Lite has, FLAT, .*, got 'SCANN'; take one of these, or a"):
+def test_invalid_kinds_parameters_and_names():
+    numbers = ["ef", "ef=", "ef=0", "ef=-3", "ef=many", "ef=1;k=2", "ef=1,,k=2", f"ef={'9' * 21}", f"ef={'9' * 5000}"]
+    for function, argument, values in (
+        (index_kind, "factory", ["", "Flatt", "IVF1024,Flat", "HNSW,M", "HNSW,M=0", "HNSW,M=1.2.3"]),
+        (search_parameters, "parameters", numbers),
+        (check_name, "name", ["", "a b", "a/b", "1a", "é", "a" * 201]),
+    ):
+        for value in values:
+            with pytest.raises(ValueError, match=f"^MilvusStore: `{argument}` must .* got '"):
+                function(value)
+    with pytest.raises(ValueError, match=r"^MilvusStore: `factory` .* Milvus Lite has, FLAT, .*, got 'SCANN'"):
         index_kind("SCANN", of_lite=True)
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    "parameters",
-    ["ef", "ef=", "ef=0", "ef=-3", "ef=many", "ef=1;k=2", "ef=1,,k=2", "ef=999999999999999999999", f"ef={'9' * 5000}"],
-)
-def test_wrong_parameters(parameters):
-    with pytest.raises(ValueError, match=r"^MilvusStore: `parameters` must be assignments of positive numbers"):
-        search_parameters(parameters)
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize("name", ["", "a b", "a/b", "1a", "é", "a" * 201])
-def test_invalid_names(name):
-    with pytest.raises(ValueError, match=r"^MilvusStore: `name` must consist of letters, digits and _, .* got '"):
-        check_name(name)

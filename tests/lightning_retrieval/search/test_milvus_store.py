@@ -151,14 +151,11 @@ def test_an_index_is_replaced_when_the_new_one_is_published(filled, tmp_path, op
 
 
 @pytest.mark.refusal
-def test_what_milvus_would_accept_or_fail_at_is_invalid(filled):
+def test_what_milvus_would_accept_or_fail_at_is_invalid(filled, tmp_path):
     invalid = [
         ({"embeddings": vectors(2).index_fill(0, torch.tensor([1]), torch.nan)}, r"NaN or inf in 1 of 2 rows: id 1002"),
         ({"embeddings": vectors(2) * torch.tensor([[1.0], [0.0]])}, r"`embeddings` must not be zero, got .* row 1\."),
-        ({"ids": torch.tensor([5, -1])}, r"`ids` must be >= 0, got -1"),
-        ({"ids": torch.tensor([5, 5])}, r"`ids` must differ, got 5 for several rows"),
         ({"ids": torch.tensor([5, 900])}, r"`ids` must be new, got 1 that are in the index, such as 900; remove"),
-        ({"paths": ["a.jpg"]}, r"`paths` must have one entry for each of 2 rows, got 1"),
         ({"paths": ["a.jpg", "a" * 65_536]}, r"`paths` must have at most 65535 bytes each, got one of 65536"),
         ({"paths": ["a.jpg", "\udcff.jpg"]}, r"`paths` must be valid Unicode, got '.udcff.jpg'; rename the file"),
     ]
@@ -167,11 +164,7 @@ def test_what_milvus_would_accept_or_fail_at_is_invalid(filled):
             filled.add(**{"embeddings": vectors(2), **settings})
     assert len(filled) == ROWS
     assert torch.equal(filled.search(vectors(5), 1)[1][:, 0], 1000 - torch.arange(5))
-    for k, message in (
-        (0, "an integer >= 1"),
-        (16_385, "an integer from 1 to 16384"),
-        (ROWS + 1, "at most the number"),
-    ):
+    for k, message in ((16_385, "an integer from 1 to 16384"), (ROWS + 1, "at most the number")):
         with pytest.raises(ValueError, match=rf"^MilvusStore: `k` must be {message}"):
             filled.search(vectors(2), k)
     for queries, message in ((vectors(2) * torch.inf, "must be finite"), (vectors(2) * 0, "must not be zero")):
@@ -183,26 +176,16 @@ def test_what_milvus_would_accept_or_fail_at_is_invalid(filled):
     with pytest.raises(ValueError, match=r"`parameters` must be assignments of positive numbers, .* got 'ef=-1'"):
         filled.set_parameters("ef=-1")
     assert len(filled) == ROWS
+    for dim in (1, 32_769):
+        with pytest.raises(ValueError, match=rf"^MilvusStore: `dim` must be an integer .*, got {dim}"):
+            MilvusStore.create(str(tmp_path / "a.db"), "birds", dim)
+    assert not (tmp_path / "a.db").exists()
 
 
 def list_of_files(uri):
     """Milvus Lite's list of the files of the only collection, and its backup."""
     (file,) = Path(uri).rglob("manifest.json")
     return file, file.with_name("manifest.json.prev")
-
-
-def add_and_die(rank, world_size, uri):
-    store = MilvusStore(uri, "birds")
-    real = store._call
-
-    def call_and_die(method, **settings):
-        result = real(method, **settings)
-        if method == "insert":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    store._call = call_and_die
-    store.add(vectors(3, seed=1))
 
 
 def test_a_list_of_files_without_the_rows_is_damage(filled, tmp_path, opened):
@@ -224,7 +207,7 @@ def test_a_list_of_files_without_the_rows_is_damage(filled, tmp_path, opened):
 
 
 def test_the_number_of_rows_is_recorded_with_each_change(filled, tmp_path, opened):
-    """An index without a recorded number, such as one that a killed process was changing, opens as well."""
+    """An index without a recorded number opens as well."""
     uri = str(tmp_path / "photos.db")
     filled.publish()
     filled.add(vectors(10, seed=1))
@@ -233,23 +216,6 @@ def test_the_number_of_rows_is_recorded_with_each_change(filled, tmp_path, opene
     assert len(opened(MilvusStore(uri, "birds"))) == ROWS + 8
     opened(MilvusStore(uri, "birds"))._call("alter_collection_properties", properties={"lightning_retrieval_rows": ""})
     assert len(opened(MilvusStore(uri, "birds"))) == ROWS + 8
-
-
-@pytest.mark.distributed
-def test_an_index_that_a_killed_process_was_changing_opens(filled, tmp_path, opened):
-    uri = str(tmp_path / "photos.db")
-    filled.publish()
-    filled.close()
-    (tmp_path / "processes").mkdir()
-    (started,) = start_processes(add_and_die, 1, uri, folder=tmp_path / "processes")
-    assert started.wait(120) == -signal.SIGKILL, started.output()
-    assert len(opened(MilvusStore(uri, "birds"))) in (ROWS, ROWS + 3)
-
-
-def made_elsewhere(client, name, metadata, **settings):
-    """A collection that another program made, with the metadata of an index."""
-    properties = {PROPERTY: json.dumps(metadata)}
-    client.create_collection(name, vector_field_name="embedding", properties=properties, **settings)
 
 
 METADATA = {"name": "cats", "dim": 4, "factory": "Flat", "parameters": "", "about": {}, "version": 1}
@@ -266,23 +232,21 @@ def client(tmp_path, opened):
 
 @pytest.mark.refusal
 def test_collections_that_are_damaged_or_made_elsewhere_are_no_indexes(client, tmp_path):
-    no_index = [
-        (METADATA, {"dimension": 8}, "must have 4 dimensions and the metric COSINE, .* got 8 and COSINE"),
-        (METADATA, {"dimension": 4, "metric_type": "IP"}, "must have .* the metric COSINE, .* got 4 and IP; build"),
-        ({**METADATA, "version": 2}, {}, "has format version 2, but this release reads version 1; build"),
-        ([1], {}, "has format version None, but this release"),
-    ]
-    invalid = [{"dim": "4"}, {"dim": None}, {"factory": 7}, {"parameters": "ef"}, {"about": []}, {"more": 1}]
-    for changed in invalid:
-        no_index.append(({**METADATA, **changed}, {}, "is damaged, its metadata are invalid"))
-    no_index.append(({"version": 1}, {}, "is damaged, its metadata are invalid"))
-    for number, (metadata, settings, message) in enumerate(no_index):
-        made_elsewhere(client, f"cats_{number}", metadata, **{"dimension": 4, **settings})
-        with pytest.raises(ValueError, match=rf"^MilvusStore: .*'cats_{number}' in .*photos\.db {message}"):
-            MilvusStore(str(tmp_path / "photos.db"), f"cats_{number}")
-    client.create_collection("cats", dimension=4, properties={PROPERTY: "{"})
-    with pytest.raises(ValueError, match=r"'cats' in .* has format version None, but this release"):
-        MilvusStore(str(tmp_path / "photos.db"), "cats")
+    def open_raises(name, metadata, message):
+        client.alter_collection_properties(name, {PROPERTY: json.dumps(metadata)})
+        with pytest.raises(ValueError, match=rf"^MilvusStore: .*'{name}' in .*photos\.db {message}"):
+            MilvusStore(str(tmp_path / "photos.db"), name)
+
+    client.create_collection("cats", dimension=4, vector_field_name="embedding")
+    for changed in ({"dim": "4"}, {"factory": 7}, {"parameters": "ef"}, {"about": []}, {"more": 1}):
+        open_raises("cats", {**METADATA, **changed}, "is damaged, its metadata are invalid")
+    open_raises("cats", {"version": 1}, "is damaged, its metadata are invalid")
+    open_raises("cats", {**METADATA, "version": 2}, "has format version 2, but this release reads version 1; build")
+    for metadata in ([1], "{"):
+        open_raises("cats", metadata, "has format version None, but this release")
+    open_raises("cats", {**METADATA, "dim": 8}, "must have 8 dimensions and the metric COSINE, .* got 4 and COSINE;")
+    client.create_collection("dogs", dimension=4, vector_field_name="embedding", metric_type="IP")
+    open_raises("dogs", METADATA, "must have 4 dimensions and the metric COSINE, .* got 4 and IP; build")
 
 
 @pytest.mark.refusal
@@ -300,14 +264,6 @@ def test_a_collection_of_something_else_is_neither_read_nor_replaced(client, tmp
         with pytest.raises(ValueError, match=rf"`name` must be new or that of an index, got '{name}', which is somet"):
             MilvusStore.create(uri, name, 4)
     assert sorted(client.list_collections()) == sorted(["cats", *before])
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize("dim", [1, 32_769])
-def test_invalid_dimensions(tmp_path, dim):
-    with pytest.raises(ValueError, match=rf"^MilvusStore: `dim` must be an integer (>= 2|from 2 to 32768), got {dim}"):
-        MilvusStore.create(str(tmp_path / "a.db"), "birds", dim)
-    assert not (tmp_path / "a.db").exists()
 
 
 def test_requests_hold_all_rows_in_order_and_few_bytes(monkeypatch):
@@ -390,20 +346,29 @@ def write_and_die(rank, world_size, uri):
     first = MilvusStore.create(uri, "birds", 4)
     first.add(torch.eye(4))
     first.publish()
-    first.add(torch.eye(4))
     second = MilvusStore.create(uri, "birds", 4)
     second.add(torch.eye(4).repeat(5, 1))
-    os.kill(os.getpid(), signal.SIGKILL)
+    real = first._call
+
+    def call_and_die(method, **settings):
+        result = real(method, **settings)
+        if method == "insert":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    first._call = call_and_die
+    first.add(torch.eye(4)[:3])
 
 
 @pytest.mark.distributed
 def test_a_process_that_is_killed_leaves_the_published_index(tmp_path):
+    """Also if it was changing that index."""
     (tmp_path / "processes").mkdir()
     uri = str(tmp_path / "photos.db")
     (started,) = start_processes(write_and_die, 1, uri, folder=tmp_path / "processes")
     assert started.wait(120) == -signal.SIGKILL, started.output()
     left = MilvusStore(uri, "birds")
-    assert len(left) == 8
+    assert len(left) in (4, 7)
     assert len(left._connection.call("list_collections")) == 2
     left.publish()
     assert left._connection.call("list_collections") == [left.collection]
