@@ -2,7 +2,6 @@
 
 import csv
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,27 +14,26 @@ from lightning_retrieval.cli.main import main
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.lightning_retrieval.cli.example_config import EXAMPLE, IGNORED, SHORT, SMALL, write_example
 from tests.lightning_retrieval.cli.glyph_commands import run
+from tests.processes import start_processes
 from tests.wandb_files import OfflineRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(*IGNORED)]
 
 
+def fit_in_a_folder(rank, world_size, folder):
+    os.chdir(folder)
+    main(["fit", "--config", str(write_example(folder)), *SMALL, *SHORT])
+
+
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    """One short fit by the real command, with what it printed."""
+    """One short fit in a process of its own, with what it printed."""
     folder = tmp_path_factory.mktemp("fitted")
-    command = Path(sys.executable).with_name("lightning-retrieval")
-    printed = subprocess.run(
-        [command, "fit", "--config", write_example(folder), *SMALL, *SHORT],
-        cwd=folder,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert printed.returncode == 0, printed.stderr
+    (folder / "process").mkdir()
+    (started,) = start_processes(fit_in_a_folder, 1, folder, folder=folder / "process")
+    assert started.wait(120) == 0, started.output()
     (checkpoint,) = folder.rglob("0-*.ckpt")
-    return folder, checkpoint, printed.stdout
+    return folder, checkpoint, started.output()
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -46,13 +44,8 @@ def rows(path: Path) -> list[dict[str, str]]:
 def test_fit_trains_and_tests(fitted):
     folder, checkpoint, printed = fitted
     logs = folder / "glyphs/version_0"
-    assert {path.name for path in logs.iterdir()} >= {
-        "metrics.csv",
-        "curve.png",
-        "retrieval",
-        "config.yaml",
-        "checkpoints",
-    }
+    written = {"metrics.csv", "curve.png", "retrieval", "config.yaml", "checkpoints"}
+    assert written <= {path.name for path in logs.iterdir()}
     assert {path.name for path in (logs / "checkpoints").iterdir()} == {checkpoint.name, "last.ckpt"}
     table = [line.split() for line in printed.splitlines() if line.startswith("test/mAP ")]
     assert ["backbone", "untrained", "trained"] in [line.split() for line in printed.splitlines()]
@@ -100,17 +93,13 @@ def test_validate_test_and_predict_load_the_checkpoint(fitted, tmp_path, capsys,
 
 def test_weights_and_biases_needs_one_line_of_the_config(tmp_path, end_offline_run):
     csv, wandb_logger = "pytorch_lightning.loggers.CSVLogger", "lightning_retrieval.callbacks.RetrievalWandbLogger"
-    config = write_example(tmp_path, **{csv: wandb_logger, "every_n_epochs: 8": "every_n_epochs: 1"})
+    config = write_example(tmp_path, **{csv: wandb_logger})
     main(["fit", "--config", str(config), *SMALL, *SHORT, "--test_after_fit=false"])
     end_offline_run()
     (run,) = tmp_path.glob("wandb/offline-run-*")
     assert list(run.glob("*.wandb"))
     (saved,) = tmp_path.rglob("config.yaml")
     assert saved.parent == tmp_path / "lightning-retrieval" / OfflineRun(run).id
-    sent = [path.name.split("_")[0] for path in run.glob("files/media/images/retrieval/*.png")]
-    drawn = [path for path in tmp_path.rglob("retrieval/val-*.png") if run not in path.parents]
-    assert sorted(sent) == ["curve", *["val"] * len(drawn)]
-    assert drawn
 
 
 def test_printed_config_can_be_read_again(tmp_path, capsys):
@@ -140,11 +129,12 @@ def printed_error(capsys, config, *options, command="fit"):
         ({"lightning_retrieval.datamodules.Glyphs": "lightning_retrieval.datamodules.Glyps"}, ["Glyps"]),
         ({"lightning_retrieval.Embedder": "lightning_retrieval.SmoothAPLoss"}, ["embedder", "SmoothAPLoss"]),
         ({"tau: 0.01": "tau: cold"}, ["tau", "cold"]),
+        ({"gradient_clip_val: 1.0": "chunk_size: 0"}, ["\nerror: ", "RetrievalModule: `chunk_size` must be", "got 0."]),
     ],
 )
 def test_mistakes_in_the_config_are_named(tmp_path, capsys, changes, named):
     printed = printed_error(capsys, write_example(tmp_path, **changes))
-    assert all(name in printed for name in named)
+    assert all(name in f"\n{printed}" for name in named)
 
 
 @pytest.mark.refusal
@@ -158,40 +148,17 @@ def test_a_command_without_a_config_that_exists(tmp_path, capsys):
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (
-            "--trainer.logger=TensorBoardLogger",
-            "TensorBoardLogger needs TensorBoard; install it with pip install 'lightning-retrieval[tensorboard]'.",
-        ),
-        (
-            "--model.embedder.backbone=timm/vit_tiny_patch16_224",
-            "Embedder: timm must be installed for `backbone` timm/vit_tiny_patch16_224: "
-            "pip install 'lightning-retrieval[timm]'.",
-        ),
-    ],
-)
-def test_a_package_that_a_config_needs_is_named_in_one_sentence(option, message, tmp_path, capsys, monkeypatch):
+def test_a_package_that_a_config_needs_is_named_in_one_sentence(tmp_path, capsys, monkeypatch):
     for name in ("_TENSORBOARD_AVAILABLE", "_TENSORBOARDX_AVAILABLE"):
         monkeypatch.setattr(f"lightning_fabric.loggers.tensorboard.{name}", False)
     monkeypatch.setitem(sys.modules, "timm", None)
-    printed = printed_error(capsys, write_example(tmp_path), option)
-    assert printed.splitlines()[-1].endswith(f"error: {message}")
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"gradient_clip_val: 1.0": "chunk_size: 0"}, "RetrievalModule: `chunk_size` must be an integer >= 1, got 0."),
-        ({"backbone: glyph_net": "backbone: glyph_ne"}, "got 'glyph_ne'; close names are 'glyph_net'."),
-    ],
-)
-def test_an_invalid_value_is_named_in_one_sentence(tmp_path, capsys, changes, message):
-    printed = printed_error(capsys, write_example(tmp_path, **changes))
-    assert printed.splitlines()[-1].startswith("error: ")
-    assert printed.endswith(f"{message}\n")
+    for option, owner, extra in (
+        ("--trainer.logger=TensorBoardLogger", "TensorBoardLogger", "tensorboard"),
+        ("--model.embedder.backbone=timm/resnet18", "Embedder", "timm"),
+    ):
+        last_line = printed_error(capsys, write_example(tmp_path), option).splitlines()[-1]
+        assert f"error: {owner}" in last_line
+        assert last_line.endswith(f"pip install 'lightning-retrieval[{extra}]'.")
 
 
 FAULTY = """
