@@ -1,6 +1,7 @@
-"""`embed` writes the embeddings of the model; after a kill, only the shards that are missing are embedded."""
+"""`embed` writes the embeddings of a checkpoint, of which no code is run; after a kill, it embeds what is missing."""
 
 import csv
+import io
 import os
 import shutil
 import signal
@@ -10,11 +11,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
+from torchvision.transforms import v2
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli import embed as embed_module
 from lightning_retrieval.cli.embed import embed_images
-from lightning_retrieval.cli.embedding import ImageEmbedder, ListedImages
+from lightning_retrieval.cli.embedding import ImageEmbedder, ListedImages, load_checkpoint
+from lightning_retrieval.cli.main import main
+from lightning_retrieval.models import Preparation
+from lightning_retrieval.preparation.training_transforms import TrainingTransform
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.datamodules.trees import write_image
 from tests.lightning_retrieval.cli.glyph_commands import command, error_of, indexing, paths_of, save_checkpoint
@@ -234,25 +240,82 @@ def test_problems_of_an_embedding_are_reported(glyphs, tmp_path, capsys, monkeyp
     assert "`--batch_size` must be small enough for the memory of the device, got" in printed
 
 
-USER_CODE = """
-from torchvision.transforms import v2
-from lightning_retrieval.preparation.training_transforms import TrainingTransform
-from lightning_retrieval.models import Preparation
-
 other = Preparation(32, 32, channels=1, mean=(0.3,), std=(0.2,))
 resize = TrainingTransform([v2.Resize((32, 32)), v2.Grayscale()], other, takes_pixels=False)
-"""
 
 
-def test_an_object_of_the_user_that_gives_uint8_is_called_as_a_function(glyphs, tmp_path, monkeypatch):
-    (tmp_path / "user_code_of_embedding.py").write_text(USER_CODE)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_an_object_of_the_user_that_gives_uint8_is_called_as_a_function(glyphs, tmp_path):
     write_image(tmp_path / "a.png", size=(50, 40))
-    name = "user_code_of_embedding.resize"
-    model = glyphs[0] / "model.ckpt"
-    embedder = ImageEmbedder.load("X", model, transform=name, batch_size=1, num_workers=0, device="cpu")
+    settings = {"transform": f"{__name__}.resize", "batch_size": 1, "num_workers": 0, "device": "cpu"}
+    embedder = ImageEmbedder.load("X", glyphs[0] / "model.ckpt", **settings)
     (batch,) = embedder.embed(ListedImages.of_paths(tmp_path, ["a.png"]))
     with torch.no_grad(), Image.open(tmp_path / "a.png") as image:
         wanted = embedder.module.embed(embedder.transform(image.convert("RGB"))[None])
     assert torch.equal(batch.embeddings, wanted)
     assert embedder.dim() == 24
+
+
+NET = {"class_path": "planted_module.Net", "init_args": {"in_features": 4, "out_features": 2}}
+LINEAR = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 4, "out_features": 2}}
+LOSS = {"class_path": "lightning_retrieval.SmoothAPLoss", "init_args": {"tau": 0.1}}
+WEIGHTED = {"class_path": "lightning_retrieval.WeightedSum", "init_args": {"losses": {"ap": [1.0, NET]}}}
+COMMAND_LINE = {
+    "_instantiator": "pytorch_lightning.cli.instantiate_module",
+    "_class_path": "lightning_retrieval.RetrievalModule",
+    "embedder": LINEAR,
+    "loss": LOSS,
+}
+STRANGE = {
+    "described": {"embedder": NET, "loss": LOSS},
+    "nested": {"embedder": LINEAR, "loss": WEIGHTED},
+    "command_line": {**COMMAND_LINE, "embedder": NET},
+    "yaml": {**COMMAND_LINE, "optimizer": "{class_path: planted_module.Net}"},
+    "callable": {**COMMAND_LINE, "optimizer": "planted_module.Net"},
+    "instantiator": {**COMMAND_LINE, "_instantiator": "planted_module.Net"},
+}
+
+
+def write_strange_checkpoint(path, hyperparameters):
+    """A checkpoint of a linear layer with other hyperparameters."""
+    save_checkpoint(path, RetrievalModule(nn.Linear(4, 2), SmoothAPLoss()))
+    torch.save({**torch.load(path, weights_only=True), "hyper_parameters": hyperparameters}, path)
+    return path
+
+
+def test_what_evaluation_did_to_an_image_is_loaded(tmp_path):
+    path = save_checkpoint(tmp_path / "model.ckpt", RetrievalModule(Embedder("glyph_net"), SmoothAPLoss()))
+    assert load_checkpoint("index", path).preparation is None
+    described = {"preparation": Preparation(64).as_dict()}
+    torch.save({**torch.load(path, weights_only=True), "preparation": described}, path)
+    assert load_checkpoint("index", path).preparation == described
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", STRANGE)
+def test_checkpoint_imports_no_module_of_its_own(planted, tmp_path, name):
+    path = write_strange_checkpoint(tmp_path / "model.ckpt", STRANGE[name])
+    with pytest.raises(ValueError, match=r"^RetrievalModule: .*planted_module"):
+        RetrievalModule.load_from_checkpoint(io.BytesIO(path.read_bytes()))
+    with pytest.raises(ValueError, match=r"^index: `checkpoint` must be .* \(RetrievalModule: .*planted_module"):
+        load_checkpoint("index", path)
+    assert not planted[1].exists()
+
+
+@pytest.mark.parametrize("name", ["described", "command_line"])
+def test_an_object_or_a_module_that_the_user_has_imported_replaces_a_strange_class(planted, tmp_path, name):
+    path = write_strange_checkpoint(tmp_path / "model.ckpt", STRANGE[name])
+    module = RetrievalModule.load_from_checkpoint(path, embedder=nn.Linear(4, 2), loss=SmoothAPLoss(), strict=True)
+    assert type(module.embedder) is nn.Linear
+    assert not planted[1].exists()
+    net = __import__(planted[0]).Net
+    assert type(RetrievalModule.load_from_checkpoint(path).embedder) is net
+    assert type(load_checkpoint("index", path).embedder) is net
+
+
+def test_command_imports_the_modules_that_the_user_names(planted, tmp_path, capsys):
+    path = write_strange_checkpoint(tmp_path / "model.ckpt", STRANGE["command_line"])
+    arguments = ["index", f"--checkpoint={path}", f"--images={tmp_path / 'none'}", f"--output={tmp_path / 'index'}"]
+    for option in ([], [f"--import_module={planted[0]}"]):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main([*arguments, *option])
+        assert planted[1].exists() == bool(option)

@@ -58,6 +58,7 @@ def test_files_give_the_embeddings_of_the_checkpoint(glyphs, exported):
     np.testing.assert_allclose(one, glyphs[1][:1], atol=1e-5)
     program = torch.export.load(exported / "model.pt2").module()
     np.testing.assert_allclose(program(pixels).detach(), glyphs[1], atol=1e-5)
+    np.testing.assert_allclose(program(pixels[:1]).detach(), glyphs[1][:1], atol=1e-5)
     files = {"model.onnx", "model.pt2", "model.int8.onnx", "preparation.json"}
     assert {path.name for path in exported.iterdir()} == files | {"printed"}
 
@@ -72,9 +73,7 @@ def test_a_program_that_differs_is_not_written(glyphs, exported, tmp_path, monke
         export_model(glyphs[0] / "model.ckpt", tmp_path)
     assert not list(tmp_path.iterdir())
     program = EmbeddingProgram(torch.nn.Flatten(), Preparation.named("glyphs"), "float")
-    with pytest.raises(
-        ValueError, match=r"^export_model: a\.onnx must differ .*, got nan; p"
-    ):
+    with pytest.raises(ValueError, match=r"^export_model: a\.onnx must differ .*, got nan; p"):
         check_program("a.onnx", lambda images: program(images) * float("nan"), program)
 
 

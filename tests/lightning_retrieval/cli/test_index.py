@@ -13,7 +13,7 @@ from torchvision.transforms import v2
 
 from lightning_retrieval import Embedder, PCAWhitening, RetrievalIndex, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli.embedding import ImageEmbedder
-from lightning_retrieval.cli.index import index_embeddings, index_images
+from lightning_retrieval.cli.index import index_embeddings
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.serialised import serialise_transform
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
@@ -47,6 +47,7 @@ def test_factory_parameters_and_shards_are_those_of_the_index(glyphs, tmp_path, 
     assert (made.shards, made.parameters, len(made)) == (2, "nprobe=2", 40)
     assert made.about["preparation"] == {"preparation": Preparation.named("glyphs").as_dict()}
     assert made.about["channels"] == 1
+    assert made.about["preparation_from"] in ("default", "model")
 
 
 def test_embeddings_include_whitening_and_scales_of_the_module(glyphs, tmp_path, capsys):
@@ -98,18 +99,10 @@ def test_all_commands_decode_at_the_reduced_scale_of_the_checkpoint(tmp_path, ca
     assert torch.allclose(torch.nn.functional.normalize(torch.from_numpy(rows), dim=1), expected, atol=1e-5)
 
 
-USER_CODE = """
-from torchvision.transforms import v2
-import torch
-
-def evaluate(image):
-    return v2.functional.to_dtype(v2.functional.to_image(image.resize((64, 64))), torch.float32, scale=True)
-"""
-
-
 @pytest.mark.refusal
 def test_a_function_is_imported_only_if_the_user_names_it(colour, tmp_path, capsys, monkeypatch):
-    (tmp_path / "user_code_of_index.py").write_text(USER_CODE)
+    code = "import torch\n\ndef evaluate(image):\n    return torch.ones(3, 64, 64)\n"
+    (tmp_path / "user_code_of_index.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     content = torch.load(colour[0], weights_only=True)
     torch.save({**content, "preparation": {"function": "user_code_of_index.evaluate"}}, tmp_path / "model.ckpt")
@@ -151,36 +144,10 @@ def test_images_are_upright_and_in_colour_whatever_the_file_format(colour, trans
     with torch.no_grad():
         rows = [module(prepare(image)[None])[0] for image in (upright, upright, grey.convert("RGB"))]
     expected = torch.nn.functional.normalize(torch.stack(rows), dim=1)
-    found = RetrievalIndex.load(tmp_path / "index").embeddings(torch.arange(3))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    made = RetrievalIndex.load(tmp_path / "index")
+    torch.testing.assert_close(made.embeddings(torch.arange(3)), expected, rtol=0, atol=1e-5)
+    assert made.about["preparation_from"] == "argument"
     assert expected[2] @ expected[0] < 1 - 1e-4  # or the test would show nothing
-
-
-def test_the_index_records_where_the_preparation_came_from(indexed, tmp_path):
-    sources = []
-    for number, transform in enumerate((None, "glyphs")):
-        index, unreadable = index_images(
-            indexed / "model.ckpt", indexed / "images" / "1", tmp_path / str(number), transform=transform
-        )
-        assert unreadable == []
-        assert index.about["preparation"] == {"preparation": Preparation.named("glyphs").as_dict()}
-        sources.append(index.about["preparation_from"])
-    assert sources[0] in ("default", "model")
-    assert sources[1] == "argument"
-
-
-def test_unreadable_images_are_named_and_the_others_indexed(glyphs, tmp_path, capsys):
-    shutil.copytree(glyphs[0], tmp_path, dirs_exist_ok=True)
-    (tmp_path / "images" / "a\nb.jpg").write_bytes(b"no image")
-    content = (tmp_path / "images" / paths_of(tmp_path / "images")[8]).read_bytes()
-    (tmp_path / "images" / "cut.png").write_bytes(content[: len(content) // 2])
-    code, out, err = command(capsys, *indexing(tmp_path, tmp_path / "index2"))
-    assert code == 1
-    assert "40 images" in out
-    first, second = err.splitlines()
-    assert first.startswith(r"index: cannot read the image a\nb.jpg (cannot identify image file")
-    assert second.startswith("index: cannot read the image cut.png (")
-    assert first.endswith("; skipped.")
 
 
 @pytest.fixture
@@ -205,13 +172,8 @@ def files_of(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kind", ["images", "embeddings"])
-def test_rows_that_were_added_by_hand_are_only_lost_where_that_is_asked_for(
-    kind, indexed, embeddings, tmp_path, capsys
-):
-    args = indexing(indexed, tmp_path / "index")
-    if kind == "embeddings":
-        args = ["index", f"--embeddings={embeddings}", f"--output={tmp_path / 'index'}"]
+def test_rows_that_were_added_by_hand_are_only_lost_where_that_is_asked_for(indexed, embeddings, tmp_path, capsys):
+    args = ["index", f"--embeddings={embeddings}", f"--output={tmp_path / 'index'}"]
     assert run(capsys, *args)[0] == 0
     left = changed_by_hand(tmp_path / "index")
     before = files_of(tmp_path / "index")
@@ -262,7 +224,7 @@ def test_an_update_embeds_only_the_images_that_are_new(own_copy, capsys, monkeyp
     code, out, err = command(capsys, *args)
     assert (code, sorted(seen)) == (1, ["bad.png", "new.png"])
     assert "40 images, 24 dimensions, IVF2,Flat" in out
-    assert err.startswith("index: cannot read the image bad.png")
+    assert err.startswith("index: cannot read the image bad.png (cannot identify image file")
     made = RetrievalIndex.load(own_copy / "index")
     assert set(made.paths(made.ids)) == {*paths, "new.png"} - {paths[7]}
 

@@ -1,6 +1,5 @@
 """`fit --ckpt_path last` and `--run_folder` continue the run of this config that Ctrl-C ended, and no other."""
 
-import csv
 import os
 import shutil
 import signal
@@ -13,16 +12,11 @@ import torch
 import yaml
 
 from lightning_retrieval.cli.main import main
-from tests.lightning_retrieval.cli.example_config import IGNORED, SMALL, write_example
+from tests.lightning_retrieval.cli.example_config import IGNORED, SMALL, metrics_of, write_example
 from tests.processes import start_processes, wait_for
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings(
-        *IGNORED,
-        "ignore:RetrievalEvaluation. val metrics cover",
-    ),
-]
+IGNORED_HERE = [*IGNORED, "ignore:RetrievalEvaluation. val metrics cover"]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(*IGNORED_HERE)]
 
 SHORT = [
     *SMALL,
@@ -81,13 +75,6 @@ def interrupt(folder, steps, during, *options):
     with pytest.raises(SystemExit, match=r"^130$"):
         fit(folder, *options, CALLBACK, f"--trainer.callbacks.steps={steps}", f"--trainer.callbacks.during={during}")
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def metrics_of(folder):
-    """The rows of metrics.csv without the throughput."""
-    with (folder / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    return [{name: value for name, value in row.items() if name != "train/images_per_second"} for row in rows]
 
 
 def assert_same_end(run, expected):

@@ -117,22 +117,6 @@ def test_a_local_file_of_weights(tmp_path):
         torch.testing.assert_close(embedder.pooled_features(images), model(images).last_hidden_state[:, 0])
 
 
-CODE = """
-from pathlib import Path
-import transformers
-
-Path({marker!r}).touch()
-
-
-class Config(transformers.PretrainedConfig):
-    model_type = "own"
-
-
-class Net(transformers.PreTrainedModel):
-    config_class = Config
-"""
-
-
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """A folder as of a hub, whose config names Python code that writes a file, and a user who says yes to all."""
@@ -140,7 +124,7 @@ def repository(tmp_path, monkeypatch):
     folder.mkdir()
     names = {"AutoConfig": "own_code.Config", "AutoModel": "own_code.Net"}
     (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": names}))
-    (folder / "own_code.py").write_text(CODE.format(marker=str(marker)))
+    (folder / "own_code.py").write_text(f"open({str(marker)!r}, 'w').close()")
     monkeypatch.setattr("builtins.input", lambda *args: "y")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     return folder, marker

@@ -25,13 +25,6 @@ def safetensors():
     return pytest.importorskip("safetensors.torch")
 
 
-def test_the_home_folder_of_a_path(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    torch.save({"a": torch.ones(2)}, tmp_path / "weights")
-    assert is_local_file("~/weights")
-    assert read_weights("~/weights")["a"].equal(torch.ones(2))
-
-
 def test_weights_are_skipped_only_inside():
     with without_pretrained_weights():
         assert are_skipped()
@@ -41,10 +34,12 @@ def test_weights_are_skipped_only_inside():
 
 
 @pytest.mark.parametrize("key", [None, "state_dict", "model"])
-def test_files_of_torch(tmp_path, key):
+def test_files_of_torch(tmp_path, key, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     weights = {"a": torch.ones(2), "step": 3}
-    torch.save({key: weights} if key else weights, tmp_path / "w.pth")
-    found = read_weights(str(tmp_path / "w.pth"))
+    torch.save({key: weights} if key else weights, tmp_path / "weights")
+    assert is_local_file("~/weights")
+    found = read_weights("~/weights")
     assert list(found) == ["a"]
     assert found["a"].equal(weights["a"])
 

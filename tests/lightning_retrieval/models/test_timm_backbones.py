@@ -143,16 +143,6 @@ def test_where_weights_came_from_is_not_kept(tmp_path):
     assert embedder.init_args()["backbone_args"] == arguments
 
 
-def test_the_description_builds_the_same_network():
-    embedder = small("vit_small_patch14_reg4_dinov2", pooling="avg")
-    twin = Embedder(**embedder.init_args()).eval()
-    twin.load_state_dict(embedder.state_dict())
-    images = torch.randn(1, 3, 112, 112)
-    assert twin(images).equal(embedder(images))
-    assert twin.init_args() == embedder.init_args()
-    assert twin.train().backbone.model.training
-
-
 def test_weights_are_not_loaded_while_a_checkpoint_is():
     with without_pretrained_weights():
         embedder = Embedder("timm/vit_tiny_patch16_224", 8, weights="DEFAULT", backbone_args=VIT)

@@ -1,4 +1,4 @@
-"""PCA whitening: the official code's numbers, scikit-learn, and its state in checkpoints."""
+"""Whitening: the official code's numbers, scikit-learn, a loop over the pairs, and its state in checkpoints."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,10 @@ from sklearn.decomposition import PCA
 from torch import nn
 
 import lightning_retrieval.models.whitening
-from lightning_retrieval import PCAWhitening, RetrievalMetrics
+from lightning_retrieval import PCAWhitening, RetrievalMetrics, SupervisedWhitening
+from lightning_retrieval.models import supervised_whitening
+from lightning_retrieval.models.supervised_whitening import matching_pairs
+from tests.lightning_retrieval.device_without_float64 import DEVICE, DeviceWithoutFloat64
 from tests.lightning_retrieval.official_cases import OFFICIAL, official_cases, rows, tensor
 
 
@@ -73,21 +76,14 @@ def test_whitening_fitted_in_inference_mode_is_differentiable():
     assert embeddings.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("dim", [None, 3])
-def test_a_checkpoint_of_any_size_is_loaded(tmp_path, dim):
-    fitted = nn.Sequential(PCAWhitening(dim=3, power=0.3).fit(rows(20, 5)))
+@pytest.mark.parametrize("dim", [None, 3, 2])
+def test_a_checkpoint_is_loaded_and_truncated_to_fewer_directions(tmp_path, dim):
+    learned_from, others = rows(20, 5), rows(4, 5, seed=1)
+    fitted = nn.Sequential(PCAWhitening(dim=3, power=0.3).fit(learned_from))
     torch.save(fitted.state_dict(), tmp_path / "whitening.pt")
     other = nn.Sequential(PCAWhitening(dim, power=0.3))
     other.load_state_dict(torch.load(tmp_path / "whitening.pt", weights_only=True), strict=True)
-    others = rows(4, 5, seed=1)
-    assert torch.equal(other(others), fitted(others))
-
-
-def test_a_checkpoint_is_truncated_to_fewer_directions():
-    learned_from, others = rows(20, 5), rows(4, 5, seed=1)
-    cut = PCAWhitening(dim=2)
-    cut.load_state_dict(PCAWhitening().fit(learned_from).state_dict())
-    assert torch.equal(cut(others), PCAWhitening(dim=2).fit(learned_from)(others))
+    assert torch.equal(other(others), PCAWhitening(dim or 3, power=0.3).fit(learned_from)(others))
 
 
 @pytest.mark.refusal
@@ -163,3 +159,81 @@ def test_invalid_calls():
     ):
         with pytest.raises(ValueError, match=f"^PCAWhitening: .*{message}"):
             call()
+
+
+LABELS = torch.tensor([3, -1, 3, 8, -1, 3, 0, 3, -1, 0, 8, 8, 0, 3, -1])  # five, four, three and three images
+
+
+def pairs_by_loops(labels, pairs_per_image):
+    """Each image with the next ones of its class, in a circle."""
+    pairs = set()
+    for row, label in enumerate(labels):
+        same = [other for other in range(len(labels)) if labels[other] == label]
+        for step in range(1, pairs_per_image + 1):
+            partner = same[(same.index(row) + step) % len(same)]
+            if step < len(same):
+                pairs.add((row, partner))
+    return pairs
+
+
+def learned_whitening(x, pairs):
+    """m and P by the formulas, one pair at a time, in float64."""
+    m = np.zeros(x.shape[1])
+    S = np.zeros((x.shape[1], x.shape[1]))
+    for query, partner in pairs:
+        m += x[query] / len(pairs)
+        S += np.outer(x[query] - x[partner], x[query] - x[partner]) / len(pairs)
+    P = np.linalg.inv(np.linalg.cholesky(S))
+    D = np.zeros_like(S)
+    for row in x:
+        projected = P @ (row - m)
+        D += np.outer(projected, projected)
+    eigenvalues, eigenvectors = np.linalg.eig(D)
+    order = eigenvalues.argsort()[::-1]
+    return m, eigenvectors[:, order].T @ P
+
+
+@pytest.mark.parametrize("pairs_per_image", [1, 2, 3, 4, 9])
+def test_pairs_of_supervised_whitening(pairs_per_image):
+    pairs = [tuple(pair) for pair in matching_pairs(LABELS, pairs_per_image).tolist()]
+    assert len(pairs) == len(set(pairs))
+    assert set(pairs) == pairs_by_loops(LABELS.tolist(), pairs_per_image)
+    assert max(sum(first == row for first, _ in pairs) for row in range(15)) == min(pairs_per_image, 4)
+
+
+@pytest.mark.parametrize("dim", [None, 2])
+@pytest.mark.parametrize("pairs_per_image", [1, 3])
+def test_supervised_whitening_equals_loops_over_the_pairs(monkeypatch, pairs_per_image, dim):
+    monkeypatch.setattr(supervised_whitening, "_FIT_PAIRS", 7)
+    x, others = rows(15, 4) * torch.arange(1.0, 5.0) + 2, rows(6, 4, seed=1)
+    m, P = learned_whitening(x.numpy(), sorted(pairs_by_loops(LABELS.tolist(), pairs_per_image)))
+    expected = (others.numpy() - m) @ P[:dim].T
+    expected = torch.from_numpy(expected / np.linalg.norm(expected, axis=1, keepdims=True))
+    whitening = SupervisedWhitening(dim, pairs_per_image=pairs_per_image).fit(x, LABELS)
+    torch.testing.assert_close(whitening(others).abs(), expected.abs(), rtol=1e-9, atol=1e-9)  # up to signs
+    torch.testing.assert_close(whitening(others) @ whitening(others).T, expected @ expected.T, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(whitening.learned.mean, torch.from_numpy(m))
+
+
+def test_supervised_whitening_on_a_device_without_float64():
+    x, labels = rows(15, 3).float(), LABELS
+    expected = SupervisedWhitening(dim=2).fit(x, labels)(x)
+    with DeviceWithoutFloat64():
+        found = SupervisedWhitening(dim=2).fit(x.to(DEVICE), labels.to(DEVICE))(x.to(DEVICE)).cpu()
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("settings", "embeddings", "labels", "message"),
+    [
+        ({"dim": 5}, rows(15, 4), LABELS, "`dim` must be at most that of the embeddings, 4, got 5"),
+        ({}, rows(15, 4), None, "`labels` must be given, because they define the pairs, got None"),
+        ({}, rows(15, 4), torch.arange(15), "`labels` must hold a label with several rows, got no pair"),
+        ({}, rows(15, 4), LABELS[:3], r"`labels` must have shape \(15,\), .* got \(3,\)"),
+        ({}, rows(15, 3) @ rows(3, 6, seed=1), LABELS, "in each of 6 directions, got .* in only 3; give"),
+    ],
+)
+def test_invalid_input_for_supervised_whitening(settings, embeddings, labels, message):
+    with pytest.raises(ValueError, match=f"^SupervisedWhitening: .*{message}"):
+        SupervisedWhitening(**settings).fit(embeddings, labels)

@@ -1,13 +1,17 @@
 """An index in Milvus gives the results of exact search, and does not accept what Milvus accepts in silence."""
 
+import fcntl
 import inspect
 import json
 import os
+import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +20,14 @@ import torch
 
 from lightning_retrieval import MilvusStore, RetrievalIndex
 from lightning_retrieval.search import milvus_connection, milvus_store
-from lightning_retrieval.search.milvus_connection import PROPERTY
+from lightning_retrieval.search.milvus_connection import (
+    PROPERTY,
+    MilvusConnection,
+    check_name,
+    index_kind,
+    search_parameters,
+    shown_uri,
+)
 from lightning_retrieval.search.milvus_store import insertions
 from tests.lightning_retrieval.search.vectors import DIM, ROWS, built, exact, search_while_edited, vectors
 from tests.processes import StartedCommand, start_processes
@@ -27,16 +38,9 @@ pytest.importorskip("milvus_lite")
 
 @pytest.fixture
 def opened():
-    """Collects stores that are closed after the test."""
-    stores = []
-
-    def keep(store):
-        stores.append(store)
-        return store
-
-    yield keep
-    for store in stores:
-        store.close()
+    """Keeps stores that are closed after the test."""
+    with ExitStack() as stack:
+        yield lambda store: stack.enter_context(closing(store))
 
 
 @pytest.fixture
@@ -182,24 +186,17 @@ def test_what_milvus_would_accept_or_fail_at_is_invalid(filled, tmp_path):
     assert not (tmp_path / "a.db").exists()
 
 
-def list_of_files(uri):
-    """Milvus Lite's list of the files of the only collection, and its backup."""
-    (file,) = Path(uri).rglob("manifest.json")
-    return file, file.with_name("manifest.json.prev")
-
-
 def test_a_list_of_files_without_the_rows_is_damage(filled, tmp_path, opened):
     uri = str(tmp_path / "photos.db")
     filled.publish()
     filled.close()
-    for file in list_of_files(uri):
+    (manifest,) = Path(uri).rglob("manifest.json")  # Milvus Lite's list of the files of the only collection
+    for file in (manifest, manifest.with_name("manifest.json.prev")):
         content = json.loads(file.read_text())
         for partition in content["partitions"].values():
             partition["data_files"] = []
         file.write_text(json.dumps(content))
-    with pytest.raises(
-        ValueError, match=rf"^MilvusStore: 'birds' in .* is damaged, .* {ROWS} rows, but holds 0; build"
-    ):
+    with pytest.raises(ValueError, match=rf"^MilvusStore: 'birds' .* is damaged, .* {ROWS} rows, but holds 0"):
         MilvusStore(uri, "birds")
     new = opened(MilvusStore.create(uri, "birds", DIM))  # in its place
     new.publish()
@@ -268,18 +265,12 @@ def test_a_collection_of_something_else_is_neither_read_nor_replaced(client, tmp
 
 def test_requests_hold_all_rows_in_order_and_few_bytes(monkeypatch):
     monkeypatch.setattr("lightning_retrieval.search.rows.BLOCK", 100)
-    monkeypatch.setattr("lightning_retrieval.search.milvus_store.BATCH_BYTES", 4 * 8 * 30)
-    rows = torch.randn(250, 8)
-    ids, paths = np.arange(250) ** 2, [f"{i}.jpg" for i in range(250)]
-    requests = list(insertions(rows, ids, paths))
-    assert list(map(len, requests)) == [30, 30, 30, 10] * 2 + [30, 20]
-    inserted = [row for request in requests for row in request]
-    assert [row["id"] for row in inserted] == ids.tolist()
-    assert [row["path"] for row in inserted] == paths
-    expected = rows / rows.norm(dim=1, keepdim=True)
-    np.testing.assert_allclose(np.stack([row["embedding"] for row in inserted]), expected, rtol=1e-6)
-    monkeypatch.setattr("lightning_retrieval.search.milvus_store.BATCH_BYTES", 1)
-    assert len(list(insertions(rows, ids, paths))) == 250  # at least one row
+    for most, sizes in ((4 * 8 * 30, [30, 30, 30, 10] * 2 + [30, 20]), (1, [1] * 250)):
+        monkeypatch.setattr(milvus_store, "BATCH_BYTES", most)
+        requests = list(insertions(torch.randn(250, 8), np.arange(250) ** 2, [f"{i}.jpg" for i in range(250)]))
+        assert list(map(len, requests)) == sizes
+        inserted = [(row["id"], row["path"]) for request in requests for row in request]
+        assert inserted == [(i**2, f"{i}.jpg") for i in range(250)]
 
 
 @pytest.fixture
@@ -325,9 +316,7 @@ def test_a_server_gives_the_same_results_until_it_is_killed(server, tmp_path, mo
         return call(method, **settings)
 
     monkeypatch.setattr(store, "_call", killed_at_the_third_insertion)
-    with pytest.raises(
-        OSError, match=rf"^MilvusStore: {address} reports an error in insert .* 20 of 50 rows were added"
-    ):
+    with pytest.raises(OSError, match=rf"^MilvusStore: {address} .* error in insert .* 20 of 50 rows were added"):
         store.add(vectors(50, seed=2), torch.arange(2000, 2050))
     with pytest.raises(OSError, match=rf"^MilvusStore: {address} reports an error in search "):
         store.search(queries, 10)
@@ -373,3 +362,120 @@ def test_a_process_that_is_killed_leaves_the_published_index(tmp_path):
     left.publish()
     assert left._connection.call("list_collections") == [left.collection]
     left.close()
+
+
+def test_connections_to_one_file_share_it(tmp_path):
+    uri = str(tmp_path / "photos.db")
+    first = MilvusConnection(uri, may_create=True)
+    second = MilvusConnection(uri, may_create=False)
+    first.close()
+    first.close()
+    with pytest.raises(ValueError, match=r"^MilvusStore: the connection to .* must be open for list_collections; open"):
+        first.call("list_collections")
+    assert second.call("list_collections") == []
+    second.close()
+    with (tmp_path / "photos.db" / "LOCK").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Milvus Lite has ended
+
+
+@pytest.mark.parametrize(
+    ("message", "failures", "calls"),
+    [
+        ("Error: 'ret == (size)' failed: read error in a.idx: 1653 != 4224", 2, 3),
+        ("read error in a.idx", 9, 5),
+        ("index not found", 9, 1),
+    ],
+)
+def test_a_collection_is_loaded_again_while_its_index_is_written(message, failures, calls, tmp_path, monkeypatch):
+    from pymilvus.exceptions import MilvusException
+
+    connection = MilvusConnection(str(tmp_path / "photos.db"), may_create=True)
+    seen = []
+
+    def load_collection(collection, timeout):
+        seen.append(collection)
+        if len(seen) <= failures:
+            raise MilvusException(message=message)
+
+    monkeypatch.setattr(connection._client, "load_collection", load_collection)
+    monkeypatch.setattr(milvus_connection, "BETWEEN_LOADS", 0.0)
+    if failures < milvus_connection.LOADS:
+        connection.load("birds")
+    else:
+        with pytest.raises(OSError, match=rf"reports an error in load_collection \(.*{re.escape(message)}"):
+            connection.load("birds")
+    assert seen == ["birds"] * calls
+    connection.close()
+
+
+@pytest.mark.refusal
+def test_a_file_that_another_process_has_opened(tmp_path):
+    uri = str(tmp_path / "photos.db")
+    MilvusConnection(uri, may_create=True).close()
+    with (tmp_path / "photos.db" / "LOCK").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ConnectionError, match=r"^MilvusStore: `uri` must not be in use, got .*photos.db, which "):
+            MilvusConnection(uri, may_create=False)
+    MilvusConnection(uri, may_create=False).close()
+
+
+@pytest.mark.refusal
+def test_paths_that_are_no_file_of_milvus_lite(tmp_path):
+    (tmp_path / "old.db").write_text("SQLite format 3")
+    wrong = [
+        ("photos.index", ValueError, r"must be a path that ends in \.db, .* got 'photos\.index'\.$"),
+        ("ftp://host", ValueError, r"or an address such as http://localhost:19530, got 'ftp://host'"),
+        (str(tmp_path / "old.db"), ValueError, r"which is a folder, got .*old\.db, which is a file; give another path"),
+        (str(tmp_path / "gone.db"), FileNotFoundError, r"got .*gone\.db, which does not exist"),
+        (3, TypeError, r"^MilvusStore: `uri` must be a string, got 3"),
+    ]
+    for uri, error, message in wrong:
+        with pytest.raises(error, match=message):
+            MilvusConnection(uri, may_create=False)
+    with pytest.raises(FileNotFoundError, match=r"must be in a folder that exists, got .*a\.db; create "):
+        MilvusConnection(str(tmp_path / "no" / "a.db"), may_create=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["old.db"]
+
+
+@pytest.mark.refusal
+def test_an_address_where_nothing_answers():
+    with pytest.raises(ConnectionError) as raised:
+        MilvusConnection("http://root:secret@127.0.0.1:9", may_create=True)
+    message = str(raised.value)
+    assert message.startswith("MilvusStore: `uri` must be the address of Milvus, got http://...@127.0.0.1:9, where ")
+    assert message.endswith("; nothing was written, so start Milvus there or give another address.")
+    assert "secret" not in message
+    assert shown_uri("photos@home.db") == "photos@home.db"
+
+
+def test_errors_are_raised_and_not_printed(tmp_path):
+    program = (
+        "from lightning_retrieval.search.milvus_connection import MilvusConnection\n"
+        f"connection = MilvusConnection({str(tmp_path / 'a.db')!r}, may_create=True)\n"
+        "try:\n    connection.call('describe_collection', 'gone')\nexcept OSError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "a.db reports an error in describe_collection (" in done.stdout
+
+
+def test_kinds_and_parameters():
+    assert index_kind("Flat") == index_kind("Flat,") == ("FLAT", {})
+    assert index_kind("hnsw, M=32,efConstruction=200") == ("HNSW", {"M": 32, "efConstruction": 200})
+    assert search_parameters("") == {}
+    assert search_parameters("ef=64, drop_ratio=0.5,ef=65") == {"ef": 65, "drop_ratio": 0.5}
+
+
+@pytest.mark.refusal
+def test_invalid_kinds_parameters_and_names():
+    numbers = ["ef", "ef=", "ef=0", "ef=-3", "ef=many", "ef=1;k=2", "ef=1,,k=2", f"ef={'9' * 21}", f"ef={'9' * 5000}"]
+    for function, argument, values in (
+        (index_kind, "factory", ["", "Flatt", "IVF1024,Flat", "HNSW,M", "HNSW,M=0", "HNSW,M=1.2.3"]),
+        (search_parameters, "parameters", numbers),
+        (check_name, "name", ["", "a b", "a/b", "1a", "é", "a" * 201]),
+    ):
+        for value in values:
+            with pytest.raises(ValueError, match=f"^MilvusStore: `{argument}` must .* got '"):
+                function(value)
+    with pytest.raises(ValueError, match=r"^MilvusStore: `factory` .* Milvus Lite has, FLAT, .*, got 'SCANN'"):
+        index_kind("SCANN", of_lite=True)

@@ -114,9 +114,6 @@ def test_a_save_replaces_what_was_there(folder):
     names = [re.sub(r"-\w{8}$", "", name) for name in os.listdir(folder)]
     assert sorted(names) == ["files", "lock", "manifest.json"]
     assert mapped.search(vectors(1), 1)[1].tolist() == [[1000]]  # a process with open files can still read them
-    (folder / "manifest.json").write_text("damaged")
-    built(rows=70).save(folder)
-    assert len(RetrievalIndex.load(folder)) == 70
 
 
 @pytest.mark.refusal
@@ -196,10 +193,9 @@ def test_forged_manifests_raise(saved, folder):
         for value in values:
             shutil.copy(saved / "manifest.json", folder)
             forge(folder / "manifest.json", **{name: value})
-            with pytest.raises(
-                ValueError, match=rf"^RetrievalIndex: {re.escape(str(folder))}\S* is damaged, .*; build the index"
-            ):
+            with pytest.raises(ValueError, match=rf"^RetrievalIndex: {re.escape(str(folder))}\S* is damaged, .*; bui"):
                 RetrievalIndex.load(folder)
+    (folder / "manifest.json").write_text("damaged")
     built(rows=60).save(folder)  # in its place
     assert len(RetrievalIndex.load(folder)) == 60
 
