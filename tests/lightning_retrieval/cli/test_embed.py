@@ -282,14 +282,6 @@ def write_strange_checkpoint(path, hyperparameters):
     return path
 
 
-def test_what_evaluation_did_to_an_image_is_loaded(tmp_path):
-    path = save_checkpoint(tmp_path / "model.ckpt", RetrievalModule(Embedder("glyph_net"), SmoothAPLoss()))
-    assert load_checkpoint("index", path).preparation is None
-    described = {"preparation": Preparation(64).as_dict()}
-    torch.save({**torch.load(path, weights_only=True), "preparation": described}, path)
-    assert load_checkpoint("index", path).preparation == described
-
-
 @pytest.mark.refusal
 @pytest.mark.parametrize("name", STRANGE)
 def test_checkpoint_imports_no_module_of_its_own(planted, tmp_path, name):

@@ -341,6 +341,20 @@ def test_processes_share_a_folder_and_its_errors(tmp_path, run_processes):
         assert re.search(pattern, error), error
 
 
+@pytest.mark.parametrize("complete", [range(0), range(4), range(5)])
+def test_one_process_fills_all_that_is_missing(tmp_path, complete):
+    (tmp_path / "e").mkdir()
+    folder = EmbeddingFolder.create("me", tmp_path / "e", dataclasses.replace(SHARED, dim=3))
+    for number in complete:
+        (tmp_path / "e" / f"part-{number:05d}.npy").touch()
+    share = shared(tmp_path / "e")
+    assert share.shards == [number for number in range(5) if number not in complete]
+    assert list(share.ranges) == [folder.positions(number) for number in share.shards]
+    assert share.every_rank_has_images == (len(complete) < 5)
+    assert share.begin(3).manifest == folder.manifest
+    share.close()
+
+
 EMBEDDINGS = torch.randn(10, 2, generator=torch.Generator().manual_seed(0))
 
 
