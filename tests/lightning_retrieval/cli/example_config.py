@@ -1,10 +1,9 @@
 """The example config of Glyphs in a small run, for the tests of `fit` and its siblings."""
 
+import csv
 from pathlib import Path
 
-IGNORED = [
-    "ignore:RetrievalEvaluation. (val|test) metrics cover 2 of:UserWarning",
-]
+IGNORED = ["ignore:RetrievalEvaluation. (val|test) metrics cover 2 of:UserWarning"]
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "glyphs.yaml"
 
@@ -33,3 +32,12 @@ def write_example(folder: Path, **changes: str) -> Path:
         text = text.replace(old, new)
     (folder / "glyphs.yaml").write_text(text)
     return folder / "glyphs.yaml"
+
+
+def metrics_of(folder: Path) -> list[dict[str, str]]:
+    """The rows of metrics.csv without the throughput."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        row.pop("train/images_per_second", None)
+    return rows

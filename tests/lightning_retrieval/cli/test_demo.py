@@ -25,10 +25,11 @@ from lightning_retrieval.cli.demo import (
     is_allowed_host,
     thumbnail,
 )
+from lightning_retrieval.cli.main import main
 from lightning_retrieval.cli.search_images import Hit
 from tests.browser import Browser
 from tests.lightning_retrieval.cli.glyph_commands import command, error_of, paths_of, run
-from tests.processes import StartedCommand
+from tests.processes import start_processes
 
 RESULTS = "document.querySelectorAll('#results .thumbnail-item')"
 ABOUT = "document.querySelector('#about').innerText"
@@ -71,7 +72,14 @@ def test_the_page_of_an_index(indexed, served, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.refusal
-def test_the_images_have_moved(indexed, served, capsys, tmp_path):
+def test_invalid_arguments(indexed, served, capsys, tmp_path):
+    for option, rule in (
+        ("-k=0", "argument -k: must be an integer >= 1, got 0"),
+        ("-k=many", "argument -k: must be an integer >= 1, got many"),
+        ("--port=65536", "argument --port: must be an integer from 1 to 65535, got 65536"),
+    ):
+        code, _, err = run(capsys, "demo", "--index=none", option)
+        assert (code, err.splitlines()[-1]) == (2, f"lightning-retrieval demo: error: {rule}")
     error = error_of(capsys, "demo", "--index", indexed / "index", "--images", tmp_path / "moved")
     assert error.startswith(f"demo: `--images` must be the folder of the index's images, got {tmp_path / 'moved'}")
     index = RetrievalIndex.load(indexed / "index")
@@ -85,41 +93,22 @@ def test_the_images_have_moved(indexed, served, capsys, tmp_path):
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("option", "rule"),
-    [
-        ("-k=0", "argument -k: must be an integer >= 1, got 0"),
-        ("-k=many", "argument -k: must be an integer >= 1, got many"),
-        ("--port=0", "argument --port: must be an integer from 1 to 65535, got 0"),
-        ("--port=65536", "argument --port: must be an integer from 1 to 65535, got 65536"),
-        ("--port=http", "argument --port: must be an integer from 1 to 65535, got http"),
-    ],
-)
-def test_invalid_numbers(option, rule, capsys):
-    code, _, err = run(capsys, "demo", "--index=none", option)
-    assert (code, err.splitlines()[-1]) == (2, f"lightning-retrieval demo: error: {rule}")
-
-
-@pytest.mark.refusal
 def test_gradio_is_not_installed(indexed, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "gradio", None)
     error = error_of(capsys, "demo", "--index", indexed / "index")
     assert error == "demo: the page needs Gradio; install it with pip install 'lightning-retrieval[demo]'.\n"
 
 
-def test_pixels_of_a_small_image_become_squares(tmp_path):
+def test_pixels_of_a_small_image_become_squares_and_a_large_image_is_made_smaller(tmp_path):
     image = Image.new("RGB", (10, 6), "white")
     image.putpixel((3, 2), (255, 0, 0))
     image.save(tmp_path / "small.png")
     shown = thumbnail(tmp_path / "small.png")
     assert shown.size == (320, 192)
     assert set(shown.getcolors()) == {(32 * 32, (255, 0, 0)), (320 * 192 - 32 * 32, (255, 255, 255))}
-
-
-@pytest.mark.parametrize(("size", "shown"), [((200, 100), (200, 100)), ((1280, 640), (SIDE, SIDE // 2))])
-def test_a_large_image_is_made_smaller(size, shown, tmp_path):
-    Image.new("RGB", size).save(tmp_path / "large.png")
-    assert thumbnail(tmp_path / "large.png").size == shown
+    for size, expected in (((200, 100), (200, 100)), ((1280, 640), (SIDE, SIDE // 2))):
+        Image.new("RGB", size).save(tmp_path / "large.png")
+        assert thumbnail(tmp_path / "large.png").size == expected
 
 
 def test_a_damaged_result_becomes_a_grey_square(tmp_path, monkeypatch):
@@ -167,23 +156,20 @@ def test_old_files_are_deleted_with_their_folders(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-FIRST_ON_A_USED_PORT = """
-import sys
-from lightning_retrieval.cli import demo
-from lightning_retrieval.cli.main import main
+def serve_after_a_used_port(rank, world_size, index, folder, port, used):
+    os.environ["GRADIO_TEMP_DIR"] = str(folder / "uploads")
+    serve = demo.serve_demo
 
-serve, used = demo.serve_demo, int(sys.argv.pop(1))
+    def serve_twice(searcher, images, *, port, **settings):
+        try:
+            serve(searcher, images, port=used, **settings)
+        except OSError as error:
+            print(error, flush=True)
+        return serve(searcher, images, port=port, **settings)
 
-def serve_twice(searcher, images, *, port, **settings):
-    try:
-        serve(searcher, images, port=used, **settings)
-    except OSError as error:
-        print(error, flush=True)
-    return serve(searcher, images, port=port, **settings)
-
-demo.serve_demo = serve_twice
-main()
-"""
+    demo.serve_demo = serve_twice
+    (folder / "pid").write_text(str(os.getpid()))
+    main(["demo", f"--index={index}", f"--port={port}", "-k12", "--device=cpu"])
 
 
 class Server:
@@ -192,17 +178,16 @@ class Server:
     def __init__(self, indexed, folder):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        self.address, self.uploads = f"http://127.0.0.1:{port}", folder / "uploads"
+        self.address, self.folder, self.uploads = f"http://127.0.0.1:{port}", folder, folder / "uploads"
         self.uploads.mkdir()
-        with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as used:
+        (folder / "process").mkdir()
+        with socket.create_server(("127.0.0.1", 0)) as used:
             self.used = used.getsockname()[1]
-            patch.setenv("GRADIO_TEMP_DIR", str(self.uploads))
-            program = [sys.executable, "-c", FIRST_ON_A_USED_PORT, str(self.used), "demo"]
-            options = [f"--index={indexed / 'index'}", f"--port={port}", "-k12", "--device=cpu"]
-            self.started = StartedCommand([*program, *options], folder)
+            args = (indexed / "index", folder, port, self.used)
+            (self.started,) = start_processes(serve_after_a_used_port, 1, *args, folder=folder / "process")
             end = time.monotonic() + 120
             while f"The page is at {self.address}/; Ctrl-C ends it." not in self.started.output():
-                assert self.started.process.poll() is None, self.started.output()
+                assert self.started.exit_code is None, self.started.output()
                 assert time.monotonic() < end, self.started.output()
                 time.sleep(0.2)
 
@@ -233,14 +218,10 @@ def server(indexed, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_port_that_is_in_use(server):
+@pytest.mark.refusal
+def test_a_port_that_is_in_use_and_invalid_requests_are_answered_with_a_sentence(server):
     message = f"demo: the page cannot be served on port {server.used} of 127.0.0.1, which may be in use; give another"
     assert message in server.started.output()
-
-
-@pytest.mark.slow
-@pytest.mark.refusal
-def test_invalid_requests_are_answered_with_a_sentence(server):
     for path in ("", "config", "gradio_api/info", "gradio_api/queue/status"):
         answer = httpx.get(f"{server.address}/{path}", headers={"Host": "evil.example:7860"})
         assert (answer.status_code, answer.text[:32]) == (421, "demo: the page is for 127.0.0.1 ")
@@ -301,6 +282,6 @@ def test_files_of_visitors_are_private_and_deleted_at_the_end(server, indexed):
     (folder,) = server.uploads.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert list(folder.rglob("5.png"))
-    os.kill(server.started.process.pid, signal.SIGTERM)
-    assert server.started.process.wait(30) == 0
+    os.kill(int((server.folder / "pid").read_text()), signal.SIGTERM)
+    assert server.started.wait(30) == 0
     assert list(server.uploads.iterdir()) == []

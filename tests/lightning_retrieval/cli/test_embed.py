@@ -1,6 +1,7 @@
-"""`embed` writes the embeddings of the model; after a kill, only the shards that are missing are embedded."""
+"""`embed` writes the embeddings of a checkpoint, of which no code is run; after a kill, it embeds what is missing."""
 
 import csv
+import io
 import os
 import shutil
 import signal
@@ -10,17 +11,20 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import nn
+from torchvision.transforms import v2
 
 from lightning_retrieval import Embedder, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli import embed as embed_module
 from lightning_retrieval.cli.embed import embed_images
-from lightning_retrieval.cli.embedding import ImageEmbedder, ListedImages
+from lightning_retrieval.cli.embedding import ImageEmbedder, ListedImages, load_checkpoint
+from lightning_retrieval.cli.main import main
+from lightning_retrieval.models import Preparation
+from lightning_retrieval.preparation.training_transforms import TrainingTransform
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.datamodules.trees import write_image
-from tests.lightning_retrieval.cli.glyph_commands import command, error_of, paths_of, save_checkpoint
+from tests.lightning_retrieval.cli.glyph_commands import command, error_of, indexing, paths_of, save_checkpoint
 from tests.processes import start_processes
-
-FORMATS = pytest.mark.parametrize("file_format", ["parquet", "npy"])
 
 
 def embedded(glyphs, output, **settings):
@@ -47,50 +51,23 @@ def test_embeddings_are_those_of_the_model(glyphs, tmp_path):
     assert {label for shard in shards for label in shard.labels} == {None}
 
 
-def test_a_run_that_was_killed_continues(glyphs, tmp_path, monkeypatch):
-    whole = embedded(glyphs, tmp_path / "whole")
-    real, seen = ImageEmbedder._embed_batch, []
-
-    def counted(self, images):
-        seen.append(len(images))
-        if len(seen) == 7:  # one image for the length of an embedding, four batches of the first shard, two more
-            raise KeyboardInterrupt
-        return real(self, images)
-
-    monkeypatch.setattr(ImageEmbedder, "_embed_batch", counted)
-    with pytest.raises(KeyboardInterrupt):
-        embedded(glyphs, tmp_path / "e", batch_size=4)
-    assert EmbeddingFolder("me", tmp_path / "e", whole.folder.manifest).missing() == [1, 2]
-    del seen[:]
-    seen += [0] * 7
-    done = embedded(glyphs, tmp_path / "e", batch_size=4)
-    assert done.written == 2
-    assert seen[7:] == [1, 4, 4, 4, 4, 4, 4]
-    for found, expected in zip(all_rows(tmp_path / "e"), all_rows(tmp_path / "whole")):
-        assert found.paths == expected.paths
-        assert torch.allclose(torch.from_numpy(found.embeddings), torch.from_numpy(expected.embeddings), atol=1e-6)
-
-
-@FORMATS
-def test_images_that_have_changed_are_embedded_again(glyphs, tmp_path, capsys, file_format):
+def test_images_that_have_changed_are_embedded_again(glyphs, tmp_path, capsys):
     """Under the same names, of a complete shard and of a missing one; shards without such images are kept."""
-    if file_format == "parquet":
-        pytest.importorskip("pyarrow")
     shutil.copytree(glyphs[0] / "images", tmp_path / "images")
     args = [f"--checkpoint={glyphs[0] / 'model.ckpt'}", f"--images={tmp_path / 'images'}", "--shard_size=16"]
-    args += [f"--format={file_format}", f"--output={tmp_path / 'e'}"]
+    args += ["--format=npy", f"--output={tmp_path / 'e'}"]
     assert command(capsys, "embed", *args)[0] == 0
-    (tmp_path / "e" / f"part-00002.{file_format}").unlink()
+    (tmp_path / "e" / "part-00002.npy").unlink()
     paths = sorted(paths_of(tmp_path / "images"))
-    kept = (tmp_path / "e" / f"part-00001.{file_format}").stat().st_mtime_ns
+    kept = (tmp_path / "e" / "part-00001.npy").stat().st_mtime_ns
     for path in (paths[3], paths[35]):
         image = Image.open(tmp_path / "images" / path).transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         image.save(tmp_path / "images" / path)
     code, out, err = command(capsys, "embed", *args)
     assert (code, err) == (0, "")
-    printed = f"40 embeddings of 24 dimensions in 3 {file_format} files, 1 of which were there"
+    printed = "40 embeddings of 24 dimensions in 3 npy files, 1 of which were there"
     assert out == f"{tmp_path / 'e'}: {printed}; made again, because images in them have changed: 1\n"
-    assert (tmp_path / "e" / f"part-00001.{file_format}").stat().st_mtime_ns == kept
+    assert (tmp_path / "e" / "part-00001.npy").stat().st_mtime_ns == kept
     embed_images(glyphs[0] / "model.ckpt", tmp_path / "images", tmp_path / "whole", file_format="npy", device="cpu")
     (expected,) = all_rows(tmp_path / "whole")
     found = np.concatenate([rows.embeddings for rows in all_rows(tmp_path / "e")])
@@ -104,9 +81,7 @@ def test_a_damaged_file_is_named_before_an_image_is_embedded(glyphs, tmp_path, m
     (tmp_path / "e" / "part-00002.npy").unlink()
     (tmp_path / "e" / "part-00001.npy").write_bytes(b"")
     monkeypatch.setattr(EmbeddingFolder, "write", None)  # calling it fails in another way
-    with pytest.raises(
-        ValueError, match=r"^embed_images: .*part-00001\.npy is damaged \(it is empty\); delete it, and"
-    ):
+    with pytest.raises(ValueError, match=r"^embed_images: .*part-00001\.npy is damaged \(it is empty\); delete it"):
         embedded(glyphs, tmp_path / "e")
 
 
@@ -127,7 +102,7 @@ def embed_until_killed(rank, world_size, folder, output, dying):
 @pytest.mark.slow  # four processes that load a checkpoint
 @pytest.mark.distributed
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_kill_costs_the_shards_in_work(glyphs, tmp_path, world_size):
+def test_a_kill_costs_the_shards_in_work(glyphs, tmp_path, world_size, monkeypatch):
     whole = embedded(glyphs, tmp_path / "whole", shard_size=4)
     (tmp_path / "processes").mkdir()
     dying = world_size - 1
@@ -145,8 +120,16 @@ def test_a_kill_costs_the_shards_in_work(glyphs, tmp_path, world_size):
     else:  # the other one has written all of its files, and says what has happened
         assert missing == [3, 5, 7, 9]
         assert "ConnectionError: embed_images: all files of this process are written, but" in started[0].output()
+    embed, images = RetrievalModule.embed, []
+
+    def counted(self, batch):
+        images.append(len(batch))
+        return embed(self, batch)
+
+    monkeypatch.setattr(RetrievalModule, "embed", counted)
     done = embedded(glyphs, tmp_path / "e", shard_size=4)
     assert done.written == len(missing)
+    assert sum(images) == 1 + 4 * len(missing)  # one image for the dimension
     for number in range(10):
         name = f"part-{number:05d}.npy"
         assert (tmp_path / "e" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
@@ -224,58 +207,24 @@ def test_a_folder_of_something_else_is_not_continued(glyphs, colour, tmp_path, c
         assert message in error_of(capsys, "embed", *args)
 
 
-def embedding(glyphs, output):
-    """Arguments that embed the images with the defaults of the command."""
-    return [
-        "embed",
-        f"--checkpoint={glyphs[0] / 'model.ckpt'}",
-        f"--images={glyphs[0] / 'images'}",
-        f"--output={output}",
-    ]
-
-
 def test_ctrl_c_says_how_to_continue(glyphs, tmp_path, capsys, monkeypatch):
     def interrupt(*args, **settings):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(embed_module, "embed_images", interrupt)
-    code, out, err = command(capsys, *embedding(glyphs, tmp_path / "e"))
+    code, out, err = command(capsys, "embed", *indexing(glyphs[0], tmp_path / "e")[1:])
     assert (code, out, err) == (130, "", f"embed: interrupted; the same command continues in {tmp_path / 'e'}.\n")
 
 
 @pytest.mark.refusal
-def test_a_missing_extra_is_named(glyphs, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    printed = error_of(capsys, *embedding(glyphs, tmp_path / "e"))
+def test_problems_of_an_embedding_are_reported(glyphs, tmp_path, capsys, monkeypatch):
+    """A missing extra, NaN, and a batch that does not fit into memory."""
+    embedding = ["embed", *indexing(glyphs[0], tmp_path / "e")[1:]]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pyarrow.parquet", None)
+        printed = error_of(capsys, *embedding)
     assert printed.startswith("embed: pyarrow must be installed for Parquet files: pip install 'lightning-retrieval[")
 
-
-USER_CODE = """
-from torchvision.transforms import v2
-from lightning_retrieval.preparation.training_transforms import TrainingTransform
-from lightning_retrieval.models import Preparation
-
-other = Preparation(32, 32, channels=1, mean=(0.3,), std=(0.2,))
-resize = TrainingTransform([v2.Resize((32, 32)), v2.Grayscale()], other, takes_pixels=False)
-"""
-
-
-def test_an_object_of_the_user_that_gives_uint8_is_called_as_a_function(glyphs, tmp_path, monkeypatch):
-    (tmp_path / "user_code_of_embedding.py").write_text(USER_CODE)
-    monkeypatch.syspath_prepend(tmp_path)
-    write_image(tmp_path / "a.png", size=(50, 40))
-    name = "user_code_of_embedding.resize"
-    model = glyphs[0] / "model.ckpt"
-    embedder = ImageEmbedder.load("X", model, transform=name, batch_size=1, num_workers=0, device="cpu")
-    (batch,) = embedder.embed(ListedImages.of_paths(tmp_path, ["a.png"]))
-    with torch.no_grad(), Image.open(tmp_path / "a.png") as image:
-        wanted = embedder.module.embed(embedder.transform(image.convert("RGB"))[None])
-    assert torch.equal(batch.embeddings, wanted)
-    assert embedder.dim() == 24
-
-
-@pytest.mark.refusal
-def test_nan_in_an_embedding_is_reported_with_the_image(glyphs, tmp_path, capsys):
     module = RetrievalModule(Embedder("glyph_net", embedding_dim=24), SmoothAPLoss())
     torch.nn.init.constant_(module.embedder.head.linear.weight, float("nan"))
     model = save_checkpoint(tmp_path / "nan.ckpt", module)
@@ -283,19 +232,82 @@ def test_nan_in_an_embedding_is_reported_with_the_image(glyphs, tmp_path, capsys
     printed = error_of(capsys, "index", *args)
     assert printed.startswith("index: embeddings must be finite, but the model gives NaN or inf for deeper/10.bmp;")
 
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory."),
-        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    ],
-)
-def test_a_batch_that_does_not_fit_into_memory(glyphs, tmp_path, capsys, monkeypatch, error):
     def embed(self, images):
-        raise error
+        raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(RetrievalModule, "embed", embed)
-    printed = error_of(capsys, *embedding(glyphs, tmp_path / "e"), "--format=npy")
+    printed = error_of(capsys, *embedding, "--format=npy")
     assert "`--batch_size` must be small enough for the memory of the device, got" in printed
+
+
+other = Preparation(32, 32, channels=1, mean=(0.3,), std=(0.2,))
+resize = TrainingTransform([v2.Resize((32, 32)), v2.Grayscale()], other, takes_pixels=False)
+
+
+def test_an_object_of_the_user_that_gives_uint8_is_called_as_a_function(glyphs, tmp_path):
+    write_image(tmp_path / "a.png", size=(50, 40))
+    settings = {"transform": f"{__name__}.resize", "batch_size": 1, "num_workers": 0, "device": "cpu"}
+    embedder = ImageEmbedder.load("X", glyphs[0] / "model.ckpt", **settings)
+    (batch,) = embedder.embed(ListedImages.of_paths(tmp_path, ["a.png"]))
+    with torch.no_grad(), Image.open(tmp_path / "a.png") as image:
+        wanted = embedder.module.embed(embedder.transform(image.convert("RGB"))[None])
+    assert torch.equal(batch.embeddings, wanted)
+    assert embedder.dim() == 24
+
+
+NET = {"class_path": "planted_module.Net", "init_args": {"in_features": 4, "out_features": 2}}
+LINEAR = {"class_path": "torch.nn.Linear", "init_args": {"in_features": 4, "out_features": 2}}
+LOSS = {"class_path": "lightning_retrieval.SmoothAPLoss", "init_args": {"tau": 0.1}}
+WEIGHTED = {"class_path": "lightning_retrieval.WeightedSum", "init_args": {"losses": {"ap": [1.0, NET]}}}
+COMMAND_LINE = {
+    "_instantiator": "pytorch_lightning.cli.instantiate_module",
+    "_class_path": "lightning_retrieval.RetrievalModule",
+    "embedder": LINEAR,
+    "loss": LOSS,
+}
+STRANGE = {
+    "described": {"embedder": NET, "loss": LOSS},
+    "nested": {"embedder": LINEAR, "loss": WEIGHTED},
+    "command_line": {**COMMAND_LINE, "embedder": NET},
+    "yaml": {**COMMAND_LINE, "optimizer": "{class_path: planted_module.Net}"},
+    "callable": {**COMMAND_LINE, "optimizer": "planted_module.Net"},
+    "instantiator": {**COMMAND_LINE, "_instantiator": "planted_module.Net"},
+}
+
+
+def write_strange_checkpoint(path, hyperparameters):
+    """A checkpoint of a linear layer with other hyperparameters."""
+    save_checkpoint(path, RetrievalModule(nn.Linear(4, 2), SmoothAPLoss()))
+    torch.save({**torch.load(path, weights_only=True), "hyper_parameters": hyperparameters}, path)
+    return path
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize("name", STRANGE)
+def test_checkpoint_imports_no_module_of_its_own(planted, tmp_path, name):
+    path = write_strange_checkpoint(tmp_path / "model.ckpt", STRANGE[name])
+    with pytest.raises(ValueError, match=r"^RetrievalModule: .*planted_module"):
+        RetrievalModule.load_from_checkpoint(io.BytesIO(path.read_bytes()))
+    with pytest.raises(ValueError, match=r"^index: `checkpoint` must be .* \(RetrievalModule: .*planted_module"):
+        load_checkpoint("index", path)
+    assert not planted[1].exists()
+
+
+@pytest.mark.parametrize("name", ["described", "command_line"])
+def test_an_object_or_a_module_that_the_user_has_imported_replaces_a_strange_class(planted, tmp_path, name):
+    path = write_strange_checkpoint(tmp_path / "model.ckpt", STRANGE[name])
+    module = RetrievalModule.load_from_checkpoint(path, embedder=nn.Linear(4, 2), loss=SmoothAPLoss(), strict=True)
+    assert type(module.embedder) is nn.Linear
+    assert not planted[1].exists()
+    net = __import__(planted[0]).Net
+    assert type(RetrievalModule.load_from_checkpoint(path).embedder) is net
+    assert type(load_checkpoint("index", path).embedder) is net
+
+
+def test_command_imports_the_modules_that_the_user_names(planted, tmp_path, capsys):
+    path = write_strange_checkpoint(tmp_path / "model.ckpt", STRANGE["command_line"])
+    arguments = ["index", f"--checkpoint={path}", f"--images={tmp_path / 'none'}", f"--output={tmp_path / 'index'}"]
+    for option in ([], [f"--import_module={planted[0]}"]):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main([*arguments, *option])
+        assert planted[1].exists() == bool(option)

@@ -1,63 +1,54 @@
-"""The example config through fit, validate, test and predict, and the messages about mistakes in a config."""
+"""The example config through fit, validate, test and predict, messages about mistakes, and other backbones."""
 
-import csv
+import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from PIL import Image
 
-from lightning_retrieval import RetrievalModule
+from lightning_retrieval import RetrievalIndex, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.cli.export import export_model
 from lightning_retrieval.cli.main import main
+from lightning_retrieval.models import Preparation
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
-from tests.lightning_retrieval.cli.example_config import EXAMPLE, IGNORED, SHORT, SMALL, write_example
-from tests.lightning_retrieval.cli.glyph_commands import run
-from tests.wandb_files import OfflineRun
+from tests.datamodules.trees_more import write_folders
+from tests.lightning_retrieval.cli.example_config import EXAMPLE, IGNORED, SHORT, SMALL, metrics_of, write_example
+from tests.lightning_retrieval.cli.glyph_commands import command, run
+from tests.lightning_retrieval.models.hugging_face_folders import write_folder
+from tests.processes import start_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(*IGNORED)]
 
 
+def fit_in_a_folder(rank, world_size, folder):
+    os.chdir(folder)
+    main(["fit", "--config", str(write_example(folder)), *SMALL, *SHORT])
+
+
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    """One short fit by the real command, with what it printed."""
+    """One short fit in a process of its own, with what it printed."""
     folder = tmp_path_factory.mktemp("fitted")
-    command = Path(sys.executable).with_name("lightning-retrieval")
-    printed = subprocess.run(
-        [command, "fit", "--config", write_example(folder), *SMALL, *SHORT],
-        cwd=folder,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert printed.returncode == 0, printed.stderr
+    (folder / "process").mkdir()
+    (started,) = start_processes(fit_in_a_folder, 1, folder, folder=folder / "process")
+    assert started.wait(120) == 0, started.output()
     (checkpoint,) = folder.rglob("0-*.ckpt")
-    return folder, checkpoint, printed.stdout
-
-
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open() as file:
-        return list(csv.DictReader(file))
+    return folder, checkpoint, started.output()
 
 
 def test_fit_trains_and_tests(fitted):
     folder, checkpoint, printed = fitted
     logs = folder / "glyphs/version_0"
-    assert {path.name for path in logs.iterdir()} >= {
-        "metrics.csv",
-        "curve.png",
-        "retrieval",
-        "config.yaml",
-        "checkpoints",
-    }
+    written = {"metrics.csv", "curve.png", "retrieval", "config.yaml", "checkpoints"}
+    assert written <= {path.name for path in logs.iterdir()}
     assert {path.name for path in (logs / "checkpoints").iterdir()} == {checkpoint.name, "last.ckpt"}
     table = [line.split() for line in printed.splitlines() if line.startswith("test/mAP ")]
     assert ["backbone", "untrained", "trained"] in [line.split() for line in printed.splitlines()]
     assert [len(line) for line in table] == [4]
-    logged = [float(row["test/mAP"]) for row in rows(logs / "metrics.csv") if row["test/mAP"]]
+    logged = [float(row["test/mAP"]) for row in metrics_of(logs) if row["test/mAP"]]
     assert [f"{value:.4f}" for value in logged] == table[0][2:]  # before and after
     assert yaml.safe_load((logs / "config.yaml").read_text())["trainer"]["limit_train_batches"] == 2
 
@@ -98,21 +89,6 @@ def test_validate_test_and_predict_load_the_checkpoint(fitted, tmp_path, capsys,
     assert [name, *expected] in lines
 
 
-def test_weights_and_biases_needs_one_line_of_the_config(tmp_path, end_offline_run):
-    csv, wandb_logger = "pytorch_lightning.loggers.CSVLogger", "lightning_retrieval.callbacks.RetrievalWandbLogger"
-    config = write_example(tmp_path, **{csv: wandb_logger, "every_n_epochs: 8": "every_n_epochs: 1"})
-    main(["fit", "--config", str(config), *SMALL, *SHORT, "--test_after_fit=false"])
-    end_offline_run()
-    (run,) = tmp_path.glob("wandb/offline-run-*")
-    assert list(run.glob("*.wandb"))
-    (saved,) = tmp_path.rglob("config.yaml")
-    assert saved.parent == tmp_path / "lightning-retrieval" / OfflineRun(run).id
-    sent = [path.name.split("_")[0] for path in run.glob("files/media/images/retrieval/*.png")]
-    drawn = [path for path in tmp_path.rglob("retrieval/val-*.png") if run not in path.parents]
-    assert sorted(sent) == ["curve", *["val"] * len(drawn)]
-    assert drawn
-
-
 def test_printed_config_can_be_read_again(tmp_path, capsys):
     _, printed, _ = run(capsys, "fit", "--config", EXAMPLE, "--print_config")
     (tmp_path / "printed.yaml").write_text(printed)
@@ -140,11 +116,12 @@ def printed_error(capsys, config, *options, command="fit"):
         ({"lightning_retrieval.datamodules.Glyphs": "lightning_retrieval.datamodules.Glyps"}, ["Glyps"]),
         ({"lightning_retrieval.Embedder": "lightning_retrieval.SmoothAPLoss"}, ["embedder", "SmoothAPLoss"]),
         ({"tau: 0.01": "tau: cold"}, ["tau", "cold"]),
+        ({"gradient_clip_val: 1.0": "chunk_size: 0"}, ["\nerror: ", "RetrievalModule: `chunk_size` must be", "got 0."]),
     ],
 )
 def test_mistakes_in_the_config_are_named(tmp_path, capsys, changes, named):
     printed = printed_error(capsys, write_example(tmp_path, **changes))
-    assert all(name in printed for name in named)
+    assert all(name in f"\n{printed}" for name in named)
 
 
 @pytest.mark.refusal
@@ -158,57 +135,108 @@ def test_a_command_without_a_config_that_exists(tmp_path, capsys):
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (
-            "--trainer.logger=TensorBoardLogger",
-            "TensorBoardLogger needs TensorBoard; install it with pip install 'lightning-retrieval[tensorboard]'.",
-        ),
-        (
-            "--model.embedder.backbone=timm/vit_tiny_patch16_224",
-            "Embedder: timm must be installed for `backbone` timm/vit_tiny_patch16_224: "
-            "pip install 'lightning-retrieval[timm]'.",
-        ),
-    ],
-)
-def test_a_package_that_a_config_needs_is_named_in_one_sentence(option, message, tmp_path, capsys, monkeypatch):
+def test_a_package_that_a_config_needs_is_named_in_one_sentence(tmp_path, capsys, monkeypatch):
     for name in ("_TENSORBOARD_AVAILABLE", "_TENSORBOARDX_AVAILABLE"):
         monkeypatch.setattr(f"lightning_fabric.loggers.tensorboard.{name}", False)
     monkeypatch.setitem(sys.modules, "timm", None)
-    printed = printed_error(capsys, write_example(tmp_path), option)
-    assert printed.splitlines()[-1].endswith(f"error: {message}")
+    for option, owner, extra in (
+        ("--trainer.logger=TensorBoardLogger", "TensorBoardLogger", "tensorboard"),
+        ("--model.embedder.backbone=timm/resnet18", "Embedder", "timm"),
+    ):
+        last_line = printed_error(capsys, write_example(tmp_path), option).splitlines()[-1]
+        assert f"error: {owner}" in last_line
+        assert last_line.endswith(f"pip install 'lightning-retrieval[{extra}]'.")
 
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"gradient_clip_val: 1.0": "chunk_size: 0"}, "RetrievalModule: `chunk_size` must be an integer >= 1, got 0."),
-        ({"backbone: glyph_net": "backbone: glyph_ne"}, "got 'glyph_ne'; close names are 'glyph_net'."),
-    ],
-)
-def test_an_invalid_value_is_named_in_one_sentence(tmp_path, capsys, changes, message):
-    printed = printed_error(capsys, write_example(tmp_path, **changes))
-    assert printed.splitlines()[-1].startswith("error: ")
-    assert printed.endswith(f"{message}\n")
-
-
-FAULTY = """
-from lightning_retrieval import SmoothAPLoss
 
 class Faulty(SmoothAPLoss):
     def __init__(self):
         super().__init__()
         int("my: own mistake")
-"""
 
 
 @pytest.mark.refusal
-def test_an_error_of_a_class_of_the_user_keeps_its_traceback(tmp_path, monkeypatch):
-    (tmp_path / "faulty_loss.py").write_text(FAULTY)
-    monkeypatch.syspath_prepend(tmp_path)
-    changes = {"lightning_retrieval.SmoothAPLoss\n      init_args:\n        tau: 0.01": "faulty_loss.Faulty"}
+def test_an_error_of_a_class_of_the_user_keeps_its_traceback(tmp_path):
+    loss = "lightning_retrieval.SmoothAPLoss\n      init_args:\n        tau: 0.01"
+    config = write_example(tmp_path, **{loss: f"{__name__}.Faulty"})
     with pytest.raises(ValueError, match="my: own mistake"):
-        main(["fit", "--config", str(write_example(tmp_path, **changes))])
-    sys.modules.pop("faulty_loss")
+        main(["fit", "--config", str(config)])
+
+
+TINY = {"depth": 1, "embed_dim": 24, "num_heads": 2}
+FAMILIES = {
+    "torchvision": {"backbone": "squeezenet1_1", "image_size": 64},
+    "timm": {"backbone": "timm/vit_tiny_patch16_224", "backbone_args": TINY},
+    "transformers": {"weights": "DEFAULT"},
+}
+# A training of one epoch on four classes of two images.
+CONFIG = """
+seed_everything: 0
+model:
+  class_path: lightning_retrieval.RetrievalModule
+  init_args:
+    embedder: {class_path: lightning_retrieval.Embedder}
+    loss: {class_path: lightning_retrieval.SmoothAPLoss}
+data:
+  class_path: lightning_retrieval.datamodules.ImageFolder
+  init_args: {root: images, classes_per_batch: 2, samples_per_class: 2, test_fraction: 0.5, num_workers: 0}
+trainer: {max_epochs: 1, accelerator: cpu, logger: false, enable_progress_bar: false, enable_model_summary: false}
+"""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def trained(request, tmp_path_factory):
+    """The name of a family, and the folder in which its backbone was trained."""
+    embedder = FAMILIES[request.param]
+    pytest.importorskip(request.param)
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "transformers":
+        write_folder(folder / "model")
+        embedder = {"backbone": f"hf/{folder / 'model'}", **embedder}
+    write_folders(folder / "images", ["a", "b", "c", "d"], images=2)
+    config = yaml.safe_load(CONFIG)
+    config["model"]["init_args"]["embedder"]["init_args"] = {"embedding_dim": 8, **embedder}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        main(["fit", "--config", str(folder / "config.yaml")])
+    for path in (folder / "model").glob("*"):  # what a checkpoint is loaded from is in it
+        path.unlink()
+    (checkpoint,) = folder.rglob("*.ckpt")
+    return checkpoint, folder / "images"
+
+
+def test_each_family_is_trained_loaded_and_searched_without_a_network(trained, tmp_path, capsys):
+    checkpoint, images = trained
+    hyperparameters = torch.load(checkpoint, weights_only=True)["hyper_parameters"]
+    assert json.loads(json.dumps(hyperparameters)) == hyperparameters  # plain data
+    module = RetrievalModule.load_from_checkpoint(checkpoint, weights_only=True)
+    assert module.embedder.backbone_name == hyperparameters["embedder"]["init_args"]["backbone"]
+    arguments = ["--checkpoint", checkpoint, "--images", images, "--output", tmp_path / "index"]
+    code, out, err = command(capsys, "index", *arguments)
+    assert (code, err) == (0, "")
+    assert "8 images, 8 dimensions" in out
+    assert len(RetrievalIndex.load(tmp_path / "index")) == 8
+    code, out, err = command(capsys, "search", "--index", tmp_path / "index", images / "b" / "1.jpg", "-k", 3)
+    assert (code, err) == (0, "")
+    assert "b/1.jpg" in out
+
+
+@pytest.mark.slow
+def test_each_family_is_exported(trained, tmp_path):
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    checkpoint, images = trained
+    made = export_model(checkpoint, tmp_path / "exported")
+    assert made.differences.keys() == {"model.onnx", "model.pt2"}
+    assert max(made.differences.values()) <= 1e-5
+    preparation = Preparation(**made.about["preparation"])
+    files = sorted(images.rglob("*.jpg"))
+    pixels = torch.stack([preparation.to_uint8(Image.open(file)) for file in files])
+    session = onnxruntime.InferenceSession(tmp_path / "exported" / "model.onnx")
+    (found,) = session.run(None, {"images": pixels.numpy()})
+    program = torch.export.load(tmp_path / "exported" / "model.pt2").module()
+    module = RetrievalModule.load_from_checkpoint(checkpoint, weights_only=True).eval()
+    with torch.no_grad():
+        expected = module.embed(torch.stack([module.embedder.preparation(Image.open(file)) for file in files]))
+        torch.testing.assert_close(program(pixels), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0, atol=1e-5)

@@ -1,27 +1,23 @@
 """`index` of a folder of images and of embeddings: what is in it, when it is replaced, and what is printed."""
 
 import dataclasses
-import importlib
 import json
 import re
 import shutil
 import sys
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from PIL import Image
 from torchvision.transforms import v2
 
 from lightning_retrieval import Embedder, PCAWhitening, RetrievalIndex, RetrievalModule, SmoothAPLoss
 from lightning_retrieval.cli.embedding import ImageEmbedder
-from lightning_retrieval.cli.index import index_embeddings, index_images
-from lightning_retrieval.datamodules import ImageFolder
+from lightning_retrieval.cli.index import index_embeddings
 from lightning_retrieval.models import Preparation
 from lightning_retrieval.preparation.serialised import serialise_transform
 from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.datamodules.trees import write_image
-from tests.datamodules.trees_more import write_folders
 from tests.lightning_retrieval.cli.glyph_commands import (
     command,
     error_of,
@@ -30,8 +26,6 @@ from tests.lightning_retrieval.cli.glyph_commands import (
     run,
     save_checkpoint,
 )
-
-MEDIUM = v2.Compose([v2.Resize((64, 64)), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)])
 
 
 def similarities(capsys, query, index, k):
@@ -53,6 +47,7 @@ def test_factory_parameters_and_shards_are_those_of_the_index(glyphs, tmp_path, 
     assert (made.shards, made.parameters, len(made)) == (2, "nprobe=2", 40)
     assert made.about["preparation"] == {"preparation": Preparation.named("glyphs").as_dict()}
     assert made.about["channels"] == 1
+    assert made.about["preparation_from"] in ("default", "model")
 
 
 def test_embeddings_include_whitening_and_scales_of_the_module(glyphs, tmp_path, capsys):
@@ -89,7 +84,9 @@ def test_all_commands_decode_at_the_reduced_scale_of_the_checkpoint(tmp_path, ca
             images.append(Preparation.named("glyphs")(image.convert("RGB")))
     expected = torch.nn.functional.normalize(module.embed(torch.stack(images)), dim=1).detach()
     code, out, _ = command(capsys, *indexing(tmp_path, tmp_path / "index"))
-    assert (code, "reduced_scale=True" in out) == (0, True)
+    assert (code, "reduced_scale=True), as the checkpoint says\n" in out) == (0, True)
+    printed = error_of(capsys, *indexing(tmp_path, tmp_path / "other", "--transform=glyphs"))
+    assert printed.startswith("index: `--transform` must be that of the model")
     index = RetrievalIndex.load(tmp_path / "index")
     assert index.about["preparation"] == {"preparation": preparation.as_dict()}
     assert torch.allclose(index.embeddings(torch.arange(6)), expected, atol=1e-5)
@@ -102,54 +99,14 @@ def test_all_commands_decode_at_the_reduced_scale_of_the_checkpoint(tmp_path, ca
     assert torch.allclose(torch.nn.functional.normalize(torch.from_numpy(rows), dim=1), expected, atol=1e-5)
 
 
-def trained(folder, **settings):
-    """A checkpoint that a fit on a folder of images wrote, then gone on with for an epoch more."""
-    write_folders(folder / "images", ["a", "b", "c", "d"], images=2)
-    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    sizes = {"classes_per_batch": 2, "samples_per_class": 2, "test_fraction": 0.5, "train_transform": MEDIUM}
-    path = folder / "model.ckpt"
-    for epochs in (1, 2):
-        data = ImageFolder(folder / "images", **sizes, **settings)
-        torch.manual_seed(0)
-        module = RetrievalModule(Embedder("squeezenet1_1", embedding_dim=8), SmoothAPLoss())
-        trainer = pl.Trainer(
-            max_epochs=epochs, limit_val_batches=0, default_root_dir=folder, enable_checkpointing=False, **quiet
-        )
-        trainer.fit(module, data, ckpt_path=path if epochs == 2 else None, weights_only=True)
-        trainer.save_checkpoint(path)
-    assert trainer.current_epoch == 2
-
-
-@pytest.mark.slow
-def test_images_are_prepared_as_the_checkpoint_says(tmp_path, capsys):
-    trained(tmp_path, transform="roadmap", image_size=64, background="black")
-    code, out, err = command(capsys, *indexing(tmp_path, tmp_path / "index"))
-    assert (code, err) == (0, "")
-    shown = "Preparation(image_size=64, resize=[73, 73], background=black)"
-    assert out.startswith(f"images prepared with {shown}, as the checkpoint says\n")
-    about = RetrievalIndex.load(tmp_path / "index").about
-    assert Preparation(**about["preparation"]["preparation"]) == Preparation(64, (73, 73), background="black")
-    printed = error_of(capsys, *indexing(tmp_path, tmp_path / "other", "--transform=plain"))
-    assert printed.startswith("index: `--transform` must be that of the model")
-    assert f"{shown}, got 'plain'" in printed
-
-
-USER_CODE = """
-from torchvision.transforms import v2
-import torch
-
-def evaluate(image):
-    return v2.functional.to_dtype(v2.functional.to_image(image.resize((64, 64))), torch.float32, scale=True)
-"""
-
-
-@pytest.mark.slow
 @pytest.mark.refusal
-def test_a_function_is_imported_only_if_the_user_names_it(tmp_path, capsys, monkeypatch):
-    (tmp_path / "user_code_of_index.py").write_text(USER_CODE)
+def test_a_function_is_imported_only_if_the_user_names_it(colour, tmp_path, capsys, monkeypatch):
+    code = "import torch\n\ndef evaluate(image):\n    return torch.ones(3, 64, 64)\n"
+    (tmp_path / "user_code_of_index.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    trained(tmp_path, eval_transform=importlib.import_module("user_code_of_index").evaluate)
-    del sys.modules["user_code_of_index"]
+    content = torch.load(colour[0], weights_only=True)
+    torch.save({**content, "preparation": {"function": "user_code_of_index.evaluate"}}, tmp_path / "model.ckpt")
+    write_image(tmp_path / "images" / "0.jpg")
     must_be_given = "`--transform` must be given, because the model was evaluated with user_code_of_index.evaluate"
     assert must_be_given in error_of(capsys, *indexing(tmp_path, tmp_path / "index"))
     printed = error_of(capsys, *indexing(tmp_path, tmp_path / "index", "--transform=os.remove"))
@@ -158,7 +115,7 @@ def test_a_function_is_imported_only_if_the_user_names_it(tmp_path, capsys, monk
     assert not (tmp_path / "index").exists()
     option = "--transform=user_code_of_index.evaluate"
     assert command(capsys, *indexing(tmp_path, tmp_path / "index", option))[0] == 0
-    query = ["search", f"--index={tmp_path / 'index'}", tmp_path / "images" / "a" / "0.jpg"]
+    query = ["search", f"--index={tmp_path / 'index'}", tmp_path / "images" / "0.jpg"]
     assert must_be_given in error_of(capsys, *query)
     assert command(capsys, *query, option)[0] == 0
 
@@ -187,36 +144,10 @@ def test_images_are_upright_and_in_colour_whatever_the_file_format(colour, trans
     with torch.no_grad():
         rows = [module(prepare(image)[None])[0] for image in (upright, upright, grey.convert("RGB"))]
     expected = torch.nn.functional.normalize(torch.stack(rows), dim=1)
-    found = RetrievalIndex.load(tmp_path / "index").embeddings(torch.arange(3))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    made = RetrievalIndex.load(tmp_path / "index")
+    torch.testing.assert_close(made.embeddings(torch.arange(3)), expected, rtol=0, atol=1e-5)
+    assert made.about["preparation_from"] == "argument"
     assert expected[2] @ expected[0] < 1 - 1e-4  # or the test would show nothing
-
-
-def test_the_index_records_where_the_preparation_came_from(indexed, tmp_path):
-    sources = []
-    for number, transform in enumerate((None, "glyphs")):
-        index, unreadable = index_images(
-            indexed / "model.ckpt", indexed / "images" / "1", tmp_path / str(number), transform=transform
-        )
-        assert unreadable == []
-        assert index.about["preparation"] == {"preparation": Preparation.named("glyphs").as_dict()}
-        sources.append(index.about["preparation_from"])
-    assert sources[0] in ("default", "model")
-    assert sources[1] == "argument"
-
-
-def test_unreadable_images_are_named_and_the_others_indexed(glyphs, tmp_path, capsys):
-    shutil.copytree(glyphs[0], tmp_path, dirs_exist_ok=True)
-    (tmp_path / "images" / "a\nb.jpg").write_bytes(b"no image")
-    content = (tmp_path / "images" / paths_of(tmp_path / "images")[8]).read_bytes()
-    (tmp_path / "images" / "cut.png").write_bytes(content[: len(content) // 2])
-    code, out, err = command(capsys, *indexing(tmp_path, tmp_path / "index2"))
-    assert code == 1
-    assert "40 images" in out
-    first, second = err.splitlines()
-    assert first.startswith(r"index: cannot read the image a\nb.jpg (cannot identify image file")
-    assert second.startswith("index: cannot read the image cut.png (")
-    assert first.endswith("; skipped.")
 
 
 @pytest.fixture
@@ -241,14 +172,10 @@ def files_of(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kind", ["images", "embeddings"])
-def test_rows_that_were_added_by_hand_are_only_lost_where_that_is_asked_for(
-    kind, indexed, embeddings, tmp_path, capsys
-):
-    args = indexing(indexed, tmp_path / "index")
-    if kind == "embeddings":
-        args = ["index", f"--embeddings={embeddings}", f"--output={tmp_path / 'index'}"]
-    assert run(capsys, *args)[0] == 0
+def test_rows_that_were_added_by_hand_are_only_lost_where_that_is_asked_for(indexed, embeddings, tmp_path, capsys):
+    """Of an index of embeddings, which is that of the images, so `search` embeds its queries in the same way."""
+    args = ["index", f"--embeddings={embeddings}", f"--output={tmp_path / 'index'}"]
+    assert run(capsys, *args) == (0, f"{tmp_path / 'index'}: 40 images, 24 dimensions, Flat (exact)\n", "")
     left = changed_by_hand(tmp_path / "index")
     before = files_of(tmp_path / "index")
     code, _, err = run(capsys, *args)
@@ -265,6 +192,7 @@ def test_rows_that_were_added_by_hand_are_only_lost_where_that_is_asked_for(
     assert updated.ids.tolist() == [*left.tolist(), 40, 41]  # after the largest id that is left
     paths = dict(zip(updated.paths(updated.ids), updated.embeddings()))
     assert paths.keys() == set(expected.paths(expected.ids))
+    assert updated.about == expected.about
     for path, row in zip(expected.paths(expected.ids), expected.embeddings()):
         torch.testing.assert_close(paths[path], row, rtol=0, atol=1e-6)
 
@@ -282,6 +210,12 @@ def test_an_update_embeds_only_the_images_that_are_new(own_copy, capsys, monkeyp
     (own_copy / "images" / "bad.png").write_text("no image")
     printed = error_of(capsys, *args[:-1])
     assert f"but 1 of the 40 rows of {own_copy / 'index'} are not, because their images are not" in printed
+    content = (own_copy / "images" / paths[9]).read_bytes()
+    (own_copy / "images" / "new.png").rename(own_copy / "images" / paths[7])
+    (own_copy / "images" / paths[9]).write_bytes(b"damaged")  # rows of images that cannot be read any more are not lost
+    assert f"but 1 of the 40 rows of {own_copy / 'index'} are not, because" in error_of(capsys, *args[:-1])
+    (own_copy / "images" / paths[7]).rename(own_copy / "images" / "new.png")
+    (own_copy / "images" / paths[9]).write_bytes(content)
     real, seen = ImageEmbedder.embed_all, []
 
     def counted(self, listed, positions):
@@ -292,7 +226,7 @@ def test_an_update_embeds_only_the_images_that_are_new(own_copy, capsys, monkeyp
     code, out, err = command(capsys, *args)
     assert (code, sorted(seen)) == (1, ["bad.png", "new.png"])
     assert "40 images, 24 dimensions, IVF2,Flat" in out
-    assert err.startswith("index: cannot read the image bad.png")
+    assert err.startswith("index: cannot read the image bad.png (cannot identify image file")
     made = RetrievalIndex.load(own_copy / "index")
     assert set(made.paths(made.ids)) == {*paths, "new.png"} - {paths[7]}
 
@@ -329,22 +263,10 @@ def test_an_index_of_something_else_is_only_replaced_where_that_is_asked_for(ind
 
 
 @pytest.mark.refusal
-def test_rows_of_images_that_cannot_be_read_any_more_are_not_lost(own_copy, indexed, capsys):
-    images = own_copy / "images"
-    assert command(capsys, *indexing(own_copy, own_copy / "index"))[0] == 0
-    (images / paths_of(images)[9]).write_bytes(b"damaged")
-    printed = error_of(capsys, *indexing(own_copy, own_copy / "index"))
-    assert f"but 1 of the 40 rows of {own_copy / 'index'} are not, because their images are not among" in printed
-    assert len(RetrievalIndex.load(own_copy / "index")) == 40
-
-
-@pytest.mark.refusal
-def test_invalid_arguments_are_reported_in_one_sentence(glyphs, colour, indexed, tmp_path, capsys):
+def test_invalid_arguments_are_reported_in_one_sentence(glyphs, colour, indexed, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ImageEmbedder, "embed_all", None)  # calling it fails in another way
     index = indexing(indexed, tmp_path / "index")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    (tmp_path / "unreadable").mkdir()
-    (tmp_path / "unreadable" / "a.png").write_text("no image")
+    (tmp_path / "empty").mkdir()
     (tmp_path / "no.ckpt").write_text("no checkpoint")
     for more, message in (
         ([f"--checkpoint={colour[0]}", "--transform=glyphs"], "takes, 3, got 'glyphs', which gives 1; take 'plain'."),
@@ -352,13 +274,13 @@ def test_invalid_arguments_are_reported_in_one_sentence(glyphs, colour, indexed,
         ([f"--checkpoint={tmp_path}"], f"must be a file that training wrote, got {tmp_path}, which is a folder"),
         ([f"--checkpoint={tmp_path / 'no.ckpt'}"], "must be the checkpoint of a RetrievalModule"),
         (["--images=gone"], "`--images` must be a folder of images, got gone"),
-        ([f"--images={empty}"], f"`--images` must be a folder of images, got {empty}, which holds no image"),
-        ([f"--images={tmp_path / 'unreadable'}"], "index: none of the 1 images can be read, the first: cannot read"),
+        ([f"--images={tmp_path / 'empty'}"], f"got {tmp_path / 'empty'}, which holds no image"),
         ([f"--output={indexed}"], "must be written to a new folder or over an index"),
+        ([f"--output={'n' * 500}"], ": a path must have names of at most 255 bytes, got "),
         (["--batch_size=0"], "`--batch_size` must be an integer >= 1, got 0"),
         (["--num_workers=-1"], "`--num_workers` must be an integer >= 0, got -1"),
-        (["--factory=IVF64,Flat"], "`--factory` 'IVF64,Flat' must be trained"),
-        ([f"--output={'n' * 500}"], ": a path must have names of at most 255 bytes, got "),
+        (["--factory=PQ5"], "RetrievalIndex: `--factory` must be "),
+        (["--parameters=nprobe=3"], "RetrievalIndex: `--parameters` must be "),
         (["--transform=none"], "`--transform` must be one of 'plain', "),
         (["--transform=plain"], "takes, 1, got 'plain', which gives 3; take 'glyphs'."),
         (["--transform=os.system"], "`--transform` must name a function of yours from a PIL image to a tensor, got"),
@@ -368,99 +290,61 @@ def test_invalid_arguments_are_reported_in_one_sentence(glyphs, colour, indexed,
         (["--transform=numpy.nothing"], "must name a function that can be imported, got numpy.nothing ("),
     ):
         assert message in error_of(capsys, *index, *more)
-    with pytest.raises(ValueError, match=r"^index_images: `device` must be a device.*, got 'meat'"):
-        index_images(indexed / "model.ckpt", indexed / "images", tmp_path / "index", device="meat")
+    for args, message in (
+        (["--images=x"], "the following arguments are required: --checkpoint, or --embeddings instead"),
+        (["--embeddings=x", "--images=x"], "--images must not be given with --embeddings"),
+        (["--embeddings=x", "--update", "--overwrite"], "not allowed with argument --update"),
+    ):
+        code, out, err = run(capsys, "index", "--output=x", *args)
+        assert (code, out, message in err) == (2, "", True)
     assert not (tmp_path / "index").exists()
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize("bad", ["--factory=Flatt", "--factory=PQ5", "--factory=HNSW8,PQ4", "--parameters=nprobe=3"])
-def test_invalid_index_settings_raise_before_an_image_is_read(bad, indexed, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(ImageEmbedder, "embed_all", None)  # calling it fails in another way
-    printed = error_of(capsys, *indexing(indexed, tmp_path / "index", bad))
-    assert printed.startswith("RetrievalIndex: `--")
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--images=x"], "the following arguments are required: --checkpoint, or --embeddings instead"),
-        (
-            ["--embeddings=x", "--images=x"],
-            "--images must not be given with --embeddings, because no image is embedded",
-        ),
-        (["--embeddings=x", "--update", "--overwrite"], "not allowed with argument --update"),
-    ],
-)
-def test_arguments_that_do_not_fit_together(args, message, capsys):
-    code, out, err = run(capsys, "index", "--output=x", *args)
-    assert (code, out) == (2, "")
-    assert message in err
-
-
-def test_an_index_of_embeddings_is_that_of_the_images(indexed, embeddings, tmp_path, capsys):
-    code, out, err = run(capsys, "index", "--embeddings", embeddings, "--output", tmp_path / "index")
-    assert (code, out, err) == (0, f"{tmp_path / 'index'}: 40 images, 24 dimensions, Flat (exact)\n", "")
-    made, expected = RetrievalIndex.load(tmp_path / "index"), RetrievalIndex.load(indexed / "index")
-    assert torch.equal(made.ids, expected.ids)
-    assert made.paths(made.ids) == expected.paths(made.ids)
-    torch.testing.assert_close(made.embeddings(), expected.embeddings(), rtol=0, atol=1e-6)
-    assert made.about == expected.about  # so `search` embeds its queries in the same way
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["index"]  # no temporary file
-
-
-def test_an_index_is_trained_on_rows_of_all_files(embeddings, tmp_path):
-    settings = {"factory": "IVF20,Flat", "parameters": "nprobe=20", "shards": 2}
-    made, unreadable = index_embeddings(embeddings, tmp_path / "i", **settings)  # the 15 rows of a file do not suffice
-    assert (len(made), made.shards, unreadable) == (40, 2, [])
-    assert made.recall > 0.97  # measured on rows of all files; near ties go either way
+def test_images_of_which_none_can_be_read_or_too_few(indexed, tmp_path, capsys):
+    (tmp_path / "a.png").write_text("no image")
+    printed = error_of(capsys, *indexing(indexed, tmp_path / "index", f"--images={tmp_path}"))
+    assert printed.startswith("index: none of the 1 images can be read, the first: cannot read")
+    printed = error_of(capsys, *indexing(indexed, tmp_path / "index", "--factory=IVF64,Flat"))
+    assert "`--factory` 'IVF64,Flat' must be trained" in printed
+    assert not (tmp_path / "index").exists()
 
 
 def test_an_index_that_is_built_on_disk_has_the_same_files(embeddings, tmp_path, capsys):
-    more = ["--factory=IVF2,Flat", "--parameters=nprobe=2", "--shards=2"]
+    """The 15 rows of a file do not suffice for its training."""
+    more = ["--factory=IVF20,Flat", "--parameters=nprobe=20", "--shards=2"]
     printed = {}
     for name, on_disk in {"memory": [], "disk": ["--rows_in_memory=65536"]}.items():
         code, out, err = run(capsys, "index", "--embeddings", embeddings, "--output", tmp_path / name, *more, *on_disk)
         assert (code, err) == (0, "")
         printed[name] = out.replace(str(tmp_path / name), "")
     assert printed["disk"] == printed["memory"]
+    assert RetrievalIndex.load(tmp_path / "disk").recall > 0.97  # measured on rows of all files
     files = {path.name: path.read_bytes() for path in (tmp_path / "memory").glob("files-*/*")}
     assert len(files) == 5
     assert {path.name: path.read_bytes() for path in (tmp_path / "disk").glob("files-*/*")} == files
 
 
 @pytest.mark.refusal
-def test_settings_are_validated_before_a_file_is_read(embeddings, tmp_path):
-    shutil.copytree(embeddings, tmp_path / "e")
-    (tmp_path / "e" / "part-00000.npy").write_bytes(b"damaged")
-    on_disk = {"factory": "IVF2,Flat", "rows_in_memory": 65_536}
-    for settings, message in (
-        ({**on_disk, "factory": "Flat"}, "`factory` must be IVF with Flat, SQ or PQ, .* got 'Flat'"),
-        ({**on_disk, "rows_in_memory": 65_535}, "`rows_in_memory` must be an integer >= 65536, got 65535"),
-        ({**on_disk, "store": f"milvus:{tmp_path / 'i.db'}"}, "`rows_in_memory` must not be given with a store in"),
-        ({"factory": "IVF2,PQ7x4"}, "that fits inner products of 24 numbers, got 'IVF2,PQ7x4'"),
-        ({}, "part-00000.npy is damaged"),  # only then
-    ):
-        with pytest.raises(ValueError, match=message):
-            index_embeddings(tmp_path / "e", tmp_path / "i", **settings)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["e"]
-
-
-@pytest.mark.refusal
-def test_a_bad_file_is_named_before_an_index_is_made(embeddings, tmp_path):
+def test_invalid_settings_and_then_bad_files_are_named_before_an_index_is_made(embeddings, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"^index_embeddings: the embeddings must be a folder with _manifest\."):
         index_embeddings(tmp_path, tmp_path / "i")
     folder, bad = tmp_path / "e", tmp_path / "e" / "part-00001.npy"
     shutil.copytree(embeddings, folder)
 
-    def fails(message):
-        with pytest.raises(ValueError, match=f"^index_embeddings: .*{message}"):
-            index_embeddings(folder, tmp_path / "i")
+    def fails(message, owner="index_embeddings", **settings):
+        with pytest.raises(ValueError, match=f"^{owner}: .*{message}"):
+            index_embeddings(folder, tmp_path / "i", **settings)
 
     content = bytearray(bad.read_bytes())
     content[-1] ^= 1
     bad.write_bytes(content)
+    on_disk = {"owner": "RetrievalIndex", "factory": "IVF2,Flat", "rows_in_memory": 65_536}
+    fails("`factory` must be IVF with Flat, SQ or PQ, .* got 'Flat'", **{**on_disk, "factory": "Flat"})
+    fails("`rows_in_memory` must be an integer >= 65536, got 65535", **{**on_disk, "rows_in_memory": 65_535})
+    settings = {**on_disk, "owner": "index_embeddings", "store": f"milvus:{tmp_path / 'i.db'}"}
+    fails("`rows_in_memory` must not be given with a store in", **settings)
+    fails("that fits inner products of 24 numbers, got 'IVF2,PQ7x4'", "RetrievalIndex", factory="IVF2,PQ7x4")
     fails(r"part-00001.npy is damaged \(.*, which keeps the others")
     shutil.copy(embeddings / "part-00000.npy", bad)
     shutil.copy(embeddings / "part-00000.json", bad.with_suffix(".json"))

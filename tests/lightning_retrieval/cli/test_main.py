@@ -2,15 +2,17 @@
 
 import importlib
 import inspect
+import itertools
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
+from PIL import Image
 
 from lightning_retrieval import datamodules
+from lightning_retrieval.cli.check import DATA_MODULES, data_modules
 from lightning_retrieval.cli.main import LIGHTNING_COMMANDS, OTHER_COMMANDS, main
 from lightning_retrieval.cli.options import TRANSFORMS, command_line_message, printable
 from lightning_retrieval.datamodules import RetrievalDataModule
@@ -31,14 +33,6 @@ CLASSES = [
       if isinstance(found := getattr(datamodules, name), type) and issubclass(found, RetrievalDataModule)
       and not inspect.isabstract(found)),
 ]  # fmt: skip
-
-
-@pytest.mark.slow
-def test_the_console_script():
-    program = Path(sys.executable).with_name("lightning-retrieval")
-    done = subprocess.run([program, "index", "--help"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: lightning-retrieval index ")
 
 
 @pytest.mark.refusal
@@ -128,15 +122,7 @@ def is_whole(shown, description):
 def test_help_of_a_command_has_whole_sentences_in_80_columns(command, help_of):
     printed = help_of(NARROW, command, "--help")
     named = {line.split()[0].rstrip(",") for line in printed.splitlines() if line.startswith("  -")}
-    assert {
-        "-h",
-        "-c",
-        "--trainer.max_epochs",
-        "--trainer.model_registry",
-        "--model",
-        "--model.help",
-        "--data",
-    } <= named
+    assert {"-h", "-c", "--trainer.max_epochs", "--model", "--model.help", "--data"} <= named
     shown = sentences(printed, "trainer")
     described = arguments_of(pl.Trainer.__init__)
     assert len(shown) > 40
@@ -144,14 +130,10 @@ def test_help_of_a_command_has_whole_sentences_in_80_columns(command, help_of):
     name = "--trainer.check_val_every_n_epoch"
     assert f"  {name}\n      Perform a validation loop after every `N` training epochs [1]\n" in printed
     assert "--data.help lightning_retrieval.datamodules.CUB200" in printed
-
-
-@pytest.mark.parametrize("command", ["fit", "predict"])
-def test_help_of_a_command_fits_on_a_wide_screen_for_each_group(command, help_of):
     printed = help_of(WIDE, command, "--help")
     assert max(len(group.splitlines()) for group in printed.split("\n\n")) <= LINES
-    (epochs,) = (line for line in printed.splitlines() if "--trainer.check_val_every_n_epoch" in line)
-    assert re.fullmatch(r"  --trainer.check_val_every_n_epoch +Perform a validation loop after .* \[1\]", epochs)
+    (epochs,) = (line for line in printed.splitlines() if name in line)
+    assert re.fullmatch(rf"  {name} +Perform a validation loop after .* \[1\]", epochs)
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -184,23 +166,17 @@ def test_help_of_another_command_has_whole_sentences_in_80_columns(args, help_of
     assert narrow == endless
 
 
-def test_arguments_become_options():
+def test_owners_become_the_command_and_arguments_its_options():
     error = ValueError("search_images: `k` must be at most the `images` of `index_images`, got `other`.")
     message = "search: `-k` must be at most the `--images` of `lightning-retrieval index`, got `other`."
     assert command_line_message("search", error, ["k", "images"]) == message
-
-
-def test_a_function_of_another_command_becomes_the_command_that_called_it():
-    error = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
-    assert command_line_message("demo", error, []) == str(error)
-    error = ValueError("search_images: `checkpoint` must be given.")
-    assert command_line_message("demo", error, ["checkpoint"]) == "demo: `--checkpoint` must be given."
-
-
-def test_owners_of_other_messages_are_kept():
+    error = ValueError("search_images: `images` must be given.")  # which another command has called
+    assert command_line_message("demo", error, ["images"]) == "demo: `--images` must be given."
     error = ValueError("RetrievalIndex: `factory` must be one of search_images: `factory`.")
     message = "RetrievalIndex: `--factory` must be one of search_images: `--factory`."
     assert command_line_message("search", error, ["factory"]) == message
+    error = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+    assert command_line_message("demo", error, []) == str(error)
 
 
 def test_characters_that_cannot_be_printed_are_escaped():
@@ -209,3 +185,39 @@ def test_characters_that_cannot_be_printed_are_escaped():
 
 def test_names_of_transforms_are_those_of_the_preparations_that_exist():
     assert Preparation.NAMES == TRANSFORMS
+
+
+def test_counts_and_missing_files(tmp_path, capsys):
+    for label, number in itertools.product("abcd", range(2)):
+        (tmp_path / label).mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8), (ord(label), number, 0)).save(tmp_path / label / f"{number}.png")
+    code, out, err = run(capsys, "check", "--data", "ImageFolder", "--root", tmp_path, "--test_fraction", 0.25)
+    assert (code, err) == (0, "")
+    assert [line.split() for line in out.splitlines()[1:3]] == [["train", "6", "3"], ["test", "2", "1"]]
+    assert out.splitlines()[3:] == ["note: all images have 8 x 8 pixels"]
+
+    (tmp_path / "table.csv").write_text("image,label,split\na/0.png,a,train\nb/0.png,b,test\ngone.png,b,test\n")
+    table = tmp_path / "table.csv"
+    code, out, err = run(capsys, "check", "--data=ImageTable", "--root", tmp_path, "--table", table)
+    assert (code, err) == (1, "")
+    assert "missing: gone.png" in out.splitlines()
+
+
+def test_glyphs_need_no_root(capsys):
+    code, out, err = run(capsys, "check", "--data", "Glyphs")
+    assert err == ""
+    rows = [line.split() for line in out.splitlines()[:4]]
+    assert rows[0] == ["split", "images", "classes", "published:", "images", "classes"]
+    assert [row[0] for row in rows[1:]] == ["train", "val", "test"]
+    assert (code == 0) == all(row[1:3] == row[3:] for row in rows[1:])  # as with the fonts of the table
+
+
+def test_data_modules_are_known_by_name(capsys):
+    assert list(DATA_MODULES) == sorted(data_modules())
+    code, _, err = run(capsys, "check", "--data", "Nothing", "--root", "x")
+    assert (code, "invalid choice: 'Nothing'" in err) == (2, True)
+    assert "DataModule" not in err  # not the classes that are made to be subclassed
+    code, out, _ = run(capsys, "check", "--help")
+    assert (code, [name for name in DATA_MODULES if name not in out]) == (0, [])
+    code, out, _ = run(capsys, "check", "--data", "InShop", "--help")
+    assert (code, "--high_res" in out) == (0, True)

@@ -1,6 +1,5 @@
 """`fit --ckpt_path last` and `--run_folder` continue the run of this config that Ctrl-C ended, and no other."""
 
-import csv
 import os
 import shutil
 import signal
@@ -13,16 +12,11 @@ import torch
 import yaml
 
 from lightning_retrieval.cli.main import main
-from tests.lightning_retrieval.cli.example_config import IGNORED, SMALL, write_example
+from tests.lightning_retrieval.cli.example_config import IGNORED, SMALL, metrics_of, write_example
 from tests.processes import start_processes, wait_for
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings(
-        *IGNORED,
-        "ignore:RetrievalEvaluation. val metrics cover",
-    ),
-]
+IGNORED_HERE = [*IGNORED, "ignore:RetrievalEvaluation. val metrics cover"]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(*IGNORED_HERE)]
 
 SHORT = [
     *SMALL,
@@ -83,13 +77,6 @@ def interrupt(folder, steps, during, *options):
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def metrics_of(folder):
-    """The rows of metrics.csv without the throughput."""
-    with (folder / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    return [{name: value for name, value in row.items() if name != "train/images_per_second"} for row in rows]
-
-
 def assert_same_end(run, expected):
     """Compare the last checkpoint of a run with that of another."""
     found, wanted = (torch.load(folder / "checkpoints/last.ckpt", weights_only=True) for folder in (run, expected))
@@ -105,17 +92,11 @@ def uninterrupted(tmp_path_factory):
     return folder / "run"
 
 
-@pytest.mark.parametrize(
-    ("steps", "during", "saved"),
-    [(1, "step", 2), (3, "validation", 3)],  # a step that has begun is completed
-)
-def test_last_continues_the_newest_run_of_the_same_model_and_data(
-    steps, during, saved, uninterrupted, tmp_path, caplog
-):
-    interrupt(tmp_path, steps, during)
+def test_last_continues_the_newest_run_of_the_same_model_and_data(uninterrupted, tmp_path, caplog):
+    interrupt(tmp_path, 3, "validation")
     checkpoints = tmp_path / "glyphs/version_0/checkpoints"
     left = checkpoints / "last-interrupted.ckpt"
-    assert torch.load(left, weights_only=True)["global_step"] == saved
+    assert torch.load(left, weights_only=True)["global_step"] == 3
     for other, settings in {"version_1": "tau: 0.01", "version_2": "classes_per_batch: 4"}.items():
         run = tmp_path / "glyphs" / other
         shutil.copytree(checkpoints, run / "checkpoints")
@@ -128,14 +109,18 @@ def test_last_continues_the_newest_run_of_the_same_model_and_data(
 
 
 @pytest.mark.refusal
-def test_last_stops_if_there_is_no_checkpoint(tmp_path, capsys):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        fit(tmp_path, "--ckpt_path=last")
-    message = (
-        "lightning-retrieval fit: `--ckpt_path last` must have a checkpoint of an earlier run of this config, but "
-        f"{tmp_path / 'glyphs'} has 0 runs, 0 of them with the same model and data"
-    )
-    assert message in capsys.readouterr().err
+def test_runs_that_cannot_be_continued_are_reported_in_one_sentence(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    no_run = f"`--ckpt_path last` must have a checkpoint of an earlier run of this config, but {tmp_path / 'glyphs'} "
+    for option, message in (
+        ("--ckpt_path=last", f"{no_run}has 0 runs, 0 of them with the same model and data"),
+        (f"--run_folder={'n' * 500}", "`--run_folder` must have names of at most 255 bytes, and 4095 in all, got '"),
+        (f"--run_folder={tmp_path / 'file'}", "`--run_folder` must be the path of a folder, got the file "),
+        (f"--run_folder={tmp_path / 'file/run'}", "`--run_folder` must be a folder that can be written to, got "),
+    ):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            fit(tmp_path, option)
+        assert f"lightning-retrieval fit: {message}" in capsys.readouterr().err
     assert not (tmp_path / "glyphs").exists()
 
 
@@ -150,7 +135,7 @@ def test_the_folder_of_a_checkpoint_callback_is_searched_too(tmp_path, capsys, c
     with pytest.warns(UserWarning, match="there is no last checkpoint available"):
         interrupt(tmp_path, 1, "step", *options)
     left = tmp_path / "glyphs/version_0/checkpoints/last-interrupted.ckpt"
-    assert torch.load(left, weights_only=True)["global_step"] == 2
+    assert torch.load(left, weights_only=True)["global_step"] == 2  # a step that has begun is completed
 
     own.mkdir(exist_ok=True)
     left.rename(own / "kept.ckpt")
@@ -211,11 +196,10 @@ def test_a_second_start_in_one_folder_stops_and_a_start_after_a_kill_does_not(tm
     try:
         while not (run / "training").exists():
             assert started.wait(0.1) is None, started.output()
-        for command in ("fit", "validate"):
-            with pytest.raises(SystemExit, match=r"^2$"):
-                main([command, "--config", write_config(tmp_path), *SHORT[:-1], f"--run_folder={run}"])
-            message = f"lightning-retrieval {command}: {run} is being written to by another process; wait until it has"
-            assert message in capsys.readouterr().err
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main(["validate", "--config", write_config(tmp_path), *SHORT[:-1], f"--run_folder={run}"])
+        message = f"lightning-retrieval validate: {run} is being written to by another process; wait until it has"
+        assert message in capsys.readouterr().err
     finally:
         started.end()
     workers = "--data.init_args.num_workers=1"
@@ -247,16 +231,3 @@ def test_the_processes_of_one_run_share_its_folder(tmp_path):
         finally:
             for one in processes:
                 one.end()
-
-
-@pytest.mark.refusal
-def test_a_run_folder_that_cannot_be_is_reported_in_one_sentence(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    for folder, message in (
-        ("n" * 500, "`--run_folder` must have names of at most 255 bytes, and 4095 in all, got '"),
-        ("file", "`--run_folder` must be the path of a folder, got the file "),
-        ("file/run", "`--run_folder` must be a folder that can be written to, got "),
-    ):
-        with pytest.raises(SystemExit, match=r"^2$"):
-            fit(tmp_path, f"--run_folder={tmp_path / folder}")
-        assert f"lightning-retrieval fit: {message}" in capsys.readouterr().err

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from lightning_retrieval import Embedder, PCAWhitening, RetrievalModule, SmoothAPLoss
+from lightning_retrieval.export.onnx_file import OnnxModel, can_write_onnx, write_onnx
 from lightning_retrieval.export.program import EmbeddingProgram, export_program, largest_difference
+from lightning_retrieval.export.quantization import quantize_onnx
 from lightning_retrieval.models import Preparation
 
 GLYPHS = Preparation.named("glyphs")
@@ -35,15 +37,6 @@ def test_pixels_are_normalised_as_the_preparation_does():
     torch.testing.assert_close(program(pixels), COLOUR.normalize(pixels))
 
 
-def test_an_exported_program_takes_any_number_of_images():
-    program = EmbeddingProgram(new_module(), GLYPHS, "uint8")
-    exported = export_program(program).module()
-    for count in (1, 2, 5):
-        images = program.random_images(count, seed=count)
-        with torch.no_grad():
-            assert largest_difference(exported(images), program(images)) <= 1e-6
-
-
 def test_the_largest_difference_is_relative_for_large_embeddings():
     assert largest_difference(torch.tensor([[0.5, 0.25]]), torch.tensor([[0.5, 0.5]])) == 0.25
     assert largest_difference(torch.tensor([[8.0]]), torch.tensor([[10.0]])) == pytest.approx(0.2)
@@ -58,10 +51,7 @@ class DependsOnData(nn.Module):
 
 @pytest.mark.refusal
 def test_a_forward_that_depends_on_the_data_raises_one_sentence():
-    message = (
-        r"^export_program: the model must be one that torch.export can trace .* got an error for DependsOnData \(.*"
-    )
-    with pytest.raises(ValueError, match=message) as raised:
+    with pytest.raises(ValueError, match=r"^export_program: the model .* got an error for DependsOnData \(") as raised:
         export_program(EmbeddingProgram(DependsOnData(), GLYPHS, "float"))
     assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match=r"^EmbeddingProgram: `input_type` must be one of 'uint8', 'float', got 'int'"):
@@ -69,11 +59,32 @@ def test_a_forward_that_depends_on_the_data_raises_one_sentence():
     program = EmbeddingProgram(nn.Identity(), Preparation.named("ap_gem"), "float")
     with pytest.raises(ValueError, match=r"^export_program: the preparation must have an `image_size`, got None"):
         export_program(program)
+    with pytest.raises(TypeError, match=r"^export_program: `program` must be .* EmbeddingProgram, got .+ \(Identity\)"):
+        export_program(nn.Identity())
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize("program", [3, nn.Identity()])
-def test_what_is_no_program_raises_one_sentence(program):
-    message = r"^export_program: `program` must be an instance of EmbeddingProgram, got .+ \((int|Identity)\)\.$"
-    with pytest.raises(TypeError, match=message):
-        export_program(program)
+VIT = {"img_size": 32, "patch_size": 8, "depth": 1, "embed_dim": 96, "num_heads": 2}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_write_onnx(torch.__version__), reason="torch writes ONNX from 2.8 on")
+def test_a_transformer_gets_dynamic_quantisation(tmp_path):
+    """The command `export --int8` quantises a convolutional network, and its tests compare the embeddings."""
+    onnx, *_ = map(pytest.importorskip, ("onnx", "onnxruntime", "onnxscript", "timm"))
+    embedder = Embedder("timm/vit_tiny_patch16_224", 16, image_size=32, backbone_args=VIT)
+    torch.manual_seed(0)
+    program = EmbeddingProgram(RetrievalModule(embedder, SmoothAPLoss()), embedder.preparation, "uint8").eval()
+    write_onnx("test", export_program(program), tmp_path / "model.onnx", {})
+    assert quantize_onnx(tmp_path / "model.onnx", tmp_path / "int8.onnx", []) == "dynamic"
+    operations = [node.op_type for node in onnx.load(tmp_path / "int8.onnx").graph.node]
+    before, after = (OnnxModel("test", tmp_path / name) for name in ("model.onnx", "int8.onnx"))
+    images = program.random_images(16, seed=99)
+    # Four products in a block, and that of the head; those of attention, of two activations, stay.
+    assert operations.count("MatMulInteger") == 5
+    assert operations.count("MatMul") == 2
+    sizes = [(tmp_path / name).stat().st_size for name in ("int8.onnx", "model.onnx")]
+    assert sizes[0] < 0.4 * sizes[1]
+    found, expected = after.embed(images), before.embed(images)
+    assert torch.nn.functional.cosine_similarity(found, expected).min() > 0.99
+    assert not torch.equal(found, expected)
+    torch.testing.assert_close(after.embed(images[:1]), found[:1], rtol=0, atol=0.02)  # ranges are those of a batch

@@ -11,14 +11,7 @@ from tests.lightning_retrieval.models.hugging_face_folders import CONFIGS, SMALL
 
 transformers = pytest.importorskip("transformers")
 POOLED = ("dinov2", "dinov2_with_registers", "clip_vision_model", "siglip_vision_model", "resnet")
-PREFIX = {
-    "dinov2": 1,
-    "vit": 1,
-    "deit": 2,
-    "dinov2_with_registers": 5,
-    "clip_vision_model": 1,
-    "siglip_vision_model": 0,
-}
+PREFIX = {"vit": 1, "deit": 2, "dinov2_with_registers": 5, "clip_vision_model": 1, "siglip_vision_model": 0}
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +73,7 @@ def test_feature_maps_are_pooled(folder_of):
 
 @pytest.mark.parametrize("kind", ["dinov2", "swin", "clip_vision_model"])
 def test_other_sizes_than_that_for_which_the_backbone_was_built(kind, folder_of):
-    embedder = of_folder(folder_of(kind)[0], image_size=48)
-    assert embedder.image_size == 48
-    assert embedder(torch.randn(2, 3, 48, 64)).shape == (2, 8)
+    assert of_folder(folder_of(kind)[0], image_size=48)(torch.randn(2, 3, 48, 64)).shape == (2, 8)
 
 
 def test_without_weights_the_network_is_random_and_in_training_mode(folder_of):
@@ -126,64 +117,6 @@ def test_a_local_file_of_weights(tmp_path):
         torch.testing.assert_close(embedder.pooled_features(images), model(images).last_hidden_state[:, 0])
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("any", {"backbone_args": {"model_type": "nope"}}, "`backbone_args` must have a `model_type` of .*got 'nope'"),
-        (
-            "any",
-            {"backbone_args": {"model_type": "bert", "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 9}},
-            "`backbone` must be a model of images, got hf/any, a BertModel, which takes input_ids",
-        ),
-    ],
-)
-def test_invalid_settings(name, settings, message):
-    with pytest.raises(ValueError, match=message):
-        Embedder(f"hf/{name}", 8, **settings)
-
-
-@pytest.mark.refusal
-def test_invalid_names(tmp_path, monkeypatch):
-    def unreachable(*args, **kwargs):
-        raise OSError("no network.")
-
-    with pytest.raises(
-        ValueError, match=rf"must be 'hf/' and a folder with the config.json of a model, got {tmp_path}"
-    ):
-        Embedder(f"hf/{tmp_path}", 8)
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreachable)
-    message = (
-        r"asks for the Hugging Face hub id 'a/b' \(which is no local folder\), .*OSError: no network\); offline, give"
-    )
-    with pytest.raises(ValueError, match=message):
-        Embedder("hf/a/b", 8)
-
-
-@pytest.mark.refusal
-def test_invalid_weights_of_a_hub_that_cannot_be_reached(tmp_path):
-    write_folder(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"`weights` asks for 'DEFAULT' of hf/.*, which could not be loaded \(OSError"):
-        of_folder(tmp_path)
-
-
-CODE = """
-from pathlib import Path
-import transformers
-
-Path({marker!r}).touch()
-
-
-class Config(transformers.PretrainedConfig):
-    model_type = "own"
-
-
-class Net(transformers.PreTrainedModel):
-    config_class = Config
-"""
-
-
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """A folder as of a hub, whose config names Python code that writes a file, and a user who says yes to all."""
@@ -191,7 +124,7 @@ def repository(tmp_path, monkeypatch):
     folder.mkdir()
     names = {"AutoConfig": "own_code.Config", "AutoModel": "own_code.Net"}
     (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": names}))
-    (folder / "own_code.py").write_text(CODE.format(marker=str(marker)))
+    (folder / "own_code.py").write_text(f"open({str(marker)!r}, 'w').close()")
     monkeypatch.setattr("builtins.input", lambda *args: "y")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     return folder, marker
@@ -200,9 +133,7 @@ def repository(tmp_path, monkeypatch):
 @pytest.mark.refusal
 @pytest.mark.parametrize(("weights", "arguments"), [(None, {}), ("DEFAULT", {}), (None, {"trust_remote_code": False})])
 def test_invalid_model_whose_code_is_in_its_repository(repository, weights, arguments):
-    with pytest.raises(
-        ValueError, match=r"`backbone` must be a model whose code is part of transformers, got hf/.*repos"
-    ):
+    with pytest.raises(ValueError, match=r"`backbone` must be a model whose code is part of .*, got hf/.*repos"):
         Embedder(f"hf/{repository[0]}", 8, weights=weights, backbone_args=arguments)
     assert not repository[1].exists()
 
@@ -211,9 +142,7 @@ def test_invalid_model_whose_code_is_in_its_repository(repository, weights, argu
 @pytest.mark.parametrize("lora", [None, 2])
 def test_invalid_trust_in_the_code_of_a_repository(repository, tmp_path, lora):
     settings = {"backbone": f"hf/{repository[0]}", "backbone_args": {"trust_remote_code": True}, "lora": lora}
-    with pytest.raises(
-        ValueError, match=r"^Embedder: `backbone_args` must not have trust_remote_code, got True for hf/"
-    ):
+    with pytest.raises(ValueError, match=r"^Embedder: `backbone_args` .* trust_remote_code, got True for hf/"):
         Embedder(**settings)
     Embedder("glyph_net", 8).save_pretrained(tmp_path / "saved")
     config = json.loads((tmp_path / "saved/config.json").read_text())
@@ -280,12 +209,30 @@ def test_a_name_without_a_config_is_looked_up_on_disk_while_a_file_is_loaded(fol
 
 
 @pytest.mark.refusal
-def test_invalid_folder_without_one_tensor(tmp_path):
+def test_invalid_settings(tmp_path, monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise OSError("no network.")
+
+    text = {"model_type": "bert", "hidden_size": 16, "num_attention_heads": 2, "vocab_size": 9}
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreachable)
+    for name, settings, message in (
+        ("any", {"backbone_args": {"model_type": "nope"}}, "`backbone_args` must have a `model_type` .*got 'nope'"),
+        ("any", {"backbone_args": text}, "`backbone` must be a model of images, got hf/any, a BertModel"),
+        (tmp_path, {}, f"`backbone` must be 'hf/' and a folder with the config.json of a model, got {tmp_path}"),
+        ("a/b", {}, "`backbone` asks for the Hugging Face hub id 'a/b' .*, .*OSError: no network"),
+    ):
+        with pytest.raises(ValueError, match=f"^Embedder: {message}"):
+            Embedder(f"hf/{name}", 8, **settings)
+
+
+@pytest.mark.refusal
+def test_invalid_weights_of_a_folder(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     state = dict(write_folder(tmp_path).state_dict())
     del state["encoder.layer.1.mlp.fc2.bias"], state["embeddings.mask_token"]  # the second one is for pretraining only
     safetensors.save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ValueError, match=r"got 'DEFAULT' of hf/.*, loaded \d+ of \d+ .* no encoder.layer.1.mlp.fc2.bias"
-    ):
+    with pytest.raises(ValueError, match=r"^Embedder: `weights` .* 'DEFAULT' .* no encoder.layer.1.mlp.fc2.bias"):
+        of_folder(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"^Embedder: `weights` asks for 'DEFAULT' of hf/.* could not be loaded \(OSE"):
         of_folder(tmp_path)

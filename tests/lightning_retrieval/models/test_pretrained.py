@@ -25,21 +25,6 @@ def safetensors():
     return pytest.importorskip("safetensors.torch")
 
 
-def test_what_is_a_local_file(tmp_path):
-    (tmp_path / "weights").write_bytes(b"")
-    assert is_local_file(str(tmp_path / "weights"))
-    assert is_local_file("nowhere/model.safetensors")
-    assert not is_local_file("lvd142m")
-    assert not is_local_file(None)
-
-
-def test_the_home_folder_of_a_path(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    torch.save({"a": torch.ones(2)}, tmp_path / "weights")
-    assert is_local_file("~/weights")
-    assert read_weights("~/weights")["a"].equal(torch.ones(2))
-
-
 def test_weights_are_skipped_only_inside():
     with without_pretrained_weights():
         assert are_skipped()
@@ -49,10 +34,12 @@ def test_weights_are_skipped_only_inside():
 
 
 @pytest.mark.parametrize("key", [None, "state_dict", "model"])
-def test_files_of_torch(tmp_path, key):
+def test_files_of_torch(tmp_path, key, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     weights = {"a": torch.ones(2), "step": 3}
-    torch.save({key: weights} if key else weights, tmp_path / "w.pth")
-    found = read_weights(str(tmp_path / "w.pth"))
+    torch.save({key: weights} if key else weights, tmp_path / "weights")
+    assert is_local_file("~/weights")
+    found = read_weights("~/weights")
     assert list(found) == ["a"]
     assert found["a"].equal(weights["a"])
 
@@ -64,55 +51,38 @@ def test_files_of_safetensors(tmp_path, safetensors):
 
 @pytest.mark.refusal
 def test_invalid_files(tmp_path):
-    def load(name):
-        return Embedder("squeezenet1_1", weights=str(tmp_path / name))
-
+    deeper = {**get_model("squeezenet1_1").state_dict(), "features.13.weight": torch.ones(2)}
+    part = get_model("shufflenet_v2_x0_5").state_dict()
+    del part["conv1.1.running_var"], part["conv1.1.num_batches_tracked"]  # the second one is only counted
+    unknown = {"teacher": {"a": torch.ones(2)}, "epoch": 3}
+    no_weights = r"`weights` .*w\.pth"
+    no_entry = r"`weights` .*w\.pth, which has none, but the entries epoch, tea"
+    for backbone, content, message in (
+        ("squeezenet1_1", [1], no_weights),
+        ("squeezenet1_1", {"a": torch.ones(2)}, no_weights),
+        ("squeezenet1_1", unknown, no_entry),
+        ("timm/resnet18", unknown, no_entry),  # timm takes no tensors as the wish for those of its hub
+        ("squeezenet1_1", deeper, r"`weights` .*w\.pth, which has 1 more tensors"),
+        ("shufflenet_v2_x0_5", part, r"`weights` .*w\.pth, loaded .*; it has no conv1\.1\.running_var"),
+    ):
+        torch.save(content, tmp_path / "w.pth")
+        with pytest.raises(ValueError, match=f"^Embedder: {message}"):
+            Embedder(backbone, 8, weights=str(tmp_path / "w.pth"))
+    (tmp_path / "w.pth").write_bytes(pickle.dumps(print))
+    with pytest.raises(ValueError, match=f"^Embedder: {no_weights}"):
+        Embedder("squeezenet1_1", weights=str(tmp_path / "w.pth"))
     with pytest.raises(FileNotFoundError, match=r"^Embedder: `weights` must be .*none.pth, which does not exist"):
-        load("none.pth")
-    (tmp_path / "code.pth").write_bytes(pickle.dumps(print))
-    torch.save([1], tmp_path / "list.pth")
-    torch.save({"a": torch.ones(2)}, tmp_path / "other.pth")
-    for name in ("code.pth", "list.pth", "other.pth"):
-        with pytest.raises(ValueError, match=rf"^Embedder: `weights` must be a file .*{name}"):
-            load(name)
+        Embedder("squeezenet1_1", weights=str(tmp_path / "none.pth"))
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize("backbone", ["squeezenet1_1", "timm/resnet18"])
-def test_invalid_file_whose_tensors_are_in_an_unknown_entry(tmp_path, backbone):
-    """timm takes no tensors as the wish for those of its hub."""
-    torch.save({"teacher": {"a": torch.ones(2)}, "epoch": 3}, tmp_path / "w.pth")
-    with pytest.raises(ValueError, match=r"^Embedder: `weights` .*w.pth, which has none, but the entries epoch, tea"):
-        Embedder(backbone, 8, weights=str(tmp_path / "w.pth"))
-
-
-@pytest.mark.parametrize("prefix", ["module.", "model.", "backbone.", "_orig_mod.model.backbone."])
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.model.backbone."])
 def test_prefixes_of_names_are_removed_with_what_is_not_of_the_backbone(tmp_path, prefix):
     state = get_model("squeezenet1_1").state_dict()
-    torch.save(
-        {**{f"{prefix}{name}": value for name, value in state.items()}, "loss.weight": torch.ones(2)},
-        tmp_path / "w.pth",
-    )
-    loaded = Embedder("squeezenet1_1", 8, weights=str(tmp_path / "w.pth")).backbone.state_dict()
-    assert all(value.equal(state[name]) for name, value in loaded.items())
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize("missing", ["conv1.1.running_var", "conv1.0.weight", "conv1.1.bias"])
-def test_invalid_file_without_one_tensor(tmp_path, missing):
-    state = get_model("shufflenet_v2_x0_5").state_dict()
-    del state[missing], state["conv1.1.num_batches_tracked"]  # the second one is only counted
-    torch.save(state, tmp_path / "part.pth")
-    with pytest.raises(ValueError, match=rf"^Embedder: `weights` must be .*part.pth, loaded .*; it has no {missing}"):
-        Embedder("shufflenet_v2_x0_5", weights=str(tmp_path / "part.pth"))
-
-
-@pytest.mark.refusal
-def test_invalid_file_of_a_deeper_network(tmp_path):
-    state = get_model("squeezenet1_1").state_dict()
-    torch.save({**state, "features.13.weight": torch.ones(2)}, tmp_path / "deep.pth")
-    with pytest.raises(ValueError, match=r"^Embedder: `weights` must be .*deep.pth, which has 1 more tensors"):
-        Embedder("squeezenet1_1", weights=str(tmp_path / "deep.pth"))
+    named = {f"{prefix}{name}": value for name, value in state.items()}
+    torch.save({**named, "loss.weight": torch.ones(2)}, tmp_path / "w.pth")
+    embedder = Embedder("squeezenet1_1", 8, weights=str(tmp_path / "w.pth"))
+    assert all(value.equal(state[name]) for name, value in embedder.backbone.state_dict().items())
+    assert embedder.init_args()["weights"] is None
 
 
 @pytest.mark.refusal
@@ -234,59 +204,38 @@ def test_tensors_that_share_memory_are_written(tmp_path, safetensors):
 
 
 @pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, r"config\.json must hold arguments that .* argument: 'backbone'"),
-        ({"backbone": "glyph_net", "newer": 1}, r"config\.json must hold arguments that .* argument 'newer'"),
-        ([1], r"config\.json must be the config of an Embedder"),
-    ],
-)
-def test_invalid_arguments_in_a_config(arguments, message, tmp_path, safetensors):
-    config = {"format": pretrained.FORMAT, "version": pretrained.VERSION, "init_args": arguments}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match=message):
-        Embedder.from_pretrained(tmp_path)
-
-
-@pytest.mark.refusal
-def test_invalid_folder_that_is_a_file(tmp_path, safetensors):
+def test_invalid_folders(saved, tmp_path):
+    valid = json.loads((saved[0] / "config.json").read_text())
     (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"^Embedder: `backbone` must be a name, so that .* got a module \(Flatten\)"):
+        Embedder(nn.Flatten(), 4, feature_dim=12, pooling="avg").save_pretrained(tmp_path / "m")
     for folder in (tmp_path / "file", tmp_path / "file" / "model"):
         with pytest.raises(ValueError, match=r"^Embedder: `folder` must be a folder, got .*, which is a file or is in"):
             Embedder("glyph_net", 8).save_pretrained(folder)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"^Embedder: .* must hold config.json and model.safetensors, but mod"):
+        Embedder.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((saved[0] / "model.safetensors").read_bytes()[:-8])
+    for config, message in (
+        ({"format": "other"}, r"config\.json must be the config of an Embedder \(version 1\)"),
+        ({**valid, "init_args": [1]}, r"config\.json must be the config of an Embedder"),
+        ({**valid, "init_args": {}}, r"config\.json must hold arguments that .* argument: 'backbone'"),
+        ({**valid, "init_args": {"backbone": "glyph_net", "newer": 1}}, r"config\.json must .* argument 'newer'"),
+        (valid, r"model\.safetensors must hold the weights of its config's model"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=f"^Embedder: .*{message}"):
+            Embedder.from_pretrained(tmp_path)
 
 
 @pytest.mark.refusal
-def test_mistakes_raise_one_sentence(saved, tmp_path, monkeypatch):
-    folder, _ = saved
-    with pytest.raises(ValueError, match=r"^Embedder: `backbone` must be a name, so that .* got a module \(Flatten\)"):
-        Embedder(nn.Flatten(), 4, feature_dim=12, pooling="avg").save_pretrained(tmp_path / "m")
-    (tmp_path / "config.json").write_text(json.dumps({"format": "other"}))
-    with pytest.raises(
-        FileNotFoundError, match=r"^Embedder: .* must hold config.json and model.safetensors, but model"
-    ):
-        Embedder.from_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-8])
-    with pytest.raises(ValueError, match=r"^Embedder: .*config\.json must be the config of an Embedder \(version 1\)"):
-        Embedder.from_pretrained(tmp_path)
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    with pytest.raises(
-        ValueError, match=r"^Embedder: .*model\.safetensors must hold the weights of its config's model"
-    ):
-        Embedder.from_pretrained(tmp_path)
-
+def test_a_hub_that_cannot_be_reached(saved, monkeypatch):
     class Unreachable:
         def __getattr__(self, name):
             raise OSError("no network\nat all")
 
     monkeypatch.setattr(pretrained, "load_hub", Unreachable)
-    with pytest.raises(
-        FileNotFoundError, match=r"^Embedder: `name` must be a folder .* got 'me/x' \(no network\); with"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"^Embedder: `name` must be a folder .* got 'me/x' \(no network\); w"):
         Embedder.from_pretrained("me/x")
-    with pytest.raises(
-        ConnectionError, match=r"^Embedder: the hub must be reachable .* 'me/x', got an error \(no networ"
-    ):
-        new_embedder().push_to_hub("me/x")
+    with pytest.raises(ConnectionError, match=r"^Embedder: the hub must be reachable .* 'me/x', got an error \(no ne"):
+        saved[1].push_to_hub("me/x")

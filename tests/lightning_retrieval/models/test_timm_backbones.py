@@ -56,29 +56,22 @@ def test_class_token_and_patch_tokens(name, prefix):
         torch.testing.assert_close(gem, tokens[:, prefix:].clamp(min=1e-6).pow(3).mean(1).pow(1 / 3))
 
 
-def test_swin_with_channels_last_is_pooled_over_its_positions():
-    embedder = small("swin_tiny_patch4_window7_224", pooling="avg")
-    images = torch.randn(1, 3, 112, 112)
-    model = reference("swin_tiny_patch4_window7_224", embedder)
-    with torch.no_grad():
-        features = model.forward_features(images)
-        assert features.shape == (1, 14, 14, 48)
-        torch.testing.assert_close(embedder.pooled_features(images), features.mean((1, 2)))
-
-
 @pytest.mark.parametrize("name", SMALL)
 def test_the_pooling_follows_from_the_backbone_and_no_parameter_is_unused(name):
+    """With images of another size than that for which the backbone was built."""
     embedder = small(name).train()
     has_maps = name.startswith(("resnet", "mobilenet", "swin"))
     assert embedder.pooling == ("gem" if has_maps else "own")
-    embedder(torch.randn(2, 3, 112, 112))[:, 0].sum().backward()
+    embedder(torch.randn(2, 3, 112, 224))[:, 0].sum().backward()
     assert all(parameter.grad is not None for parameter in embedder.parameters())
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "resnet18"])
-def test_other_sizes_than_that_for_which_the_backbone_was_built(name):
-    embedder = small(name)
-    assert embedder.feature_dim == embedder.pooled_features(torch.randn(1, 3, 64, 96)).shape[1]
+def test_swin_with_channels_last_is_pooled_over_its_positions():
+    embedder = small("swin_tiny_patch4_window7_224", pooling="avg")
+    images = torch.randn(1, 3, 112, 112)
+    features = reference("swin_tiny_patch4_window7_224", embedder).forward_features(images)
+    assert features.shape == (1, 14, 14, 48)
+    torch.testing.assert_close(embedder.pooled_features(images), features.mean((1, 2)))
 
 
 def test_preparation_is_that_of_timm_s_data_config():
@@ -103,35 +96,22 @@ def test_weights_of_a_local_file_are_resampled_to_the_image_size(tmp_path):
 
 
 @pytest.mark.refusal
-def test_invalid_file_with_the_weights_of_another_model(tmp_path):
-    # timm ignores weights with other names; the bias has the value of every initialisation.
+def test_invalid_files_of_another_model_and_without_one_tensor(tmp_path):
+    """timm ignores weights with other names; the bias has the value of every initialisation."""
     other = {"layers.0.weight": torch.randn(48, 48), "layers.0.bias": torch.zeros(48)}
-    torch.save(other, tmp_path / "other.pth")
-    with pytest.raises(ValueError, match=r"the weights of timm/vit_tiny_patch16_224, got .*other.pth, loaded 0 of 30"):
-        Embedder("timm/vit_tiny_patch16_224", 8, weights=str(tmp_path / "other.pth"), backbone_args=VIT)
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize(
-    ("name", "missing"), [("vit_tiny_patch16_224", "blocks.1.mlp.fc2.bias"), ("resnet18", "bn1.running_mean")]
-)
-def test_invalid_file_without_one_tensor(name, missing, tmp_path):
-    state = timm.create_model(name, **SMALL[name]).state_dict()
-    del state[missing]
-    torch.save(state, tmp_path / "part.pth")
-    with pytest.raises(
-        ValueError, match=rf"of timm/{name}, got .*, loaded (29 of 30|64 of 65) tensors; it has no {missing}"
+    part = timm.create_model("resnet18", **SMALL["resnet18"]).state_dict()
+    del part["bn1.running_mean"]
+    for name, state, message in (
+        ("vit_tiny_patch16_224", other, "loaded 0 of 30"),
+        ("resnet18", part, "loaded 64 of 65 tensors; it has no bn1.running_mean"),
     ):
-        small(name, weights=str(tmp_path / "part.pth"))
+        torch.save(state, tmp_path / "own.pth")
+        with pytest.raises(ValueError, match=rf"^Embedder: `weights` .* timm/{name}, got .*own.pth, {message}"):
+            small(name, weights=str(tmp_path / "own.pth"))
 
 
 @pytest.mark.parametrize(
-    ("name", "prefix"),
-    [
-        ("vit_tiny_patch16_224", "model."),
-        ("vit_tiny_patch16_224", "module.model."),
-        ("swin_tiny_patch4_window7_224", "module."),
-    ],
+    ("name", "prefix"), [("vit_tiny_patch16_224", "module.model."), ("swin_tiny_patch4_window7_224", "module.")]
 )
 def test_prefixes_of_names_in_a_file_are_removed(name, prefix, tmp_path):
     state = timm.create_model(name, **SMALL[name]).state_dict()
@@ -163,16 +143,6 @@ def test_where_weights_came_from_is_not_kept(tmp_path):
     assert embedder.init_args()["backbone_args"] == arguments
 
 
-def test_the_description_builds_the_same_network():
-    embedder = small("vit_small_patch14_reg4_dinov2", pooling="avg")
-    twin = Embedder(**embedder.init_args()).eval()
-    twin.load_state_dict(embedder.state_dict())
-    images = torch.randn(1, 3, 112, 112)
-    assert twin(images).equal(embedder(images))
-    assert twin.init_args() == embedder.init_args()
-    assert twin.train().backbone.model.training
-
-
 def test_weights_are_not_loaded_while_a_checkpoint_is():
     with without_pretrained_weights():
         embedder = Embedder("timm/vit_tiny_patch16_224", 8, weights="DEFAULT", backbone_args=VIT)
@@ -185,20 +155,12 @@ def test_weights_are_not_loaded_while_a_checkpoint_is():
     ("name", "settings", "message"),
     [
         ("vit_tiny_patch16_224", {"weights": "V1"}, "`weights` must be one of 'DEFAULT', 'augreg_in21k', .*got 'V1'"),
-        (
-            "vit_tiny_patch16_224",
-            {"image_size": 65},
-            r"should be divisible by patch size .*; give another `image_size`",
-        ),
-        (
-            "resnet18",
-            {"backbone_args": {"features_only": True}},
-            r"must leave timm/resnet18 a classification model, got {'features_only': True}, which makes it a Feature",
-        ),
+        ("vit_tiny_patch16_224", {"image_size": 65}, "; give another `image_size`"),
+        ("resnet18", {"backbone_args": {"features_only": True}}, "`backbone_args` .* got {'features_only': True}"),
     ],
 )
 def test_invalid_settings(name, settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^Embedder: .*{message}"):
         Embedder(f"timm/{name}", 8, **settings)
 
 
@@ -207,10 +169,7 @@ def test_invalid_weights_of_a_hub_that_cannot_be_reached(monkeypatch):
     def unreachable(*args, **kwargs):
         raise OSError("no network")
 
-    monkeypatch.setattr(timm.models._builder, "load_state_dict_from_hf", unreachable)
-    monkeypatch.setattr(timm.models._builder, "load_custom_from_hf", unreachable)
-    monkeypatch.setattr(timm.models._builder, "load_state_dict_from_url", unreachable)
-    with pytest.raises(
-        ValueError, match=r"`weights` asks for 'DEFAULT' of timm/resnet18, .*no network.*; offline, give"
-    ):
+    for name in ("load_state_dict_from_hf", "load_custom_from_hf", "load_state_dict_from_url"):
+        monkeypatch.setattr(timm.models._builder, name, unreachable)
+    with pytest.raises(ValueError, match=r"^Embedder: `weights` asks for 'DEFAULT' of timm/resnet18, .*no network"):
         Embedder("timm/resnet18", 8, weights="DEFAULT")

@@ -1,14 +1,16 @@
-"""PCA whitening: the official code's numbers, scikit-learn, and its state in checkpoints."""
+"""Whitening: the official code's numbers, scikit-learn, a loop over the pairs, and its state in checkpoints."""
 
 import numpy as np
 import pytest
 import torch
 from sklearn.decomposition import PCA
 from torch import nn
-from torch.nn.functional import normalize
 
 import lightning_retrieval.models.whitening
-from lightning_retrieval import PCAWhitening, RetrievalMetrics
+from lightning_retrieval import PCAWhitening, RetrievalMetrics, SupervisedWhitening
+from lightning_retrieval.models import supervised_whitening
+from lightning_retrieval.models.supervised_whitening import matching_pairs
+from tests.lightning_retrieval.device_without_float64 import DEVICE, DeviceWithoutFloat64
 from tests.lightning_retrieval.official_cases import OFFICIAL, official_cases, rows, tensor
 
 
@@ -50,23 +52,6 @@ def test_whitening_equals_scikit_learn(monkeypatch, power):
     torch.testing.assert_close(whitened @ whitened.T, expected @ expected.T)
 
 
-def test_whitened_directions_have_equal_variance():
-    embeddings = rows(200, 5) @ rows(5, 5, seed=1)
-    whitening = PCAWhitening().fit(embeddings)
-    mean, components, variances = whitening.learned
-    scaled = (embeddings - mean) @ components.T / variances.sqrt()
-    torch.testing.assert_close(scaled.T.cov(), torch.eye(5, dtype=torch.float64))
-    torch.testing.assert_close(whitening(embeddings), normalize(scaled))
-    assert (variances.diff() < 0).all()
-
-
-def test_whitening_is_invariant_to_affine_maps():
-    learned_from, others, turn = rows(60, 4), rows(8, 4, seed=1), rows(4, 4, seed=2)
-    before = PCAWhitening().fit(learned_from)(others)
-    after = PCAWhitening().fit(learned_from @ turn + 5)(others @ turn + 5)
-    torch.testing.assert_close(before @ before.T, after @ after.T)
-
-
 def test_the_largest_entry_of_each_direction_is_positive():
     components = PCAWhitening().fit(rows(30, 6)).learned.components
     assert (components.gather(1, components.abs().argmax(1, keepdim=True)) > 0).all()
@@ -91,21 +76,14 @@ def test_whitening_fitted_in_inference_mode_is_differentiable():
     assert embeddings.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize("dim", [None, 3])
-def test_a_checkpoint_of_any_size_is_loaded(tmp_path, dim):
-    fitted = nn.Sequential(PCAWhitening(dim=3, power=0.3).fit(rows(20, 5)))
+@pytest.mark.parametrize("dim", [None, 3, 2])
+def test_a_checkpoint_is_loaded_and_truncated_to_fewer_directions(tmp_path, dim):
+    learned_from, others = rows(20, 5), rows(4, 5, seed=1)
+    fitted = nn.Sequential(PCAWhitening(dim=3, power=0.3).fit(learned_from))
     torch.save(fitted.state_dict(), tmp_path / "whitening.pt")
     other = nn.Sequential(PCAWhitening(dim, power=0.3))
     other.load_state_dict(torch.load(tmp_path / "whitening.pt", weights_only=True), strict=True)
-    others = rows(4, 5, seed=1)
-    assert torch.equal(other(others), fitted(others))
-
-
-def test_a_checkpoint_is_truncated_to_fewer_directions():
-    learned_from, others = rows(20, 5), rows(4, 5, seed=1)
-    cut = PCAWhitening(dim=2)
-    cut.load_state_dict(PCAWhitening().fit(learned_from).state_dict())
-    assert torch.equal(cut(others), PCAWhitening(dim=2).fit(learned_from)(others))
+    assert torch.equal(other(others), PCAWhitening(dim or 3, power=0.3).fit(learned_from)(others))
 
 
 @pytest.mark.refusal
@@ -145,46 +123,117 @@ def test_whitening_runs_on_the_device_of_the_embeddings():
     torch.testing.assert_close(fitted(others).cpu(), PCAWhitening(dim=4).fit(gallery)(others))
 
 
+FLAT = rows(50, 3) @ rows(3, 6, seed=1)  # varies in three of six directions, and in the others by rounding
+
+
 @pytest.mark.refusal
 @pytest.mark.parametrize(
-    ("settings", "embeddings", "error", "message"),
+    ("settings", "embeddings", "message"),
     [
-        ({"dim": 5}, rows(9, 4), ValueError, "`dim` must be at most that of the embeddings, 4, got 5"),
-        (
-            {},
-            rows(4, 4),
-            ValueError,
-            "at least 5 rows to learn 4 directions from, got 4; give more rows, or a smaller dim",
-        ),
-        ({"dim": 2, "power": 0}, rows(1, 4), ValueError, "at least 2 rows to learn 2 directions from, got 1"),
-        ({}, torch.full((9, 2), torch.inf), ValueError, "`embeddings` must hold finite numbers only"),
-        ({}, torch.ones(9, 2), ValueError, "in each of the 2 directions .* got only 0 in which they do; the rows are"),
+        ({"dim": 5}, rows(9, 4), "`dim` must be at most that of the embeddings, 4, got 5"),
+        ({}, rows(4, 4), "at least 5 rows to learn 4 directions from, got 4; give more rows, or a smaller dim"),
+        ({"dim": 2, "power": 0}, rows(1, 4), "at least 2 rows to learn 2 directions from, got 1"),
+        ({}, torch.full((9, 2), torch.inf), "`embeddings` must hold finite numbers only"),
+        ({}, torch.ones(9, 2), "in each of the 2 directions .* got only 0 in which they do; the rows are"),
+        ({}, FLAT, "in each of the 6 directions .*, got only 3 in which they do; set dim to at most 3, or power=0"),
+        ({}, FLAT.float(), "in each of the 6 directions .*, got only 3 in which they do; set dim"),
     ],
 )
-def test_invalid_embeddings_for_fit(settings, embeddings, error, message):
-    with pytest.raises(error, match="PCAWhitening: .*" + message):
+def test_invalid_embeddings_for_fit(settings, embeddings, message):
+    with pytest.raises(ValueError, match=f"^PCAWhitening: .*{message}"):
         PCAWhitening(**settings).fit(embeddings)
 
 
-@pytest.mark.refusal
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_directions_without_variance_cannot_be_scaled(dtype):
-    flat = (rows(50, 3) @ rows(3, 6, seed=1)).to(dtype)  # except for rounding, in three of six directions
-    message = (
-        "in each of the 6 directions that are scaled, got only 3 in which they do; set dim to at most 3, or power=0"
-    )
-    with pytest.raises(ValueError, match=message):
-        PCAWhitening().fit(flat)
-    assert PCAWhitening(dim=3).fit(flat)(flat).shape == (50, 3)
-    assert PCAWhitening(power=0).fit(flat)(flat).isfinite().all()
+def test_directions_without_variance_are_left_out_or_not_scaled():
+    assert PCAWhitening(dim=3).fit(FLAT)(FLAT).shape == (50, 3)
+    assert PCAWhitening(power=0).fit(FLAT)(FLAT).isfinite().all()
 
 
 @pytest.mark.refusal
 def test_invalid_calls():
-    with pytest.raises(ValueError, match="PCAWhitening: nothing has been learned yet; call fit"):
-        PCAWhitening()(rows(2, 4))
     fitted = PCAWhitening(dim=2).fit(rows(9, 4))
-    with pytest.raises(ValueError, match="dimension of those it was learned from, 4, got 3"):
-        fitted(rows(2, 3))
-    with pytest.raises(ValueError, match="`dim` must be at most the number of directions in the checkpoint, 2, got 3"):
-        PCAWhitening(dim=3).load_state_dict(fitted.state_dict())
+    for call, message in (
+        (lambda: PCAWhitening()(rows(2, 4)), "nothing has been learned yet; call fit"),
+        (lambda: fitted(rows(2, 3)), "dimension of those it was learned from, 4, got 3"),
+        (lambda: PCAWhitening(3).load_state_dict(fitted.state_dict()), "`dim` .* in the checkpoint, 2, got 3"),
+    ):
+        with pytest.raises(ValueError, match=f"^PCAWhitening: .*{message}"):
+            call()
+
+
+LABELS = torch.tensor([3, -1, 3, 8, -1, 3, 0, 3, -1, 0, 8, 8, 0, 3, -1])  # five, four, three and three images
+
+
+def pairs_by_loops(labels, pairs_per_image):
+    """Each image with the next ones of its class, in a circle."""
+    pairs = set()
+    for row, label in enumerate(labels):
+        same = [other for other in range(len(labels)) if labels[other] == label]
+        for step in range(1, pairs_per_image + 1):
+            partner = same[(same.index(row) + step) % len(same)]
+            if step < len(same):
+                pairs.add((row, partner))
+    return pairs
+
+
+def learned_whitening(x, pairs):
+    """m and P by the formulas, one pair at a time, in float64."""
+    m = np.zeros(x.shape[1])
+    S = np.zeros((x.shape[1], x.shape[1]))
+    for query, partner in pairs:
+        m += x[query] / len(pairs)
+        S += np.outer(x[query] - x[partner], x[query] - x[partner]) / len(pairs)
+    P = np.linalg.inv(np.linalg.cholesky(S))
+    D = np.zeros_like(S)
+    for row in x:
+        projected = P @ (row - m)
+        D += np.outer(projected, projected)
+    eigenvalues, eigenvectors = np.linalg.eig(D)
+    order = eigenvalues.argsort()[::-1]
+    return m, eigenvectors[:, order].T @ P
+
+
+@pytest.mark.parametrize("pairs_per_image", [1, 2, 3, 4, 9])
+def test_pairs_of_supervised_whitening(pairs_per_image):
+    pairs = [tuple(pair) for pair in matching_pairs(LABELS, pairs_per_image).tolist()]
+    assert len(pairs) == len(set(pairs))
+    assert set(pairs) == pairs_by_loops(LABELS.tolist(), pairs_per_image)
+    assert max(sum(first == row for first, _ in pairs) for row in range(15)) == min(pairs_per_image, 4)
+
+
+@pytest.mark.parametrize("dim", [None, 2])
+@pytest.mark.parametrize("pairs_per_image", [1, 3])
+def test_supervised_whitening_equals_loops_over_the_pairs(monkeypatch, pairs_per_image, dim):
+    monkeypatch.setattr(supervised_whitening, "_FIT_PAIRS", 7)
+    x, others = rows(15, 4) * torch.arange(1.0, 5.0) + 2, rows(6, 4, seed=1)
+    m, P = learned_whitening(x.numpy(), sorted(pairs_by_loops(LABELS.tolist(), pairs_per_image)))
+    expected = (others.numpy() - m) @ P[:dim].T
+    expected = torch.from_numpy(expected / np.linalg.norm(expected, axis=1, keepdims=True))
+    whitening = SupervisedWhitening(dim, pairs_per_image=pairs_per_image).fit(x, LABELS)
+    torch.testing.assert_close(whitening(others).abs(), expected.abs(), rtol=1e-9, atol=1e-9)  # up to signs
+    torch.testing.assert_close(whitening(others) @ whitening(others).T, expected @ expected.T, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(whitening.learned.mean, torch.from_numpy(m))
+
+
+def test_supervised_whitening_on_a_device_without_float64():
+    x, labels = rows(15, 3).float(), LABELS
+    expected = SupervisedWhitening(dim=2).fit(x, labels)(x)
+    with DeviceWithoutFloat64():
+        found = SupervisedWhitening(dim=2).fit(x.to(DEVICE), labels.to(DEVICE))(x.to(DEVICE)).cpu()
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.refusal
+@pytest.mark.parametrize(
+    ("settings", "embeddings", "labels", "message"),
+    [
+        ({"dim": 5}, rows(15, 4), LABELS, "`dim` must be at most that of the embeddings, 4, got 5"),
+        ({}, rows(15, 4), None, "`labels` must be given, because they define the pairs, got None"),
+        ({}, rows(15, 4), torch.arange(15), "`labels` must hold a label with several rows, got no pair"),
+        ({}, rows(15, 4), LABELS[:3], r"`labels` must have shape \(15,\), .* got \(3,\)"),
+        ({}, rows(15, 3) @ rows(3, 6, seed=1), LABELS, "in each of 6 directions, got .* in only 3; give"),
+    ],
+)
+def test_invalid_input_for_supervised_whitening(settings, embeddings, labels, message):
+    with pytest.raises(ValueError, match=f"^SupervisedWhitening: .*{message}"):
+        SupervisedWhitening(**settings).fit(embeddings, labels)

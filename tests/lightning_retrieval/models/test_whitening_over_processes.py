@@ -5,7 +5,6 @@ import torch
 
 from lightning_retrieval import PCAWhitening, SupervisedWhitening
 from lightning_retrieval.models import supervised_whitening
-from lightning_retrieval.models.whitening import rows_of_all_processes, rows_of_one_process
 from tests.lightning_retrieval.metrics.helpers import LargestTensor
 from tests.lightning_retrieval.official_cases import rows
 
@@ -33,12 +32,6 @@ def of_process(values, this, world):
     return values.split(SIZES[world])[this]
 
 
-def fetched(this, world):
-    found = rows_of_all_processes(of_process(X, this, world))
-    positions = torch.tensor([59, 0, 12, 13, 13, 48, 49])[this * 2 :]
-    return len(found), found.begin, found.fetch(positions), X[positions]
-
-
 def largest_tensor():
     """Elements of the largest tensor, with 300 rows on each process."""
     x, labels = torch.randn(300, 40), torch.arange(300) // 5
@@ -49,7 +42,7 @@ def largest_tensor():
 
 
 def learned(this, world):
-    """What each whitening has learned, in float64 and of rows in float32; and how it gets the rows of the others."""
+    """What each whitening has learned, in float64 and of rows in float32, and its largest tensor."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervised_whitening, "_FIT_PAIRS", 7)
@@ -62,7 +55,6 @@ def learned(this, world):
         found["float32"] = single.learned
         patch.setattr(supervised_whitening, "_FIT_PAIRS", 20)
         found["largest"] = largest_tensor()
-    found["fetched"] = fetched(this, world)
     return found
 
 
@@ -94,25 +86,18 @@ def test_one_process_learns_the_same_by_both_functions():
         assert all(torch.equal(*parts) for parts in zip(together, whitenings()[name].fit(X, LABELS).learned))
 
 
-def test_rows_of_other_processes(processes):
-    results = [found["fetched"] for found in processes]
-    assert [begin for _, begin, _, _ in results] == [0, 0, 49]
-    for length, _, found, expected in results:
-        assert length == 60
-        assert torch.equal(found, expected)
-    assert torch.equal(rows_of_one_process(X).fetch(torch.tensor([3, 3, 0])), X[[3, 3, 0]])
-
-
 def test_no_process_has_the_rows_of_all(processes):
     assert max(found["largest"] for found in processes) <= 300 * 40  # its local rows, in float64
 
 
 def messages(this, world):
-    """What is wrong on one process only, and what the rows of all lack."""
-    x, labels = of_process(X, this, world).clone(), of_process(LABELS, this, world)
-    invalid = x.clone()
+    """What is wrong on one process only, what the rows of all lack, and rows that are not of one kind."""
+    x, labels = of_process(X, this, world), of_process(LABELS, this, world)
+    invalid, few = x.clone(), slice(0, 1)
     invalid[this:, 0] = torch.nan if this == 1 else 1.0
-    few = slice(0, 1)
+    of_first, of_second = (x, labels), [(torch.cat([x, x[:, :1]], 1), labels), (x.float(), labels)]
+    of_second += [(x, torch.stack([labels, labels], 1)), (x, labels.int()), (x, None)]
+    wider, single, levels, narrow, without = of_second if this == 1 else [of_first] * 5
     found = []
     for whitening, given in (
         (PCAWhitening(), (invalid, labels)),
@@ -120,44 +105,24 @@ def messages(this, world):
         (SupervisedWhitening(), (x, torch.arange(60).split(SIZES[world])[this])),
         (PCAWhitening(), (x[few], labels[few])),
         (SupervisedWhitening(dim=9), (x, labels)),
+        (PCAWhitening(), wider),
+        (OwnWhitening(), wider),
+        (SupervisedWhitening(), single),
+        (SupervisedWhitening(), levels),
+        (SupervisedWhitening(), narrow),
+        (OwnWhitening(), without),
     ):
         with pytest.raises(ValueError, match="Whitening: ") as error:
             whitening.fit_over_processes(*given)
         found.append(str(error.value))
+    PCAWhitening().fit_over_processes(*levels)  # which does not need labels
     return found
-
-
-def messages_of_unlike_rows(this, world):
-    """Rows that are valid on each process, but not of one kind."""
-    x, labels = of_process(X, this, world), of_process(LABELS, this, world)
-    wider, single = torch.cat([x, x[:, :1]], 1), x.float()
-    levels, narrow = torch.stack([labels, labels], 1), labels.int()
-    found = []
-    for whitening, given in (
-        (PCAWhitening(), (wider, labels)),
-        (SupervisedWhitening(), (wider, labels)),
-        (OwnWhitening(), (wider, labels)),
-        (PCAWhitening(), (single, labels)),
-        (SupervisedWhitening(), (single, labels)),
-        (SupervisedWhitening(), (x, levels)),
-        (SupervisedWhitening(), (x, narrow)),
-        (OwnWhitening(), (x, None)),
-    ):
-        with pytest.raises(ValueError, match="Whitening: ") as error:
-            whitening.fit_over_processes(*(given if this == 1 else (x, labels)))
-        found.append(str(error.value))
-    PCAWhitening().fit_over_processes(x, levels if this == 1 else None)  # which it does not need
-    return found
-
-
-def all_messages(this, world):
-    return messages(this, world), messages_of_unlike_rows(this, world)
 
 
 @pytest.fixture(scope="module")
 def errors(run_processes):
     """The messages of invalid rows, and of rows of several kinds, which are the same on both processes."""
-    first, second = run_processes(all_messages, 2)
+    first, second = run_processes(messages, 2)
     assert first == second
     return first
 
@@ -165,7 +130,7 @@ def errors(run_processes):
 @pytest.mark.refusal
 def test_all_processes_raise_the_same_error(errors):
     for message, expected in zip(
-        errors[0],
+        errors[:5],
         (
             "PCAWhitening: `embeddings` must hold finite numbers only",
             "SupervisedWhitening: `labels` must be given",
@@ -181,13 +146,11 @@ def test_all_processes_raise_the_same_error(errors):
 @pytest.mark.refusal
 def test_rows_that_are_not_of_one_kind_are_invalid_on_all_processes(errors):
     rule = "must have the same shape, apart from the number of rows, and dtype on all processes, got"
-    assert errors[1] == [
+    assert errors[5:] == [
         f"{name}Whitening: `{argument}` {rule} {kind} on process 0 and {other_kind} on process 1."
         for name, argument, kind, other_kind in (
             ("PCA", "embeddings", "(rows, 5) of torch.float64", "(rows, 6) of torch.float64"),
-            ("Supervised", "embeddings", "(rows, 5) of torch.float64", "(rows, 6) of torch.float64"),
             ("Own", "embeddings", "(rows, 5) of torch.float64", "(rows, 6) of torch.float64"),
-            ("PCA", "embeddings", "(rows, 5) of torch.float64", "(rows, 5) of torch.float32"),
             ("Supervised", "embeddings", "(rows, 5) of torch.float64", "(rows, 5) of torch.float32"),
             ("Supervised", "labels", "(rows) of torch.int64", "(rows, 2) of torch.int64"),
             ("Supervised", "labels", "(rows) of torch.int64", "(rows) of torch.int32"),

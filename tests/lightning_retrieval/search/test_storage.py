@@ -1,4 +1,4 @@
-"""A folder stays complete if a save fails, damage is found, and nothing but an index is replaced."""
+"""A folder stays complete if a save fails, damage is found, nothing but an index is replaced, earlier ones are read."""
 
 import json
 import os
@@ -6,13 +6,16 @@ import re
 import resource
 import shutil
 import signal
+from pathlib import Path
 
-import faiss
+import numpy as np
 import pytest
+import torch
 
 from lightning_retrieval import RetrievalIndex
 from lightning_retrieval import files as files_module
 from lightning_retrieval.search import faiss_index, storage
+from lightning_retrieval.search.embedding_folder import EmbeddingFolder
 from tests.lightning_retrieval.search.vectors import built, vectors
 
 
@@ -35,48 +38,25 @@ def contents(folder):
     return sorted(path.relative_to(folder) for path in folder.rglob("*"))
 
 
-def test_a_save_that_fails_leaves_the_old_index(folder, monkeypatch):
-    before, new = contents(folder), built(shards=2)
-    real, written = faiss.write_index, []
-
-    def fails(part, path):
-        written.append(path)
-        if len(written) == 2:
-            raise RuntimeError("no space left")
-        real(part, path)
-
-    monkeypatch.setattr(faiss, "write_index", fails)
-    message = r"^RetrievalIndex: .*vectors-1\.faiss cannot be written \(no space left\); .* is unchanged"
-    with pytest.raises(OSError, match=message):
-        new.save(folder)
-    assert contents(folder) == before
-    assert len(RetrievalIndex.load(folder)) == 50
-
-
 def save_with_limits(rank, world_size, folder):
-    """Save indexes while no file may be longer than a limit; the messages."""
+    """Save an index while no file may be longer than a limit; the messages."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    messages = []
-    for factory in ("Flat", "IVF2,Flat"):
-        index = built(factory, rows=120)
-        for limit in (500, 2048, 5000):  # the last write of ids, of paths, and of vectors fails
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
-            try:
-                index.save(folder)
-            except OSError as error:
-                messages.append(str(error))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    index, messages = built("IVF2,Flat", rows=120), []
+    for limit in (500, 2048, 5000):  # the last write of ids, of paths, and of vectors fails
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
+        with pytest.raises(OSError, match=r"^RetrievalIndex: ") as error:
+            index.save(folder)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        messages.append(str(error.value))
     return messages
 
 
 def test_a_full_disk_leaves_the_old_index(folder, run_alone):
     before = contents(folder)
     messages = run_alone(save_with_limits, folder)
-    assert len(messages) == 6
     for message in messages:
-        pattern = r"RetrievalIndex: .* cannot be written \(File too large\); what was saved there before is unchanged.*"
-        assert re.fullmatch(pattern, message)
+        assert " cannot be written (File too large); what was saved there before is unchanged" in message
     assert contents(folder) == before
     assert len(RetrievalIndex.load(folder)) == 50
 
@@ -117,20 +97,23 @@ def test_a_reader_takes_the_index_that_replaces_the_one_it_opens(module, name, m
     assert index.search(vectors(1), 1)[1].tolist() == [[1000]]
 
 
-def test_a_save_replaces_what_is_incomplete_and_deletes_what_a_killed_process_left(folder, tmp_path):
-    mapped = RetrievalIndex.load(folder, mapped=True)
+def test_what_a_killed_process_left_takes_no_space_while_the_next_version_is_written(folder, tmp_path):
     for index in (folder, tmp_path / "first"):
         (index / "files-0badf00d").mkdir(parents=True)
-        (index / "files-0badf00d" / "vectors-0.faiss").write_bytes(b"half")
         (index / ".0123456789abcdef.tmp").write_text("half of a manifest")
-        built(rows=60).save(index)
-        assert len(RetrievalIndex.load(index)) == 60
-        names = [re.sub(r"-\w{8}$", "", name) for name in os.listdir(index)]
-        assert sorted(names) == ["files", "lock", "manifest.json"]
+        before = {path.name for path in index.iterdir()} - {"files-0badf00d", ".0123456789abcdef.tmp"}
+        with storage.new_version(index) as version:
+            assert {path.name for path in index.iterdir()} == before | {"lock", version.inner.name}
+        assert {path.name for path in index.iterdir()} == before | {"lock"}
+
+
+def test_a_save_replaces_what_was_there(folder):
+    mapped = RetrievalIndex.load(folder, mapped=True)
+    built(rows=60).save(folder)
+    assert len(RetrievalIndex.load(folder)) == 60
+    names = [re.sub(r"-\w{8}$", "", name) for name in os.listdir(folder)]
+    assert sorted(names) == ["files", "lock", "manifest.json"]
     assert mapped.search(vectors(1), 1)[1].tolist() == [[1000]]  # a process with open files can still read them
-    (folder / "manifest.json").write_text("damaged")
-    built(rows=70).save(folder)
-    assert len(RetrievalIndex.load(folder)) == 70
 
 
 @pytest.mark.refusal
@@ -147,17 +130,13 @@ def test_damaged_files_raise(name, folder):
     file.write_bytes(complete[:-1])
     with pytest.raises(ValueError, match=rf"{name} is damaged, it has {len(complete) - 1} bytes .* {len(complete)};"):
         RetrievalIndex.load(folder, verify=False)
+    if name == "vectors-1.faiss":
+        file.write_bytes(b"nope" + complete[4:])
+        with pytest.raises(ValueError, match=r"^RetrievalIndex: .*faiss cannot read .*; build the index again\.$"):
+            RetrievalIndex.load(folder, verify=False)
     file.unlink()
     with pytest.raises(FileNotFoundError, match=rf"is damaged, files-\w+/{name} is missing"):
         RetrievalIndex.load(folder)
-
-
-@pytest.mark.refusal
-def test_a_file_that_faiss_cannot_read_raises_without_checksums_too(folder):
-    (file,) = folder.glob("*/vectors-0.faiss")
-    file.write_bytes(b"nope" + file.read_bytes()[4:])
-    with pytest.raises(ValueError, match=r"faiss cannot read .*; build the index again\.$"):
-        RetrievalIndex.load(folder, verify=False)
 
 
 @pytest.mark.refusal
@@ -168,10 +147,7 @@ def test_damaged_manifests_raise(folder):
         (complete[:-5], "is damaged, it is not valid JSON"),
         (complete.replace('"dim": 16', '"dim": 17'), "is damaged, its checksum is not the one written in it"),
         (re.sub('"sha256": "[0-9a-f]+"', '"sha256": null', complete, count=1), "is damaged, its checksum is not"),
-        (
-            complete.replace("lightning-retrieval index", "another"),
-            "must be a manifest of the format '.* index', which",
-        ),
+        (complete.replace("lightning-retrieval index", "another"), "must be a manifest of the format '.* index'"),
         (complete.replace('"version": 1', '"version": 2'), "has format version 2, but this release reads version 1"),
         (complete.replace('"about": {}', '"about": ' + "[" * 600 + "]" * 600), "is damaged, .*; build the index"),
         (complete.replace('"about": {}', '"about": ' + "[" * 100_000), "is damaged, .*; build the index again"),
@@ -217,10 +193,9 @@ def test_forged_manifests_raise(saved, folder):
         for value in values:
             shutil.copy(saved / "manifest.json", folder)
             forge(folder / "manifest.json", **{name: value})
-            with pytest.raises(
-                ValueError, match=rf"^RetrievalIndex: {re.escape(str(folder))}\S* is damaged, .*; build the index"
-            ):
+            with pytest.raises(ValueError, match=rf"^RetrievalIndex: {re.escape(str(folder))}\S* is damaged, .*; bui"):
                 RetrievalIndex.load(folder)
+    (folder / "manifest.json").write_text("damaged")
     built(rows=60).save(folder)  # in its place
     assert len(RetrievalIndex.load(folder)) == 60
 
@@ -228,23 +203,18 @@ def test_forged_manifests_raise(saved, folder):
 @pytest.mark.refusal
 def test_other_files_are_not_replaced(tmp_path):
     (tmp_path / "thesis.tex").write_text("years")
+    (tmp_path / "site" / "files-of-2024").mkdir(parents=True)
+    manifest = tmp_path / "site" / "manifest.json"
     for path in (tmp_path, tmp_path / "thesis.tex"):
         with pytest.raises(ValueError, match=r"must be written to a new folder or over an index, got .*something else"):
             built(rows=50).save(path)
-    assert os.listdir(tmp_path) == ["thesis.tex"]
-
-
-@pytest.mark.refusal
-@pytest.mark.parametrize("beside", ["", "files-of-2024", "files-0badf00d0"])
-def test_a_folder_with_another_kind_of_manifest_is_not_replaced(beside, tmp_path):
-    (tmp_path / beside).mkdir(exist_ok=True)
-    for manifest in ('{"name": "extension"}', '{"files": {}, "format": "another"}', "[]", "no JSON"):
-        (tmp_path / "manifest.json").write_text(manifest)
-        before = sorted(os.listdir(tmp_path))
+    for content in ('{"name": "extension"}', '{"files": {}, "format": "another"}', "[]", "no JSON"):
+        manifest.write_text(content)
         with pytest.raises(ValueError, match="something else"):
-            built(rows=50).save(tmp_path)
-        assert sorted(os.listdir(tmp_path)) == before
-        assert (tmp_path / "manifest.json").read_text() == manifest
+            built(rows=50).save(tmp_path / "site")
+        assert sorted(os.listdir(tmp_path / "site")) == ["files-of-2024", "manifest.json"]
+        assert manifest.read_text() == content
+    assert sorted(os.listdir(tmp_path)) == ["site", "thesis.tex"]
 
 
 @pytest.mark.refusal
@@ -259,3 +229,39 @@ def test_other_files_beside_an_index_are_kept(folder):
     (folder / "manifest.json").write_text("damaged")
     with pytest.raises(ValueError, match="something else"):
         built(rows=50).save(folder)
+
+
+EARLIER = Path(__file__).parents[2] / "checkpoints"  # d0b5ff1 wrote the folders in it
+ROWS = torch.arange(48.0).reshape(12, 4).sin()
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_an_index_that_an_earlier_commit_has_written(mapped, tmp_path):
+    shutil.copytree(EARLIER / "index", tmp_path / "i")
+    index = RetrievalIndex.load(tmp_path / "i", mapped=mapped)
+    assert repr(index) == (
+        "RetrievalIndex(dim=4, factory='IVF2,Flat', parameters='nprobe=2', shards=2, rows=12, recall=1.000)"
+    )
+    assert index.about == {"checkpoint": "é.ckpt"}
+    _, ids, paths = index.search_with_paths(ROWS, 1)
+    assert ids[:, 0].tolist() == list(range(20, 8, -1))
+    assert paths[3] == ["é/3.jpg"]
+    if not mapped:
+        index.save(tmp_path / "i")
+        assert len(RetrievalIndex.load(tmp_path / "i")) == 12
+
+
+@pytest.mark.parametrize("file_format", ["parquet", "npy"])
+def test_embeddings_that_an_earlier_commit_has_written(file_format, tmp_path):
+    if file_format == "parquet":
+        pytest.importorskip("pyarrow")
+    shutil.copytree(EARLIER / f"embeddings-{file_format}", tmp_path / "e")
+    folder = EmbeddingFolder.load("me", tmp_path / "e")
+    assert EmbeddingFolder.create("me", tmp_path / "e", folder.manifest).missing() == []
+    first, second = folder.read(0), folder.read(1)
+    np.testing.assert_array_equal(first.embeddings, ROWS[[0, 2]])
+    np.testing.assert_array_equal(second.embeddings, ROWS[3:5])
+    assert (first.paths, first.labels) == (["é/0.jpg", "é/2.jpg"], ["class 0", None])
+    assert second.ids.tolist() == [3, 4]
+    assert folder.unreadable() == [("é/1.jpg", "truncated")]
+    assert folder.changed(lambda positions: "after") == [0]

@@ -54,9 +54,7 @@ def memory(field):
 def search_while_edited(index, edits):
     """Search in three threads while this one removes rows and adds them again; the errors and wrong paths they meet.
 
-    Args:
-        index: of `vectors()`, with the row numbers as ids and in the paths.
-        edits: how many times rows are removed and added.
+    The index is of `vectors()`, with the row numbers as ids and in the paths.
     """
     wrong, searches, is_over = [], [], threading.Event()
 
