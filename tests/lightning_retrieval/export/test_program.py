@@ -74,10 +74,10 @@ def test_a_transformer_gets_dynamic_quantisation(tmp_path):
     embedder = Embedder("timm/vit_tiny_patch16_224", 16, image_size=32, backbone_args=VIT)
     torch.manual_seed(0)
     program = EmbeddingProgram(RetrievalModule(embedder, SmoothAPLoss()), embedder.preparation, "uint8").eval()
-    write_onnx("test", export_program(program), tmp_path / "model.onnx", {})
+    write_onnx(export_program(program), tmp_path / "model.onnx", {})
     assert quantize_onnx(tmp_path / "model.onnx", tmp_path / "int8.onnx", []) == "dynamic"
     operations = [node.op_type for node in onnx.load(tmp_path / "int8.onnx").graph.node]
-    before, after = (OnnxModel("test", tmp_path / name) for name in ("model.onnx", "int8.onnx"))
+    before, after = (OnnxModel(tmp_path / name) for name in ("model.onnx", "int8.onnx"))
     images = program.random_images(16, seed=99)
     # Four products in a block, and that of the head; those of attention, of two activations, stay.
     assert operations.count("MatMulInteger") == 5
