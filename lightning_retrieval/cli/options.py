@@ -12,7 +12,7 @@ from typing import Any
 
 TRANSFORMS = ("plain", "smooth_ap", "roadmap", "ap_gem", "glyphs")  # `Preparation.NAMES`
 SHOWN = 100  # characters of a path that is too long
-FUNCTIONS = ("embed_images", "export_model", "index_embeddings", "index_images", "search_images")  # the functions of the commands
+FUNCTIONS = ("embed_images", "export_model", "index_embeddings", "index_images", "search_images")  # of commands
 HOST_HELP = (
     "address to serve on, which is also the only name under which the page answers, default 127.0.0.1: this machine "
     "only; 0.0.0.0 serves the page to the network, under any name"

@@ -409,8 +409,11 @@ class ROADMAPLoss(WeightedSum):
 
     @classmethod
     def official(cls) -> WeightedSum:
-        """SupAP + calibration with the official settings: the query in its own list, offset 1.44, means over the
-        violating pairs, both weights 1."""
+        """SupAP + calibration with the official settings.
+
+        The query is in its own list, the offset is 1.44, the means run over the violating pairs, and both weights are
+        1.
+        """
         sup_ap = SupAPLoss(offset=1.44, include_self=True)
         return WeightedSum({"sup_ap": (1.0, sup_ap), "calibration": (1.0, CalibrationLoss(pair_mean="nonzero"))})
 
