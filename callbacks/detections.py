@@ -43,7 +43,7 @@ class DetectionPicture(pl.Callback):
         self._shown: list[tuple[Tensor, Mapping[str, Tensor], Mapping[str, Tensor]]] = []
 
     def on_test_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Forget the images of the last test."""
+        """Remove the images of the last test."""
         self._shown = []
 
     def on_test_batch_end(

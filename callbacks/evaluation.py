@@ -423,8 +423,8 @@ def find_evaluation(owner: str, trainer: pl.Trainer) -> RetrievalEvaluation:
         if isinstance(callback, RetrievalEvaluation):
             return callback
     raise ValueError(
-        f"{owner}: the Trainer must have the callback RetrievalEvaluation, which collects what {owner} shows, and it "
-        "has none; pass both."
+        f"{owner}: the Trainer must have the callback RetrievalEvaluation, whose evaluation sets {owner} uses, got "
+        "none; pass both callbacks."
     )
 
 

@@ -262,7 +262,7 @@ def check_transformed(owner: str, images: Any) -> None:
 
     Args:
         owner: prefix of the error message.
-        images: what the transform returned.
+        images: the return value of the transform.
     """
     if isinstance(images, Tensor):
         check_tensor(owner, "transform's result", images)

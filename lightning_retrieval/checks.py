@@ -269,7 +269,7 @@ def check_maps(owner: str, name: str, value: Any) -> None:
 
 
 def check_device(owner: str, name: str, value: Any, device: torch.device | None, of: str) -> None:
-    """Raise if `value` is a tensor on another device than `device`, that of the argument `of`; None allows any."""
+    """Raise if `value` is a tensor and not on `device`, the device of the argument `of`; None allows any device."""
     if device is not None and isinstance(value, Tensor) and value.device != device:
         raise ValueError(
             f"{owner}: `{name}` must be on the device of `{of}`, {device}, got {value.device}; move it there."
@@ -315,7 +315,7 @@ def check_integers(
 ) -> None:
     """Raise unless `values` holds one integer for each of the `rows` rows of the argument `of`.
 
-    If `device` is given, that of the argument `of`, `values` must be on it.
+    `device` is the device of the argument `of`. If it is given, `values` must be on the same device.
     """
     check_device(owner, name, values, device, of)
     check_tensor(owner, name, values)
@@ -332,7 +332,7 @@ def check_labels(
 ) -> None:
     """Raise unless `labels` holds one integer, or several (finest level first), for each of the `rows` rows of `of`.
 
-    If `device` is given, that of the argument `of`, `labels` must be on it.
+    `device` is the device of the argument `of`. If it is given, `labels` must be on the same device.
     """
     check_device(owner, name, labels, device, of)
     check_tensor(owner, name, labels)

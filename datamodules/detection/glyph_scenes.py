@@ -58,8 +58,8 @@ class SceneArtist:
 
     Args:
         image_size: height and width in pixels.
-        num_classes: number of characters, the first ones of `CHARACTERS`.
-        max_objects: a scene has 1 to this many objects.
+        num_classes: number of classes: the first characters of `CHARACTERS`.
+        max_objects: maximum number of objects in a scene; the minimum is 1.
         frequency_exponent: class k is drawn with a probability proportional to 1 / k ** frequency_exponent.
         max_rotation: largest rotation of a character in degrees, to both sides.
         clutter: largest number of lines, arcs and characters of no class behind the objects.

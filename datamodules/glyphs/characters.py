@@ -42,7 +42,7 @@ EXCLUDED_FONTS = frozenset({"LastResortHE-Regular", "cmex10", "cmmi10", "cmsy10"
 
 
 class GlyphFonts:
-    """The fonts that matplotlib ships, in the order of their names, without the excluded ones.
+    """The fonts that matplotlib ships, in the order of their names, without the excluded fonts.
 
     A font file is opened only when its characters are listed or drawn.
 
@@ -221,7 +221,7 @@ def make_class_table() -> str:
         for code_point in code_points:
             distinct.update(drawings[code_point].values())
         if len(distinct) >= 2:
-            # Code points rather than characters, many of which look alike or are changed by editors.
+            # Code points, because many characters look alike or are changed by editors.
             names = " ".join(f"U+{code_point:04X}" for code_point in code_points)
             category = unicodedata.name(chr(code_points[0])).split()[0]
             writer.writerow([names, category, split_of(code_points[0]), len(distinct)])

@@ -235,7 +235,7 @@ def _fabric(device: str | None, *, devices: int, num_nodes: int, precision: str)
         )
     except (MisconfigurationException, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"{OWNER}: `devices`, `num_nodes` and `precision` must be such as this machine supports, got {devices}, "
+            f"{OWNER}: `devices`, `num_nodes` and `precision` must be supported by this machine, got {devices}, "
             f"{num_nodes} and {precision!r} ({first_line(error)})."
         ) from None
 

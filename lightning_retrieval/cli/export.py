@@ -170,8 +170,8 @@ def _preparation(embedder: ImageEmbedder) -> Preparation:
     preparation = embedder.transform
     if not isinstance(preparation, Preparation):
         raise ValueError(
-            f"{OWNER}: the model of `checkpoint` must be one that was evaluated with a Preparation, whose settings a "
-            "program can hold, got a transform of its own; evaluate it with `image_size`, `mean` and `std` instead."
+            f"{OWNER}: the model of `checkpoint` must have been evaluated with a Preparation, which a program can "
+            "include, got another transform; evaluate it with `image_size`, `mean` and `std` instead."
         )
     if preparation.image_size is None:
         raise ValueError(

@@ -175,7 +175,7 @@ def _checkpoint_of(index: EmbeddingStore, checkpoint: Path | None) -> Path:
     if checkpoint.is_file() and file_digest(checkpoint) != index.about["checkpoint_sha256"]:
         raise ValueError(
             f"{OWNER}: `checkpoint` must be the one that the index was made with, because embeddings of different "
-            f"models cannot be compared, got {checkpoint.absolute()}, which is another; give the right one, or build "
+            f"models cannot be compared, got another, {checkpoint.absolute()}; give the right checkpoint, or build "
             "the index again."
         )
     return checkpoint

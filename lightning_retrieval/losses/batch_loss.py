@@ -113,7 +113,7 @@ class BatchLoss(nn.Module):
         Args:
             embeddings: one row for each query, normalised inside.
             labels: any integers; the same label means relevant.
-            ref_emb: what is ranked for each query; None ranks the batch itself.
+            ref_emb: the references to rank for each query; None ranks the batch itself.
             ref_labels: labels of `ref_emb`.
             ids: dataset index of each row; a reference with the query's own id is not in the query's list.
             ref_ids: dataset index of each reference, required with `ids` and `ref_emb`.

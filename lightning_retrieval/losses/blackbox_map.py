@@ -150,7 +150,7 @@ class BlackboxMAPLoss(nn.Module):
         return loss
 
     def reset(self) -> None:
-        """Forget all past scores."""
+        """Remove all past scores."""
         self.memory, self._sorted_memory = [], []
 
     def get_extra_state(self) -> Any:

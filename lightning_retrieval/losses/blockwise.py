@@ -74,7 +74,7 @@ class BlockPlan:
 
     Args:
         formula: maps a block of ranked lists to the value of each query.
-        lists: what is ranked.
+        lists: the ranked lists.
         blocks: the queries that are computed, block by block.
         weights: weight of each query in the mean.
         count: number of queries in the mean, at least 1.

@@ -55,7 +55,7 @@ class Positives:
         return int(self.counts.max())
 
     def column(self) -> Int[Tensor, " pos"]:
-        """The number of each positive among those of its query, from 0."""
+        """The index of each positive among the positives of its query, from 0."""
         position = torch.arange(len(self.query), device=self.query.device)
         return position - torch.searchsorted(self.query, self.query)
 

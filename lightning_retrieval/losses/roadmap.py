@@ -206,9 +206,8 @@ class PairLoss(RetrievalLoss):
         self.pair_mean = check_string(self.name, "pair_mean", pair_mean)
         if pair_mean != "query" and (reduction != "mean" or class_balanced):
             raise ValueError(
-                f"{self.name}: `pair_mean` {pair_mean!r} is a mean over the pairs of all queries, in which a query has "
-                f"neither value nor weight of its own, got reduction={reduction!r}, class_balanced={class_balanced}; "
-                "set pair_mean='query'."
+                f"{self.name}: `pair_mean` {pair_mean!r} is a mean over the pairs of all queries, which gives no value "
+                f"per query, got reduction={reduction!r}, class_balanced={class_balanced}; set pair_mean='query'."
             )
 
     @abstractmethod

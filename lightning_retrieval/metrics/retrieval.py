@@ -143,7 +143,7 @@ def query_values(lists: QueryGallery, metrics: Sequence[QueryMetric]) -> dict[st
 
     Args:
         lists: queries and gallery.
-        metrics: what to compute.
+        metrics: the metrics to compute.
 
     Returns:
         `"ids"` and `"labels"` (query,) int64, and the values (query,) of each metric under its name, float64. All are

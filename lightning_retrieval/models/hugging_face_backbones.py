@@ -34,7 +34,7 @@ CLASSIFIERS = ("classifier", "cls_classifier", "distillation_classifier", "poole
 MASK_TOKEN = "mask_token"  # used in pretraining only; missing in some weights, and irrelevant for embeddings
 # Entries of a config that do not describe the network.
 NOT_KEPT = ("_name_or_path", "architectures", "auto_map", "id2label", "label2id", "transformers_version")
-NO_CODE = {"trust_remote_code": False}  # neither run code of a repository nor ask at the terminal whether to
+NO_CODE = {"trust_remote_code": False}  # never run code of a repository, and never ask at the terminal
 
 
 class HuggingFaceBackbone(nn.Module):

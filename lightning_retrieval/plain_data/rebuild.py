@@ -192,7 +192,7 @@ class _Reader:
         if isinstance(value, str) and place.products and not place.takes_strings:
             raise ValueError(
                 f"{self.owner}: `{name}` must be passed again, as in load_from_checkpoint(path, lr_scheduler=...), "
-                f"because it is a function, and a file does not choose what is called, got {short_repr(value)}."
+                f"because it is a function, and a file may not choose what is called, got {short_repr(value)}."
             )
         return value
 

@@ -158,7 +158,7 @@ def _checked_parts(owner: str, name: str, value: Any, packages: tuple[str, ...])
         raise TypeError(f"{owner}: `{name}` must be plain data, got {short_repr(value)} ({type(value).__name__}).")
     if isinstance(value, str) and any(prefix in value.lower() for prefix in _ADDRESSES):
         raise ValueError(
-            f"{owner}: `{name}` must name no address, since a file does not choose what is downloaded, got "
+            f"{owner}: `{name}` must not be an address, since a file may not choose what is downloaded, got "
             f"{short_repr(value)}; pass the object again, as in load_from_checkpoint(path, embedder=...)."
         )
     return []

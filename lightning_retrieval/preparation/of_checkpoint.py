@@ -123,7 +123,7 @@ def _check_channels(owner: str, checkpoint: Path, preparation: Preparation, chan
         return
     if channels not in (1, 3):
         raise ValueError(
-            f"{owner}: `checkpoint` must be that of a model of images with 1 or 3 channels, as image files have, got "
+            f"{owner}: the model of `checkpoint` must take images with 1 or 3 channels, like image files, got "
             f"{checkpoint}, whose model takes {channels} channels; embed the images yourself and add them to a "
             "RetrievalIndex."
         )

@@ -267,7 +267,7 @@ class Preparation:
         elif not isinstance(given, Image.Image):
             raise TypeError(
                 f"Preparation: `image` must be a PIL image or a tensor of uint8, got {type(given).__name__}; "
-                "PIL.Image.fromarray makes one of an array (height, width, 3) of uint8."
+                "PIL.Image.fromarray converts an array (height, width, 3) of uint8."
             )
         reduce_scale(image, self.least_size, upright_size(image))
         image = upright(image)

@@ -433,8 +433,8 @@ def _read_manifest(owner: str, path: Path) -> EmbeddingManifest:
         _check_kinds(manifest)
     except TypeError:
         raise ValueError(
-            f"{owner}: {path / MANIFEST} must be the manifest of embeddings that this release can read, which it is "
-            "not; give another folder."
+            f"{owner}: {path / MANIFEST} must be a manifest of embeddings that this release can read, got other "
+            "entries; give another folder."
         ) from None
     return manifest
 

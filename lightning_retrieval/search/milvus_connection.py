@@ -176,8 +176,8 @@ def _lite_file(uri: str, may_create: bool) -> Path:
     file = Path(os.path.abspath(check_path(OWNER, "uri", uri)))
     if file.exists() and not file.is_dir():
         raise ValueError(
-            f"{OWNER}: `uri` must be what Milvus Lite writes, which is a folder, got {uri}, which is a file; give "
-            "another path."
+            f"{OWNER}: `uri` must be a folder that Milvus Lite wrote, or a new path, got the file {uri}; give another "
+            "path."
         )
     if not file.exists() and not may_create:
         raise FileNotFoundError(f"{OWNER}: `uri` must be a file of Milvus Lite, got {uri}, which does not exist.")
@@ -498,5 +498,5 @@ def _check_fields(connection: MilvusConnection, collection: str, fields: list[di
     if found != (dim, METRIC):
         raise ValueError(
             f"{OWNER}: the collection {collection!r} in {connection.shown} must have {dim} dimensions and the metric "
-            f"{METRIC}, as the index in it, got {found[0]} and {found[1]}; {REBUILD}."
+            f"{METRIC}, like its index, got {found[0]} and {found[1]}; {REBUILD}."
         )

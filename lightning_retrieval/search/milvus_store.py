@@ -125,7 +125,7 @@ class MilvusStore:
         >>> store.close()
 
     Cost:
-        `docs/scaling.md` compares the times with those of faiss.
+        `docs/scaling.md` compares the speed with faiss.
 
     Relations:
         `RetrievalIndex` keeps an index in memory and in a folder, without a database. The commands `lightning-retrieval

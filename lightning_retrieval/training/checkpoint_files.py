@@ -88,7 +88,7 @@ def check_checkpoint_exists(owner: str, name: str, checkpoint: Any) -> None:
 
 
 def check_map_location(owner: str, map_location: Any) -> None:
-    """Raise unless `map_location` is what `torch.load` accepts: a device, a dict of devices, a function or None.
+    """Raise unless `torch.load` accepts `map_location`: a device, a dict of devices, a function or None.
 
     Args:
         owner: prefix of error messages.
@@ -128,7 +128,7 @@ def read_hparams_file(owner: str, hparams_file: Any) -> dict[str, Any]:
     if path.suffix.lower() not in HPARAMS_SUFFIXES:
         raise ValueError(f"{owner}: `hparams_file` must end in {', '.join(HPARAMS_SUFFIXES)}, got {path}.")
     if not path.is_file():
-        raise FileNotFoundError(f"{owner}: `hparams_file` must be a file, got {path}, which is none.")
+        raise FileNotFoundError(f"{owner}: `hparams_file` must be an existing file, got {path}.")
     try:
         if path.suffix.lower() == ".csv":
             content = load_hparams_from_tags_csv(path)
@@ -256,7 +256,7 @@ def add_base_weights(owner: str, module: nn.Module, checkpoint: dict[str, Any]) 
     if missing:
         raise ValueError(
             f"{owner}: the checkpoint is one of adapters for another backbone: its weights have {missing[0]}, which "
-            "this module has not."
+            "this module does not have."
         )
     for name, value in _fingerprints(module, list(names)).items():
         if abs(value - names[name]) > 0.01 * abs(names[name]):

@@ -43,7 +43,7 @@ def check_model_parallel(owner: str, trainer: Any) -> None:
         trainer: a `pytorch_lightning.Trainer` with this strategy.
 
     Raises:
-        ValueError: the message names the setting, and what to use instead.
+        ValueError: if there is such a setting; the message names it, and what to use instead.
     """
     from torch.distributed.fsdp import FSDPModule
 

@@ -300,7 +300,7 @@ class ManualTraining(OptimizedModule):
                 raise ValueError(
                     f"{type(self).__name__}: ReduceLROnPlateau with the interval 'epoch' needs a validation after the "
                     f"last batch of an epoch, but val_check_interval={interval!r} with "
-                    f"check_val_every_n_epoch={trainer.check_val_every_n_epoch!r} puts it elsewhere; use the interval "
+                    f"check_val_every_n_epoch={trainer.check_val_every_n_epoch!r} runs none there; use the interval "
                     "'step', which steps it after each validation."
                 )
 
@@ -343,16 +343,16 @@ class ManualTraining(OptimizedModule):
             self._step_plateau_schedulers()
 
     def on_train_epoch_end(self) -> None:
-        """Step `ReduceLROnPlateau` in a run without validation."""
+        """Step the `ReduceLROnPlateau` schedulers in a run without validation."""
         if not self.trainer.enable_validation:
             self._step_plateau_schedulers()
 
 
 def _count_begun_epoch(trainer: Any) -> None:
-    """Count the epoch that has begun if Lightning has not, so that its next checkpoint says where the run is.
+    """Count the current epoch as begun, if Lightning has not, so that the next checkpoint has the right position.
 
-    It does not count the epoch after a checkpoint that was written at the last batch of an epoch. A run that is resumed
-    from a later checkpoint of that epoch would begin the epoch again.
+    Lightning does not count the first epoch of a run that is resumed from a checkpoint of the last batch of an epoch. A
+    run resumed from a later checkpoint of this first epoch would then begin the epoch again.
 
     Args:
         trainer: a `pytorch_lightning.Trainer`.

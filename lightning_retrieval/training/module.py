@@ -32,7 +32,7 @@ from lightning_retrieval.training.trainer_checks import adapt_loss, check_memory
 
 
 class RetrievalModule(ManualTraining):
-    """Trains an embedder so that each image of a batch ranks the images of its own class first.
+    """Trains an embedder so that each image of a batch ranks the images of the same class first.
 
     Each batch leads to one optimizer step and, with several processes, one sum of gradients, whatever `chunk_size` is.
     Lists rank the global batch: each process embeds its shard, and the embeddings are gathered in rank order.

@@ -162,7 +162,7 @@ def unpack(owner: str, batch: Any) -> Unpacked:
 
     Args:
         owner: prefix of error messages.
-        batch: what the DataLoader yields.
+        batch: a batch of the DataLoader.
 
     Raises:
         TypeError: if the batch has another form.

@@ -90,7 +90,7 @@ def check_trainer(owner: str, trainer: Any) -> None:
         trainer: a `pytorch_lightning.Trainer`.
 
     Raises:
-        ValueError: if there is one; the message names it, and what to use instead.
+        ValueError: if there is such a flag or callback; the message names it, and what to use instead.
     """
     for name in ("gradient_clip_val", "gradient_clip_algorithm"):
         value = getattr(trainer, name)
@@ -156,7 +156,7 @@ def check_processes(module: Any) -> None:
         module: a `RetrievalModule`.
 
     Raises:
-        ValueError: if a setting does not; the message names it, and what to use instead.
+        ValueError: if a setting does not work; the message names it, and what to use instead.
     """
     if world_size() == 1:
         return
