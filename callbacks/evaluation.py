@@ -423,8 +423,8 @@ def find_evaluation(owner: str, trainer: pl.Trainer) -> RetrievalEvaluation:
         if isinstance(callback, RetrievalEvaluation):
             return callback
     raise ValueError(
-        f"{owner}: the Trainer must have the callback RetrievalEvaluation, whose evaluation sets {owner} uses, got "
-        "none; pass both callbacks."
+        f"{owner}: the Trainer must have the callback RetrievalEvaluation, whose evaluation sets {owner} uses, but "
+        "it has none; pass both callbacks."
     )
 
 

@@ -193,7 +193,9 @@ class MemoryMonitor(pl.Callback):
 def sums_of_cosines(
     before: Float[Tensor, "image dim"], now: Float[Tensor, "image dim"], labels: Int[Tensor, " image"]
 ) -> Float[Tensor, "4"]:
-    """Sum of the cosines between `before` and `now` of each image and number of images; both for negative pairs, too.
+    """Two sums of cosines, each with its number of terms: of images with themselves, and of negative pairs.
+
+    Images are compared with themselves between `before` and `now`; negative pairs are those of different classes.
 
     Args:
         before: unit rows of one interval ago.

@@ -75,7 +75,7 @@ def _write_round(
     set_of_item = np.repeat(np.arange(len(sizes)), sizes)
     first_item = np.cumsum(sizes) - sizes
     position_in_round = np.arange(len(items)) - first_item[set_of_item]
-    round_start = number * sizes  # position of the round in each queue
+    round_start = number * sizes  # position in each queue where the round starts
     rest_of_group = -round_start % group_size  # positions missing in the current group
     order = _shuffled_order(generator, set_of_item, position_in_round, ahead, rest_of_group)
 

@@ -306,7 +306,7 @@ def blackbox_ap(lists: ScoreBlock, *, lambda_: float, margin: float) -> Float[Te
     """1 - AP of each list (equation 21).
 
     Args:
-        lists: with at least one positive in each.
+        lists: ranked lists with at least one positive each.
         lambda_: length of the interpolation, > 0.
         margin: alpha, >= 0.
     """

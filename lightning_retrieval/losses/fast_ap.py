@@ -91,7 +91,7 @@ def fast_ap(lists: ScoreBlock, *, num_bins: int) -> Float[Tensor, " query"]:
     """1 - FastAP of each list (equation 14).
 
     Args:
-        lists: with at least one positive in each.
+        lists: ranked lists with at least one positive each.
         num_bins: number of intervals of the squared distances from 0 to 4, >= 2.
     """
     # d^2 = 2 - 2 s falls as s rises: bins of d^2 from 0 to 4 are bins of s from 1 to -1.

@@ -38,8 +38,8 @@ def hap(
     """1 - HAP of each list, with H^- in the ranks.
 
     Args:
-        lists: with at least one positive in each; `relevant` is the number of label levels that an item shares with
-            the query.
+        lists: ranked lists with at least one positive each; `relevant` is the number of label levels that an item
+            shares with the query.
         alpha: exponent of the relevance, > 0.
         h_minus: sums H^- over the gallery.
         hrank_slopes: (beta, gamma, leak) of `soft_step`, or None: H-rank has no gradient.

@@ -37,7 +37,7 @@ def quantized_ap(
     """1 - AP_Q of each list (equation 11), or 1 - its tie-aware form.
 
     Args:
-        lists: with at least one positive in each.
+        lists: ranked lists with at least one positive each.
         num_bins: M, the number of bin centres, >= 2.
         low: centre of the last bin, below `high`.
         high: centre of the first bin.

@@ -29,7 +29,7 @@ def recall_at_k(
     """1 - the mean over k of the soft recall@k of each list.
 
     Args:
-        lists: with at least one positive in each.
+        lists: ranked lists with at least one positive each.
         ks: the values of k, each >= 1; values above the number of columns are reduced to it.
         tau_rank: temperature of the ranks, > 0.
         tau_k: temperature of the comparison of a rank with k, > 0; one number, or one for each k.

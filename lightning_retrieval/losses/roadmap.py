@@ -58,7 +58,7 @@ def sup_ap(lists: ScoreBlock, h_minus: Step) -> Float[Tensor, " query"]:
     """1 - a lower bound of the AP of each list: negatives are counted by H^-.
 
     Args:
-        lists: with at least one positive in each.
+        lists: ranked lists with at least one positive each.
         h_minus: sums H^- over the gallery.
     """
     positives = lists.positives
@@ -212,7 +212,7 @@ class PairLoss(RetrievalLoss):
 
     @abstractmethod
     def pair_sums(self, lists: ScoreBlock) -> tuple[Float[Tensor, "query term"], Float[Tensor, "query term"]]:
-        """For each query and term, the sum over the query's pairs and their number. The terms' means are added."""
+        """For each query and term, the sum of the term over the query's pairs, and the number of these pairs."""
 
     def query_losses(
         self, lists: ScoreBlock, pairs_per_query: Float[Tensor, " term"] | None = None

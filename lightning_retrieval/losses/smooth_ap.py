@@ -75,7 +75,7 @@ def smooth_ap(lists: ScoreBlock, *, tau: float) -> Float[Tensor, " query"]:
     """1 - the smoothed AP of each list (equations 5-7).
 
     Args:
-        lists: with at least one positive in each.
+        lists: ranked lists with at least one positive each.
         tau: temperature of the sigmoid, > 0.
     """
     positives = lists.positives
@@ -136,7 +136,7 @@ class SmoothAPLoss(RetrievalLoss):
         Time grows with (queries) x (positives per query) x (references); memory is that of one block of queries.
 
     Relations:
-        Converges to 1 - AP as tau -> 0 if no scores tie. It is not an upper bound of 1 - AP.
+        The loss converges to 1 - AP as tau -> 0 if no scores tie. It is not an upper bound of 1 - AP.
     """
 
     def __init__(

@@ -7,9 +7,9 @@ Colours are converted to 8-bit RGB; transparent pixels show a background. JPEGs 
 an eighth of their size, which libjpeg does much faster than at full size. libjpeg averages squares of pixels, almost
 like a box filter, so the pixels after resizing differ.
 
-Resizing and cropping equal torchvision's, bit for bit, without importing torchvision.transforms, which takes as long as
-importing all models. On some processors, the oldest supported releases of torchvision also resize uint8 in floating
-point, with slightly different pixels.
+Resizing and cropping equal torchvision's, bit for bit, without importing torchvision, which takes as long as importing
+all models. On some processors, the oldest supported releases of torchvision resize uint8 in floating point, with
+different pixels.
 """
 
 from typing import Any, Literal

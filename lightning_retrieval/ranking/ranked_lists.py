@@ -111,7 +111,7 @@ class ScoreTiles:
         return found
 
     def kept(self) -> dict[int, Float[Tensor, "query column"]]:
-        """The tiles computed by `gather`, by position; empty if they are too many or lack some of its columns."""
+        """The tiles of the last `gather`, by position; empty if there are too many or some columns are missing."""
         return self._kept
 
     def others(self, done: frozenset[int] = frozenset()) -> Iterator[tuple[int, Float[Tensor, "query column"]]]:

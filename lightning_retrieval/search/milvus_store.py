@@ -418,7 +418,7 @@ class MilvusStore:
         )
 
     def _new_ids(self, ids: Tensor | None, rows: int, stored: int) -> NDArray[np.int64]:
-        """The ids of new rows; raises if one is stored, since Milvus would silently replace a row with the same id."""
+        """The ids of new rows; raises if an id is in use, since Milvus would silently replace the row with this id."""
         if ids is None:
             return ids_after(OWNER, self._largest_id(stored), rows)
         new = check_new_ids(OWNER, ids, rows)

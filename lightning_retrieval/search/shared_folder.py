@@ -56,7 +56,7 @@ class ShardCollector:
             ValueError: if the positions do not ascend.
         """
         for row, position in enumerate(positions):
-            if position <= self._last:  # checked before a change of shard would complete the current shard
+            if position <= self._last:  # checked before the next shard begins, which would write the current one
                 raise ValueError(
                     f"{self.folder.owner}: images must come in the order of their ids, got {position} after "
                     f"{self._last}; use a loader that does not shuffle."

@@ -74,7 +74,7 @@ def check_memory(
             )
     if memory is not None and loss.terms_without_references:
         raise TypeError(
-            f"{owner}: with `memory`, the loss must be able to exclude the query's own copy from the references, which "
+            f"{owner}: with a `memory` the loss must rank references and exclude the query's own copy, which "
             f"{', '.join(loss.terms_without_references)} cannot do; {USE_OTHER_LOSS}."
         )
     if weight is None:
