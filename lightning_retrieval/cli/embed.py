@@ -185,9 +185,7 @@ def embed_images(
 def _embed_missing(
     fabric: Fabric, embedder: ImageEmbedder, listed: ListedImages, output: Path, manifest: EmbeddingManifest
 ) -> tuple[list[int], list[int]]:
-    """Embed the shards of this process and wait for the others; returns all written shards, and the changed among
-    them.
-    """
+    """Embed the shards of this process, wait for the others, and return all written shards, and the changed ones."""
 
     def image_files(positions: range) -> str:
         return digest_of_files(listed.root / listed.index.paths[position] for position in positions)

@@ -326,9 +326,7 @@ class RevisitedMetrics(EmbeddingMetric):
     def _scores_and_counts(
         self, ranked: QueryGallery, listed: ListedImages
     ) -> tuple[Float[Tensor, "query listed"], Int[Tensor, "query listed"]]:
-        """The score of each listed image and, for positives, the number of gallery images that score at least as
-        high.
-        """
+        """The score of each listed image and, for positives, the number of images that score at least as high."""
         queries, shard = ranked.queries.to(listed.kind.device), ranked.gallery_rows.shard
         scores = torch.zeros(listed.kind.shape, dtype=queries.dtype, device=queries.device)
         counts = torch.zeros_like(listed.kind)

@@ -168,7 +168,7 @@ def add_to_shards(shards: list[Any], factory: str, embeddings: Rows, ids: NDArra
 def _reserve(shards: list[Any], rows: int) -> None:
     """Reserve memory for `rows` more rows in flat indexes: when faiss grows the memory, it briefly holds it twice."""
     faiss = load_faiss()
-    most = -(-rows // len(shards)) + -(-rows // BLOCK)  # per shard: shares of a block differ by at most one row
+    most = -(-rows // len(shards)) + -(-rows // BLOCK)  # per shard: a block is split evenly, up to one row
     for shard in shards:
         inner = shard
         if isinstance(shard, faiss.IndexIDMap):

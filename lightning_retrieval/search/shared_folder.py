@@ -109,7 +109,7 @@ class ShardCollector:
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """The share of a folder of embeddings that this process fills. Made by `share_folder`.
+    """A folder of embeddings, with the shards that this process fills. Made by `share_folder`.
 
     Args:
         folder: the folder. `dim` in its manifest may be 0 if the dimension of an embedding is not known yet.

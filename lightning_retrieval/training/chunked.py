@@ -6,8 +6,8 @@ RepL4NLP 2021; Revaud et al., ICCV 2019, section 3.3):
 
 1. embed the batch chunk by chunk without a graph, and keep the random state that each chunk started with;
 2. compute the loss of all embeddings together, and its gradient with respect to them;
-3. embed chunk by chunk again, with a graph and the same random numbers, and propagate each chunk's slice of that
-   gradient.
+3. embed chunk by chunk again, with a graph and the same random numbers, and propagate the rows of that gradient for
+   each chunk.
 
 The last `keep_graphs` chunks keep their graphs from stage 1, so they are embedded only once. Stage 3 processes the last
 chunk first, then the others in order. So at most `keep_graphs` graphs exist at the same time, and the order in which

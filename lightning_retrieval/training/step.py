@@ -290,8 +290,8 @@ class ChunkSizeSearch:
 class TrainingStep:
     """Gathers the batch of all processes, adds the memory, computes the loss and sums the gradients.
 
-    `loss` maps the embeddings of this process to its share of the loss; the shares of all processes add up to the loss.
-    `finish` sums the shares and the gradients.
+    `loss` maps the embeddings of this process to its contribution to the loss; the contributions of all processes add
+    up to the loss. `finish` sums the contributions and the gradients.
 
     Args:
         owner: prefix of error messages.
@@ -319,10 +319,10 @@ class TrainingStep:
     memory_weight: float = 1.0
     check_batch: Callable[[GlobalBatch], None] | None = None
     batch: GlobalBatch = field(init=False)
-    terms: dict[str, Tensor] = field(init=False)  # this process's share of each logged term
+    terms: dict[str, Tensor] = field(init=False)  # this process's contribution to each logged term
 
     def loss(self, embeddings: Tensor) -> Tensor:
-        """Compute this process's share of the loss from its embeddings."""
+        """Compute this process's contribution to the loss from its embeddings."""
         self.batch = self._gather(embeddings)
         if self.check_batch is not None:
             self.check_batch(self.batch)
